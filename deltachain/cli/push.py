@@ -35,7 +35,8 @@ def push(  # noqa: PLR0913 - one argument an option
         typer.Option(
             metavar="RECIPE",
             help="Quantise linear layers and experts first: `fp8-block`, `fp8-block-ue8m0`, "
-            "`fp8-row`, `fp8-tensor` or `int8-row`. Give it at every push of the chain.",
+            "`fp8-row`, `fp8-tensor`, `int8-row`, `mxfp8`, `mxfp4` or `nvfp4a16`. Installed "
+            "packages add more. Give it at every push of the chain.",
         ),
     ] = None,
     ignore: Annotated[

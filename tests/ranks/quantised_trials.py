@@ -26,9 +26,9 @@ class Layers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
-        self.wide = nn.Linear(330, 200)
-        self.tall = nn.Linear(70, 410, bias=False)
-        self.small = nn.Linear(20, 5, bias=False)
+        self.wide = nn.Linear(352, 200)
+        self.tall = nn.Linear(160, 410, bias=False)
+        self.small = nn.Linear(64, 5, bias=False)
         with torch.no_grad():
             self.wide.weight[130:] = 0  # blocks of zeros
 
@@ -37,15 +37,15 @@ def mixture() -> Qwen3MoeForCausalLM:
     """Experts that transformers stacks, and a checkpoint has one by one."""
     torch.manual_seed(3)
     sizes: dict[str, Any] = {
-        "hidden_size": 72,
+        "hidden_size": 80,
         "intermediate_size": 80,
-        "moe_intermediate_size": 136,
+        "moe_intermediate_size": 144,
         "num_experts": 3,
         "num_experts_per_tok": 2,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
-        "head_dim": 20,
+        "head_dim": 24,
         "vocab_size": 50,
     }
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes))
@@ -102,12 +102,12 @@ def publishes(rank: int, model: str, recipe: str, dim: int, url: str, steps: int
     assert all(nbytes < weights / 20 for nbytes in sent), sent  # amax travels, not weights
 
 
-def refuses(rank: int, url: str, spoilt: int) -> None:
+def refuses(rank: int, recipe: str, url: str, spoilt: int) -> None:
     """One rank's weights become NaN: no rank publishes, and all go on once they are finite."""
     model = Layers()
     shard_(model, 0)
     config = PublishConfig(
-        url=url, quantization="fp8-block", dtype="BF16", when_busy="wait", deadline_s=20
+        url=url, quantization=recipe, dtype="BF16", when_busy="wait", deadline_s=20
     )
     with Publisher(config).attach(model) as publisher:
         sharded: Any = model.wide.weight
@@ -132,3 +132,14 @@ def refuses(rank: int, url: str, spoilt: int) -> None:
         except (ConfigError, DeltaChainError):  # the first failure is raised once
             publisher.publish(step=3).result(DEADLINE_S)
         assert publisher.version == 1
+
+
+def splits_bytes(rank: int, url: str) -> None:
+    """Three ranks that have 11, 11 and 10 columns: the edges of two divide a byte of two codes."""
+    del rank
+    model = nn.ModuleDict({"up": nn.Linear(32, 6, bias=False)})
+    shard_(model, 1)
+    config = PublishConfig(url=url, quantization="nvfp4a16", dtype="BF16", deadline_s=20)
+    with pytest.raises(DeltaChainError, match=r"'up\.weight': this rank holds columns") as caught:
+        Publisher(config).attach(model)
+    assert "stores the codes of 2 columns in one U8 number" in str(caught.value)

@@ -31,13 +31,21 @@ def test_ranks_publish_what_one_process_does(tmp_path: Path, recipe: str) -> Non
     assert states(tmp_path, "layers", recipe, 3, 1) == one, "by columns"
 
 
-@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-tensor", "int8-row"])
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-tensor", "int8-row", "nvfp4a16"])
 def test_ranks_share_experts(tmp_path: Path, recipe: str) -> None:
     one = states(tmp_path, "mixture", recipe, 1)
     for dim in range(3):
         assert states(tmp_path, "mixture", recipe, 2, dim) == one, dim
 
 
+@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4a16"])
 @pytest.mark.parametrize("spoilt", [0, 1])
-def test_weights_that_are_not_finite_stop_every_rank(tmp_path: Path, spoilt: int) -> None:
-    run("tests.ranks.quantised_trials:refuses", 2, (tmp_path / "chain").as_uri(), spoilt)
+def test_weights_that_are_not_finite_stop_every_rank(
+    tmp_path: Path, spoilt: int, recipe: str
+) -> None:
+    run("tests.ranks.quantised_trials:refuses", 2, recipe, (tmp_path / "chain").as_uri(), spoilt)
+
+
+def test_a_cut_between_codes_of_one_byte_is_refused_by_every_rank(tmp_path: Path) -> None:
+    run("tests.ranks.quantised_trials:splits_bytes", 3, (tmp_path / "chain").as_uri())
+    assert not list(tmp_path.rglob("chain.json"))

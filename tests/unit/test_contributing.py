@@ -13,6 +13,7 @@ from deltachain.cli.fleet import Verb
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.server.routes import router
 from deltachain.format.documents import EdgeKind
+from deltachain.publish.quantise.registry import GROUP, RECIPES
 from deltachain.replica.leader import Leader
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -81,6 +82,25 @@ def test_a_route_is_in_each_of_its_places() -> None:
         text = (ROOT / path).read_text(encoding="utf-8")
         missing = [a for a in actions() if not re.search(rf"\b{a}\b", text)]
         assert missing == [], path
+
+
+def section(title: str) -> str:
+    """The text under a heading."""
+    return GUIDE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+def test_a_recipe_is_in_each_of_its_places() -> None:
+    text = section("To add a recipe")
+    row = next(line for line in text.splitlines() if line.startswith("| in this package |"))
+    named = {path for path in re.findall(r"`([\w/.]+\.(?:py|md))`", row) if "/" in path}
+    built_in = {name for name in RECIPES if "." not in name}
+    parts = {path for path in named if path.rpartition("/")[2] in ("compressed.py", "registry.py")}
+    assert len(named - parts) == 6
+    for path in named - parts:
+        content = (ROOT / path).read_text(encoding="utf-8")
+        missing = [name for name in built_in if not re.search(rf"[`\"]{name}[`\"]", content)]
+        assert missing == [], path
+    assert f'[project.entry-points."{GROUP}"]' in text
 
 
 def members(source: Path) -> dict[str, set[str]]:

@@ -1,1 +1,17 @@
-"""Quantisation on the trainer's side: the chain carries a quantised checkpoint of the weights."""
+"""Quantisation on the trainer's side: the chain carries a quantised checkpoint of the weights.
+
+To add a recipe in a package of your own, register a :class:`Recipe` in the entry point group
+``deltachain.recipes``; see CONTRIBUTING.md.
+"""
+
+from deltachain.publish.quantise.recipe import (
+    Arithmetic,
+    Codes,
+    Margins,
+    Multipliers,
+    Recipe,
+    Scales,
+)
+from deltachain.publish.quantise.stored import Stored
+
+__all__ = ["Arithmetic", "Codes", "Margins", "Multipliers", "Recipe", "Scales", "Stored"]

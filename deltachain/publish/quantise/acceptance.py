@@ -14,9 +14,6 @@ from deltachain.publish.quantise.recipe import Recipe
 
 logger = logging.getLogger(__name__)
 
-SMALLEST: Final = {"I8": 1.0, "F8_E4M3": 2.0**-9}
-"""Smallest positive number of the codes, by wire dtype."""
-
 LEAVE: Final = "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
 """Hint for a weight that cannot be quantised."""
 
@@ -39,16 +36,11 @@ class Acceptance:
     _warned: set[str] = field(default_factory=set)
     _later: list[_Given] = field(default_factory=list)
 
-    def check(self, name: str, amax: Tensor, scales: Tensor) -> None:
-        """Check a matrix, and warn, once, of weights that the library makes 0 with their block.
-
-        Args:
-            name: Name of the matrix.
-            amax: Largest magnitude of each block.
-            scales: Their scales.
+    def check_values(self, name: str, amax: Tensor) -> None:
+        """Check the values of a matrix.
 
         Raises:
-            ConfigError: A weight is not finite, or a scale is no positive finite number.
+            ConfigError: A weight is not finite.
         """
         if not bool(torch.isfinite(amax).all()):
             raise ConfigError(
@@ -56,10 +48,24 @@ class Acceptance:
                 hint="the training diverged, or the weight overflows its dtype; nothing was "
                 "published",
             )
+
+    def check(self, name: str, amax: Tensor, scales: Tensor) -> None:
+        """Check a matrix, and warn, once, of weights that the library makes 0 with their block.
+
+        Args:
+            name: Name of the matrix.
+            amax: Largest magnitude of each block.
+            scales: Their scales, as what codes are multiplied by.
+
+        Raises:
+            ConfigError: A weight is not finite, or a scale is no positive finite number.
+        """
+        self.check_values(name, amax)
         values = scales.float()
         if not bool((torch.isfinite(values) & (values > 0)).all()):
             raise ConfigError(
-                f"{name!r}: a scale is not a positive finite number: its weights are too small",
+                f"{name!r}: a scale is not a positive finite number: its weights are too small or "
+                "too large",
                 hint=LEAVE,
             )
         zeros = self._zeros(amax, scales)
@@ -105,5 +111,4 @@ class Acceptance:
         return ~(fine & ~self._zeros(amax, scales)).all()
 
     def _zeros(self, amax: Tensor, scales: Tensor) -> Tensor:
-        smallest = SMALLEST[self.recipe.codes]
-        return (amax > 0) & (amax.double() <= scales.double() * (smallest / 2))
+        return (amax > 0) & (amax.double() <= scales.double() * (self.recipe.smallest / 2))

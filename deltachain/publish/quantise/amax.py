@@ -23,11 +23,15 @@ MESSAGE_NBYTES: Final = 2 << 20
 """Largest size of what a rank sends at a time, in bytes, before text encoding."""
 
 
+WHOLE: Final = "all of "
+"""Prefix of the name of what is shared by matrices that engines load into one."""
+
+
 class CutBlocks(msgspec.Struct, frozen=True):
     """Largest magnitudes of the blocks of one matrix that extend beyond a rank's window.
 
     Attributes:
-        name: Name of the matrix in the checkpoint.
+        name: Name of the matrix in the checkpoint, or of what several are loaded into.
         blocks: Flat indices into its grid, ascending; int64.
         amax: Largest magnitude in the window of each, as fp32.
     """
@@ -89,6 +93,24 @@ def cut_blocks(name: str, grid: Grid, window: Box, amax: Tensor) -> CutBlocks:
     at, blocks = _cut(grid, window)
     found = amax.float().cpu().numpy()[at]
     return CutBlocks(name, blocks.astype("<i8").tobytes(), found.astype("<f4").tobytes())
+
+
+def whole_block(group: str, amax: Tensor) -> CutBlocks:
+    """Return the largest magnitude of a window as that of the only block of a group of matrices."""
+    most = amax.float().max().cpu().numpy()
+    return CutBlocks(WHOLE + group, bytes(8), most.astype("<f4").tobytes())
+
+
+def whole_amax(shared: Shared, group: str, like: Tensor) -> Tensor:
+    """Return the largest magnitude of a group of matrices, ``(1,)``.
+
+    Args:
+        shared: What all ranks have of blocks; this rank has a part of the group.
+        group: Name of the group.
+        like: A tensor with the dtype and on the device of the values.
+    """
+    found = shared[WHOLE + group][1].copy()
+    return torch.from_numpy(found).to(like.dtype).to(like.device)
 
 
 def with_shared(shared: Blocks, grid: Grid, window: Box, amax: Tensor) -> Tensor:

@@ -2,61 +2,123 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
+from deltachain.publish.quantise.finegrained import SMALLEST
 from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
+from deltachain.publish.quantise.stored import Stored
 
 if TYPE_CHECKING:
+    import torch
     from compressed_tensors.quantization import QuantizationScheme
     from torch import Tensor
+
+    from deltachain.kernels.codes import Rounding
 
 LIBRARY: Final = "compressed-tensors"
 
 
+GLOBAL: Final = "weight_global_scale"
+"""Name of the global scale in a layer."""
+
+
 @cache
 def _scheme(preset: str, strategy: str) -> QuantizationScheme:
-    """Return a preset of the library, with another strategy for its weights."""
-    from compressed_tensors.config import CompressionFormat  # noqa: PLC0415 - takes seconds
+    """Return a preset of the library, with another strategy for its weights unless empty."""
+    from compressed_tensors.compressors.format import infer_module_format  # noqa: PLC0415 - slow
     from compressed_tensors.quantization import (  # noqa: PLC0415
         QuantizationStrategy,
         preset_name_to_scheme,
     )
+    from torch.nn import Linear  # noqa: PLC0415
 
     scheme = preset_name_to_scheme(preset, ["Linear"])
-    is_int = scheme.weights.type == "int"
-    form = CompressionFormat.int_quantized if is_int else CompressionFormat.float_quantized
-    weights = scheme.weights.model_copy(update={"strategy": QuantizationStrategy(strategy)})
-    return scheme.model_copy(update={"weights": weights, "format": form.value})
+    changed = {"strategy": QuantizationStrategy(strategy)} if strategy else {}
+    weights = scheme.weights.model_copy(update=changed)
+    scheme = scheme.model_copy(update={"weights": weights})
+    return scheme.model_copy(update={"format": infer_module_format(Linear, scheme).value})
 
 
-def _parameters(preset: str, strategy: str, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and zero points, of 0."""
+def _parameters(
+    preset: str, strategy: str, amax: Tensor, global_scale: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return scales as floating point numbers, and zero points, of 0."""
     from compressed_tensors.quantization.utils import calculate_qparams  # noqa: PLC0415
 
-    found: tuple[Tensor, Tensor]
-    found = calculate_qparams(-amax, amax, _scheme(preset, strategy).weights)
+    args = _scheme(preset, strategy).weights
+    found: tuple[Tensor, Tensor] = calculate_qparams(-amax, amax, args, global_scale)
+    return found[0].view(amax.shape), found[1].view(amax.shape)
+
+
+def _scales(preset: str, strategy: str, amax: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    """Return scales as the compressor of the format stores them."""
+    import torch  # noqa: PLC0415
+
+    scales, kind = _parameters(preset, strategy, amax, global_scale)[0], _dtype(preset, strategy)
+    if kind is None:
+        return scales
+    if kind != torch.uint8:
+        return scales.to(kind)
+    from compressed_tensors.compressors.mx_utils import compress_mx_scale  # noqa: PLC0415
+
+    exponents: Tensor = compress_mx_scale(scales, kind)
+    return exponents
+
+
+def _dtype(preset: str, strategy: str) -> torch.dtype | None:
+    """Return the dtype in which scales are stored; None for that of the weight."""
+    found: torch.dtype | None = _scheme(preset, strategy).weights.scale_dtype
     return found
 
 
-def _scales(preset: str, strategy: str, amax: Tensor) -> Tensor:
-    return _parameters(preset, strategy, amax)[0].view(amax.shape)
+def _multipliers(
+    preset: str, strategy: str, amax: Tensor, scales: Tensor, global_scale: Tensor | None = None
+) -> Tensor:
+    del scales
+    found = _parameters(preset, strategy, amax, global_scale)[0].float()
+    return found if global_scale is None else found / global_scale
 
 
-def _codes(preset: str, strategy: str, weight: Tensor, amax: Tensor, margins: Margins) -> Tensor:
-    from compressed_tensors.quantization.lifecycle.forward import quantize  # noqa: PLC0415
+def _codes(
+    preset: str,
+    strategy: str,
+    weight: Tensor,
+    amax: Tensor,
+    margins: Margins,
+    global_scale: Tensor | None = None,
+) -> Tensor:
+    """Return the codes of a piece of a weight.
 
-    del margins  # every code depends on its element and scale alone
-    scales, zeros = _parameters(preset, strategy, amax)
-    args = _scheme(preset, strategy).weights
-    codes: Tensor = quantize(weight, scales, zeros, args, dtype=args.pytorch_dtype())
-    return codes
+    Every code depends on its element and its scales alone; the library takes whole blocks, which
+    are filled up with zeros.
+    """
+    from compressed_tensors.compressors import BaseCompressor  # noqa: PLC0415
+
+    above, below, left, right = margins
+    rows, columns = weight.shape
+    if any(margins):
+        filled = weight.new_zeros((above + rows + below, left + columns + right))
+        filled[above : above + rows, left : left + columns] = weight
+        weight = filled
+    scales, zeros = _parameters(preset, strategy, amax, global_scale)
+    scheme = _scheme(preset, strategy)
+    state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+    if global_scale is not None:
+        state[GLOBAL] = global_scale
+    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
+    made: dict[str, Tensor] = compressor.compress(state, scheme)
+    codes = made["weight_packed"] if "weight_packed" in made else made["weight"]
+    packed = weight.shape[1] // codes.shape[1]
+    return codes[above : above + rows, left // packed : (left + columns) // packed]
 
 
-def _factors(amax: Tensor, scales: Tensor) -> Tensor:
-    del amax
-    return scales.float()
+def _global_scale(amax: Tensor) -> Tensor:
+    from compressed_tensors.quantization.utils import generate_gparam  # noqa: PLC0415
+
+    found: Tensor = generate_gparam(-amax, amax)
+    return found
 
 
 def _config(preset: str, strategy: str, ignored: Sequence[str]) -> dict[str, Any]:
@@ -73,40 +135,88 @@ def _config(preset: str, strategy: str, ignored: Sequence[str]) -> dict[str, Any
     return dumped
 
 
-def _arithmetic(preset: str, strategy: str) -> Arithmetic:
+def _arithmetic(
+    preset: str,
+    strategy: str = "",
+    *,
+    rounding: Rounding | None = None,
+    global_scale: Callable[[Tensor], Tensor] | None = None,
+) -> Arithmetic:
     return Arithmetic(
         scales=partial(_scales, preset, strategy),
         codes=partial(_codes, preset, strategy),
-        factors=_factors,
-        rounding="int8-divide" if preset == "W8A8" else "fp8-divide",
         config=partial(_config, preset, strategy),
+        global_scale=global_scale,
+        multipliers=partial(_multipliers, preset, strategy),
+        rounding=rounding,
     )
 
 
 INT8_ROW: Final = Recipe(
     name="int8-row",
     library=LIBRARY,
-    block=(1, 0),
-    codes="I8",
-    arithmetic=_arithmetic("W8A8", "channel"),
+    codes=Stored("weight", "I8"),
+    scales=Stored("weight_scale", block=(1, 0)),
+    smallest=1.0,
+    arithmetic=_arithmetic("W8A8", "channel", rounding="int8-divide"),
 )
 """W8A8: int8 weights with a scale a row, int8 activations with a scale a token."""
 
 FP8_ROW: Final = Recipe(
     name="fp8-row",
     library=LIBRARY,
-    block=(1, 0),
-    codes="F8_E4M3",
-    arithmetic=_arithmetic("FP8_DYNAMIC", "channel"),
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale", block=(1, 0)),
+    smallest=SMALLEST,
+    arithmetic=_arithmetic("FP8_DYNAMIC", "channel", rounding="fp8-divide"),
 )
 """fp8 weights with a scale a row, fp8 activations with a scale a token."""
 
 FP8_TENSOR: Final = Recipe(
     name="fp8-tensor",
     library=LIBRARY,
-    block=(0, 0),
-    codes="F8_E4M3",
-    is_single=True,
-    arithmetic=_arithmetic("FP8_DYNAMIC", "tensor"),
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale", block=(0, 0), is_single=True),
+    smallest=SMALLEST,
+    arithmetic=_arithmetic("FP8_DYNAMIC", "tensor", rounding="fp8-divide"),
 )
 """fp8 weights with one scale, fp8 activations with a scale a token."""
+
+MXFP8: Final = Recipe(
+    name="mxfp8",
+    library=LIBRARY,
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale", "U8", (1, 32)),
+    smallest=SMALLEST,
+    whole_blocks=True,
+    arithmetic=_arithmetic("MXFP8"),
+)
+"""fp8 weights and activations, both with a scale every 32 columns: the exponent of a power of 2."""
+
+_PACKED: Final = Stored("weight_packed", "U8", (1, 2))
+"""Two codes of fp4 e2m1 in a byte; that of the first column has the lower bits."""
+
+_SMALLEST_FP4: Final = 0.5
+
+MXFP4: Final = Recipe(
+    name="mxfp4",
+    library=LIBRARY,
+    codes=_PACKED,
+    scales=Stored("weight_scale", "U8", (1, 32)),
+    smallest=_SMALLEST_FP4,
+    whole_blocks=True,
+    arithmetic=_arithmetic("MXFP4"),
+)
+"""fp4 weights and activations, both with a scale every 32 columns: the exponent of a power of 2."""
+
+NVFP4A16: Final = Recipe(
+    name="nvfp4a16",
+    library=LIBRARY,
+    codes=_PACKED,
+    scales=Stored("weight_scale", "F8_E4M3", (1, 16)),
+    global_scale=Stored(GLOBAL, "F32", (0, 0), is_single=True),
+    smallest=_SMALLEST_FP4,
+    whole_blocks=True,
+    arithmetic=_arithmetic("NVFP4A16", global_scale=_global_scale),
+)
+"""fp4 weights with an fp8 scale every 16 columns, over one fp32 scale; activations as they are."""

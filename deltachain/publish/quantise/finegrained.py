@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
+from deltachain.publish.quantise.stored import Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +20,9 @@ BLOCK: Final = (128, 128)
 
 LARGEST: Final = 448.0
 """Largest number of fp8 e4m3."""
+
+SMALLEST: Final = 2.0**-9
+"""Smallest positive number of fp8 e4m3."""
 
 _WEIGHT: Final = "layer.weight"
 _SCALES: Final = "layer.weight_scale_inv"
@@ -35,17 +39,21 @@ def _quantised(scale_fmt: str, block: tuple[int, int], weight: Tensor) -> dict[s
     return found
 
 
-def _scales(scale_fmt: str, amax: Tensor) -> Tensor:
+def _scales(scale_fmt: str, amax: Tensor, global_scale: None = None) -> Tensor:
+    del global_scale
     return _quantised(scale_fmt, (1, 1), amax)[_SCALES]
 
 
-def _codes(scale_fmt: str, weight: Tensor, amax: Tensor, margins: Margins) -> Tensor:
+def _codes(
+    scale_fmt: str, weight: Tensor, amax: Tensor, margins: Margins, global_scale: None = None
+) -> Tensor:
     """Return the codes of a piece of a weight.
 
     The library computes scales itself, of whole blocks. What a piece lacks of its blocks is filled
     with zeros and, once a block, with its largest magnitude, so that the scales are those of the
     whole weight.
     """
+    del global_scale
     if not any(margins):
         return _quantised(scale_fmt, BLOCK, weight)[_WEIGHT]
     above, below, left, right = margins
@@ -101,10 +109,9 @@ def _arithmetic(scale_fmt: str) -> Arithmetic:
 FP8_BLOCK: Final = Recipe(
     name="fp8-block",
     library=LIBRARY,
-    block=BLOCK,
-    codes="F8_E4M3",
-    scales="F32",
-    suffix="weight_scale_inv",
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale_inv", "F32", BLOCK),
+    smallest=SMALLEST,
     arithmetic=_arithmetic("float"),
 )
 """fp8 weights with an fp32 scale a block of 128 by 128, as DeepSeek-V3 and Qwen3 have them."""
@@ -112,10 +119,9 @@ FP8_BLOCK: Final = Recipe(
 FP8_BLOCK_UE8M0: Final = Recipe(
     name="fp8-block-ue8m0",
     library=LIBRARY,
-    block=BLOCK,
-    codes="F8_E4M3",
-    scales="F8_E8M0",
-    suffix="weight_scale_inv",
+    codes=Stored("weight", "F8_E4M3"),
+    scales=Stored("weight_scale_inv", "F8_E8M0", BLOCK),
+    smallest=SMALLEST,
     arithmetic=_arithmetic("ue8m0"),
 )
 """The same with scales that are powers of two, of 8 bits."""

@@ -46,10 +46,17 @@ def check_fused(quantised: Iterable[str], left: Iterable[str]) -> None:
             )
 
 
-def _group(layer: str) -> str:
-    """Return a name of the layer of an engine that a layer of the checkpoint is in."""
-    if expert := _EXPERT.fullmatch(layer):
-        return expert[1]
+def computed_with(layer: str) -> str:
+    """Return a name of the layers of a module that engines load into one matrix with a layer.
+
+    Layers of several modules, as experts are, have several names.
+    """
     parent, dot, name = layer.rpartition(".")
     fused = next((names for names in FUSED if name in names), (name,))
     return f"{parent}{dot}{'+'.join(fused)}"
+
+
+def _group(layer: str) -> str:
+    """Return a name of the layer of an engine that a layer of the checkpoint is in."""
+    expert = _EXPERT.fullmatch(layer)
+    return expert[1] if expert else computed_with(layer)

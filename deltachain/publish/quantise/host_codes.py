@@ -77,7 +77,7 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
         quantise_codes(bits[rows], lines, _below(blocks, rows), rounding, out[rows])
 
     _in_threads(fill, _cuts(values.shape[0], values.numel()))
-    return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes])
+    return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes.dtype])
 
 
 def diff_(

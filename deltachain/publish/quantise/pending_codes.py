@@ -102,7 +102,7 @@ class PendingCodes:
         for start in range(0, flat.numel(), PIECE):
             piece = slice(start, start + PIECE)
             codes[piece] = codes_by_factors(flat[piece], factors, start)
-        return codes.view(TORCH_DTYPES[self.recipe.codes]).view(self.values.shape)
+        return codes.view(TORCH_DTYPES[self.recipe.codes.dtype]).view(self.values.shape)
 
     def diff_(self, snapshot: Bits) -> Changes:
         """Find the codes that differ from a snapshot on the host, and copy them there.
@@ -127,7 +127,7 @@ class PendingCodes:
 
     def compared(self, name: str, kept: Kept) -> Compared:
         """Return the weights for the diff on a device, with their factors; nothing is checked."""
-        dtype = TORCH_DTYPES[self.recipe.codes]
+        dtype = TORCH_DTYPES[self.recipe.codes.dtype]
         flat = self.values.view(-1)
         return Compared(name, kept.slab, kept.at, flat, dtype, kept.resident, self._factors())
 

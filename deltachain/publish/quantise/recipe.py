@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from deltachain.errors import ConfigError
 from deltachain.publish.quantise.grid import Grid
+from deltachain.publish.quantise.stored import Stored
 from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ FLOATS: Final = ("BF16", "F16", "F32")
 """Wire dtypes of weights that can be quantised."""
 
 
+_EXTRA: Final = "'deltachain[quantization]'"
+
+
 class Margins(NamedTuple):
     """How far the blocks of a piece of a weight extend beyond it, in elements."""
 
@@ -29,26 +33,73 @@ class Margins(NamedTuple):
     right: int
 
 
-@dataclass(frozen=True, slots=True)
+class Scales(Protocol):
+    """Function that makes the scales of blocks."""
+
+    def __call__(self, amax: Tensor, global_scale: Tensor | None = None, /) -> Tensor:
+        """Return the scales of the checkpoint, ``(R, C)``.
+
+        Args:
+            amax: Largest magnitude of each block, ``(R, C)`` in the dtype of the weight.
+            global_scale: That of the checkpoint, ``(1,)``, if the recipe has one.
+        """
+
+
+class Codes(Protocol):
+    """Function that makes codes."""
+
+    def __call__(
+        self, weight: Tensor, amax: Tensor, margins: Margins, global_scale: Tensor | None = None, /
+    ) -> Tensor:
+        """Return the codes of a piece of a weight, as the checkpoint holds them.
+
+        Args:
+            weight: The piece, ``(N, K)``; it begins and ends between stored codes.
+            amax: Largest magnitude of each of its blocks, of the whole block, ``(R, C)``.
+            margins: How far its blocks extend beyond it.
+            global_scale: That of the checkpoint, ``(1,)``, if the recipe has one.
+        """
+
+
+class Multipliers(Protocol):
+    """Function that tells what codes are multiplied by."""
+
+    def __call__(
+        self, amax: Tensor, scales: Tensor, global_scale: Tensor | None = None, /
+    ) -> Tensor:
+        """Return what the codes of each block are multiplied by, ``(R, C)`` in fp32."""
+
+
+def _scales_themselves(amax: Tensor, scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
+    del amax, global_scale
+    return scales.float()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arithmetic:
     """Functions of a library, each of which imports it. All are pure.
 
     Attributes:
-        scales: From the largest magnitude of each block, ``(R, C)`` in the dtype of the weight, to
-            the scales of the checkpoint, ``(R, C)``.
-        codes: From a piece of a weight, ``(N, K)``, the largest magnitude of each of its blocks,
-            ``(R, C)``, and its margins, to codes, ``(N, K)``.
+        scales: See :class:`Scales`.
+        codes: See :class:`Codes`.
+        config: From the names of layers that are not quantised, to ``quantization_config``.
+        global_scale: From the largest magnitude of the matrices that engines load into one with a
+            weight, ``(1,)`` in the dtype of the weight, to the global scale of the checkpoint,
+            ``(1,)``.
+        multipliers: See :class:`Multipliers`; a version in which one is not positive and finite is
+            refused.
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
-        rounding: How the host kernel makes the same codes of bf16 weights.
-        config: From the names of layers that are not quantised, to ``quantization_config``.
+        rounding: How the host kernel makes the same codes of bf16 weights; None if it cannot.
     """
 
-    scales: Callable[[Tensor], Tensor]
-    codes: Callable[[Tensor, Tensor, Margins], Tensor]
-    factors: Callable[[Tensor, Tensor], Tensor]
-    rounding: Rounding
+    scales: Scales
+    codes: Codes
     config: Callable[[Sequence[str]], dict[str, Any]]
+    global_scale: Callable[[Tensor], Tensor] | None = None
+    multipliers: Multipliers = _scales_themselves
+    factors: Callable[[Tensor, Tensor], Tensor] = _scales_themselves
+    rounding: Rounding | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,22 +109,51 @@ class Recipe:
     Attributes:
         name: Name in ``PublishConfig`` and in the table of a chain.
         library: Distribution with the arithmetic; its version is part of a chain's identity.
-        block: Rows and columns that share a scale; 0 for all.
-        codes: Wire dtype of codes; they have the name and shape of the weight.
-        scales: Wire dtype of scales; that of the weight if empty.
-        suffix: Name of the scales in their layer.
-        is_single: Whether the scales have the shape ``(1,)``, and not that of the grid.
-        arithmetic: Functions of the library.
+        codes: The tensor of codes. One element of it has the codes of ``block[1]`` columns.
+        scales: The tensor of scales; a block of the weight is what shares one.
+        global_scale: The tensor of the scale that all scales are divided or multiplied by, if the
+            library has one; as engines need it, the same for matrices that they load into one.
+        smallest: Smallest positive number of a code.
+        whole_blocks: Whether the library refuses a matrix whose last columns are no whole block.
+        arithmetic: Functions of the library; ``global_scale`` is there if the tensor is.
+
+    Raises:
+        ConfigError: The tensors do not fit one another.
     """
 
     name: str
     library: str
-    block: tuple[int, int]
-    codes: str
-    scales: str = ""
-    suffix: str = "weight_scale"
-    is_single: bool = False
+    codes: Stored
+    scales: Stored
+    global_scale: Stored | None = None
+    smallest: float
+    whole_blocks: bool = False
     arithmetic: Arithmetic
+
+    def __post_init__(self) -> None:
+        (rows, columns), width = self.codes.block, self.scales.block[1]
+        if rows != 1 or columns < 1 or width % columns or (columns > 1 and not self.whole_blocks):
+            raise ConfigError(
+                f"recipe {self.name}: codes of {rows} rows and {columns} columns in one element, "
+                f"and a scale every {width or 'all'} columns",
+                hint="codes of one row that share an element share a scale, in whole blocks",
+            )
+        if (self.global_scale is None) != (self.arithmetic.global_scale is None):
+            raise ConfigError(
+                f"recipe {self.name}: a global scale is a tensor and a function",
+                hint="give both, or neither",
+            )
+
+    @property
+    def tensors(self) -> tuple[Stored, ...]:
+        """Tensors of the checkpoint that a weight becomes."""
+        both = self.codes, self.scales
+        return (*both, self.global_scale) if self.global_scale else both
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """Rows and columns of a weight that share a scale; 0 for all."""
+        return self.scales.block
 
     def version(self) -> str:
         """Return the installed version of the library.
@@ -86,26 +166,16 @@ class Recipe:
         except importlib.metadata.PackageNotFoundError as exc:
             raise ConfigError(
                 f"quantization={self.name!r} needs {self.library}, which is not installed",
-                hint="pip install 'deltachain[quantization]'",
+                hint=f"pip install {self.library if '.' in self.name else _EXTRA}",
             ) from exc
 
-    def grid(self, spec: TensorSpec) -> Grid:
-        """Return the blocks of a weight."""
-        rows, columns = spec.shape
-        return Grid((rows, columns), self.block)
+    def grid(self, weight: TensorSpec) -> Grid:
+        """Return the blocks of a weight that share a scale."""
+        return self.scales.grid(weight)
 
-    def codes_of(self, spec: TensorSpec) -> TensorSpec:
-        """Return the tensor of codes of a weight."""
-        return TensorSpec(spec.name, self.codes, spec.shape)
-
-    def scales_of(self, spec: TensorSpec) -> TensorSpec:
-        """Return the tensor of scales of a weight."""
-        shape = (1,) if self.is_single else self.grid(spec).shape
-        return TensorSpec(self.scales_name(spec.name), self.scales or spec.dtype, shape)
-
-    def scales_name(self, weight: str) -> str:
-        """Return the name of the scales of a weight, ``LAYER.weight``."""
-        return f"{weight.removesuffix('weight')}{self.suffix}"
+    def specs(self, weight: TensorSpec) -> tuple[TensorSpec, ...]:
+        """Return the tensors of the checkpoint that a weight becomes."""
+        return tuple(stored.spec(weight) for stored in self.tensors)
 
     def record(self) -> Mapping[str, str]:
         """Return what identifies the recipe in the table of a chain."""

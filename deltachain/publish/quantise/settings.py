@@ -19,8 +19,8 @@ class Quantization:
     """Quantisation of the weights that a chain publishes.
 
     Attributes:
-        recipe: Name of a recipe: ``fp8-block``, ``fp8-block-ue8m0``, ``fp8-row``, ``fp8-tensor`` or
-            ``int8-row``.
+        recipe: Name of a recipe: ``fp8-block``, ``fp8-block-ue8m0``, ``fp8-row``, ``fp8-tensor``,
+            ``int8-row``, ``mxfp4``, ``mxfp8``, ``nvfp4a16``, or one that an installed package adds.
         ignore: Linear layers and experts that are published as they are: the name of a layer in the
             checkpoint or its end, as in ``lm_head``, or a regular expression behind ``re:`` that
             matches from the start, as in ``re:visual``.
@@ -42,11 +42,7 @@ class Quantization:
         if isinstance(ignore, list):
             object.__setattr__(self, "ignore", tuple(ignore))
         check_kinds(self)
-        if self.recipe not in RECIPES:
-            raise ConfigError(
-                f"quantization={self.recipe!r}: no such recipe",
-                hint=f"expected one of: {', '.join(sorted(RECIPES))}",
-            )
+        RECIPES.chosen(self.recipe)
         for entry in self.ignore:
             if entry.startswith(PATTERN):
                 try:

@@ -6,7 +6,6 @@ kernels then; where there are none, the library makes them, one tensor at a time
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,50 +15,30 @@ from torch import Tensor
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
-from deltachain.publish.model.layout import Box, ElementMap, ElementRun
+from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
-from deltachain.publish.quantise.acceptance import LEAVE, Acceptance
+from deltachain.publish.quantise.acceptance import Acceptance
 from deltachain.publish.quantise.amax import (
     CutBlocks,
     Shared,
     cut_blocks,
     exchange,
+    whole_amax,
+    whole_block,
     window_amax,
     with_shared,
 )
+from deltachain.publish.quantise.fused import computed_with
 from deltachain.publish.quantise.grid import Grid
+from deltachain.publish.quantise.layers import WEIGHT
+from deltachain.publish.quantise.matrix import Matrix, check_whole, matrices
 from deltachain.publish.quantise.pending_codes import PendingCodes, can_wait
 from deltachain.publish.quantise.recipe import Margins, Recipe
+from deltachain.publish.quantise.stored import Stored
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
-
-
-@dataclass(frozen=True, slots=True)
-class Matrix:
-    """What a live weight holds of a matrix that is quantised.
-
-    Attributes:
-        spec: Spec of the matrix in the checkpoint, before it is quantised.
-        window: Position of the elements in it.
-        start: Flat index of the first element in the local part of the live weight.
-        name: Name of its codes among the tensors of this rank.
-    """
-
-    spec: TensorSpec
-    window: Box
-    start: int
-    name: str
-
-    def live(self, weight: Weight) -> Tensor:
-        """Return the ``(rows, columns)`` of a live weight; shares its memory."""
-        local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
-        return local.view(self.window.shape)
-
-    def of(self, weight: Weight) -> Tensor:
-        """Return them in the dtype of the checkpoint."""
-        return self.live(weight).to(TORCH_DTYPES[self.spec.dtype])
 
 
 @dataclass(slots=True)
@@ -93,6 +72,7 @@ class QuantisedTensors:
             topic: Unique name of the version among the ranks.
 
         Raises:
+            ConfigError: The recipe has global scales, and a weight is not finite.
             RankError: Another rank failed, or did not answer in time.
         """
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
@@ -117,24 +97,30 @@ class QuantisedTensors:
         self._acceptance.settle()
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
-        cut = {
-            name: [m for m in found if self.recipe.grid(m.spec).cut(m.window).any()]
+        has_global, recipe = self.recipe.global_scale is not None, self.recipe
+        wanted = {
+            name: [m for m in found if has_global or recipe.grid(m.spec).cut(m.window).any()]
             for name, found in self.matrices.items()
         }
-        if not any(cut.values()) and self.ranks.count == 1:
+        if not any(wanted.values()) and self.ranks.count == 1:
             return
         for weight in self.live_weights():
-            for matrix in cut.get(weight.spec.name, ()):
-                grid, pending = self.recipe.grid(matrix.spec), self._pending(matrix, weight)
+            for matrix in wanted.get(weight.spec.name, ()):
+                grid, name = recipe.grid(matrix.spec), matrix.spec.name
+                pending = self._pending(matrix, weight)
                 if pending is None:
                     amax = window_amax(matrix.of(weight), grid, matrix.window)
                 else:
                     amax = pending.window_amax()
-                yield cut_blocks(matrix.spec.name, grid, matrix.window, amax)
+                if has_global:
+                    self._acceptance.check_values(name, amax)  # here, where the name is known
+                    yield whole_block(_group(name), amax)
+                if grid.cut(matrix.window).any():
+                    yield cut_blocks(name, grid, matrix.window, amax)
 
     def _pending(self, matrix: Matrix, weight: Weight) -> PendingCodes | None:
         """Return the codes of a matrix as pending ones, if kernels make them where it is."""
-        if not may_wait(matrix, weight):
+        if not may_wait(matrix, weight, self.recipe):
             return None
         is_master = weight.tensor.dtype == torch.float32
         values = matrix.live(weight) if is_master else matrix.of(weight)
@@ -148,42 +134,58 @@ class QuantisedTensors:
         self, matrix: Matrix, pending: PendingCodes
     ) -> Iterator[tuple[str, Tensor | Pending]]:
         """Yield pending codes, and the scales that their use has found."""
-        yield matrix.name, pending
+        yield _key(self.recipe.codes, matrix), pending
         scales = pending.scales()
         if not pending.is_accepted:
             self._acceptance.check_later(matrix.spec.name, pending.amax(), scales)
         yield from self._scales(matrix, scales)
 
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield codes and scales by the library."""
-        recipe, window = self.recipe, matrix.window
-        grid = recipe.grid(matrix.spec)
-        amax = window_amax(values, grid, window)
-        if matrix.spec.name in self._shared:
-            amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
-        scales = recipe.arithmetic.scales(amax)
-        self._acceptance.check(matrix.spec.name, amax, scales)
-        yield matrix.name, make_codes(recipe, values, grid, window, amax)
+        """Yield the tensors of a matrix by the library."""
+        recipe, window, name = self.recipe, matrix.window, matrix.spec.name
+        arithmetic, grid = recipe.arithmetic, recipe.grid(matrix.spec)
+        amax, global_scale = window_amax(values, grid, window), None
+        if name in self._shared:
+            amax = with_shared(self._shared[name], grid, window, amax)
+        self._acceptance.check_values(name, amax)
+        if arithmetic.global_scale is not None:
+            whole = whole_amax(self._shared, _group(name), amax)
+            global_scale = arithmetic.global_scale(whole)
+        scales = arithmetic.scales(amax, global_scale)
+        self._acceptance.check(name, amax, arithmetic.multipliers(amax, scales, global_scale))
+        codes = make_codes(recipe, values, grid, window, amax, global_scale)
+        yield _key(recipe.codes, matrix), codes
         yield from self._scales(matrix, scales)
+        over = recipe.global_scale
+        if over is not None and global_scale is not None and over.box(matrix.spec, window).numel:
+            yield _key(over, matrix), global_scale
 
     def _scales(self, matrix: Matrix, scales: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the scales that this rank owns of those of a window's blocks, if there are any."""
-        grid = self.recipe.grid(matrix.spec)
+        stored, grid = self.recipe.scales, self.recipe.grid(matrix.spec)
         owned = grid.owned(matrix.window)
         if owned.numel:
             first = grid.first(matrix.window)
             row, column = (o - f for o, f in zip(owned.offset, first, strict=True))
             mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
-            shape = _scales_box(self.recipe, matrix.spec, owned).shape
-            yield _scales_key(self.recipe, matrix), mine.contiguous().view(shape)
+            shape = stored.box(matrix.spec, matrix.window).shape
+            yield _key(stored, matrix), mine.contiguous().view(shape)
 
 
-def may_wait(matrix: Matrix, weight: Weight) -> bool:
+def may_wait(matrix: Matrix, weight: Weight, recipe: Recipe) -> bool:
     """Return whether codes of a live weight are made by kernels as they are compared."""
-    return matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
+    has_kernel = recipe.arithmetic.rounding is not None
+    return has_kernel and matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
 
 
-def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Tensor) -> Tensor:
+def make_codes(
+    recipe: Recipe,
+    values: Tensor,
+    grid: Grid,
+    window: Box,
+    amax: Tensor,
+    global_scale: Tensor | None = None,
+) -> Tensor:
     """Make the codes of a window by the library.
 
     Args:
@@ -192,27 +194,38 @@ def make_codes(recipe: Recipe, values: Tensor, grid: Grid, window: Box, amax: Te
         grid: Blocks of the matrix.
         window: Position of the window.
         amax: Largest magnitude of each block of the window, of the whole block.
+        global_scale: That of the checkpoint, if the recipe has one.
+
+    Raises:
+        ConfigError: The recipe's codes are not those that it describes.
     """
-    codes = torch.empty(values.shape, dtype=TORCH_DTYPES[recipe.codes], device=values.device)
+    shape = values.shape[0], values.shape[1] // recipe.codes.block[1]
+    codes = torch.empty(shape, dtype=TORCH_DTYPES[recipe.codes.dtype], device=values.device)
     _, (left, right) = grid.margins(window)
     for band in grid.bands(window):
         margins = Margins(band.before, band.after, left, right)
-        codes[band.rows] = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins)
+        made = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins, global_scale)
+        part = codes[band.rows]
+        if (made.dtype, made.shape) != (part.dtype, part.shape):
+            raise ConfigError(
+                f"recipe {recipe.name} made codes of {made.dtype} {tuple(made.shape)}, and "
+                f"describes {part.dtype} {tuple(part.shape)}",
+                hint="report it to the authors of the recipe",
+            )
+        part.copy_(made)
     return codes
 
 
-def _scales_key(recipe: Recipe, matrix: Matrix) -> str:
-    return (
-        f"{matrix.name}: {recipe.suffix}"
-        if ": " in matrix.name
-        else recipe.scales_name(matrix.name)
-    )
+def _group(weight: str) -> str:
+    """Return the name of what engines load a matrix into."""
+    return computed_with(weight.removesuffix(WEIGHT))
 
 
-def _scales_box(recipe: Recipe, spec: TensorSpec, owned: Box) -> Box:
-    """Return a box of the grid as a box of the tensor of scales."""
-    whole = recipe.scales_of(spec).shape
-    return owned if len(whole) == 2 else Box(whole, (0,), whole)
+def _key(stored: Stored, matrix: Matrix) -> str:
+    """Return the name of a tensor of a matrix among the tensors of this rank."""
+    if ": " in matrix.name:
+        return f"{matrix.name}: {stored.suffix}"
+    return stored.name(matrix.name)
 
 
 def quantise(
@@ -232,107 +245,62 @@ def quantise(
     Raises:
         ConfigError: A matrix cannot be quantised.
     """
-    matrices = {
-        weight.spec.name: found for weight in source.weights if (found := _matrices(weight, names))
+    for spec in source.specs:
+        if spec.name in names:
+            check_whole(spec, recipe)
+    held = {
+        weight.spec.name: found
+        for weight in source.weights
+        if (found := matrices(weight, names, recipe))
     }
     specs = [quantised for spec in source.specs for quantised in _specs(spec, names, recipe)]
-    made = QuantisedTensors(source.live_weights, matrices, recipe, ranks)
-    weights = [weight for weight in source.weights if weight.spec.name not in matrices]
-    for found in matrices.values():
+    made = QuantisedTensors(source.live_weights, held, recipe, ranks)
+    weights = [weight for weight in source.weights if weight.spec.name not in held]
+    for found in held.values():
         weights += [one for matrix in found for one in _weights(matrix, recipe)]
     aliases = dict(source.aliases)
     for alias, name in source.aliases.items():
         if name in names:
-            aliases[recipe.scales_name(alias)] = recipe.scales_name(name)
+            del aliases[alias]
+            aliases |= {one.name(alias): one.name(name) for one in recipe.tensors}
     return replace(
         source,
         weights=tuple(sorted(weights, key=lambda weight: weight.spec.name)),
         specs=specs_of(specs),
         aliases=aliases,
-        one_by_one=source.one_by_one or not _all_wait(source.weights, matrices),
+        one_by_one=source.one_by_one or not _all_wait(source.weights, held, recipe),
         live=made.tensors,
         agree=made.agree,
         ext={RECIPE: dict(recipe.record())},
     )
 
 
-def _all_wait(weights: Sequence[Weight], matrices: Mapping[str, Sequence[Matrix]]) -> bool:
+def _all_wait(
+    weights: Sequence[Weight], held: Mapping[str, Sequence[Matrix]], recipe: Recipe
+) -> bool:
     """Return whether no codes are made and no weights are cast: memory may not hold many."""
     return all(
-        may_wait(matrix, weight) and weight.tensor.dtype in (torch.bfloat16, torch.float32)
+        may_wait(matrix, weight, recipe) and weight.tensor.dtype in (torch.bfloat16, torch.float32)
         for weight in weights
-        for matrix in matrices.get(weight.spec.name, ())
+        for matrix in held.get(weight.spec.name, ())
     )
 
 
 def _specs(spec: TensorSpec, names: Collection[str], recipe: Recipe) -> tuple[TensorSpec, ...]:
     if spec.name not in names:
         return (spec,)
-    return recipe.codes_of(spec), recipe.scales_of(spec)
+    return recipe.specs(spec)
 
 
 def _weights(matrix: Matrix, recipe: Recipe) -> Iterator[Weight]:
-    """Return codes and scales of a matrix as weights of this rank, without data."""
-    owned = recipe.grid(matrix.spec).owned(matrix.window)
-    scales = recipe.scales_of(matrix.spec)
-    yield _weight(matrix.name, recipe.codes_of(matrix.spec), matrix.window)
-    if owned.numel:
-        yield _weight(_scales_key(recipe, matrix), scales, _scales_box(recipe, matrix.spec, owned))
+    """Return the tensors that a matrix becomes as weights of this rank, without data."""
+    for stored in recipe.tensors:
+        box = stored.box(matrix.spec, matrix.window)
+        if box.numel:
+            yield _weight(_key(stored, matrix), stored.spec(matrix.spec), box)
 
 
 def _weight(name: str, spec: TensorSpec, box: Box) -> Weight:
     gone = torch.empty(box.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
     straight = ElementMap.straight(spec, box)
     return Weight(replace(spec, name=name), gone, frozen=False, element_map=straight)
-
-
-def _matrices(weight: Weight, names: Collection[str]) -> tuple[Matrix, ...]:
-    """Return the matrices of a live weight that are quantised: all or none."""
-    runs = weight.element_map.slots
-    chosen = [run.spec.name for run in runs if run.spec.name in names]
-    if not chosen:
-        return ()
-    if len(chosen) < len(runs):
-        other = next(run.spec.name for run in runs if run.spec.name not in names)
-        raise ConfigError(
-            f"{chosen[0]!r} is quantised, {other!r} is not, and the model has both as "
-            f"{weight.spec.name!r}",
-            hint="ignore both layers, or none of them",
-        )
-    if weight.element_map.table is not None:
-        raise ConfigError(
-            f"{chosen[0]!r} cannot be quantised: the model has it in another order, as part of "
-            f"{weight.spec.name!r}",
-            hint=LEAVE,
-        )
-    found = (_matrix(weight, run) for run in runs)
-    return tuple(matrix for matrix in found if matrix.window.numel)
-
-
-def _matrix(weight: Weight, run: ElementRun) -> Matrix:
-    box, spec = weight.element_map.box, run.spec
-    columns = spec.shape[-1]
-    if (
-        len(spec.shape) != 2
-        or box.full[-1:] != (columns,)
-        or any(at % columns for at in (run.start, run.at, run.numel))
-    ):
-        raise ConfigError(
-            f"{spec.name!r} has shape {spec.shape} and cannot be quantised: it is no matrix of "
-            f"whole rows of {weight.spec.name!r}, which has shape {box.full}",
-            hint=LEAVE,
-        )
-    height = math.prod(box.full[-2:-1]) or 1
-    above = run.start // columns % height  # rows of the live weight before the run
-    if above + run.numel // columns > height:
-        raise ConfigError(f"{spec.name!r} is spread over {weight.spec.name!r}", hint=LEAVE)
-    low, high = box.before(run.start), box.before(run.start + run.numel)
-    held = box.shape[-1]
-    rows = (high - low) // held if held else 0
-    first = max(above, box.offset[-2]) - above + run.at // columns
-    window = Box(spec.shape, (first, box.offset[-1]), (rows, held))
-    if not rows:
-        window = Box(spec.shape, (0, 0), (0, 0))
-    is_whole = len(weight.element_map.slots) == 1 and weight.spec.name == spec.name
-    name = spec.name if is_whole else f"{weight.spec.name}: {spec.name}"
-    return Matrix(spec, window, low, name)

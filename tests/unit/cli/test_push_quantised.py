@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tests.unit.cli.support import invoke, ok, random_state, write_checkpoint
 from tests.unit.publish.library import differing, llama, quantised_state
@@ -19,6 +23,26 @@ def test_a_checkpoint_is_quantised_pulled_and_verified(tmp_path: Path) -> None:
     assert differing(load_file(out / "model.safetensors"), expected) == set()
     again = ok("push", tmp_path / "saved", chain, "--quantization", "int8-row")
     assert "nothing to do" in again.stdout
+
+
+def test_a_pushed_chain_of_packed_codes_is_followed(tmp_path: Path) -> None:
+    model = llama()
+    chain, out = tmp_path / "chain", tmp_path / "out"
+    for number in range(3):
+        saved = tmp_path / f"saved-{number}"
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[number] += 0.01
+        model.save_pretrained(saved)
+        ok("push", saved, chain, "--quantization", "nvfp4a16", "--step", number)
+        ok("follow", chain, "--out", out, "--once")
+        expected = quantised_state(copy.deepcopy(model), "nvfp4a16")
+        assert differing(load_file(out / "model.safetensors"), expected) == set()
+    ok("verify", chain)
+    ok("pull", chain, "--out", tmp_path / "pulled", "--version", 1)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["format"] == "nvfp4-pack-quantized"
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16)
+    assert loaded(torch.arange(9)[None]).logits.isfinite().all()
 
 
 def test_layers_that_are_left_are_options(tmp_path: Path) -> None:

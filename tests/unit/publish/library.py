@@ -12,8 +12,9 @@ from compressed_tensors.quantization import (
     QuantizationConfig,
     QuantizationScheme,
     apply_quantization_config,
+    preset_name_to_scheme,
 )
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import FineGrainedFP8Config, LlamaConfig, LlamaForCausalLM
@@ -24,19 +25,33 @@ COMPRESSED: Final = {
     "fp8-row": ("float", "channel", "float-quantized"),
     "fp8-tensor": ("float", "tensor", "float-quantized"),
 }
+PRESETS: Final = {
+    "mxfp8": ("MXFP8", "mxfp8-quantized"),
+    "mxfp4": ("MXFP4", "mxfp4-pack-quantized"),
+    "nvfp4a16": ("NVFP4A16", "nvfp4-pack-quantized"),
+}
+FUSED: Final = [
+    ("gate_proj", "up_proj"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+]
 BLOCKS: Final = {"fp8-block": "float", "fp8-block-ue8m0": "ue8m0"}
 
 
 def llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
-    """A small model of bf16 weights, none of whose dimensions is a multiple of 128."""
+    """A small model of bf16 weights, none of whose dimensions is a multiple of 128.
+
+    All matrices have a multiple of 32 columns, which recipes of whole blocks need.
+    """
     torch.manual_seed(seed)
     sizes = {
-        "hidden_size": 144,
-        "intermediate_size": 200,
+        "hidden_size": 160,
+        "intermediate_size": 224,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 36,
+        "head_dim": 40,
         "vocab_size": 96,
         "attention_bias": True,
         "architectures": ["LlamaForCausalLM"],
@@ -45,6 +60,9 @@ def llama(seed: int = 0, **settings: Any) -> LlamaForCausalLM:
 
 
 def scheme(recipe: str) -> QuantizationScheme:
+    if recipe in PRESETS:
+        name, form = PRESETS[recipe]
+        return preset_name_to_scheme(name, ["Linear"]).model_copy(update={"format": form})
     kind, strategy, form = COMPRESSED[recipe]
     common: dict[str, Any] = {"num_bits": 8, "type": kind, "symmetric": True}
     return QuantizationScheme(
@@ -61,15 +79,42 @@ def compressed(model: nn.Module, recipe: str, ignore: tuple[str, ...]) -> dict[s
     groups: Any = {"group_0": chosen}
     config = QuantizationConfig(config_groups=groups, format=chosen.format, ignore=list(ignore))
     apply_quantization_config(model, config, show_progress=False)
-    for layer in model.modules():
+    shared = fused_extremes(model)
+    for name, layer in model.named_modules():
         if hasattr(layer, "weight_scale"):
-            weight: Tensor = layer.weight.data  # type: ignore[assignment]
-            by_row = chosen.weights.strategy == "channel"
-            low, high = weight.aminmax(dim=1, keepdim=True) if by_row else weight.aminmax()
-            scales: Any = layer.weight_scale
-            scales.data.copy_(calculate_qparams(low, high, chosen.weights)[0])
+            calibrate(layer, chosen.weights, shared[name])
     ModelCompressor.from_pretrained_model(model, chosen.format).compress_model(model)
     return dict(model.state_dict())
+
+
+def calibrate(layer: Any, args: Any, whole: tuple[Tensor, Tensor]) -> None:
+    """Give a layer the scales of its weight, as observers of least and largest values do."""
+    weight: Tensor = layer.weight.data
+    if args.group_size:
+        low, high = weight.unflatten(1, (-1, args.group_size)).aminmax(dim=2)
+    elif args.strategy == "channel":
+        low, high = weight.aminmax(dim=1, keepdim=True)
+    else:
+        low, high = weight.aminmax()
+    over = None
+    if args.strategy == "tensor_group":
+        over = generate_gparam(*(one.reshape(1) for one in whole))
+        layer.weight_global_scale.data.copy_(over)
+    layer.weight_scale.data.copy_(calculate_qparams(low, high, args, global_scale=over)[0])
+
+
+def fused_extremes(model: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Least and largest weights of what engines load a layer into, as LLM Compressor links them."""
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, nn.Linear)}
+    found = {}
+    for name in layers:
+        # names of test modules may have / for the dots within
+        parent, cut, last = name.rpartition("/" if "/" in name else ".")
+        fused = next((names for names in FUSED if last in names), (last,))
+        beside = [layers[f"{parent}{cut}{n}"].weight.data for n in fused]
+        low, high = zip(*(weight.aminmax() for weight in beside), strict=True)
+        found[name] = torch.stack(low).min(), torch.stack(high).max()
+    return found
 
 
 def blocks(weight: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
@@ -86,7 +131,7 @@ def quantised_state(
     model: nn.Module, recipe: str, ignore: tuple[str, ...] = ("lm_head",)
 ) -> dict[str, Tensor]:
     """The state of a bf16 model as the recipe's library writes it; the model may be changed."""
-    if recipe in COMPRESSED:
+    if recipe not in BLOCKS:
         return compressed(model, recipe, ignore)
     state = dict(model.state_dict())
     for name, layer in model.named_modules():

@@ -37,8 +37,8 @@ class Two(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up = nn.Linear(40, 150, dtype=torch.bfloat16)
-        self.down = nn.Linear(150, 40, dtype=torch.bfloat16)
+        self.up = nn.Linear(64, 160, dtype=torch.bfloat16)
+        self.down = nn.Linear(160, 64, dtype=torch.bfloat16)
 
 
 def attached(url: str, model: nn.Module | None = None, **settings: Any) -> Publisher:
@@ -49,7 +49,7 @@ def attached(url: str, model: nn.Module | None = None, **settings: Any) -> Publi
 def test_recipe_that_does_not_exist() -> None:
     with pytest.raises(ConfigError, match="'fp3-block': no such recipe") as caught:
         PublishConfig(url="memory://x", quantization="fp3-block")
-    assert "fp8-block, fp8-block-ue8m0, fp8-row, fp8-tensor, int8-row" in caught.value.hint
+    assert "int8-row, mxfp4, mxfp8, nvfp4a16" in caught.value.hint
 
 
 def test_pattern_that_is_none() -> None:
@@ -81,6 +81,9 @@ def test_library_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.Monke
         ("fp8-block", "fp8-block-ue8m0"),
         ("int8-row", None),
         (None, "int8-row"),
+        ("fp8-block", "mxfp8"),
+        ("mxfp4", "nvfp4a16"),
+        ("nvfp4a16", None),
     ],
 )
 def test_chain_keeps_its_recipe(then: str | None, now: str | None, tmp_path: Path) -> None:
@@ -119,7 +122,9 @@ def test_push_without_the_recipe_of_the_chain(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-tensor", "int8-row"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-block", "fp8-tensor", "int8-row", "mxfp4", "mxfp8", "nvfp4a16"]
+)
 def test_weights_that_are_not_finite(recipe: str, value: float, tmp_path: Path) -> None:
     model, url = Two(), str(tmp_path / "chain")
     publisher = attached(url, model, quantization=recipe)

@@ -1,0 +1,124 @@
+"""Objects by name: built-in ones, and those of installed packages."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Final, Generic, Protocol, TypeVar
+
+from deltachain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+logger = logging.getLogger(__name__)
+
+SHOWN: Final = 80
+"""Largest number of characters of a name, and of an unknown one in an error."""
+
+_OTHERS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)+")
+
+
+class WithName(Protocol):
+    """Object with a name."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+
+_T = TypeVar("_T", bound=WithName)
+
+
+class NameRegistry(Generic[_T]):
+    """Objects of one kind by name.
+
+    An unknown name is looked up once among the entry points of installed packages. Only the entry
+    point of exactly that name is imported, so that a name in untrusted bytes cannot import anything
+    not installed as such an object.
+
+    Args:
+        group: Entry point group of other packages' objects.
+        kind: Class of the objects; errors call them by its name in lower case.
+        example: A name of another package's object, for hints.
+        built_in: Built-in objects.
+    """
+
+    def __init__(self, group: str, kind: type[_T], example: str, built_in: Iterable[_T]) -> None:
+        self._group, self._kind, self._example = group, kind, example
+        self._known = {one.name: one for one in built_in}
+        self._failures: dict[str, str] = {}
+        self._found: Mapping[str, tuple[EntryPoint, ...]] | None = None
+
+    @property
+    def known(self) -> Mapping[str, _T]:
+        """Built-in objects, and those of packages that were imported."""
+        return self._known
+
+    def names(self) -> Iterator[str]:
+        """Yield all names, except those that cannot be imported; import nothing."""
+        names = dict.fromkeys((*self._known, *self._installed()))
+        return (name for name in names if name not in self._failures)
+
+    def register(self, one: _T) -> None:
+        """Register an object of another package in this process.
+
+        Raises:
+            ConfigError: The name is taken, or has no dot: such names are reserved for deltachain.
+        """
+        name, what = one.name, self._kind.__name__.lower()
+        if len(name) > SHOWN or not _OTHERS_NAME.fullmatch(name):
+            raise ConfigError(
+                f"{what} name {name!r}: expected lower-case words with dots between them",
+                hint=f"begin with the package's name, as in {self._example}",
+            )
+        if self._known.setdefault(name, one) != one:
+            raise ConfigError(f"{what} {name!r} is registered already")
+
+    def find(self, name: str) -> _T | None:
+        """Return the object of a name, imported if an installed package provides it."""
+        found = self._known.get(name)
+        if found is not None or name in self._failures:
+            return found
+        entry_points = self._installed().get(name)
+        if entry_points is None:
+            return None
+        try:
+            self.register(self._load(name, entry_points))
+        except Exception as exc:  # noqa: BLE001 - another package's import may raise anything
+            packages = ", ".join(_package(entry_point) for entry_point in entry_points)
+            what = f"{self._kind.__name__.lower()} {name!r} of {packages}"
+            why = f"{type(exc).__name__}: {exc.args[0] if exc.args else ''}"
+            self._failures[name] = f"{what} does not load: {why}"
+            logger.warning("%s", self._failures[name])
+        return self._known.get(name)
+
+    def failure(self, name: str) -> str | None:
+        """Return why the object of a name could not be imported; None if it was not tried."""
+        return self._failures.get(name)
+
+    def _installed(self) -> Mapping[str, tuple[EntryPoint, ...]]:
+        """Return entry points of installed packages by name, read once and not imported."""
+        if self._found is None:
+            from importlib.metadata import entry_points  # noqa: PLC0415 - 30 ms, seldom needed
+
+            found: dict[str, tuple[EntryPoint, ...]] = {}
+            for entry_point in entry_points(group=self._group):
+                found[entry_point.name] = (*found.get(entry_point.name, ()), entry_point)
+            self._found = found
+        return self._found
+
+    def _load(self, name: str, entry_points: tuple[EntryPoint, ...]) -> _T:
+        if len(entry_points) > 1:
+            raise ConfigError("several packages provide it")
+        found = entry_points[0].load()
+        if not isinstance(found, self._kind) or found.name != name:
+            kind = self._kind.__name__
+            article = "an" if kind[0] in "AEIOU" else "a"
+            raise ConfigError(f"{entry_points[0].value} is not {article} {kind} of that name")
+        return found
+
+
+def _package(entry_point: EntryPoint) -> str:
+    return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "?"
