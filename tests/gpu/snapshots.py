@@ -29,7 +29,7 @@ def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in (torch.bfloat16, torch.float32):
             check = partial(check_snapshot, where, place, dtype)
             yield f"snapshot.{place}.{str(dtype).removeprefix('torch.')}", check
-    for recipe in sorted(RECIPES):
+    for recipe in (n for n in sorted(RECIPES) if RECIPES[n].has_kernel):
         if find_spec(RECIPES[recipe].library.replace("-", "_")) is None:
             continue
         for place, dtype in product(places, (torch.bfloat16, torch.float32)):

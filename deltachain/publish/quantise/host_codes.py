@@ -69,7 +69,7 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
     from deltachain.kernels.codes import quantise_codes  # noqa: PLC0415 - numba is slow to import
 
     bits, blocks = _bits(values), blocks_of(grid, window)
-    table, rounding = np.ascontiguousarray(factors.numpy()), recipe.arithmetic.rounding
+    table, rounding = np.ascontiguousarray(factors.numpy()), recipe.rounding
     out = np.empty(values.shape, np.uint8)
 
     def fill(rows: slice) -> None:
@@ -106,7 +106,7 @@ def diff_(
     from deltachain.kernels.codes_diff import BlockFactors, codes_diff_  # noqa: PLC0415 - as above
 
     bits, blocks = _bits(values), blocks_of(grid, window)
-    tables, rounding = block_scales(recipe), recipe.arithmetic.rounding
+    tables, rounding = block_scales(recipe), recipe.rounding
     found = shared.clone()
     whole = not grid.given[0]  # a block has rows of several threads
     if whole:

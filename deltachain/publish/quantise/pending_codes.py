@@ -133,7 +133,7 @@ class PendingCodes:
 
     def _factors(self) -> Factors:
         (above, _), (left, _) = self.grid.margins(self.window)
-        how = Quantising(self.recipe.arithmetic.rounding, self.grid.given)
+        how = Quantising(self.recipe.rounding, self.grid.given)
         factors = block_scales(self.recipe).factors_of(self.amax())
         return Factors(factors, self.window.shape[1], (above, left), how)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 from deltachain.errors import ConfigError
 from deltachain.publish.quantise.grid import Grid
@@ -154,6 +154,16 @@ class Recipe:
     def block(self) -> tuple[int, int]:
         """Rows and columns of a weight that share a scale; 0 for all."""
         return self.scales.block
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether kernels make the codes of bf16 weights."""
+        return self.arithmetic.rounding is not None
+
+    @property
+    def rounding(self) -> Rounding:
+        """How kernels make the codes; only of a recipe that has one."""
+        return cast("Rounding", self.arithmetic.rounding)
 
     def version(self) -> str:
         """Return the installed version of the library.

@@ -174,8 +174,7 @@ class QuantisedTensors:
 
 def may_wait(matrix: Matrix, weight: Weight, recipe: Recipe) -> bool:
     """Return whether codes of a live weight are made by kernels as they are compared."""
-    has_kernel = recipe.arithmetic.rounding is not None
-    return has_kernel and matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
+    return recipe.has_kernel and matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
 
 
 def make_codes(

@@ -128,7 +128,7 @@ def test_windows_of_four_codes_in_a_byte_are_those_of_the_whole(install: Install
             "layer.ternary_scale": (shape[0], shape[1] // 8),
             "layer.ternary_over": (1,),
         }
-        parts = list(windows(TERNARY, shape, random.Random(seed)))
+        parts = list(windows(shape, random.Random(seed), TERNARY))
         assert differing(in_windows(TERNARY, values, parts), expected) == set(), parts
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.quantise import amax, grid, host_codes
+from deltachain.publish.quantise.compressed import INT8_ROW
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.publish.quantise.registry import RECIPES
 from deltachain.publish.quantise.tensors import quantise
@@ -88,7 +89,9 @@ def library(recipe: Recipe, values: Tensor) -> dict[str, Tensor]:
     return compressed(model, recipe.name, ())
 
 
-def windows(recipe: Recipe, shape: tuple[int, int], dice: random.Random) -> Iterator[Box]:
+def windows(
+    shape: tuple[int, int], dice: random.Random, recipe: Recipe = INT8_ROW
+) -> Iterator[Box]:
     """Boxes that tile a matrix, cut anywhere between stored codes."""
     cuts = [
         sorted({0, full, *(dice.randrange(full // by + 1) * by for _ in range(3))})
@@ -150,7 +153,7 @@ def test_windows_are_quantised_as_the_library_quantises_the_whole(
         assert all(one.float().isfinite().all() for one in expected.values())
         whole = [Box.whole(shape)]
         assert differing(in_windows(chosen, values, whole), expected) == set(), shape
-        parts = list(windows(chosen, shape, dice))
+        parts = list(windows(shape, dice, chosen))
         assert differing(in_windows(chosen, values, parts), expected) == set(), parts
 
 
@@ -160,5 +163,5 @@ def test_weights_of_other_dtypes(recipe: str, dtype: torch.dtype) -> None:
     chosen = RECIPES[recipe]
     shape = 200, fitting(chosen, 150)
     values = heavy(shape, torch.Generator().manual_seed(1)).to(dtype)
-    parts = list(windows(chosen, shape, random.Random(1)))
+    parts = list(windows(shape, random.Random(1), chosen))
     assert differing(in_windows(chosen, values, parts), library(chosen, values)) == set()
