@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from deltachain.publish.model.layout import Box
 from deltachain.publish.quantise.grid import Grid
 from deltachain.types import TensorSpec
+
+_WEIGHT: Final = "weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +20,7 @@ class Stored:
     side by side, a scale of all elements that share it.
 
     Attributes:
-        suffix: Its name in the layer; codes with the name of the weight are called ``weight``.
+        suffix: Its name in the layer; ``weight`` if it has that of the weight.
         dtype: Its wire dtype; that of the weight if empty.
         block: Rows and columns of the weight that an element is of; 0 for all.
         is_single: Whether it has the shape ``(1,)``, and not that of its grid.
@@ -30,7 +33,9 @@ class Stored:
 
     def name(self, weight: str) -> str:
         """Return its name in the checkpoint, beside a weight called ``LAYER.weight``."""
-        return f"{weight.removesuffix('weight')}{self.suffix}"
+        if self.suffix == _WEIGHT:
+            return weight
+        return f"{weight.removesuffix(_WEIGHT)}{self.suffix}"
 
     def grid(self, weight: TensorSpec) -> Grid:
         """Return the blocks of a weight, one for each of its elements."""
