@@ -1,8 +1,8 @@
 """Benchmark of finding changes, relative to a pass that only reads and compares.
 
-Changes are scattered uniformly, the hardest case for kernels that skip equal blocks. Every
-candidate updates its snapshot; the old bits are restored before each repetition, outside the
-timing.
+Changes are scattered uniformly, the hardest case for kernels that skip equal blocks; those of
+quantised weights are in :mod:`.detect_quantised`. Every candidate updates its snapshot; the old
+bits are restored before each repetition, outside the timing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deltachain.bench import report
+from deltachain.bench import detect_quantised, report
 from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
 from deltachain.errors import ConfigError
 from deltachain.kernels import reference, twolevel
@@ -41,16 +41,20 @@ DEVICE_HOST: Final = "device path, snapshot on the host"
 DEVICE: Final = "device path, snapshot there"
 
 COPY: Final = "memcpy of one side"
-PASSES: Final = (FLOOR, COPY, CAST_FLOOR)
+PASSES: Final = (FLOOR, COPY, CAST_FLOOR, *detect_quantised.FLOORS.values())
 """Candidates that find nothing."""
 
 CHANGE_NBYTES: Final = 12.0
 """Bytes of a change in the result: its int64 index, old bits and new bits."""
 
+CODE_CHANGE_NBYTES: Final = 10.0
+"""The same of a code."""
+
 AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMBA: (FLOOR, 0.5),
     NUMPY: (FLOOR, 0.25),
     CAST_NUMBA: (CAST_FLOOR, 0.35),
+    **detect_quantised.AIMS,
 }
 """Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
 
@@ -195,6 +199,7 @@ def measure(
             run = partial(kernel, data.snapshot, source)
             data.check(name, run)
             candidates.append(Candidate(name, run, data.restore))
+        candidates += detect_quantised.candidates(data.master)
         return round_robin(candidates, rounds)
 
 
@@ -205,7 +210,7 @@ def rows(
     found = []
     for name in timings.seconds:
         there, back = paths[name].per_change() if name in paths else (0.0, 0.0)
-        floor = CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
+        floor = baseline(name)
         found.append(
             DetectRow(
                 name=name,
@@ -218,10 +223,25 @@ def rows(
                 threads=1,
                 to_device_per_change=there,
                 to_host_per_change=back,
-                host_per_change=0.0 if name in PASSES else CHANGE_NBYTES,
+                host_per_change=_on_host(name),
             )
         )
-    return sorted(found, key=lambda row: ("cast" in row.name or row.name == CAST_FLOOR, row.best_s))
+    order = (FLOOR, CAST_FLOOR, *detect_quantised.FLOORS.values())
+    return sorted(found, key=lambda row: (order.index(baseline(row.name)), row.best_s))
+
+
+def baseline(name: str) -> str:
+    """Return the floor that a candidate is compared with."""
+    if name in detect_quantised.BASELINES:
+        return detect_quantised.BASELINES[name]
+    return CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
+
+
+def _on_host(name: str) -> float:
+    """Return the bytes of the result for each change."""
+    if name in PASSES:
+        return 0.0
+    return CODE_CHANGE_NBYTES if name in detect_quantised.BASELINES else CHANGE_NBYTES
 
 
 def missed(found: Sequence[DetectRow]) -> list[str]:
@@ -235,6 +255,7 @@ def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, A
         "benchmark": "detect",
         "numel": data.current.size,
         "density": data.indices.size / data.current.size,
+        "code_density": detect_quantised.CODE_DENSITY,
         "rounds": rounds,
         "threads": 1,
         "rows": [asdict(row) for row in found],
@@ -261,6 +282,7 @@ def main(*, json_output: bool, plot: Path | None = None) -> int:
     """Run ``deltachain bench detect``; return 0 if all candidates are within their limits."""
     result = run()
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
+    title += f", {result['code_density']:.2%} of codes"
     columns = ("best ms", "median ms", "GB/s", "of floor", "paired", "aim", "threads")
     table = report.grid(title, "", *columns)
     crossing = report.grid("Bytes a change", "", "to the device", "back", "on the host")

@@ -33,3 +33,14 @@ def read_master(snapshot: Any, master: Any) -> Any:  # noqa: ANN401
     for i in range(snapshot.shape[0]):
         found |= master[2 * i] ^ master[2 * i + 1] ^ snapshot[i]
     return found
+
+
+@_jit
+def read_weights(codes: Any, weights: Any) -> Any:  # noqa: ANN401
+    """Read the codes of a snapshot and the weights that they are made of, as 64-bit words."""
+    found = np.uint64(0)
+    for i in range(codes.shape[0]):
+        found |= codes[i]
+    for i in range(weights.shape[0]):
+        found ^= weights[i]
+    return found

@@ -1,77 +1,93 @@
-"""Codes of quantised weights on the host, in one pass; numba only.
+"""Codes of quantised weights on the host; numba only.
 
 The results are those of the libraries that define the recipes, bit for bit
-(``tests/unit/publish/test_host_codes.py``). A tile of a row is unpacked, scaled, rounded and
-packed while it is in the cache; each loop is one that LLVM vectorises.
+(``tests/unit/publish/test_host_codes.py``). Weights are bf16, or fp32 masters that are cast on the
+way (FORMAT.md 4, Casts). Each loop keeps a weight in registers from its bits to its code.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.compiling import compiled
+from deltachain.kernels.bitcasts import (
+    bf16_magnitude,
+    bf16_word,
+    bits_of_float,
+    divided,
+    float_of_bits,
+    magnitude,
+)
+from deltachain.kernels.compiling import compiled, inlined
+from deltachain.kernels.quantised import KINDS, Blocks, Rounding
 
-Rounding: TypeAlias = Literal["int8-divide", "fp8-divide", "fp8-multiply"]
-"""Code of ``x``: int8 or fp8 e4m3 of ``bf16(x / factor)``, or fp8 e4m3 of ``x * factor``."""
+WeightBits: TypeAlias = "npt.NDArray[np.uint16] | npt.NDArray[np.uint32]"
+"""Bits of ``(N, K)`` bf16 or fp32 weights, contiguous."""
 
-TILE: Final = 512
-"""Largest number of elements handled at a time: all buffers stay in the first cache."""
-
-_LARGEST: Final = np.float32(448.0)
-_LOWEST: Final = np.uint32(121 << 23)
+_U = np.uint32
+_F = np.float32
+_LARGEST: Final = _U(0x43E00000)
+"""Bits of 448, the largest fp8 number."""
+_LOWEST: Final = _U(121 << 23)
 """Bits of 2**-6, the smallest normal fp8 number."""
-_SUBNORMAL: Final = np.uint32(141 << 23)
-"""Bits of 2**14: fp32 numbers there are as far apart as subnormal fp8 numbers."""
-_INTEGER: Final = np.float32(12582912.0)
+_BASE: Final = _U(0xC407FFFF)
+"""The difference of the exponents' biases, and half a unit."""
+_SUBNORMAL: Final = _F(16384.0)
+"""2**14: fp32 numbers there are as far apart as subnormal fp8 numbers."""
+_INTEGER: Final = _F(12582912.0)
 """1.5 * 2**23: fp32 numbers there are integers, whose lowest byte is the code."""
 
 
 @compiled
-def _unpack(values: Any, bits: Any) -> None:  # noqa: ANN401
-    for i in range(values.shape[0]):
-        bits[i] = np.uint32(values[i]) << np.uint32(16)
+def _quotient(bits: Any, factor: Any) -> Any:  # noqa: ANN401
+    """Divide, and round to bf16, as torch does."""
+    return bf16_word(bits_of_float(divided(float_of_bits(bf16_word(bits)), factor)))
 
 
 @compiled
-def _divide(number: Any, bits: Any, factor: Any) -> None:  # noqa: ANN401
-    """Divide; round to bf16, as torch does; turn -0.0 into 0.0, as adding a zero point does."""
-    for i in range(number.shape[0]):
-        number[i] /= factor
-    for i in range(number.shape[0]):
-        b = bits[i]
-        bits[i] = (b + np.uint32(0x7FFF) + ((b >> np.uint32(16)) & np.uint32(1))) & np.uint32(
-            0xFFFF0000
-        )
-    for i in range(number.shape[0]):
-        number[i] += np.float32(0.0)
+def _to_fp8(bits: Any) -> Any:  # noqa: ANN401
+    """Round fp32 bits to e4m3: nearest, ties to even."""
+    size = _U(min(_U(bits & _U(0x7FFFFFFF)), _LARGEST))
+    half = _U(_BASE + _U(_U(size >> _U(20)) & _U(1)))
+    normal = _U(_U(size + half) >> _U(20))
+    small = bits_of_float(float_of_bits(size) + _SUBNORMAL)  # its lowest byte is the code
+    sign = _U(_U(bits >> _U(24)) & _U(0x80))
+    return np.uint8(_U((small if size < _LOWEST else normal) | sign))
 
 
 @compiled
-def _to_int8(number: Any, bits: Any, out: Any) -> None:  # noqa: ANN401
-    for i in range(number.shape[0]):
-        clamped = min(max(number[i], np.float32(-128.0)), np.float32(127.0))
-        number[i] = clamped + _INTEGER
-    for i in range(number.shape[0]):
-        out[i] = np.uint8(bits[i] & np.uint32(0xFF))
+def _divide_to_int8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(weights.shape[0]):
+        number = float_of_bits(_quotient(weights[i], factor))
+        clamped = min(max(number, _F(-128.0)), _F(127.0))
+        out[i] = np.uint8(bits_of_float(clamped + _INTEGER) & _U(0xFF))
 
 
 @compiled
-def _to_fp8(number: Any, bits: Any, shifted: Any, shifted_bits: Any, out: Any) -> None:  # noqa: ANN401
-    """Round to e4m3: nearest, ties to even."""
-    base = np.uint32(0xC407FFFF)  # the difference of the exponents' biases, and half a unit
-    for i in range(number.shape[0]):
-        clamped = min(max(number[i], -_LARGEST), _LARGEST)
-        number[i] = clamped
-        shifted[i] = abs(clamped) + np.float32(16384.0)
-    for i in range(number.shape[0]):
-        b = bits[i] & np.uint32(0x7FFFFFFF)
-        normal = (b + base + ((b >> np.uint32(20)) & np.uint32(1))) >> np.uint32(20)
-        small = shifted_bits[i] - _SUBNORMAL
-        sign = (bits[i] >> np.uint32(24)) & np.uint32(0x80)
-        out[i] = np.uint8((small if b < _LOWEST else normal) | sign)
+def _divide_to_fp8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+    """Turn -0.0 into 0.0 before the rounding, as adding a zero point does."""
+    for i in range(weights.shape[0]):
+        number = float_of_bits(_quotient(weights[i], factor)) + _F(0.0)
+        out[i] = _to_fp8(bits_of_float(number))
+
+
+@compiled
+def _multiply_to_fp8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(weights.shape[0]):
+        out[i] = _to_fp8(bits_of_float(float_of_bits(bf16_word(weights[i])) * factor))
+
+
+@inlined
+def fill_codes(weights: Any, factor: Any, out: Any, kind: int) -> None:  # noqa: ANN401
+    """Write the codes of some finite weights of one block."""
+    if kind == 0:
+        _divide_to_int8(weights, factor, out)
+    elif kind == 1:
+        _divide_to_fp8(weights, factor, out)
+    else:
+        _multiply_to_fp8(weights, factor, out)
 
 
 @compiled
@@ -83,64 +99,46 @@ def _codes(
     out: Any,  # noqa: ANN401
     kind: int,
 ) -> None:
-    number, shifted = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
-    bits, shifted_bits = number.view(np.uint32), shifted.view(np.uint32)
     rows, columns = values.shape
     for row in range(rows):
-        line = factors[(row + at[0]) // block[0]]
-        low = 0
+        line, low = factors[(row + at[0]) // block[0]], 0
         while low < columns:
             place = low + at[1]
-            high = min(columns, low + TILE, low + block[1] - place % block[1])
-            n, factor = high - low, line[place // block[1]]
-            tile, to = values[row, low:high], out[row, low:high]
-            _unpack(tile, bits[:n])
-            if kind == 2:
-                for i in range(n):
-                    number[i] *= factor
-            else:
-                _divide(number[:n], bits[:n], factor)
-            if kind == 0:
-                _to_int8(number[:n], bits[:n], to)
-            else:
-                _to_fp8(number[:n], bits[:n], shifted[:n], shifted_bits[:n], to)
+            high = min(columns, low + block[1] - place % block[1])
+            fill_codes(values[row, low:high], line[place // block[1]], out[row, low:high], kind)
             low = high
 
 
-_KINDS: Final[dict[str, int]] = {"int8-divide": 0, "fp8-divide": 1, "fp8-multiply": 2}
-
-
 def quantise_codes(
-    values: npt.NDArray[np.uint16],
+    values: WeightBits,
     factors: npt.NDArray[np.float32],
-    at: tuple[int, int],
-    block: tuple[int, int],
+    blocks: Blocks,
     rounding: Rounding,
     out: npt.NDArray[np.uint8],
 ) -> None:
-    """Quantise finite bf16 values.
+    """Quantise finite weights.
 
     Args:
-        values: Bits of ``(N, K)`` bf16 values, contiguous.
+        values: Bits of ``(N, K)`` weights.
         factors: Positive finite factor of each block, ``(R, C)``.
-        at: Row and column of the first value in the first block.
-        block: Rows and columns of a block.
-        rounding: How a value and its factor make a code.
+        blocks: Where the blocks are.
+        rounding: How a weight and its factor make a code.
         out: Bits of ``(N, K)`` codes, to be written.
     """
-    _codes(values, factors, at, block, out, _KINDS[rounding])
+    _codes(values, factors, blocks.at, blocks.size, out, KINDS[rounding])
 
 
 @compiled
 def _largest_magnitude(values: Any) -> Any:  # noqa: ANN401
-    most = np.uint16(0)
+    most = magnitude(values[0])
     for i in range(values.shape[0]):
-        most = max(most, np.uint16(values[i] & np.uint16(0x7FFF)))
-    return most
+        most = max(most, magnitude(values[i]))
+    return bf16_magnitude(most)
 
 
 @compiled
-def _block_amax(values: Any, at: tuple[int, int], block: tuple[int, int], out: Any) -> None:  # noqa: ANN401
+def raise_amax(values: Any, at: tuple[int, int], block: tuple[int, int], out: Any) -> None:  # noqa: ANN401
+    """Raise the largest magnitudes of blocks, as bf16 bits, to those of some whole rows."""
     rows, columns = values.shape
     for row in range(rows):
         line, low = out[(row + at[0]) // block[0]], 0
@@ -152,18 +150,13 @@ def _block_amax(values: Any, at: tuple[int, int], block: tuple[int, int], out: A
             low = high
 
 
-def block_amax(
-    values: npt.NDArray[np.uint16],
-    at: tuple[int, int],
-    block: tuple[int, int],
-    out: npt.NDArray[np.uint16],
-) -> None:
-    """Find the largest magnitude of each block of bf16 values: magnitudes ascend with their bits.
+def block_amax(values: WeightBits, blocks: Blocks, out: npt.NDArray[np.uint16]) -> None:
+    """Find the largest magnitude of each block, as bf16: magnitudes ascend with their bits.
 
     Args:
-        values: Bits of ``(N, K)`` bf16 values, contiguous.
-        at: Row and column of the first value in the first block.
-        block: Rows and columns of a block.
-        out: Bits of ``(R, C)`` magnitudes, 0 before; infinite or NaN where a value is.
+        values: Bits of ``(N, K)`` weights.
+        blocks: Where the blocks are.
+        out: Bits of ``(R, C)`` magnitudes to raise; infinite or NaN where a weight is, or where one
+            of fp32 is too large for bf16.
     """
-    _block_amax(values, at, block, out)
+    raise_amax(values, blocks.at, blocks.size, out)

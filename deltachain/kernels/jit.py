@@ -1,9 +1,7 @@
 """Reference kernels as numba loops: one core, no GIL, compiled once and cached on disk.
 
-Two patterns recur. A block of elements is compared to one byte each, which LLVM vectorises; eight
-such bytes are read as one word, and only non-zero words are examined. Slices instead of offsets
-make index expressions provably non-negative; otherwise numba adds a wraparound test to each access,
-which prevents vectorisation.
+Slices instead of offsets make index expressions provably non-negative; otherwise numba adds a
+wraparound test to each access, which prevents vectorisation.
 """
 
 from __future__ import annotations
@@ -14,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.compiling import compiled, inlined
+from deltachain.kernels.compiling import compiled
+from deltachain.kernels.emitting import BLOCK, drive, emit, emit_rest
 from deltachain.kernels.reading import (
     decode_gaps,
     decode_steps,
@@ -57,52 +56,7 @@ __all__ = [
 ]
 
 NAME: Final = "numba"
-BLOCK: Final = 512
-"""Elements compared at a time, few enough for a fully unrolled comparison with short memory stalls:
-at 1.2 % density, 256 and 1024 were a fifth slower (2026-11, AMD EPYC)."""
-
 _U = np.uint64
-_LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
-"""Multiplier: ``(lowest set bit of a word of 0/1 bytes) * this >> 56`` is the byte's number."""
-
-
-@inlined
-def _emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:  # noqa: ANN401
-    """Compare one block, copy changes to the snapshot, and append them to ``out``."""
-    indices, old, new = out
-    mask, words, dirty = scratch
-    for i in range(BLOCK):
-        mask[i] = current[i] != snapshot[i]
-    d = 0
-    for w in range(BLOCK // 8):
-        dirty[d] = w
-        d += words[w] != _U(0)
-    for q in range(d):
-        word, first = words[dirty[q]], _U(8 * dirty[q])
-        while word != _U(0):
-            lowest = word & (~word + _U(1))
-            i = first + ((lowest * _LOWEST_BYTE) >> _U(56))
-            indices[count] = at + i
-            new[count] = current[i]
-            old[count] = snapshot[i]
-            snapshot[i] = current[i]
-            count += 1
-            word ^= lowest
-    return count
-
-
-@compiled
-def _emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:  # noqa: ANN401
-    """Run :func:`_emit` on the last, incomplete block."""
-    indices, old, new = out
-    for i in range(snapshot.shape[0]):
-        if current[i] != snapshot[i]:
-            indices[count] = at + i
-            new[count] = current[i]
-            old[count] = snapshot[i]
-            snapshot[i] = current[i]
-            count += 1
-    return count
 
 
 @compiled
@@ -113,10 +67,10 @@ def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
     end, room = snapshot.shape[0], out[0].shape[0] - BLOCK
     at, count = start, 0
     while at + BLOCK <= end and count <= room:
-        count = _emit(current[at : at + BLOCK], snapshot[at : at + BLOCK], at, out, scratch, count)
+        count = emit(current[at : at + BLOCK], snapshot[at : at + BLOCK], at, out, scratch, count)
         at += BLOCK
     if at + BLOCK > end and count <= room:
-        count = _emit_rest(current[at:], snapshot[at:], at, out, count)
+        count = emit_rest(current[at:], snapshot[at:], at, out, count)
         at = end
     return at, count
 
@@ -141,11 +95,11 @@ def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, i
     at, count = start, 0
     while at + BLOCK <= end and count <= room:
         _cast(master[at : at + BLOCK], block)
-        count = _emit(block, snapshot[at : at + BLOCK], at, out, scratch, count)
+        count = emit(block, snapshot[at : at + BLOCK], at, out, scratch, count)
         at += BLOCK
     if at + BLOCK > end and count <= room:
         _cast(master[at:], block)
-        count = _emit_rest(block, snapshot[at:], at, out, count)
+        count = emit_rest(block, snapshot[at:], at, out, count)
         at = end
     return at, count
 
@@ -153,20 +107,8 @@ def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, i
 def _drive(
     kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
 ) -> Changes:
-    """Run a diff kernel to the end in buffers of bounded size; join the changes.
-
-    Unwritten memory is never committed, so each buffer has room for a density of 3 %.
-    """
-    found: list[Changes] = []
-    size = max(4 * BLOCK, snapshot.size // 32)
-    at, dtype = 0, snapshot.dtype
-    while not found or at < snapshot.size:
-        indices, old, new = np.empty(size, np.int64), np.empty(size, dtype), np.empty(size, dtype)
-        at, count = kernel(snapshot, current, at, (indices, old, new))
-        found.append(Changes(indices[:count], old[:count], new[:count]))
-    if len(found) == 1:
-        return found[0]
-    return Changes(*(np.concatenate(column) for column in zip(*found, strict=True)))
+    """Run a diff kernel to the end."""
+    return drive(lambda at, out: kernel(snapshot, current, at, out), snapshot)[0]
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:

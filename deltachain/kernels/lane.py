@@ -14,6 +14,7 @@ from deltachain.kernels import device
 from deltachain.kernels.blocks import BLOCK, BlockTable, Span, batch_blocks, block_table, spans_of
 from deltachain.kernels.compact import Arena, Placed, diff_batch_
 from deltachain.kernels.copy_stream import CopyStream
+from deltachain.kernels.factors import Factors, Quantising, block_columns, codes_by_factors
 
 ALIGNMENT: Final = 16
 """Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
@@ -33,13 +34,15 @@ class LaneKind(NamedTuple):
 
     Attributes:
         width: Size of an element's bits in the snapshot, in bytes.
-        master: Whether the weights are fp32 and the snapshot is bf16.
+        master: Whether the weights are fp32 masters of bf16 ones.
         resident: Whether the snapshot is on the device.
+        quantising: How the weights are quantised, if the snapshot has codes.
     """
 
     width: int
     master: bool
     resident: bool
+    quantising: Quantising | None = None
 
 
 class Compared(NamedTuple):
@@ -49,9 +52,11 @@ class Compared(NamedTuple):
         name: Name of the tensor.
         kept: Flat bits of the snapshot in which its bits are, of any number of tensors.
         at: Position of its first element there.
-        current: Flat weights on the device, in any dtype that casts to ``dtype``.
+        current: Flat weights on the device, in any dtype that casts to ``dtype``; bf16 or fp32 if
+            they are quantised.
         dtype: Dtype of the snapshot's bits.
         resident: Whether the snapshot is on the device.
+        factors: Factors by which the weights are quantised, if the snapshot has codes.
     """
 
     name: str
@@ -60,12 +65,25 @@ class Compared(NamedTuple):
     current: Tensor
     dtype: torch.dtype
     resident: bool
+    factors: Factors | None = None
 
     @property
     def kind(self) -> LaneKind:
         """The lane that this tensor takes."""
-        master = self.current.dtype == torch.float32 and self.dtype == torch.bfloat16
-        return LaneKind(self.kept.element_size(), master, self.resident)
+        how = None if self.factors is None else self.factors.how
+        narrows = self.dtype == torch.bfloat16 or how is not None
+        master = self.current.dtype == torch.float32 and narrows
+        return LaneKind(self.kept.element_size(), master, self.resident, how)
+
+    def bits(self, start: int, numel: int) -> Tensor:
+        """Return bits of consecutive weights in the snapshot's dtype; not yet cast of masters.
+
+        Codes of weights that are quantised are made in torch operations.
+        """
+        weights = self.current[start : start + numel]
+        if self.factors is not None:
+            return codes_by_factors(weights, self.factors, start)
+        return device.bits_of(weights if self.kind.master else weights.to(self.dtype))
 
 
 class TensorSpan(NamedTuple):
@@ -198,14 +216,6 @@ class Lane:
         dtype, old = device.INT_DTYPES[self.kind.width], self.kind.resident
         return Arena.empty(capacity, dtype, self.streams.where, old=old)
 
-    def _now(self, one: TensorSpan) -> Tensor:
-        """Return the bits of a span of the weights; those of fp32 masters are not cast yet."""
-        tensor, span = one.tensor, one.span
-        weights = tensor.current[span.start : span.start + span.numel]
-        if not self.kind.master:
-            weights = weights.to(tensor.dtype)
-        return device.bits_of(weights)
-
     def _there(self, spans: Sequence[TensorSpan]) -> tuple[list[tuple[Tensor, int]], _Slot | None]:
         """Return where the snapshot bits of each span begin on the device, copied if need be."""
         if self.kind.resident:
@@ -254,13 +264,14 @@ class Lane:
         with streams.computing():
             then, slot = self._there(spans)
             if arena is None:
-                now = [self._now(one) for one in spans]
+                now = [one.tensor.bits(*one.span) for one in spans]
                 kept = [
                     bits[at : at + one.span.numel]
                     for (bits, at), one in zip(then, spans, strict=True)
                 ]
                 numels = streams.send(torch.from_numpy(table.numel))
-                placed = diff_batch_(now, kept, numels, master=kind.master, resident=kind.resident)
+                uncast = kind.master and kind.quantising is None
+                placed = diff_batch_(now, kept, numels, master=uncast, resident=kind.resident)
             else:
                 placed = self._fused(table, spans, then, arena, header)
             if slot is not None:
@@ -282,18 +293,21 @@ class Lane:
         # By address: a view of each of many thousand tensors would cost more than to compare them.
         now, held = self._addresses(spans)
         kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
-        width = 4 if self.kind.master else self.kind.width
+        width = 4 if self.kind.master else 2 if self.kind.quantising else self.kind.width
         sides = [
             np.array(first, np.int64)[table.span] + table.first * size
             for first, size in ((now, width), (kept, self.kind.width))
         ]
+        factors = [(f, one.span.start) for one in spans if (f := one.tensor.factors) is not None]
+        more = block_columns(factors, table.span, table.first) if factors else []
         placed = fused_diff.diff_batch_(
-            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel]))),
+            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel, *more]))),
             header,
             arena,
             master=self.kind.master,
             resident=self.kind.resident,
             aligned=not any((side % ALIGNMENT).any() for side in sides),
+            quantising=self.kind.quantising,
         )
         del held  # used until here: later memory of this stream may be the same
         return placed
@@ -303,10 +317,10 @@ class Lane:
         found, held = [], []
         for one in spans:
             current = one.tensor.current
-            if self.kind.master or current.dtype == one.tensor.dtype:
+            if self.kind.master or self.kind.quantising or current.dtype == one.tensor.dtype:
                 found.append(current.data_ptr() + one.span.start * current.element_size())
                 continue
-            held.append(self._now(one))
+            held.append(one.tensor.bits(*one.span))
             found.append(held[-1].data_ptr())
         return found, held
 

@@ -10,22 +10,27 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from typing import Final, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from deltachain import slab
 from deltachain.errors import ConfigError
-from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host, threaded
 from deltachain.kernels.crossing import DeviceDiff
-from deltachain.kernels.lane import Compared
 from deltachain.kernels.proven import fused_is_proven
 from deltachain.kernels.reference import Changes
 from deltachain.publish.diff import Diff, map_changes
+from deltachain.publish.live_bits import (
+    compared,
+    device_bits,
+    digest_window,
+    host_diff_,
+    moved,
+    signed,
+    unsigned,
+    wire_bits,
+)
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.snapshot_memory import (
@@ -127,10 +132,8 @@ class Snapshot:
             )
         self._nbytes = sum(width * numel for width, numel in sizes.items())
         slabs = Slabs(sizes)
-        # An export makes its tensors anew each time, and may use their memory again at once.
-        self._one_by_one = any(weight.tensor.is_meta for weight in trained)
         with Pool(cores()) as pool:
-            ahead = 1 if self._one_by_one else 4 * cores()
+            ahead = 1 if source.one_by_one else 4 * cores()
             digests = pool.ordered(_fill, self._windows(slabs), ahead=ahead, small=_is_small)
             for weight, window, digest in digests:
                 self._state += digest
@@ -257,19 +260,19 @@ class Snapshot:
 
     def _keep(self, weight: Weight, slabs: Slabs) -> tuple[Bits, Bits | None]:
         """Take room for a weight; return it on the host, and live bits still to be copied there."""
-        tensor, spec = weight.tensor.detach(), weight.spec
-        numel, width = tensor.numel(), spec.itemsize
-        if device.on_host(tensor) and not self._on_device:
+        spec, device_of = weight.spec, weight.device
+        numel, width = weight.element_map.box.numel, spec.itemsize
+        if device_of.type == "cpu" and not self._on_device:
             bits, live = _room_on_host(weight)
-            self._kept[spec.name] = Kept(_signed(bits), 0, numel, resident=False)
+            self._kept[spec.name] = Kept(signed(bits), 0, numel, resident=False)
             return bits, live
-        resident = self._place(tensor.device) == "device"
-        where = tensor.device if resident else torch.device("cpu")
-        pinned = tensor.is_cuda and not resident
+        resident = self._place(device_of) == "device"
+        where = device_of if resident else torch.device("cpu")
+        pinned = device_of.type == "cuda" and not resident
         kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
         kept.bits.copy_(device_bits(weight))
         wait_for_writes(kept.slab)
-        self._diff_on(tensor.device).expect(_compared(weight, kept).kind, numel)
+        self._diff_on(device_of).expect(compared(weight, kept).kind, numel)
         self._kept[spec.name] = kept
         return _on_host(kept), None
 
@@ -296,24 +299,23 @@ class Snapshot:
 
     def _diff(self, weight: Weight, kept: Kept, found: dict[str, Changes]) -> None:
         """Compare one weight: now on the host, with those that follow on a device."""
-        tensor = weight.tensor.detach()
-        if kept.resident and tensor.device != kept.slab.device:  # moved since the attach
-            weight = replace(weight, tensor=tensor.to(kept.slab.device))
-        elif not kept.resident and device.on_host(tensor) and not self._on_device:
-            changes = _diff_on_host(weight, _unsigned(kept.bits))
+        if kept.resident and weight.device != kept.slab.device:  # moved since the attach
+            weight = moved(weight, kept.slab.device)
+        elif not kept.resident and weight.device.type == "cpu" and not self._on_device:
+            changes = host_diff_(weight, unsigned(kept.bits))
             if changes.indices.size:
                 found[weight.spec.name] = changes
             return
-        one = self._diff_on(weight.tensor.device)
-        one.add(_compared(weight, kept))
-        if self._one_by_one:
+        one = self._diff_on(weight.device)
+        one.add(compared(weight, kept))
+        if self._source.one_by_one:
             one.settle(found)
 
 
 def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
     """Return memory for a weight on the host, and live bits still to be copied there."""
     bits = wire_bits(weight)
-    if weight.tensor.dtype != TORCH_DTYPES[weight.spec.dtype]:
+    if weight.pending is not None or weight.tensor.dtype != TORCH_DTYPES[weight.spec.dtype]:
         return bits, None  # the cast made new memory, with the bits in it
     if weight.element_map.table is not None:
         return threaded.copy(bits), None  # neighbours are in different windows
@@ -332,63 +334,16 @@ def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
     return one.weight, one.window, digest_window(one.window, one.bits)
 
 
-def _diff_on_host(weight: Weight, snapshot: Bits) -> Changes:
-    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
-    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
-        return host.cast_diff_(snapshot, tensor.view(-1).numpy())
-    return host.diff_(snapshot, wire_bits(weight))
-
-
-def _compared(weight: Weight, kept: Kept) -> Compared:
-    tensor, wanted = weight.tensor.detach().view(-1), TORCH_DTYPES[weight.spec.dtype]
-    return Compared(weight.spec.name, kept.slab, kept.at, tensor, wanted, kept.resident)
-
-
-def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
-    key, mine = digest_key(window.spec), bits[window.select]
-    if isinstance(window.indices, range):
-        return threaded.digest(key, mine, window.indices.start)
-    return host.digest_at(key, window.indices, mine)
-
-
-def wire_bits(weight: Weight) -> Bits:
-    """Return flat bits of a live weight in its wire dtype; shares memory if no cast is needed."""
-    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
-    if tensor.dtype == torch.float32 and wanted == torch.bfloat16 and not tensor.is_cuda:
-        return host.cast_bf16(tensor.view(-1).numpy())
-    return _unsigned(device_bits(weight).cpu())
-
-
-def device_bits(weight: Weight) -> Tensor:
-    """Return flat bits of a live weight in its wire dtype, where it is."""
-    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
-    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
-        return device.cast_bf16(device.bits_of(tensor))
-    return device.bits_of(tensor.to(wanted))
-
-
 def _on_host(kept: Kept) -> Bits:
     """Return the bits of a tensor in a snapshot on the host: themselves, or a copy."""
-    return _unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
+    return unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
 
 
 def _write_(kept: Kept, indices: Indices, bits: Bits) -> None:
     """Write ``(nnz,)`` bits into a snapshot."""
     if device.on_host(kept.slab):
-        host.scatter_(_unsigned(kept.bits), indices, bits)
+        host.scatter_(unsigned(kept.bits), indices, bits)
     else:
         there = (device.receive(array, kept.slab) for array in (indices, bits))
         device.scatter_(kept.bits, *there)
         wait_for_writes(kept.slab)
-
-
-def _signed(bits: Bits) -> Tensor:
-    """Return the integer tensor of unsigned numpy bits; shares memory."""
-    return torch.from_numpy(bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}"))
-
-
-def _unsigned(bits: Tensor) -> Bits:
-    """Return the unsigned numpy view of integer bits on the host."""
-    array = bits.numpy()
-    return array.view(np.dtype(f"<u{array.itemsize}"))

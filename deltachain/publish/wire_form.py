@@ -18,8 +18,8 @@ from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
+from deltachain.publish.live_bits import digest_window
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.snapshot import digest_window
 from deltachain.types import Bits, StateDigest, TensorSpec
 
 

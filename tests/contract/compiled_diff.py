@@ -3,13 +3,38 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, Final
 
-from deltachain.kernels import fused_diff
+from deltachain.kernels import fused_codes, fused_diff
 from deltachain.kernels.blocks import BLOCK
+from deltachain.kernels.quantised import KINDS, Rounding
 from tests.contract.compile import compile_for
 
 BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
+
+
+PLAIN = {"rounding": fused_codes.NONE.value, "height": 0, "width": 0}
+QUANTISED: Final[tuple[tuple[Rounding, tuple[int, int]], ...]] = (
+    ("int8-divide", (1, 0)),
+    ("fp8-divide", (1, 0)),
+    ("fp8-divide", (0, 0)),
+    ("fp8-multiply", (128, 128)),
+)
+"""Rounding and blocks of every recipe."""
+
+
+def variants() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every variant of a comparison that a diff uses: bytes of the bits, and constants."""
+    for width in BITS:
+        for master in (False, True) if width == 2 else (False,):
+            for aligned in (True, False) if width == 2 else (True,):
+                yield width, PLAIN | {"master": master, "aligned": aligned}
+    for (rounding, block), master in product(QUANTISED, (False, True)):
+        how = {"rounding": KINDS[rounding], "height": block[0], "width": block[1]}
+        for aligned in (True, False) if block == (128, 128) else (True,):
+            yield 1, how | {"master": master, "aligned": aligned}
 
 
 def main() -> int:
@@ -18,17 +43,15 @@ def main() -> int:
     place = {"counts": "*i16", "blocks": "i32", "before": "*i64", "after": "*i64"}
     place |= {"starts": "*i64", "capacity": "i64"}
     _say(arch, fused_diff.place_kernel, place, {"step": fused_diff.STEP}, 4)
-    for width, kind in BITS.items():
-        for master in (False, True) if width == 2 else (False,):
-            for aligned in (True, False) if width == 2 else (True,):
-                same = {"bits": fused_diff.TYPES[width], "master": master, "aligned": aligned}
-                same["size"] = BLOCK
-                count = {"table": "*i64", "blocks": "i32", "counts": "*i16"}
-                _say(arch, fused_diff.count_kernel, count, same, fused_diff.WARPS)
-                write = count | {"starts": "*i64", "offsets": "*i16", "new": kind, "old": kind}
-                for resident in (False, True):
-                    constants = same | {"resident": resident}
-                    _say(arch, fused_diff.write_kernel, write, constants, fused_diff.WARPS)
+    for width, constants in variants():
+        kind = BITS[width]
+        same = constants | {"bits": fused_diff.TYPES[width], "size": BLOCK}
+        count = {"table": "*i64", "blocks": "i32", "counts": "*i16"}
+        _say(arch, fused_diff.count_kernel, count, same, fused_diff.WARPS)
+        write = count | {"starts": "*i64", "offsets": "*i16", "new": kind, "old": kind}
+        for resident in (False, True):
+            both = same | {"resident": resident}
+            _say(arch, fused_diff.write_kernel, write, both, fused_diff.WARPS)
     return 0
 
 
@@ -40,6 +63,9 @@ def _say(
     done = compile_for(arch, kernel, named, constants, warps)
     if constants.get("aligned"):
         assert "ld.global.v" in done.ptx, "aligned memory is read 16 bytes at a time"
+    assert ".ftz" not in done.ptx, "subnormal numbers are numbers"
+    assert "div.full" not in done.ptx, "a quotient is the nearest number"
+    assert "fma." not in done.ptx, "every operation rounds"
     sys.stdout.write(
         f"{kernel.__name__} {constants}: {done.registers} registers, "
         f"{done.spilled_nbytes} bytes spilled\n"

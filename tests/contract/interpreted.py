@@ -59,7 +59,12 @@ class GuardedTileArm(TileArm):
 
 
 def before_a_wall(buffer: Any, maps: dict[int, mmap.mmap]) -> Any:
-    """Copy bytes to the end of a page; reading on ends the process."""
+    """Copy bytes to the end of a page, aligned to 8; reading on ends the process.
+
+    Args:
+        buffer: The bytes.
+        maps: Memory by its number of pages, overwritten by the next bytes of as many.
+    """
     pages = -(-buffer.nbytes // PAGE) + 1
     if pages not in maps:
         maps[pages] = mmap.mmap(-1, pages * PAGE)

@@ -17,6 +17,7 @@ from deltachain.kernels.blocks import BLOCK, spans_of
 from deltachain.kernels.crossing import DeviceDiff
 from tests.contract.compile import ARCHITECTURES
 from tests.contract.many_tensors import MANY_CHECKS, Weights, settle
+from tests.contract.quantised_diff import QUANTISED_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -37,16 +38,25 @@ def test_many_tensors_are_compared_together(check: Callable[[str, bool], None]) 
     check("cpu", False)
 
 
+@pytest.mark.parametrize("check", QUANTISED_CHECKS, ids=lambda check: check.__name__)
+def test_weights_are_quantised_while_they_are_compared(
+    check: Callable[[str, bool], None],
+) -> None:
+    check("cpu", False)
+
+
 @pytest.mark.triton
 def test_fused_kernels_keep_the_contract_under_the_interpreter() -> None:
-    assert "check_launches" in run_module("tests.contract.interpreted_diff")
+    said = run_module("tests.contract.interpreted_diff")
+    assert "check_launches" in said
+    assert "check_walls" in said
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_fused_kernels_compile_without_spills(arch: int) -> None:
     lines = run_module("tests.contract.compiled_diff", str(arch)).splitlines()
-    assert len(lines) == 22
+    assert len(lines) == 52
     for line in lines:
         assert line.endswith(" 0 bytes spilled"), line
 

@@ -18,6 +18,7 @@ from deltachain.errors import ConfigError, FormatError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.layout import ElementMap, ElementRun
+from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
     refuse_adapters,
     refuse_lazy,
@@ -47,6 +48,8 @@ class Weight:
         element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
         writes: Writes in place to the parameter or buffer so far.
+        pending: What the tensor is made of, if that is left to the diff; ``tensor`` has no data
+            then.
     """
 
     spec: TensorSpec
@@ -55,12 +58,21 @@ class Weight:
     element_map: ElementMap
     is_buffer: bool = False
     writes: int = 0
+    pending: Pending | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Device of what is published."""
+        return self.tensor.device if self.pending is None else self.pending.device
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
         """Return the weight of a whole tensor with equal name and shape in the checkpoint."""
         return cls(spec, tensor, frozen, ElementMap.straight(spec))
 
+
+PendingSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor | Pending]]]
+"""Function that yields tensors, some of which are still to be made."""
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
@@ -84,15 +96,18 @@ class ModelTensors:
             unique name of the version: tensors may depend on weights of other ranks.
         ext: Extension data of the chain's table, part of its identity.
         parameters: Names of all parameters of the module on this rank; none for other sources.
+        one_by_one: Whether each live tensor must be used before the next one is taken: an export
+            makes its tensors anew each time, and may use their memory again at once.
     """
 
     weights: tuple[Weight, ...]
     specs: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]
-    live: TensorSource
+    live: PendingSource
     agree: Callable[[str], None] = _without_others
     ext: Mapping[str, Any] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
+    one_by_one: bool = False
 
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
@@ -107,7 +122,9 @@ class ModelTensors:
         missing = {weight.spec.name: weight for weight in self.weights}
         for name, tensor in self.live():
             weight = missing.pop(name, None)
-            if weight is not None:
+            if weight is not None and not isinstance(tensor, Tensor):
+                yield replace(weight, pending=tensor)
+            elif weight is not None and isinstance(tensor, Tensor):
                 local = _unchanged(weight, tensor)
                 yield replace(weight, tensor=local, writes=_writes_to(tensor, local))
             elif self.parameters and isinstance(tensor, nn.Parameter):
@@ -251,7 +268,7 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
         weights[name] = replace(weight, tensor=gone, frozen=False)
     found = tuple(weights[name] for name in sorted(weights))
     specs = specs_of(weight.element_map.slots[0].spec for weight in found)
-    return ModelTensors(found, specs, {}, live)
+    return ModelTensors(found, specs, {}, live, one_by_one=True)
 
 
 def _yielded(live: TensorSource) -> Iterator[tuple[str, Tensor]]:

@@ -67,7 +67,7 @@ def window_amax(values: Tensor, grid: Grid, window: Box) -> Tensor:
         In the shape of ``Grid.counts`` and the dtype of the values; not finite where a value is
         not.
     """
-    if host_codes.can_make(values):
+    if values.dtype == torch.bfloat16 and host_codes.can_make(values.device):
         return host_codes.amax(values, grid, window)
     counts, (_, sides) = grid.counts(window), grid.margins(window)
     found = values.new_zeros(counts)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationScheme
     from torch import Tensor
 
-    from deltachain.kernels.codes import Rounding
+    from deltachain.kernels.quantised import Rounding
 
 LIBRARY: Final = "compressed-tensors"
 

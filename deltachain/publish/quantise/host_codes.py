@@ -1,9 +1,10 @@
-"""Weights in host memory: codes and largest magnitudes by kernels instead of many passes."""
+"""Weights in host memory: codes, their diff and largest magnitudes by kernels on all cores."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -11,66 +12,187 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import host
+from deltachain.kernels.quantised import Blocks
+from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import Box
+from deltachain.publish.quantise.block_scales import block_scales
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
+from deltachain.types import Bits
+
+if TYPE_CHECKING:
+    from deltachain.kernels.codes import WeightBits
 
 LEAST: Final = 1 << 20
 """Elements of a thread, below which starting it costs more than it saves."""
 
+_BITS: Final = {torch.bfloat16: (torch.int16, np.uint16), torch.float32: (torch.int32, np.uint32)}
 
-def can_make(values: Tensor) -> bool:
-    """Return whether the kernels take a window: bf16, on the host, with numba."""
-    is_fast = str(host.NAME) == "numba"
-    return values.dtype == torch.bfloat16 and values.device.type == "cpu" and is_fast
+_T = TypeVar("_T")
+
+
+def can_make(where: torch.device) -> bool:
+    """Return whether the kernels take windows there: on the host, with numba."""
+    return where.type == "cpu" and str(host.NAME) == "numba"
 
 
 def amax(values: Tensor, grid: Grid, window: Box) -> Tensor:
-    """Find the largest magnitude of each block of a window; see :func:`.amax.window_amax`."""
+    """Find the largest magnitude of each block of a window, bf16 or fp32, in bf16.
+
+    See :func:`.amax.window_amax`.
+    """
     from deltachain.kernels.codes import block_amax  # noqa: PLC0415 - numba is slow to import
 
-    (above, _), (left, _) = grid.margins(window)
-    found = np.zeros(grid.counts(window), np.uint16)
-    block_amax(_bits(values), (above, left), grid.block, found)
-    return torch.from_numpy(found.view(np.int16)).view(torch.bfloat16)
+    bits, blocks = _bits(values), blocks_of(grid, window)
+
+    def find(rows: slice) -> npt.NDArray[np.uint16]:
+        found = np.zeros(grid.counts(window), np.uint16)
+        block_amax(bits[rows], _below(blocks, rows), found[_lines(blocks, rows)])
+        return found
+
+    pieces = _in_threads(find, _cuts(values.shape[0], values.numel()))
+    return _magnitudes(np.maximum.reduce(pieces))
 
 
 def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recipe) -> Tensor:
     """Make the codes of a window of finite values.
 
     Args:
-        values: The window, ``(rows, columns)``.
+        values: The window, ``(rows, columns)``, in bf16, or in fp32 to be cast to it.
         grid: Blocks of the matrix.
         window: Position of the window.
         factors: Factor of each block of the window.
-        recipe: How to quantise; it has a kernel.
+        recipe: How to quantise.
     """
     from deltachain.kernels.codes import quantise_codes  # noqa: PLC0415 - numba is slow to import
 
-    (above, _), (left, _) = grid.margins(window)
-    bits = _bits(values)
+    bits, blocks = _bits(values), blocks_of(grid, window)
     table, rounding = np.ascontiguousarray(factors.numpy()), recipe.rounding
     out = np.empty(values.shape, np.uint8)
 
     def fill(rows: slice) -> None:
-        at = above + rows.start, left
-        quantise_codes(bits[rows], table, at, grid.block, rounding, out[rows])
+        lines = table[_lines(blocks, rows)]
+        quantise_codes(bits[rows], lines, _below(blocks, rows), rounding, out[rows])
 
-    parts = list(_cuts(values.shape[0], values.numel()))
-    with Pool(len(parts)) as pool:
-        for _ in pool.map(fill, parts):
-            pass
+    _in_threads(fill, _cuts(values.shape[0], values.numel()))
     return torch.from_numpy(out).view(TORCH_DTYPES[recipe.codes.dtype])
 
 
-def _bits(values: Tensor) -> npt.NDArray[np.uint16]:
-    return values.contiguous().view(torch.int16).numpy().view(np.uint16)
+def diff_(
+    snapshot: Bits,
+    values: Tensor,
+    grid: Grid,
+    window: Box,
+    shared: Tensor,
+    recipe: Recipe,
+) -> tuple[Changes, Tensor]:
+    """Find the codes of a window that differ from a snapshot, and copy them there.
+
+    Args:
+        snapshot: Flat bits of the window's codes.
+        values: The window, ``(rows, columns)``, in bf16, or in fp32 to be cast to it.
+        grid: Blocks of the matrix.
+        window: Position of the window.
+        shared: Largest magnitudes so far of the window's blocks, in bf16: of what other ranks have
+            of them, or 0.
+        recipe: How to quantise.
+
+    Returns:
+        The changes, and the largest magnitudes of all blocks; if one of these has no factor, there
+        are no changes, and the snapshot is as it was.
+    """
+    from deltachain.kernels.codes_diff import BlockFactors, codes_diff_  # noqa: PLC0415 - as above
+
+    bits, blocks = _bits(values), blocks_of(grid, window)
+    tables, rounding = block_scales(recipe), recipe.rounding
+    found = shared.clone()
+    whole = not grid.given[0]  # a block has rows of several threads
+    if whole:
+        found = torch.maximum(found, amax(values, grid, window))
+        if not bool((tables.factors_of(found) > 0).all()):
+            return _joined([]), found
+    most, columns = _unsigned(found), values.shape[1]
+
+    def find(rows: slice) -> tuple[Changes, bool]:
+        part = snapshot[rows.start * columns : rows.stop * columns]
+        factors = BlockFactors(most[_lines(blocks, rows)], tables.factors.numpy(), whole)
+        return codes_diff_(part, bits[rows], factors, _below(blocks, rows), rounding)
+
+    height = 1 if whole else grid.block[0]
+    cuts = _cuts(values.shape[0], values.numel(), height, blocks.at[0])
+    pieces = _in_threads(find, cuts)
+    changes = [
+        Changes(one.indices + rows.start * columns, one.old, one.new)
+        for (one, _), rows in zip(pieces, cuts, strict=True)
+    ]
+    if all(accepted for _, accepted in pieces):
+        return _joined(changes), found
+    for one in changes:
+        host.scatter_(snapshot, one.indices, one.old)
+    return _joined([]), torch.maximum(found, amax(values, grid, window))
 
 
-def _cuts(rows: int, numel: int) -> Iterator[slice]:
-    """Divide rows evenly among the cores, at least ``LEAST`` elements each."""
-    count = max(1, min(cores(), numel // LEAST))
-    for number in range(count):
-        yield slice(rows * number // count, rows * (number + 1) // count)
+def blocks_of(grid: Grid, window: Box) -> Blocks:
+    """Return where the blocks of a window are."""
+    (above, _), (left, _) = grid.margins(window)
+    return Blocks((above, left), grid.block)
+
+
+def _below(blocks: Blocks, rows: slice) -> Blocks:
+    """Return where the blocks of some rows of a window are."""
+    return blocks._replace(at=((blocks.at[0] + rows.start) % blocks.size[0], blocks.at[1]))
+
+
+def _lines(blocks: Blocks, rows: slice) -> slice:
+    """Return the rows of blocks that some rows of a window are in."""
+    first = (blocks.at[0] + rows.start) // blocks.size[0]
+    return slice(first, (blocks.at[0] + rows.stop - 1) // blocks.size[0] + 1)
+
+
+def _joined(several: Sequence[Changes]) -> Changes:
+    if len(several) == 1:
+        return several[0]
+    none = np.empty(0, np.uint8)
+    columns = zip(Changes(np.empty(0, np.int64), none, none), *several, strict=True)
+    return Changes(*(np.concatenate(column) for column in columns))
+
+
+def _magnitudes(bits: npt.NDArray[np.uint16]) -> Tensor:
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def _unsigned(magnitudes: Tensor) -> npt.NDArray[np.uint16]:
+    """Return the bits of magnitudes; shares memory."""
+    bits: npt.NDArray[np.uint16] = magnitudes.view(torch.int16).numpy().view(np.uint16)
+    return bits
+
+
+def _bits(values: Tensor) -> WeightBits:
+    signed, unsigned = _BITS[values.dtype]
+    bits: Any = values.detach().contiguous().view(signed).numpy().view(unsigned)
+    found: WeightBits = bits
+    return found
+
+
+def _in_threads(work: Callable[[slice], _T], cuts: Sequence[slice]) -> list[_T]:
+    if len(cuts) == 1:
+        return [work(cuts[0])]
+    with Pool(len(cuts)) as pool:
+        return list(pool.map(work, cuts))
+
+
+def _cuts(rows: int, numel: int, height: int = 1, above: int = 0) -> list[slice]:
+    """Divide rows evenly among the cores, at least ``LEAST`` elements each.
+
+    Args:
+        rows: Number of rows.
+        numel: Number of elements of all of them.
+        height: Rows of a block: it is divided nowhere.
+        above: Rows of the first block that precede the first row.
+    """
+    blocks = -(-(above + rows) // height)
+    count = max(1, min(cores(), numel // LEAST, blocks))
+    bounds = [min(rows, max(0, blocks * n // count * height - above)) for n in range(count + 1)]
+    return [slice(low, high) for low, high in pairwise(bounds)]

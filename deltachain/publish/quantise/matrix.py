@@ -5,19 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Final
 
 from torch import Tensor
 
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementRun
 from deltachain.publish.model.source import Weight
+from deltachain.publish.quantise.acceptance import LEAVE
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
-
-LEAVE: Final = "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
-"""Hint for a weight that cannot be quantised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +33,14 @@ class Matrix:
     start: int
     name: str
 
-    def of(self, weight: Weight) -> Tensor:
-        """Return the ``(rows, columns)`` of a live weight, in the dtype of the checkpoint."""
+    def live(self, weight: Weight) -> Tensor:
+        """Return the ``(rows, columns)`` of a live weight; shares its memory."""
         local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
-        return local.view(self.window.shape).to(TORCH_DTYPES[self.spec.dtype])
+        return local.view(self.window.shape)
+
+    def of(self, weight: Weight) -> Tensor:
+        """Return them in the dtype of the checkpoint."""
+        return self.live(weight).to(TORCH_DTYPES[self.spec.dtype])
 
 
 def check_whole(weight: TensorSpec, recipe: Recipe) -> None:

@@ -15,7 +15,7 @@ from deltachain.types import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deltachain.kernels.codes import Rounding
+    from deltachain.kernels.quantised import Rounding
 
 FLOATS: Final = ("BF16", "F16", "F32")
 """Wire dtypes of weights that can be quantised."""

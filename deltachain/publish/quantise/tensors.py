@@ -1,14 +1,14 @@
 """Quantised tensors of a model: codes and scales of the live weights, made anew for every version.
 
-No quantised copy is kept: each tensor is made, compared with the snapshot, and dropped.
+No quantised copy is kept: codes are pending until they are compared with the snapshot, and made by
+kernels then; where there are none, the library makes them, one tensor at a time.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch import Tensor
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementMap
+from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
-from deltachain.publish.quantise import host_codes
+from deltachain.publish.quantise.acceptance import Acceptance
 from deltachain.publish.quantise.amax import (
     CutBlocks,
     Shared,
@@ -31,14 +32,13 @@ from deltachain.publish.quantise.amax import (
 from deltachain.publish.quantise.fused import computed_with
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.layers import WEIGHT
-from deltachain.publish.quantise.matrix import LEAVE, Matrix, check_whole, matrices
+from deltachain.publish.quantise.matrix import Matrix, check_whole, matrices
+from deltachain.publish.quantise.pending_codes import PendingCodes, can_wait
 from deltachain.publish.quantise.recipe import Margins, Recipe
 from deltachain.publish.quantise.stored import Stored
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -57,7 +57,10 @@ class QuantisedTensors:
     recipe: Recipe
     ranks: Ranks
     _shared: Shared = field(default_factory=dict)
-    _warned: set[str] = field(default_factory=set)
+    _acceptance: Acceptance = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._acceptance = Acceptance(self.recipe)
 
     def agree(self, topic: str) -> None:
         """Agree with all ranks on the scales of blocks that several of them hold parts of.
@@ -74,18 +77,24 @@ class QuantisedTensors:
         """
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors that this rank publishes.
+    def tensors(self) -> Iterator[tuple[str, Tensor | Pending]]:
+        """Yield all tensors that this rank publishes; codes are pending where kernels make them.
 
         Raises:
-            ConfigError: A weight or a scale is not finite.
+            ConfigError: A weight or a scale is not finite: at the end, of weights on a device.
         """
+        self._acceptance.forget()
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
                 yield weight.spec.name, weight.tensor
             for matrix in matrices or ():
-                yield from self._quantised(matrix, matrix.of(weight))
+                pending = self._pending(matrix, weight)
+                if pending is None:
+                    yield from self._quantised(matrix, matrix.of(weight))
+                else:
+                    yield from self._after(matrix, pending)
+        self._acceptance.settle()
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
         has_global, recipe = self.recipe.global_scale is not None, self.recipe
@@ -98,55 +107,74 @@ class QuantisedTensors:
         for weight in self.live_weights():
             for matrix in wanted.get(weight.spec.name, ()):
                 grid, name = recipe.grid(matrix.spec), matrix.spec.name
-                amax = window_amax(matrix.of(weight), grid, matrix.window)
+                pending = self._pending(matrix, weight)
+                if pending is None:
+                    amax = window_amax(matrix.of(weight), grid, matrix.window)
+                else:
+                    amax = pending.window_amax()
                 if has_global:
-                    _check_values(name, amax)  # here, where the name is known
+                    self._acceptance.check_values(name, amax)  # here, where the name is known
                     yield whole_block(_group(name), amax)
                 if grid.cut(matrix.window).any():
                     yield cut_blocks(name, grid, matrix.window, amax)
 
+    def _pending(self, matrix: Matrix, weight: Weight) -> PendingCodes | None:
+        """Return the codes of a matrix as pending ones, if kernels make them where it is."""
+        if not may_wait(matrix, weight, self.recipe):
+            return None
+        is_master = weight.tensor.dtype == torch.float32
+        values = matrix.live(weight) if is_master else matrix.of(weight)
+        name, grid = matrix.spec.name, self.recipe.grid(matrix.spec)
+        accept = partial(self._acceptance.check, name)
+        return PendingCodes(
+            values, grid, matrix.window, self.recipe, self._shared.get(name), accept
+        )
+
+    def _after(
+        self, matrix: Matrix, pending: PendingCodes
+    ) -> Iterator[tuple[str, Tensor | Pending]]:
+        """Yield pending codes, and the scales that their use has found."""
+        yield _key(self.recipe.codes, matrix), pending
+        scales = pending.scales()
+        if not pending.is_accepted:
+            self._acceptance.check_later(matrix.spec.name, pending.amax(), scales)
+        yield from self._scales(matrix, scales)
+
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of a matrix by the library."""
         recipe, window, name = self.recipe, matrix.window, matrix.spec.name
         arithmetic, grid = recipe.arithmetic, recipe.grid(matrix.spec)
         amax, global_scale = window_amax(values, grid, window), None
         if name in self._shared:
             amax = with_shared(self._shared[name], grid, window, amax)
-        _check_values(name, amax)
+        self._acceptance.check_values(name, amax)
         if arithmetic.global_scale is not None:
             whole = whole_amax(self._shared, _group(name), amax)
             global_scale = arithmetic.global_scale(whole)
         scales = arithmetic.scales(amax, global_scale)
-        multipliers = arithmetic.multipliers(amax, scales, global_scale)
-        _check_multipliers(name, multipliers)
-        self._warn_of_zeros(name, amax, multipliers)
-        if recipe.has_kernel and host_codes.can_make(values):
-            codes = host_codes.make(values, grid, window, arithmetic.factors(amax, scales), recipe)
-        else:
-            codes = make_codes(recipe, values, grid, window, amax, global_scale)
+        self._acceptance.check(name, amax, arithmetic.multipliers(amax, scales, global_scale))
+        codes = make_codes(recipe, values, grid, window, amax, global_scale)
         yield _key(recipe.codes, matrix), codes
-        owned = grid.owned(window)
-        if owned.numel:
-            row, column = (o - f for o, f in zip(owned.offset, grid.first(window), strict=True))
-            mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
-            shape = recipe.scales.box(matrix.spec, window).shape
-            yield _key(recipe.scales, matrix), mine.contiguous().view(shape)
-        if recipe.global_scale is not None and recipe.global_scale.box(matrix.spec, window).numel:
-            yield _key(recipe.global_scale, matrix), cast("Tensor", global_scale)
+        yield from self._scales(matrix, scales)
+        over = recipe.global_scale
+        if over is not None and global_scale is not None and over.box(matrix.spec, window).numel:
+            yield _key(over, matrix), global_scale
 
-    def _warn_of_zeros(self, name: str, amax: Tensor, multipliers: Tensor) -> None:
-        """Warn, once a matrix, of weights that the library turns into zeros with their block."""
-        zeros = (amax > 0) & (amax.double() <= multipliers.double() * (self.recipe.smallest / 2))
-        if name not in self._warned and (count := int(zeros.sum())):
-            self._warned.add(name)
-            logger.warning(
-                "%r: weights of at most %.1e are published as 0 in %d of %d blocks: %s has no "
-                "scale as small, and gives them codes of 0",
-                name,
-                float(amax[zeros].max()),
-                count,
-                zeros.numel(),
-                self.recipe.library,
-            )
+    def _scales(self, matrix: Matrix, scales: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield the scales that this rank owns of those of a window's blocks, if there are any."""
+        stored, grid = self.recipe.scales, self.recipe.grid(matrix.spec)
+        owned = grid.owned(matrix.window)
+        if owned.numel:
+            first = grid.first(matrix.window)
+            row, column = (o - f for o, f in zip(owned.offset, first, strict=True))
+            mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
+            shape = stored.box(matrix.spec, matrix.window).shape
+            yield _key(stored, matrix), mine.contiguous().view(shape)
+
+
+def may_wait(matrix: Matrix, weight: Weight, recipe: Recipe) -> bool:
+    """Return whether codes of a live weight are made by kernels as they are compared."""
+    return recipe.has_kernel and matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
 
 
 def make_codes(
@@ -190,25 +218,6 @@ def make_codes(
 def _group(weight: str) -> str:
     """Return the name of what engines load a matrix into."""
     return computed_with(weight.removesuffix(WEIGHT))
-
-
-def _check_values(name: str, amax: Tensor) -> None:
-    """Refuse weights with NaN or infinity."""
-    if not bool(torch.isfinite(amax).all()):
-        raise ConfigError(
-            f"{name!r} has values that are not finite, and cannot be quantised",
-            hint="the training diverged, or the weight overflows its dtype; nothing was published",
-        )
-
-
-def _check_multipliers(name: str, multipliers: Tensor) -> None:
-    """Refuse scales that are not positive finite numbers."""
-    if not bool((torch.isfinite(multipliers) & (multipliers > 0)).all()):
-        raise ConfigError(
-            f"{name!r}: a scale is not a positive finite number: its weights are too small or "
-            "too large",
-            hint=LEAVE,
-        )
 
 
 def _key(stored: Stored, matrix: Matrix) -> str:
@@ -258,9 +267,21 @@ def quantise(
         weights=tuple(sorted(weights, key=lambda weight: weight.spec.name)),
         specs=specs_of(specs),
         aliases=aliases,
+        one_by_one=source.one_by_one or not _all_wait(source.weights, held, recipe),
         live=made.tensors,
         agree=made.agree,
         ext={RECIPE: dict(recipe.record())},
+    )
+
+
+def _all_wait(
+    weights: Sequence[Weight], held: Mapping[str, Sequence[Matrix]], recipe: Recipe
+) -> bool:
+    """Return whether no codes are made and no weights are cast: memory may not hold many."""
+    return all(
+        may_wait(matrix, weight, recipe) and weight.tensor.dtype in (torch.bfloat16, torch.float32)
+        for weight in weights
+        for matrix in held.get(weight.spec.name, ())
     )
 
 

@@ -9,12 +9,12 @@ import msgspec
 
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
+from deltachain.publish.live_bits import wire_bits
 from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.ranks.ownership import assign_shards, check_cover
-from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
 
 

@@ -119,7 +119,8 @@ def in_windows(recipe: Recipe, values: Tensor, boxes: list[Box]) -> dict[str, Te
     made.agree("test")
     whole = {one.name: np.zeros(one.numel, one.bits_dtype) for one in made.specs}
     for weight in made.live_weights():
-        bits = weight.tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        tensor = weight.tensor if weight.pending is None else weight.pending.make()
+        bits = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         (window,) = weight.element_map.windows(1 << 30)
         at = window.indices
         there = slice(at.start, at.stop) if isinstance(at, range) else at

@@ -12,6 +12,7 @@ from torch import nn
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import Diff
+from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.source import collect_weights
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.snapshot import Snapshot
@@ -193,7 +194,7 @@ def test_a_batch_that_failed_to_be_enqueued_leaves_the_snapshot(
     train_(model, 1, share=0.5)
     live, given = snapshot._source.live, []
 
-    def fails() -> Iterator[tuple[str, torch.Tensor]]:
+    def fails() -> Iterator[tuple[str, torch.Tensor | Pending]]:
         for number, (name, tensor) in enumerate(live()):
             if number == 3:
                 raise MemoryError("no memory")

@@ -1,0 +1,83 @@
+"""Bits of live weights in their wire dtypes, and their comparison with a snapshot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.format.digest import digest_key
+from deltachain.kernels import device, host, threaded
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.reference import Changes
+from deltachain.publish.model.layout import AdjacentRuns
+from deltachain.publish.model.source import Weight
+from deltachain.publish.snapshot_memory import Kept
+from deltachain.torch_names import TORCH_DTYPES
+from deltachain.types import Bits, StateDigest
+
+
+def host_diff_(weight: Weight, snapshot: Bits) -> Changes:
+    """Find what changed in a weight on the host since a snapshot, and copy it there."""
+    if weight.pending is not None:
+        return weight.pending.diff_(snapshot)
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
+        return host.cast_diff_(snapshot, tensor.view(-1).numpy())
+    return host.diff_(snapshot, wire_bits(weight))
+
+
+def compared(weight: Weight, kept: Kept) -> Compared:
+    """Return a weight for the diff on a device."""
+    if weight.pending is not None:
+        return weight.pending.compared(weight.spec.name, kept)
+    tensor, wanted = weight.tensor.detach().view(-1), TORCH_DTYPES[weight.spec.dtype]
+    return Compared(weight.spec.name, kept.slab, kept.at, tensor, wanted, kept.resident)
+
+
+def moved(weight: Weight, where: torch.device) -> Weight:
+    """Return a copy of a weight on a device."""
+    if weight.pending is not None:
+        return replace(weight, pending=weight.pending.to(where))
+    return replace(weight, tensor=weight.tensor.detach().to(where))
+
+
+def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
+    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
+    key, mine = digest_key(window.spec), bits[window.select]
+    if isinstance(window.indices, range):
+        return threaded.digest(key, mine, window.indices.start)
+    return host.digest_at(key, window.indices, mine)
+
+
+def wire_bits(weight: Weight) -> Bits:
+    """Return flat bits of a live weight in its wire dtype; shares memory if no cast is needed."""
+    if weight.pending is not None:
+        return unsigned(device.bits_of(weight.pending.make()).cpu())
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16 and not tensor.is_cuda:
+        return host.cast_bf16(tensor.view(-1).numpy())
+    return unsigned(device_bits(weight).cpu())
+
+
+def device_bits(weight: Weight) -> Tensor:
+    """Return flat bits of a live weight in its wire dtype, where it is."""
+    if weight.pending is not None:
+        return device.bits_of(weight.pending.make())
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
+        return device.cast_bf16(device.bits_of(tensor))
+    return device.bits_of(tensor.to(wanted))
+
+
+def signed(bits: Bits) -> Tensor:
+    """Return the integer tensor of unsigned numpy bits; shares memory."""
+    return torch.from_numpy(bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}"))
+
+
+def unsigned(bits: Tensor) -> Bits:
+    """Return the unsigned numpy view of integer bits on the host."""
+    array = bits.numpy()
+    return array.view(np.dtype(f"<u{array.itemsize}"))
