@@ -19,7 +19,6 @@ from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
-from deltachain.publish.quantise.acceptance import LEAVE, Acceptance
 from deltachain.publish.quantise.amax import (
     CutBlocks,
     Shared,
@@ -28,6 +27,7 @@ from deltachain.publish.quantise.amax import (
     window_amax,
     with_shared,
 )
+from deltachain.publish.quantise.block_checks import LEAVE, BlockChecks
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.pending_codes import PendingCodes, can_wait
 from deltachain.publish.quantise.recipe import Margins, Recipe
@@ -78,10 +78,10 @@ class QuantisedTensors:
     recipe: Recipe
     ranks: Ranks
     _shared: Shared = field(default_factory=dict)
-    _acceptance: Acceptance = field(init=False)
+    _checks: BlockChecks = field(init=False)
 
     def __post_init__(self) -> None:
-        self._acceptance = Acceptance(self.recipe)
+        self._checks = BlockChecks(self.recipe)
 
     def agree(self, topic: str) -> None:
         """Agree with all ranks on the scales of blocks that several of them hold parts of.
@@ -103,7 +103,7 @@ class QuantisedTensors:
         Raises:
             ConfigError: A weight or a scale is not finite: at the end, of weights on a device.
         """
-        self._acceptance.forget()
+        self._checks.forget()
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
@@ -114,7 +114,7 @@ class QuantisedTensors:
                     yield from self._quantised(matrix, matrix.of(weight))
                 else:
                     yield from self._after(matrix, pending)
-        self._acceptance.settle()
+        self._checks.settle()
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
         cut = {
@@ -139,7 +139,7 @@ class QuantisedTensors:
         is_master = weight.tensor.dtype == torch.float32
         values = matrix.live(weight) if is_master else matrix.of(weight)
         name, grid = matrix.spec.name, self.recipe.grid(matrix.spec)
-        accept = partial(self._acceptance.check, name)
+        accept = partial(self._checks.check, name)
         return PendingCodes(
             values, grid, matrix.window, self.recipe, self._shared.get(name), accept
         )
@@ -151,7 +151,7 @@ class QuantisedTensors:
         yield matrix.name, pending
         scales = pending.scales()
         if not pending.is_accepted:
-            self._acceptance.check_later(matrix.spec.name, pending.amax(), scales)
+            self._checks.check_later(matrix.spec.name, pending.amax(), scales)
         yield from self._scales(matrix, scales)
 
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +162,7 @@ class QuantisedTensors:
         if matrix.spec.name in self._shared:
             amax = with_shared(self._shared[matrix.spec.name], grid, window, amax)
         scales = recipe.arithmetic.scales(amax)
-        self._acceptance.check(matrix.spec.name, amax, scales)
+        self._checks.check(matrix.spec.name, amax, scales)
         yield matrix.name, make_codes(recipe, values, grid, window, amax)
         yield from self._scales(matrix, scales)
 
