@@ -106,7 +106,7 @@ def diff_(
     from deltachain.kernels.codes_diff import BlockFactors, codes_diff_  # noqa: PLC0415 - as above
 
     bits, blocks = _bits(values), blocks_of(grid, window)
-    tables, rounding = block_scales(recipe), recipe.arithmetic.rounding
+    tables, rounding = block_scales(recipe, values.device), recipe.arithmetic.rounding
     found = shared.clone()
     whole = not grid.given[0]  # a block has rows of several threads
     if whole:

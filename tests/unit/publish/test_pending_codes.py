@@ -93,9 +93,19 @@ def test_changes_are_those_between_the_librarys_codes(
             assert torch.equal(before.view(torch.int32), masters.view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_masters_of_other_dtypes_are_cast_by_torch(dtype: torch.dtype) -> None:
+    masters = masters_of((150, 140), 1).to(dtype)
+    codes = library(RECIPES["fp8-block"], masters.bfloat16())[NAME].view(torch.uint8)
+    ((_, pending),) = list(pending_of(of_windows("fp8-block", masters, [Box.whole((150, 140))])))
+    snapshot = np.zeros(codes.numel(), np.uint8)
+    assert pending.diff_(snapshot).indices.size > 0
+    np.testing.assert_array_equal(snapshot, codes.reshape(-1).numpy())
+
+
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_tables_are_the_library_on_every_block(recipe: str) -> None:
-    chosen, tables = RECIPES[recipe], block_scales(RECIPES[recipe])
+    chosen, tables = RECIPES[recipe], block_scales(RECIPES[recipe], torch.device("cpu"))
     for seed, shape in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 0x7F80, shape, generator=generator).to(torch.int16)
