@@ -15,6 +15,7 @@ from deltachain.kernels import reference
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight, collect_weights
 from deltachain.publish.quantise import host_codes
+from deltachain.publish.quantise.amax import window_amax
 from deltachain.publish.quantise.block_scales import block_scales, magnitude_bits
 from deltachain.publish.quantise.pending_codes import PendingCodes
 from deltachain.publish.quantise.registry import RECIPES
@@ -123,6 +124,27 @@ def test_tables_are_the_library_on_every_block(recipe: str) -> None:
     odd = torch.tensor([torch.inf, torch.nan, -torch.nan], dtype=torch.bfloat16)
     assert not tables.factors_of(odd).any()
     assert magnitude_bits(odd).max() < tables.factors.numel()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "int8-row", "fp8-tensor"])
+def test_largest_magnitudes_in_torch_are_those_of_the_kernel(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_codes, "LEAST", 5000)
+    for seed, shape in enumerate(SHAPES):
+        masters = masters_of(shape, seed)
+        masters[-1, -1] = (3.4e38, -torch.inf, 1e-41)[seed % 3]
+        grid = RECIPES[recipe].grid(TensorSpec(NAME, "BF16", shape))
+        for box in windows(shape, random.Random(seed)):
+            (top, left), (rows, columns) = box.offset, box.shape
+            part = masters[top : top + rows, left : left + columns].contiguous()
+            in_torch = window_amax(part, grid, box).bfloat16()
+            assert torch.equal(in_torch, host_codes.amax(part, grid, box))
+    odd = torch.full((1, 3), torch.nan)
+    box = Box.whole((1, 3))
+    grid = RECIPES[recipe].grid(TensorSpec(NAME, "BF16", (1, 3)))
+    assert host_codes.amax(odd, grid, box).isnan().all()
+    assert window_amax(odd, grid, box).isnan().all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.4e38])
