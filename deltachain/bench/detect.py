@@ -1,7 +1,7 @@
 """Benchmark of finding changes, relative to a pass that only reads and compares.
 
 Changes are scattered uniformly, the hardest case for kernels that skip equal blocks; those of
-quantised weights are in :mod:`.detect_quantised`. Every candidate updates its snapshot; the old
+quantised weights are in :mod:`.quantised_diff`. Every candidate updates its snapshot; the old
 bits are restored before each repetition, outside the timing.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from deltachain.bench import detect_quantised, report
+from deltachain.bench import quantised_diff, report
 from deltachain.bench.timing import Candidate, Timings, one_core, round_robin, say
 from deltachain.errors import ConfigError
 from deltachain.kernels import reference, twolevel
@@ -41,7 +41,7 @@ DEVICE_HOST: Final = "device path, snapshot on the host"
 DEVICE: Final = "device path, snapshot there"
 
 COPY: Final = "memcpy of one side"
-PASSES: Final = (FLOOR, COPY, CAST_FLOOR, *detect_quantised.FLOORS.values())
+PASSES: Final = (FLOOR, COPY, CAST_FLOOR, *quantised_diff.FLOORS.values())
 """Candidates that find nothing."""
 
 CHANGE_NBYTES: Final = 12.0
@@ -54,7 +54,7 @@ AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMBA: (FLOOR, 0.5),
     NUMPY: (FLOOR, 0.25),
     CAST_NUMBA: (CAST_FLOOR, 0.35),
-    **detect_quantised.AIMS,
+    **quantised_diff.AIMS,
 }
 """Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
 
@@ -199,7 +199,7 @@ def measure(
             run = partial(kernel, data.snapshot, source)
             data.check(name, run)
             candidates.append(Candidate(name, run, data.restore))
-        candidates += detect_quantised.candidates(data.master)
+        candidates += quantised_diff.candidates(data.master)
         return round_robin(candidates, rounds)
 
 
@@ -226,14 +226,14 @@ def rows(
                 host_per_change=_on_host(name),
             )
         )
-    order = (FLOOR, CAST_FLOOR, *detect_quantised.FLOORS.values())
+    order = (FLOOR, CAST_FLOOR, *quantised_diff.FLOORS.values())
     return sorted(found, key=lambda row: (order.index(baseline(row.name)), row.best_s))
 
 
 def baseline(name: str) -> str:
     """Return the floor that a candidate is compared with."""
-    if name in detect_quantised.BASELINES:
-        return detect_quantised.BASELINES[name]
+    if name in quantised_diff.BASELINES:
+        return quantised_diff.BASELINES[name]
     return CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
 
 
@@ -241,7 +241,7 @@ def _on_host(name: str) -> float:
     """Return the bytes of the result for each change."""
     if name in PASSES:
         return 0.0
-    return CODE_CHANGE_NBYTES if name in detect_quantised.BASELINES else CHANGE_NBYTES
+    return CODE_CHANGE_NBYTES if name in quantised_diff.BASELINES else CHANGE_NBYTES
 
 
 def missed(found: Sequence[DetectRow]) -> list[str]:
@@ -255,7 +255,7 @@ def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, A
         "benchmark": "detect",
         "numel": data.current.size,
         "density": data.indices.size / data.current.size,
-        "code_density": detect_quantised.CODE_DENSITY,
+        "code_density": quantised_diff.CODE_DENSITY,
         "rounds": rounds,
         "threads": 1,
         "rows": [asdict(row) for row in found],

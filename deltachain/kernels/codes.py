@@ -21,7 +21,7 @@ from deltachain.kernels.bitcasts import (
     magnitude,
 )
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.quantised import KINDS, Blocks, Rounding
+from deltachain.kernels.quantised import KINDS, Rounding, WindowBlocks
 
 WeightBits: TypeAlias = "npt.NDArray[np.uint16] | npt.NDArray[np.uint32]"
 """Bits of ``(N, K)`` bf16 or fp32 weights, contiguous."""
@@ -112,7 +112,7 @@ def _codes(
 def quantise_codes(
     values: WeightBits,
     factors: npt.NDArray[np.float32],
-    blocks: Blocks,
+    blocks: WindowBlocks,
     rounding: Rounding,
     out: npt.NDArray[np.uint8],
 ) -> None:
@@ -150,7 +150,7 @@ def raise_amax(values: Any, at: tuple[int, int], block: tuple[int, int], out: An
             low = high
 
 
-def block_amax(values: WeightBits, blocks: Blocks, out: npt.NDArray[np.uint16]) -> None:
+def block_amax(values: WeightBits, blocks: WindowBlocks, out: npt.NDArray[np.uint16]) -> None:
     """Find the largest magnitude of each block, as bf16: magnitudes ascend with their bits.
 
     Args:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from deltachain.kernels.codes import WeightBits, fill_codes, raise_amax
 from deltachain.kernels.compiling import compiled
 from deltachain.kernels.emitting import BLOCK, drive, emit, emit_rest
-from deltachain.kernels.quantised import KINDS, Blocks, Rounding
+from deltachain.kernels.quantised import KINDS, Rounding, WindowBlocks
 from deltachain.kernels.reference import Changes
 
 TILE: Final = 8192
@@ -120,7 +120,7 @@ def codes_diff_(
     snapshot: npt.NDArray[np.uint8],
     weights: WeightBits,
     factors: BlockFactors,
-    blocks: Blocks,
+    blocks: WindowBlocks,
     rounding: Rounding,
 ) -> tuple[Changes, bool]:
     """Find the codes of weights that differ from ``snapshot``, and copy them there.

@@ -22,7 +22,7 @@ from torch import Tensor
 from deltachain.kernels.blocks import BLOCK
 from deltachain.kernels.compact import Arena, Placed
 from deltachain.kernels.factors import Quantising
-from deltachain.kernels.fused_codes import NONE, codes_of
+from deltachain.kernels.fused_rounding import NONE, codes_of
 from deltachain.kernels.quantised import KINDS
 
 STEP: Final = 2048

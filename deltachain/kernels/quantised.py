@@ -11,7 +11,7 @@ KINDS: Final[dict[Rounding, int]] = {"int8-divide": 0, "fp8-divide": 1, "fp8-mul
 """Number of each rounding in the kernels."""
 
 
-class Blocks(NamedTuple):
+class WindowBlocks(NamedTuple):
     """Where the blocks of a window are.
 
     Attributes:

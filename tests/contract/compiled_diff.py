@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any, Final
 
-from deltachain.kernels import fused_codes, fused_diff
+from deltachain.kernels import fused_diff, fused_rounding
 from deltachain.kernels.blocks import BLOCK
 from deltachain.kernels.quantised import KINDS, Rounding
 from tests.contract.compile import compile_for
@@ -15,7 +15,7 @@ from tests.contract.compile import compile_for
 BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
 
 
-PLAIN = {"rounding": fused_codes.NONE.value, "height": 0, "width": 0}
+PLAIN = {"rounding": fused_rounding.NONE.value, "height": 0, "width": 0}
 QUANTISED: Final[tuple[tuple[Rounding, tuple[int, int]], ...]] = (
     ("int8-divide", (1, 0)),
     ("fp8-divide", (1, 0)),

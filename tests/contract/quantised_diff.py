@@ -1,7 +1,7 @@
 """What a diff on a device promises of weights that are quantised while they are compared.
 
 The results are those of torch operations on the host (``kernels/factors.py``), which
-``tests/unit/test_quantised_diff.py`` compares with the libraries. Needs numpy and torch alone.
+``tests/unit/publish/test_host_codes.py`` compares with the libraries. Needs numpy and torch alone.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from deltachain.kernels.device import INT_DTYPES
+from deltachain.kernels.device import INT_DTYPES, on_host
 from deltachain.publish.quantise.recipe import Recipe
 
 MAGNITUDES: Final = 1 << 15
@@ -26,7 +26,7 @@ FINITE: Final = 0x7F80
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """What a recipe makes of each largest magnitude; on the host.
+    """What a recipe makes of each largest magnitude.
 
     Attributes:
         scales: Scales of the checkpoint, of shape ``(32768,)``; any where there is no factor.
@@ -38,14 +38,14 @@ class BlockScales:
     factors: Tensor
 
     def scales_of(self, amax: Tensor) -> Tensor:
-        """Return the scales of blocks with the given largest magnitudes, in bf16, where they are.
+        """Return the scales of blocks with the given largest magnitudes, in bf16.
 
-        A magnitude without a finite scale has a scale of NaN, or 0.
+        A magnitude that is not finite has a scale of NaN.
         """
         return _taken(self.scales, amax)
 
     def factors_of(self, amax: Tensor) -> Tensor:
-        """Return the factors of such blocks, where they are."""
+        """Return the factors of such blocks."""
         return _taken(self.factors, amax)
 
 
@@ -57,14 +57,21 @@ def magnitude_bits(amax: Tensor) -> Tensor:
 def _taken(table: Tensor, amax: Tensor) -> Tensor:
     """Return the row of each magnitude, as bits; numpy on the host, where torch asks all cores."""
     bits, at = table.view(INT_DTYPES[table.element_size()]), magnitude_bits(amax)
-    if amax.device.type == "cpu":
-        return torch.from_numpy(bits.numpy()[at.numpy()]).view(table.dtype)
-    return bits.to(amax.device)[at].view(table.dtype)
+    taken = torch.from_numpy(bits.numpy()[at.numpy()]) if on_host(amax) else bits[at]
+    return taken.view(table.dtype)
 
 
 @cache
-def block_scales(recipe: Recipe) -> BlockScales:
-    """Return the tables of a recipe: those of its library, asked once in a process."""
+def block_scales(recipe: Recipe, where: torch.device) -> BlockScales:
+    """Return the tables of a recipe on a device, where they stay: a diff does not copy them."""
+    if where.type != "cpu":
+        made = block_scales(recipe, torch.device("cpu"))
+        return BlockScales(made.scales.to(where), made.factors.to(where))
+    return _asked(recipe)
+
+
+def _asked(recipe: Recipe) -> BlockScales:
+    """Ask the library of a recipe for all magnitudes."""
     amax = torch.arange(FINITE, dtype=torch.int16).view(torch.bfloat16).view(-1, 1)
     made = recipe.arithmetic.scales(amax)
     given = recipe.arithmetic.factors(amax, made).view(-1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import host
-from deltachain.kernels.quantised import Blocks
+from deltachain.kernels.quantised import WindowBlocks
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import Box
 from deltachain.publish.quantise.block_scales import block_scales
@@ -61,7 +61,7 @@ def make(values: Tensor, grid: Grid, window: Box, factors: Tensor, recipe: Recip
 
     Args:
         values: The window, ``(rows, columns)``, in bf16, or in fp32 to be cast to it.
-        grid: Blocks of the matrix.
+        grid: WindowBlocks of the matrix.
         window: Position of the window.
         factors: Factor of each block of the window.
         recipe: How to quantise.
@@ -93,7 +93,7 @@ def diff_(
     Args:
         snapshot: Flat bits of the window's codes.
         values: The window, ``(rows, columns)``, in bf16, or in fp32 to be cast to it.
-        grid: Blocks of the matrix.
+        grid: WindowBlocks of the matrix.
         window: Position of the window.
         shared: Largest magnitudes so far of the window's blocks, in bf16: of what other ranks have
             of them, or 0.
@@ -106,7 +106,7 @@ def diff_(
     from deltachain.kernels.codes_diff import BlockFactors, codes_diff_  # noqa: PLC0415 - as above
 
     bits, blocks = _bits(values), blocks_of(grid, window)
-    tables, rounding = block_scales(recipe), recipe.rounding
+    tables, rounding = block_scales(recipe, values.device), recipe.rounding
     found = shared.clone()
     whole = not grid.given[0]  # a block has rows of several threads
     if whole:
@@ -134,18 +134,18 @@ def diff_(
     return _joined([]), torch.maximum(found, amax(values, grid, window))
 
 
-def blocks_of(grid: Grid, window: Box) -> Blocks:
+def blocks_of(grid: Grid, window: Box) -> WindowBlocks:
     """Return where the blocks of a window are."""
     (above, _), (left, _) = grid.margins(window)
-    return Blocks((above, left), grid.block)
+    return WindowBlocks((above, left), grid.block)
 
 
-def _below(blocks: Blocks, rows: slice) -> Blocks:
+def _below(blocks: WindowBlocks, rows: slice) -> WindowBlocks:
     """Return where the blocks of some rows of a window are."""
     return blocks._replace(at=((blocks.at[0] + rows.start) % blocks.size[0], blocks.at[1]))
 
 
-def _lines(blocks: Blocks, rows: slice) -> slice:
+def _lines(blocks: WindowBlocks, rows: slice) -> slice:
     """Return the rows of blocks that some rows of a window are in."""
     first = (blocks.at[0] + rows.start) // blocks.size[0]
     return slice(first, (blocks.at[0] + rows.stop - 1) // blocks.size[0] + 1)

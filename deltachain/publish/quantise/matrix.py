@@ -11,7 +11,7 @@ from torch import Tensor
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementRun
 from deltachain.publish.model.source import Weight
-from deltachain.publish.quantise.acceptance import LEAVE
+from deltachain.publish.quantise.block_checks import LEAVE
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec

@@ -84,7 +84,7 @@ class PendingCodes:
     def scales(self) -> Tensor:
         """Return the scale of each block; 0 or NaN where there is none."""
         if self._scales is None:
-            self._scales = block_scales(self.recipe).scales_of(self.amax())
+            self._scales = block_scales(self.recipe, self.device).scales_of(self.amax())
         return self._scales
 
     def make(self) -> Tensor:
@@ -95,7 +95,7 @@ class PendingCodes:
         """
         self._accept()
         if host_codes.can_make(self.device):
-            table = block_scales(self.recipe).factors_of(self.amax())
+            table = block_scales(self.recipe, self.device).factors_of(self.amax())
             return host_codes.make(self.values, self.grid, self.window, table, self.recipe)
         flat, factors = self.values.view(-1), self._factors()
         codes = torch.empty(flat.numel(), dtype=torch.uint8, device=self.device)
@@ -134,7 +134,7 @@ class PendingCodes:
     def _factors(self) -> Factors:
         (above, _), (left, _) = self.grid.margins(self.window)
         how = Quantising(self.recipe.rounding, self.grid.given)
-        factors = block_scales(self.recipe).factors_of(self.amax())
+        factors = block_scales(self.recipe, self.device).factors_of(self.amax())
         return Factors(factors, self.window.shape[1], (above, left), how)
 
     def _accept(self) -> None:

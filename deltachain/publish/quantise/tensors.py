@@ -18,7 +18,6 @@ from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
-from deltachain.publish.quantise.acceptance import Acceptance
 from deltachain.publish.quantise.amax import (
     CutBlocks,
     Shared,
@@ -29,6 +28,7 @@ from deltachain.publish.quantise.amax import (
     window_amax,
     with_shared,
 )
+from deltachain.publish.quantise.block_checks import BlockChecks
 from deltachain.publish.quantise.fused import computed_with
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.layers import WEIGHT
@@ -57,10 +57,10 @@ class QuantisedTensors:
     recipe: Recipe
     ranks: Ranks
     _shared: Shared = field(default_factory=dict)
-    _acceptance: Acceptance = field(init=False)
+    _checks: BlockChecks = field(init=False)
 
     def __post_init__(self) -> None:
-        self._acceptance = Acceptance(self.recipe)
+        self._checks = BlockChecks(self.recipe)
 
     def agree(self, topic: str) -> None:
         """Agree with all ranks on the scales of blocks that several of them hold parts of.
@@ -83,7 +83,7 @@ class QuantisedTensors:
         Raises:
             ConfigError: A weight or a scale is not finite: at the end, of weights on a device.
         """
-        self._acceptance.forget()
+        self._checks.forget()
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
@@ -94,7 +94,7 @@ class QuantisedTensors:
                     yield from self._quantised(matrix, matrix.of(weight))
                 else:
                     yield from self._after(matrix, pending)
-        self._acceptance.settle()
+        self._checks.settle()
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
         has_global, recipe = self.recipe.global_scale is not None, self.recipe
@@ -113,7 +113,7 @@ class QuantisedTensors:
                 else:
                     amax = pending.window_amax()
                 if has_global:
-                    self._acceptance.check_values(name, amax)  # here, where the name is known
+                    self._checks.check_values(name, amax)  # here, where the name is known
                     yield whole_block(_group(name), amax)
                 if grid.cut(matrix.window).any():
                     yield cut_blocks(name, grid, matrix.window, amax)
@@ -125,7 +125,7 @@ class QuantisedTensors:
         is_master = weight.tensor.dtype == torch.float32
         values = matrix.live(weight) if is_master else matrix.of(weight)
         name, grid = matrix.spec.name, self.recipe.grid(matrix.spec)
-        accept = partial(self._acceptance.check, name)
+        accept = partial(self._checks.check, name)
         return PendingCodes(
             values, grid, matrix.window, self.recipe, self._shared.get(name), accept
         )
@@ -137,7 +137,7 @@ class QuantisedTensors:
         yield _key(self.recipe.codes, matrix), pending
         scales = pending.scales()
         if not pending.is_accepted:
-            self._acceptance.check_later(matrix.spec.name, pending.amax(), scales)
+            self._checks.check_later(matrix.spec.name, pending.amax(), scales)
         yield from self._scales(matrix, scales)
 
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -147,12 +147,12 @@ class QuantisedTensors:
         amax, global_scale = window_amax(values, grid, window), None
         if name in self._shared:
             amax = with_shared(self._shared[name], grid, window, amax)
-        self._acceptance.check_values(name, amax)
+        self._checks.check_values(name, amax)
         if arithmetic.global_scale is not None:
             whole = whole_amax(self._shared, _group(name), amax)
             global_scale = arithmetic.global_scale(whole)
         scales = arithmetic.scales(amax, global_scale)
-        self._acceptance.check(name, amax, arithmetic.multipliers(amax, scales, global_scale))
+        self._checks.check(name, amax, arithmetic.multipliers(amax, scales, global_scale))
         codes = make_codes(recipe, values, grid, window, amax, global_scale)
         yield _key(recipe.codes, matrix), codes
         yield from self._scales(matrix, scales)

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltachain.bench import detect, detect_quantised
+from deltachain.bench import detect, quantised_diff
 from deltachain.bench.detect import Data
 from deltachain.errors import ConfigError
 from deltachain.kernels import reference
@@ -68,19 +68,19 @@ def test_rows_hold_every_candidate_against_its_floor() -> None:
     assert 6 < rows[detect.DEVICE]["to_host_per_change"] < 6.5
     assert rows[detect.NUMBA]["host_per_change"] == 12
     assert rows[detect.FLOOR]["host_per_change"] == 0
-    for dtype, floor in detect_quantised.FLOORS.items():
+    for dtype, floor in quantised_diff.FLOORS.items():
         assert rows[floor]["ratio"] == 1.0
-        for scheme in detect_quantised.SCHEMES:
-            assert rows[detect_quantised.one_pass(scheme, dtype)]["host_per_change"] == 10
-            assert rows[detect_quantised.passes(scheme, dtype)]["aim"] is None
+        for scheme in quantised_diff.SCHEMES:
+            assert rows[quantised_diff.one_pass(scheme, dtype)]["host_per_change"] == 10
+            assert rows[quantised_diff.passes(scheme, dtype)]["aim"] is None
     assert set(result["missed"]) <= set(detect.AIMS)
 
 
 def test_codes_that_are_missed_are_an_error() -> None:
     pytest.importorskip("numba")
     rng = np.random.default_rng(1)
-    coded = detect_quantised.Coded.of("fp8-block", rng.standard_normal(NUMEL, np.float32))
-    for dtype in detect_quantised.FLOORS:
+    coded = quantised_diff.Coded.of("fp8-block", rng.standard_normal(NUMEL, np.float32))
+    for dtype in quantised_diff.FLOORS:
         coded.check("passes", partial(coded.find_in_passes, dtype))
         coded.check("one pass", partial(coded.find, dtype))
 

@@ -1,4 +1,4 @@
-"""The kernel of codes on the host: bit for bit the libraries, in less time."""
+"""Codes by the kernel on the host, and in torch operations: bit for bit those of the libraries."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltachain.kernels.factors import Factors, Quantising, codes_by_factors
 from deltachain.publish.model.layout import Box
 from deltachain.publish.quantise import host_codes
 from deltachain.publish.quantise.grid import Grid
@@ -18,13 +19,16 @@ from deltachain.publish.quantise.tensors import make_codes
 
 
 def both(recipe: Recipe, values: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a whole matrix by the kernel and by the library, as bytes."""
+    """Codes of a whole matrix by the kernel and by the library, as bytes; torch has the same."""
     shape = (values.shape[0], values.shape[1])
     grid, window = Grid(shape, recipe.block), Box.whole(shape)
     factors = recipe.arithmetic.factors(amax, recipe.arithmetic.scales(amax))
     kernel = host_codes.make(values, grid, window, factors, recipe)
     library = make_codes(recipe, values, grid, window, amax)
     assert kernel.dtype == library.dtype
+    how = Quantising(recipe.rounding, recipe.block)
+    in_torch = codes_by_factors(values.view(-1), Factors(factors, shape[1], (0, 0), how), 0)
+    assert torch.equal(in_torch.view(shape), kernel.view(torch.uint8))
     return kernel.view(torch.uint8), library.view(torch.uint8)
 
 

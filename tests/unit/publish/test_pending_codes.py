@@ -15,6 +15,7 @@ from deltachain.kernels import reference
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight, collect_weights
 from deltachain.publish.quantise import host_codes
+from deltachain.publish.quantise.amax import window_amax
 from deltachain.publish.quantise.block_scales import block_scales, magnitude_bits
 from deltachain.publish.quantise.pending_codes import PendingCodes
 from deltachain.publish.quantise.registry import RECIPES
@@ -93,9 +94,19 @@ def test_changes_are_those_between_the_librarys_codes(
             assert torch.equal(before.view(torch.int32), masters.view(torch.int32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_masters_of_other_dtypes_are_cast_by_torch(dtype: torch.dtype) -> None:
+    masters = masters_of((150, 140), 1).to(dtype)
+    codes = library(RECIPES["fp8-block"], masters.bfloat16())[NAME].view(torch.uint8)
+    ((_, pending),) = list(pending_of(of_windows("fp8-block", masters, [Box.whole((150, 140))])))
+    snapshot = np.zeros(codes.numel(), np.uint8)
+    assert pending.diff_(snapshot).indices.size > 0
+    np.testing.assert_array_equal(snapshot, codes.reshape(-1).numpy())
+
+
 @pytest.mark.parametrize("recipe", [n for n in sorted(RECIPES) if RECIPES[n].has_kernel])
 def test_tables_are_the_library_on_every_block(recipe: str) -> None:
-    chosen, tables = RECIPES[recipe], block_scales(RECIPES[recipe])
+    chosen, tables = RECIPES[recipe], block_scales(RECIPES[recipe], torch.device("cpu"))
     for seed, shape in enumerate(SHAPES):
         generator = torch.Generator().manual_seed(seed)
         bits = torch.randint(0, 0x7F80, shape, generator=generator).to(torch.int16)
@@ -113,6 +124,27 @@ def test_tables_are_the_library_on_every_block(recipe: str) -> None:
     odd = torch.tensor([torch.inf, torch.nan, -torch.nan], dtype=torch.bfloat16)
     assert not tables.factors_of(odd).any()
     assert magnitude_bits(odd).max() < tables.factors.numel()
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "int8-row", "fp8-tensor"])
+def test_largest_magnitudes_in_torch_are_those_of_the_kernel(
+    recipe: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_codes, "LEAST", 5000)
+    for seed, shape in enumerate(SHAPES):
+        masters = masters_of(shape, seed)
+        masters[-1, -1] = (3.4e38, -torch.inf, 1e-41)[seed % 3]
+        grid = RECIPES[recipe].grid(TensorSpec(NAME, "BF16", shape))
+        for box in windows(shape, random.Random(seed)):
+            (top, left), (rows, columns) = box.offset, box.shape
+            part = masters[top : top + rows, left : left + columns].contiguous()
+            in_torch = window_amax(part, grid, box).bfloat16()
+            assert torch.equal(in_torch, host_codes.amax(part, grid, box))
+    odd = torch.full((1, 3), torch.nan)
+    box = Box.whole((1, 3))
+    grid = RECIPES[recipe].grid(TensorSpec(NAME, "BF16", (1, 3)))
+    assert host_codes.amax(odd, grid, box).isnan().all()
+    assert window_amax(odd, grid, box).isnan().all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf, 3.4e38])

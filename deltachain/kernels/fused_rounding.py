@@ -1,4 +1,4 @@
-"""Codes of quantised weights in Triton, for the fused diff: integers from the quotient on.
+"""Rounding of weights to codes in Triton, for the fused diff: integers from the quotient on.
 
 A weight is cast, scaled by one fp32 multiplication or division, and rounded by integer operations,
 so that every card and the interpreter have the bits of :func:`.factors.codes_by_factors`.

@@ -17,7 +17,7 @@ import torch
 
 from deltachain.bench.timing import Candidate
 from deltachain.kernels import reference
-from deltachain.kernels.quantised import Blocks, Rounding
+from deltachain.kernels.quantised import Rounding, WindowBlocks
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits, Indices
 
@@ -104,11 +104,11 @@ class Coded:
         return cls(scheme, matrix, weights, table, current, snapshot, indices, old)
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> WindowBlocks:
         """Where the blocks are."""
         is_row = self.scheme == "int8-row"
         size = (1, self.master.shape[1]) if is_row else (ROWS_OF_A_BLOCK, ROWS_OF_A_BLOCK)
-        return Blocks((0, 0), size)
+        return WindowBlocks((0, 0), size)
 
     def bits(self, dtype: str) -> npt.NDArray[Any]:
         """Return the bits of the weights in a dtype."""

@@ -1,4 +1,4 @@
-"""Acceptance of a matrix: its weights and scales are finite; what becomes 0 is named."""
+"""Checks of the blocks of a matrix: its weights and scales are finite; what becomes 0 is named."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Given(NamedTuple):
 
 
 @dataclass(slots=True)
-class Acceptance:
+class BlockChecks:
     """Checks of the blocks of matrices.
 
     Attributes:
