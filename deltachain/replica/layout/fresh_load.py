@@ -1,0 +1,126 @@
+"""Comparison of loaded layers with a fresh load of the same weights, apart from the model.
+
+A layer with quantised weights does not keep what was loaded into it: the engine packs the codes, or
+computes codes and scales from other weights. Such a layer is proven by loading it a second time,
+from nothing, into modules of its own: every tensor, every number and the outputs must be equal.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import TensorMismatchError
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
+from deltachain.replica.layout.members import numbers_in, same_number, tensors_in
+
+Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
+"""Factory of the tensors that were loaded, by checkpoint name; new ones at each call."""
+
+KV: str = "kv_cache"
+"""Part of the names of KV caches, which no load fills."""
+
+
+def find_comparable(
+    model: EngineModel, groups: Iterable[tuple[LoadMethod, LoadGroup]], weights: Weights
+) -> tuple[frozenset[LoadGroup], Mapping[str, str]]:
+    """Find the groups that can be compared with a fresh load: one equals the model as it is.
+
+    Args:
+        model: Model that holds these weights, as it loaded them at first.
+        groups: Groups of tensors, with the method that loads them.
+        weights: Tensors that the model loaded.
+
+    Returns:
+        The groups that can be compared, and why others cannot, by tensor. Groups without quantised
+        layers are in neither.
+    """
+    found: set[LoadGroup] = set()
+    reasons: dict[str, str] = {}
+    for method, group in groups:
+        if method not in RELOADS:
+            continue
+        try:
+            if _differences(model, group, weights) is not None:
+                found.add(group)
+        except Exception as exc:  # noqa: BLE001 - an engine may raise anything
+            told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
+            reasons.update(dict.fromkeys(group.names, str(told)[:200]))
+    return frozenset(found), reasons
+
+
+def expect_fresh(model: EngineModel, groups: Iterable[LoadGroup], weights: Weights) -> None:
+    """Prove that the layers of some groups hold and compute what a fresh load gives.
+
+    One group is loaded at a time. All are, even after a difference: ranks may exchange values while
+    they quantise, and must do so equally often.
+
+    Args:
+        model: Model that loaded these weights; not in use meanwhile. It stays as it is.
+        groups: Groups that can be compared.
+        weights: Tensors that it loaded.
+
+    Raises:
+        TensorMismatchError: A layer differs.
+        Exception: Any error of the engine.
+    """
+    different: list[TensorMismatchError] = []
+    for group in groups:
+        try:
+            _differences(model, group, weights)
+        except TensorMismatchError as exc:
+            different.append(exc)
+    if different:
+        raise different[0]
+
+
+def _differences(model: EngineModel, group: LoadGroup, weights: Weights) -> frozenset[str] | None:
+    """Compare the layers of a group; return those compared, ``None`` if there are none."""
+    seed = random.SystemRandom().getrandbits(32)
+    live = model.modules()
+    with torch.no_grad(), model.loaded_apart(group.layers, weights(group.names)) as fresh:
+        for name, module in fresh.items():
+            why = _difference(model, live[name], module, seed)
+            if why:
+                raise TensorMismatchError(
+                    f"{name} is not what a fresh load of the same weights gives: {why}",
+                    tensor=group.names[0],
+                    hint="restart the engine; if it happens again, report it with the engine's "
+                    "version",
+                )
+        return frozenset(fresh) or None
+
+
+def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int) -> str:
+    """Return how a layer differs from the fresh one; empty if it does not."""
+    mine = dict(tensors_in(live))
+    for path, tensor in _with_elements(fresh):
+        if path not in mine or not _same(mine[path], tensor):
+            return f"{path} differs"
+    numbers = dict(numbers_in(live))
+    for path, number in numbers_in(fresh):
+        if not same_number(numbers.get(path), number):
+            return f"{path} is {numbers.get(path)}, not {number}"
+    outputs = [model.probe(one, seed) for one in (live, fresh)]
+    if outputs[1] is not None and (outputs[0] is None or not _same(outputs[0], outputs[1])):
+        return "it computes something else"
+    return ""
+
+
+def _with_elements(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, tensor in tensors_in(module):
+        if tensor.numel() and not tensor.is_meta and KV not in path:
+            yield path, tensor
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, bit for bit."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*pair)
