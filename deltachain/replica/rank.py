@@ -342,6 +342,7 @@ class Rank:
             self._load(set(self._copies))
             try:
                 state.expect_same()
+                self._read_back(set(self._copies))
             except TensorMismatchError:
                 return False
         return True

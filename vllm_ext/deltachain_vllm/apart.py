@@ -117,21 +117,23 @@ class _Copies:
             return value.__func__.__get__(self._copies[id(value.__self__)])
         if isinstance(value, Tensor):
             return _cloned(value)
-        inner = container_of(value)
         here = follows or hasattr(type(value), ACTS)
-        if inner is None or depth < 0 or "distributed" in type(value).__module__:
-            return value
-        if not here and not isinstance(value, dict | list):
+        if depth < 0 or not _is_copied(value, follows=here):
             return value
         made = self._copies[id(value)] = copy.copy(value)
-        if isinstance(value, list):
-            made[:] = [self._copied(one, depth - 1, follows=here) for one in value]
-        elif isinstance(inner, dict):
-            members = made if isinstance(value, dict) else vars(made)
-            for key, one in list(members.items()):
-                if not _is_shared(key):
-                    members[key] = self._copied(one, depth - 1, follows=here)
+        members = container_of(made)
+        for key in range(len(made)) if isinstance(made, list) else list(members):
+            if not _is_shared(key):
+                members[key] = self._copied(members[key], depth - 1, follows=here)
         return made
+
+
+def _is_copied(value: Any, *, follows: bool) -> bool:  # noqa: ANN401
+    """Return whether an object is copied: a container, or one that takes part in processing."""
+    if isinstance(value, dict | list):
+        return True
+    inner = container_of(value)
+    return follows and isinstance(inner, dict) and "distributed" not in type(value).__module__
 
 
 def _is_shared(key: object) -> bool:

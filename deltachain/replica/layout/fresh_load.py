@@ -8,8 +8,8 @@ from nothing, into modules of its own: every tensor, every number and the output
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +18,14 @@ from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.members import numbers_in, same_number, tensors_in
+from deltachain.replica.layout.other_bits import WeightsFactory
 
-Weights: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
-"""Factory of the tensors that were loaded, by checkpoint name; new ones at each call."""
-
-KV: str = "kv_cache"
+KV: Final = "kv_cache"
 """Part of the names of KV caches, which no load fills."""
 
 
 def find_comparable(
-    model: EngineModel, groups: Iterable[tuple[LoadMethod, LoadGroup]], weights: Weights
+    model: EngineModel, groups: Iterable[tuple[LoadMethod, LoadGroup]], weights: WeightsFactory
 ) -> tuple[frozenset[LoadGroup], Mapping[str, str]]:
     """Find the groups that can be compared with a fresh load: one equals the model as it is.
 
@@ -46,7 +44,7 @@ def find_comparable(
         if method not in RELOADS:
             continue
         try:
-            if _differences(model, group, weights) is not None:
+            if _compare(model, group, weights):
                 found.add(group)
         except Exception as exc:  # noqa: BLE001 - an engine may raise anything
             told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
@@ -54,7 +52,7 @@ def find_comparable(
     return frozenset(found), reasons
 
 
-def expect_fresh(model: EngineModel, groups: Iterable[LoadGroup], weights: Weights) -> None:
+def expect_fresh(model: EngineModel, groups: Iterable[LoadGroup], weights: WeightsFactory) -> None:
     """Prove that the layers of some groups hold and compute what a fresh load gives.
 
     One group is loaded at a time. All are, even after a difference: ranks may exchange values while
@@ -72,15 +70,19 @@ def expect_fresh(model: EngineModel, groups: Iterable[LoadGroup], weights: Weigh
     different: list[TensorMismatchError] = []
     for group in groups:
         try:
-            _differences(model, group, weights)
+            _compare(model, group, weights)
         except TensorMismatchError as exc:
             different.append(exc)
     if different:
         raise different[0]
 
 
-def _differences(model: EngineModel, group: LoadGroup, weights: Weights) -> frozenset[str] | None:
-    """Compare the layers of a group; return those compared, ``None`` if there are none."""
+def _compare(model: EngineModel, group: LoadGroup, weights: WeightsFactory) -> bool:
+    """Compare the layers of a group with fresh ones; return whether there are any to compare.
+
+    Raises:
+        TensorMismatchError: A layer differs.
+    """
     seed = random.SystemRandom().getrandbits(32)
     live = model.modules()
     with torch.no_grad(), model.loaded_apart(group.layers, weights(group.names)) as fresh:
@@ -93,7 +95,7 @@ def _differences(model: EngineModel, group: LoadGroup, weights: Weights) -> froz
                     hint="restart the engine; if it happens again, report it with the engine's "
                     "version",
                 )
-        return frozenset(fresh) or None
+        return bool(fresh)
 
 
 def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int) -> str:
