@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import PartialApplyError
+from deltachain.replica.layout.members import numbers_in
 from deltachain.replica.rank import Rank
 from deltachain.testing.spools import spool_of
 from tests.engines.compare import copied, differences, live
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.engine
 
 ONLINE: Final = "vllm.model_executor.layers.quantization.online.fp8"
 KERNEL: Final = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
+COMPRESSED: Final = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
 WRONG: Final = "model.layers.1.mlp.down_proj"
 """The layer that is requantised wrongly."""
 
@@ -52,8 +54,16 @@ class Served:
 
     def everything(self) -> dict[str, Tensor]:
         """What the model has, and what its layers compute."""
-        outputs = self.engine.compute(frozenset(self.engine.modules()))
-        return copied(live(self.model)) | {f"{n}()": t for n, t in copied(outputs).items()}
+        return everything(self.engine, self.model)
+
+
+def everything(engine: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor and every number of a model, and what its layers compute."""
+    found = copied(live(model))
+    for name, module in model.named_modules():
+        found |= {f"{name}.{key}": torch.tensor(one) for key, one in numbers_in(module)}
+    outputs = engine.compute(frozenset(engine.modules()))
+    return found | {f"{name}()": output for name, output in copied(outputs).items()}
 
 
 @contextmanager
@@ -77,9 +87,7 @@ def served(family: str, scratch: Path, **arguments: Any) -> Iterator[Served]:
 def fresh(folder: Path, **arguments: Any) -> dict[str, Tensor]:
     """What a fresh load of a checkpoint has and computes."""
     with load_in_context(folder, plain_linears=False, **arguments) as (config, model):
-        engine = known(config, model)
-        outputs = engine.compute(frozenset(engine.modules()))
-        return copied(live(model)) | {f"{n}()": t for n, t in copied(outputs).items()}
+        return everything(known(config, model), model)
 
 
 Process: TypeAlias = Callable[[Any, Any], None]
@@ -174,3 +182,52 @@ def refused_once(
     assert differences(before, here.everything()) == []
     here.rank.swap(1, 1, back=False)
     assert differences(before, here.everything())
+
+
+ATTENTION: Final = "model.layers.1.self_attn.attn"
+"""A layer with scales of keys and values."""
+
+SCALES: Final = ("_k_scale_float", "_v_scale_float", "_k_scale", "_v_scale", "_k_scale_cpu")
+"""What it has of them, on the host as well."""
+
+
+def test_scales_of_keys_and_values_are_those_of_a_fresh_load(tmp_path: Path) -> None:
+    """A CPU computes with keys and values of eight bits; its kernel takes the numbers."""
+    with served("llama_kv_scales", tmp_path) as here:
+        attention: Any = here.model.get_submodule(ATTENTION)
+        assert attention.impl.is_fp8_kv_cache
+        before = here.everything()
+        here.rank.swap(1, 1, back=False)
+        now = here.everything()
+        changed = set(differences(before, now))
+        assert {f"{ATTENTION}.{name}" for name in SCALES} <= changed
+        here.rank.swap(1, 0, back=True)
+        assert differences(before, here.everything()) == []
+    assert differences(fresh(here.after), now) == []
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_scales_of_keys_and_values_that_stay_stale_are_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = import_module(COMPRESSED).CompressedTensorsKVCacheMethod
+    process = method.process_weights_after_loading
+    with served("llama_kv_scales", tmp_path) as here:
+        attention: Any = here.model.get_submodule(ATTENTION)
+        before, old = here.everything(), getattr(attention, kind)
+        old = old.clone() if isinstance(old, Tensor) else old
+
+        def keep(method: Any, layer: Any) -> None:
+            process(method, layer)
+            if layer is attention and isinstance(old, float):
+                setattr(layer, kind, old)
+            elif layer is attention:
+                getattr(layer, kind).copy_(old)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(method, "process_weights_after_loading", keep)
+            with pytest.raises(
+                PartialApplyError, match=f"{ATTENTION} is not what a fresh .*{kind}"
+            ):
+                here.rank.swap(1, 1, back=False)
+        assert differences(before, here.everything()) == []

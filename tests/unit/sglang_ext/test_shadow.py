@@ -105,7 +105,7 @@ def test_a_quantised_layer_is_loaded_apart(engine: SglangModel) -> None:
     assert now.keys() == before.keys()
     assert all(torch.equal(now[n].view(torch.uint8), before[n].view(torch.uint8)) for n in before)
     with engine.loaded_apart(frozenset({"coded"}), weights(2)[:1]) as again:
-        assert again["coded"].weight_scale.numel()
+        assert again["coded"].get_parameter("weight_scale").numel()
 
 
 def test_layers_that_are_not_quantised_are_not_loaded(
