@@ -23,6 +23,7 @@ from deltachain_vllm.apart import loaded_apart
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, probe, taken_over
+from deltachain_vllm.kv_scales import uncaptured
 from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
 from deltachain_vllm.scales import owned
@@ -88,14 +89,14 @@ class VllmModel:
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Reload whole layers; see :mod:`deltachain_vllm.reloading`."""
-        with self._as_when_loading(), compared(self.model):
+        with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load and pack layers from nothing; see :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
-        with self._as_when_loading(), compared(self.model):
+        with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
             repack(self.model, mine, partial(self.load, tensors), self.config.model_config.dtype)
 
     @contextmanager
