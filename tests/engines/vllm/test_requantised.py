@@ -99,6 +99,7 @@ def test_wrong_codes_or_scales_of_the_checkpoint_are_refused(
     kernel = import_module(KERNEL).CPUInt8ScaledMMLinearKernel
     with served("llama_int8", tmp_path) as here:
         assert layer_of(here).weight is None, "its codes are where only a kernel reads them"
+        assert {len(group.layers) for _, group in here.rank._attached.groups} == {1}
         refused_once(here, kernel, stale, monkeypatch)
         now = here.everything()
     assert differences(fresh(here.after), now) == []
