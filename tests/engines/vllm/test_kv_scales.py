@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import shutil
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltachain.checkpoint import Checkpoint
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
+from deltachain.cli.push import push
 from deltachain.errors import PartialApplyError, TensorMismatchError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import Rank
 from tests.engines.compare import differences
-from tests.engines.families import checkpoint
+from tests.engines.families import checkpoint, with_tokenizer
+from tests.engines.serving import start
 from tests.engines.vllm.fresh import known, load_in_context
 from tests.engines.vllm.served import fresh, served
+from tests.engines.vllm.test_server_quantised import answers
 
 pytestmark = pytest.mark.engine
 
@@ -86,3 +91,23 @@ def test_products_of_scales_that_a_backend_keeps_are_refused_by_name(runs: bool)
             return
         with pytest.raises(TensorMismatchError, match=rf"computed {ATTENTION}\.impl\.bmm1_scale"):
             Rank(engine, specs, {})
+
+
+def test_a_server_says_what_a_fresh_one_says_once_scales_changed(tmp_path: Path) -> None:
+    """No weight changes, so only scales can make the difference."""
+    folder = Path(shutil.copytree(checkpoint("llama_kv_scales"), tmp_path / "before"))
+    after = Path(shutil.copytree(with_tokenizer(folder), tmp_path / "after"))
+    tensors = load_file(after / WEIGHTS_FILE)
+    scaled = {n: t * 8 for n, t in tensors.items() if n.endswith((".k_scale", ".v_scale"))}
+    save_file(tensors | scaled, after / WEIGHTS_FILE, metadata={"format": "pt"})
+    url = (tmp_path / "chain").as_uri()
+    push(folder, url)
+    with start(folder, tmp_path / "server", url, requests=16) as server:
+        first = answers(server)
+        push(after, url)
+        server.update(1)
+        second = answers(server)
+        assert second != first
+        server.stop()
+    with start(after, tmp_path / "fresh", requests=16) as fresh:
+        assert answers(fresh) == second
