@@ -20,10 +20,10 @@ from deltachain.replica.layout.members import Members, tensors_in
 from deltachain.replica.layout.provenance import storage_id
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_vllm.apart import loaded_apart
+from deltachain_vllm.captured import uncaptured
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, probe, taken_over
-from deltachain_vllm.kv_scales import uncaptured
 from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
 from deltachain_vllm.scales import owned

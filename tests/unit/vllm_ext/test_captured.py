@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain_vllm.kv_scales import uncaptured
+from deltachain_vllm.captured import uncaptured
 
 
 class TakesTensors:
