@@ -325,7 +325,7 @@ class Rank:
         changed = [g for _, g in attached.groups if not names.isdisjoint(g.names)]
         fresh = [group for group in changed if group in attached.comparable]
         # First, and in order: ranks may exchange values while they quantise.
-        expect_fresh(self.model, fresh, self._clones)
+        expect_fresh(self.model, fresh, self._clones, self._specs)
         for name in names & attached.readable.keys():
             for place in attached.readable[name]:
                 if not same_bits(place.view, place.take(self._copies[name])):

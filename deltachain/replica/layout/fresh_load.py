@@ -9,7 +9,7 @@ of a layer with members that cannot be inspected.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -22,6 +22,10 @@ from deltachain.replica.layout.members import numbers_in, same_number, tensors_i
 from deltachain.replica.layout.opaque import is_opaque
 from deltachain.replica.layout.other_bits import WeightsFactory
 from deltachain.replica.layout.provenance import storage_id
+from deltachain.types import TensorSpec
+
+TOGETHER: Final = 32 << 20
+"""Bytes of weights up to which groups are loaded together; a larger one is loaded alone."""
 
 KV: Final = "kv_cache"
 """Part of the names of KV caches, which no load fills."""
@@ -47,7 +51,7 @@ def find_comparable(
         if method not in RELOADS:
             continue
         try:
-            if _compare(model, group, weights):
+            if _compare(model, [group], weights):
                 found.add(group)
         except Exception as exc:  # noqa: BLE001 - an engine may raise anything
             told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
@@ -55,50 +59,80 @@ def find_comparable(
     return frozenset(found), reasons
 
 
-def expect_fresh(model: EngineModel, groups: Iterable[LoadGroup], weights: WeightsFactory) -> None:
+def expect_fresh(
+    model: EngineModel,
+    groups: Iterable[LoadGroup],
+    weights: WeightsFactory,
+    specs: Mapping[str, TensorSpec],
+) -> None:
     """Prove that the layers of some groups hold and compute what a fresh load gives.
 
-    One group is loaded at a time. All are, even after a difference: ranks may exchange values while
-    they quantise, and must do so equally often.
+    Small groups are loaded together, others one at a time. All are, even after a difference: ranks
+    may exchange values while they quantise, and must do so equally often.
 
     Args:
         model: Model that loaded these weights; not in use meanwhile. It stays as it is.
-        groups: Groups that can be compared.
+        groups: Groups that can be compared, in the same order on every rank.
         weights: Tensors that it loaded.
+        specs: Specs of these tensors.
 
     Raises:
         TensorMismatchError: A layer differs.
         Exception: Any error of the engine.
     """
     different: list[TensorMismatchError] = []
-    for group in groups:
+    for together in _batches(groups, specs):
         try:
-            _compare(model, group, weights)
+            _compare(model, together, weights)
         except TensorMismatchError as exc:
             different.append(exc)
     if different:
         raise different[0]
 
 
-def _compare(model: EngineModel, group: LoadGroup, weights: WeightsFactory) -> bool:
-    """Compare the layers of a group with fresh ones; return whether there are any to compare.
+def _batches(
+    groups: Iterable[LoadGroup], specs: Mapping[str, TensorSpec]
+) -> Iterator[list[LoadGroup]]:
+    """Yield groups to load together: each load searches the whole model for its layers."""
+    batch: list[LoadGroup] = []
+    filled = 0
+    for group in groups:
+        nbytes = sum(specs[name].nbytes for name in group.names)
+        if batch and filled + nbytes > TOGETHER:
+            yield batch
+            batch, filled = [], 0
+        batch.append(group)
+        filled += nbytes
+    if batch:
+        yield batch
+
+
+def _compare(model: EngineModel, groups: Sequence[LoadGroup], weights: WeightsFactory) -> bool:
+    """Compare the layers of some groups with fresh ones; return whether there are any to compare.
 
     Raises:
         TensorMismatchError: A layer differs.
     """
     seed = random.SystemRandom().getrandbits(32)
     live = model.modules()
-    with torch.no_grad(), model.loaded_apart(group.layers, weights(group.names)) as fresh:
+    layers = frozenset().union(*(group.layers for group in groups))
+    tensors = weights(name for group in groups for name in group.names)
+    with torch.no_grad(), model.loaded_apart(layers, tensors) as fresh:
         for name, module in fresh.items():
             why = _difference(model, live[name], module, seed)
             if why:
                 raise TensorMismatchError(
                     f"{name} is not what a fresh load of the same weights gives: {why}",
-                    tensor=group.names[0],
+                    tensor=_tensor_of(name, groups),
                     hint="restart the engine; if it happens again, report it with the engine's "
                     "version",
                 )
         return bool(fresh)
+
+
+def _tensor_of(layer: str, groups: Sequence[LoadGroup]) -> str:
+    """Return a tensor that is loaded into a layer, or else one that was loaded with it."""
+    return next((g for g in groups if layer in g.layers), groups[0]).names[0]
 
 
 def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from torch import Tensor
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
 from deltachain.errors import PartialApplyError, PoisonedError
+from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.layer_probe import COLUMNS, probing_rows
 from deltachain.replica.layout.update_path import agree
 from deltachain.replica.rank import Rank
@@ -142,13 +143,33 @@ def test_only_quantised_layers_that_changed_are_compared(tmp_path: Path) -> None
     assert bench.holds(bench.state(bench.fresh))
 
 
-def test_every_group_is_loaded_even_after_one_that_differs(tmp_path: Path) -> None:
+def test_every_group_is_loaded_even_after_one_that_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other ranks may wait for what this one exchanges with them while it quantises."""
     bench = Bench(tmp_path)
+    monkeypatch.setattr(fresh_load, "TOGETHER", 1)
     bench.model.quantise = only(bench.model, "a", stale_scale)
     with pytest.raises(PartialApplyError, match="a is not what"):
         bench.rank.swap(1, 1, back=False)
     assert bench.model.apart == ["a", "b"] * 2, "the new bits, and the old ones"
+
+
+@pytest.mark.parametrize(("limit", "loads"), [(1, [1, 1]), (1 << 20, [2])])
+def test_groups_are_loaded_together_up_to_a_limit(
+    tmp_path: Path, limit: int, loads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    apart, seen = bench.model.loaded_apart, list[int]()
+
+    def counted(layers: frozenset[str], tensors: Any) -> Any:
+        seen.append(len(layers))
+        return apart(layers, tensors)
+
+    monkeypatch.setattr(bench.model, "loaded_apart", counted)
+    monkeypatch.setattr(fresh_load, "TOGETHER", limit)
+    bench.rank.swap(1, 1, back=False)
+    assert seen == loads
 
 
 def test_copies_that_are_quantised_wrongly_are_loaded_no_more(tmp_path: Path) -> None:
