@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -47,6 +48,28 @@ class EngineModel(Protocol):
             EngineVersionError: This version of the engine does not support repacking.
         """
 
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
+    ) -> AbstractContextManager[Mapping[str, nn.Module]]:
+        """Load some layers from nothing into modules apart from the model, and process them.
+
+        Meanwhile and afterwards the model holds the same members and bits as before. The memory
+        that this takes is that of the layers.
+
+        Args:
+            layers: Names of the layers.
+            tensors: All tensors that are loaded into them, by checkpoint name.
+
+        Returns:
+            A context with the loaded modules, by the names of those that must be equal to them:
+            the layers with quantised weights or scales, and others whose tensors are made from
+            these. Empty if none of the layers has any; nothing is loaded then.
+
+        Raises:
+            EngineVersionError: This version of the engine does not support it.
+            Exception: Any error of the engine.
+        """
+
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Return the layers that each checkpoint tensor is loaded into, before they are processed.
 
@@ -71,6 +94,13 @@ class EngineModel(Protocol):
 
         Covers linear layers, bias included, and other layers that can be run by themselves. All
         other layers are left out.
+        """
+
+    def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
+        """Return the outputs of a layer of this model, or of one loaded apart, for several rows.
+
+        Rows are decided by the seed, and some have a single element other than zero: the output of
+        such a row is a column of the weight. ``None`` for layers that cannot be run by themselves.
         """
 
 

@@ -29,6 +29,7 @@ from deltachain.kernels.protocol import same_bits
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.discover import Layout, discover, rediscover
+from deltachain.replica.layout.fresh_load import expect_fresh
 from deltachain.replica.layout.load_methods import load_with
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from deltachain.replica.layout.members import SavedBits, undisturbed
@@ -314,13 +315,19 @@ class Rank:
             load_with(self.model, way, layers, self._clones(wanted))
 
     def _read_back(self, names: set[str]) -> None:
-        """Prove that loaded tensors are stored where they can be read back.
+        """Prove that loaded tensors are stored where they can be read back, and layers are fresh.
 
         Raises:
-            TensorMismatchError: A live tensor holds other bits than were loaded.
+            TensorMismatchError: A live tensor holds other bits than were loaded, or a layer is not
+                what a fresh load gives.
         """
-        for name in names & self._attached.readable.keys():
-            for place in self._attached.readable[name]:
+        attached = self._attached
+        changed = [g for _, g in attached.groups if not names.isdisjoint(g.names)]
+        fresh = [group for group in changed if group in attached.comparable]
+        # First, and in order: ranks may exchange values while they quantise.
+        expect_fresh(self.model, fresh, self._clones, self._specs)
+        for name in names & attached.readable.keys():
+            for place in attached.readable[name]:
                 if not same_bits(place.view, place.take(self._copies[name])):
                     raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
@@ -335,6 +342,7 @@ class Rank:
             self._load(set(self._copies))
             try:
                 state.expect_same()
+                self._read_back(set(self._copies))
             except TensorMismatchError:
                 return False
         return True
@@ -342,6 +350,7 @@ class Rank:
     def _load_old(self, names: set[str], version: Version) -> None:
         try:
             self._load(names)
+            self._read_back(names)
         except Exception as exc:
             raise PoisonedError(
                 f"the engine could load neither version {version} nor the old bits: {exc}",

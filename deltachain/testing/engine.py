@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -123,6 +124,19 @@ class FakeModel:
         """Refuse: post-load processing cannot be repeated here."""
         del layers, tensors
         raise EngineVersionError("this engine gives no way to do that")
+
+    @contextmanager
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[Mapping[str, nn.Module]]:
+        """Yield nothing, since no layer is quantised."""
+        del layers, tensors
+        yield {}
+
+    def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
+        """Return nothing, since no layer is compared."""
+        del layer, seed
+        return None
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         """Return the outputs of layers with hidden weights: here, the weights themselves."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deltachain.replica.layout.layer_probe import probing_rows
 from deltachain_sglang import loading
 
 logger = logging.getLogger(__name__)
@@ -20,27 +21,40 @@ def computed(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
         layer: Layer of the model.
         dtype: Dtype of activations.
     """
+    return _computed(layer, dtype, None)
+
+
+def probe(layer: nn.Module, dtype: torch.dtype, seed: int) -> Tensor | None:
+    """Return the outputs of a layer for rows decided by a seed; ``None`` if it cannot be run."""
+    return _computed(layer, dtype, seed)
+
+
+def _computed(layer: nn.Module, dtype: torch.dtype, seed: int | None) -> Tensor | None:
     try:
         with torch.no_grad():
             if isinstance(layer, loading.experts()):
                 return _of_experts(layer, dtype)
             if isinstance(layer, loading.heads()):
-                return _of_head(layer, dtype)
+                return _of_head(layer, dtype, seed)
             if isinstance(layer, loading.linears()):
-                return _of_linear(layer, dtype)
+                return _of_linear(layer, dtype, seed)
     except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
 
 
-def _of_head(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN401 - a layer of SGLang
-    return loading.logits(layer, _rows(1, layer.embedding_dim, dtype, layer))
+def _of_head(
+    layer: Any,  # noqa: ANN401 - a layer of SGLang
+    dtype: torch.dtype,
+    seed: int | None,
+) -> Tensor | None:
+    return loading.logits(layer, _probing(layer.embedding_dim, dtype, layer, seed))
 
 
-def _of_linear(layer: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - a layer of SGLang
+def _of_linear(layer: Any, dtype: torch.dtype, seed: int | None) -> Tensor:  # noqa: ANN401
     width = getattr(layer, "input_size_per_partition", layer.input_size)
     bias = getattr(layer, "bias", None)
-    output: Tensor = layer.quant_method.apply(layer, _rows(1, width, dtype, layer), bias)
+    output: Tensor = layer.quant_method.apply(layer, _probing(width, dtype, layer, seed), bias)
     return output.float()
 
 
@@ -51,6 +65,12 @@ def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN40
     rows = _rows(layer.num_experts, layer.hidden_size, dtype, layer)
     output: Tensor = loading.of_experts(layer, rows)
     return output.float()
+
+
+def _probing(width: int, dtype: torch.dtype, layer: nn.Module, seed: int | None) -> Tensor:
+    """Return a row without zeros; with a seed, others that show columns as well."""
+    row = _rows(1, width, dtype, layer)
+    return row if seed is None else probing_rows(row, seed)
 
 
 def _rows(count: int, width: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:

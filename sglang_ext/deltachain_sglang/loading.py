@@ -60,6 +60,12 @@ def acting(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
     ]
 
 
+def is_quantised(module: nn.Module) -> bool:
+    """Return whether a layer has quantised weights, or scales of keys and values."""
+    acts = [type(method).__name__ for _, method in acting([module])]
+    return any("Unquantized" not in name for name in acts)
+
+
 def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Unpack all modules that SGLang can unpack, before weights are loaded again."""
     from sglang.srt.layers.quantization.base_config import QuantizeMethodBase

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +19,7 @@ from deltachain.replica.layout.memory_index import MemoryIndex
 from deltachain.replica.layout.recorder import live_tensors
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import compat, loading
-from deltachain_sglang.computing import computed
+from deltachain_sglang.computing import computed, probe
 from deltachain_sglang.shadow import Shadow
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,24 @@ class SglangModel:
         if self._shadow is None:
             raise EngineVersionError(f"SGLang makes no {type(self.model).__name__} without memory")
         self._shadow.repack(layers, tensors)
+
+    @contextmanager
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[Mapping[str, nn.Module]]:
+        """Load and pack layers in a second model, if any of them is quantised."""
+        modules = self.modules()
+        if not any(loading.is_quantised(modules[name]) for name in layers & modules.keys()):
+            yield {}
+            return
+        if self._shadow is None:
+            raise EngineVersionError(f"SGLang makes no {type(self.model).__name__} without memory")
+        with self._shadow.loaded_apart(layers, tensors) as found:
+            yield found
+
+    def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
+        """Return the outputs of a linear layer, a head or experts for several rows."""
+        return probe(layer, self._config.dtype, seed)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Find layers by loading meta tensors into an unpacked second model, or else this one."""

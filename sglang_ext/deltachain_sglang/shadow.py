@@ -9,6 +9,7 @@ and attributes are never replaced.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,8 @@ from deltachain_sglang import loading
 
 NamedTensors: TypeAlias = Iterable[tuple[str, Tensor]]
 Modules: TypeAlias = Mapping[str, nn.Module]
+Made: TypeAlias = list[tuple[str, str, Tensor]]
+"""Tensors with memory: module, path in it, tensor."""
 
 
 class Shadow:
@@ -80,6 +83,29 @@ class Shadow:
         Raises:
             TensorMismatchError: The results do not have the form of the live tensors.
         """
+        with self._loaded(layers, tensors) as made:
+            for live, tensor in [self._pair(*one) for one in made]:
+                live.copy_(tensor)
+
+    @contextmanager
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: NamedTensors
+    ) -> Iterator[Mapping[str, nn.Module]]:
+        """Load layers from nothing and pack them, for as long as this is open.
+
+        Args:
+            layers: Names of the layers.
+            tensors: All tensors that are loaded into them.
+
+        Yields:
+            The modules with the results, by the names of those of the live model.
+        """
+        with self._loaded(layers, tensors) as made:
+            yield {name: self._modules[name] for name, _, _ in made if name in self._live}
+
+    @contextmanager
+    def _loaded(self, layers: frozenset[str], tensors: NamedTensors) -> Iterator[Made]:
+        """Load layers from nothing and pack them; yield the results, and drop them at the end."""
         wanted = layers | {name for name, holder in self._gone.items() if holder in layers}
         scope = self._scope(wanted)
         members = Members(scope.values())
@@ -92,9 +118,7 @@ class Shadow:
                 left = {name: module for name, module in scope.items() if id(module) in kept}
                 loaded = {name for name, _, tensor in _real(left) if id(tensor) not in before}
                 loading.process([left[name] for name in left if name in loaded], self._device)
-                made = [one for one in _real(left) if id(one[2]) not in before]
-                for live, tensor in [self._pair(*one) for one in made]:
-                    live.copy_(tensor)
+                yield [one for one in _real(left) if id(one[2]) not in before]
         finally:
             members.put_back()
 

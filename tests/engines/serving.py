@@ -126,7 +126,7 @@ class Server(ABC):
         self._environment = {
             **inherited,
             "HF_HUB_OFFLINE": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext"))),
             **self.variables(options),
             **given,
             **(options.environment or {}),

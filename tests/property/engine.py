@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -231,6 +232,19 @@ class RandomEngine:
         """Whether it is known to multiply by its weight."""
         found = self.modules()[layer]
         return isinstance(found, Layer) and found.unit.tryable and found.unit.process == "nothing"
+
+    @contextmanager
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[Mapping[str, nn.Module]]:
+        """Nothing: no layer is quantised."""
+        del layers, tensors
+        yield {}
+
+    def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
+        """Nothing: no layer is compared."""
+        del layer, seed
+        return None
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         """What those of some layers that can be tried compute."""

@@ -6,6 +6,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
+from types import MethodType
 from typing import Any, Final
 
 import torch
@@ -179,6 +180,52 @@ def as_before_processing(layer: nn.Module) -> Iterator[None]:
     for name, value in made.items():
         if value is not None:
             setattr(method, name, value)
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Return whether a layer has quantised weights, or scales of keys and values."""
+    from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
+        QuantizeMethodBase,
+    )
+
+    method = getattr(layer, "quant_method", None)
+    is_method = isinstance(method, QuantizeMethodBase)
+    return is_method and "Unquantized" not in type(method).__name__
+
+
+def copy_record(layer: nn.Module, copied: nn.Module) -> None:
+    """Give a copy of a layer the record of the layer's creation, with loaders of its own."""
+    from vllm.model_executor.model_loader.reload.sanitize import (  # noqa: PLC0415
+        layer_ref_sentinel,
+    )
+
+    steps = layerwise()
+    before, after = steps.get_layerwise_info(layer), steps.get_layerwise_info(copied)
+
+    def mine(value: Any) -> Any:  # noqa: ANN401 - an attribute of a tensor
+        is_method = isinstance(value, MethodType)
+        if is_method and (value.__self__ is layer or value.__self__ is layer_ref_sentinel):
+            return value.__func__.__get__(copied)
+        return value
+
+    def own(tensor: Any) -> Any:  # noqa: ANN401 - with attributes of vLLM's
+        found: Any = tensor.data
+        found.__class__ = tensor.__class__
+        found.__dict__ = {key: mine(value) for key, value in vars(tensor).items()}
+        return found
+
+    after.restore_device = before.restore_device
+    after.restore_metadata = tuple(
+        {name: own(tensor) for name, tensor in held.items()} for held in before.restore_metadata
+    )
+
+
+def forget_scales(attention: nn.Module) -> None:
+    """Reset the scales of keys and values of a layer to those that it was created with."""
+    from vllm.model_executor.layers.attention import attention as module  # noqa: PLC0415
+
+    if hasattr(attention, "_k_scale"):
+        module.set_default_quant_scales(attention, register_buffer=False)
 
 
 def raw_dtype(layer: nn.Module, parameter: Tensor) -> torch.dtype:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from deltachain.replica.layout.layer_probe import probing_rows
 from deltachain.replica.layout.members import tensors_in
 from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
 
@@ -26,6 +27,19 @@ def computed(layer: nn.Module) -> Tensor | None:
                 return _with_others(_of_experts(layer), layer, ("w13_", "w2_"))
             if isinstance(layer, linears()):
                 return _with_others(_of_linear(layer), layer, ("weight", "bias"))
+    except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
+        logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
+    return None
+
+
+def probe(layer: nn.Module, seed: int) -> Tensor | None:
+    """Return the outputs of a layer for rows decided by a seed; ``None`` if it cannot be run."""
+    try:
+        with torch.no_grad():
+            if isinstance(layer, experts()):
+                return _of_experts(layer)
+            if isinstance(layer, linears()):
+                return _of_linear(layer, seed)
     except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
@@ -75,13 +89,16 @@ def _made(attention: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in tensors_in(attention) if t.numel() and "kv_cache" not in n]
 
 
-def _of_linear(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of vLLM
+def _of_linear(layer: Any, seed: int | None = None) -> Tensor | None:  # noqa: ANN401 - of vLLM
     width = next((getattr(layer, name) for name in WIDTHS if hasattr(layer, name)), 0)
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     dtype = _dtype(layer, weight)
     if not width or dtype is None:
         return None
-    output: Tensor = layer.quant_method.apply(layer, _rows(1, width, dtype, weight), bias)
+    rows = _rows(1, width, dtype, weight)
+    if seed is not None:
+        rows = probing_rows(rows, seed)
+    output: Tensor = layer.quant_method.apply(layer, rows, bias)
     return output.float()
 
 

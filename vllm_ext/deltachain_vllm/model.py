@@ -19,9 +19,11 @@ from deltachain.replica.layout.loaded_layers import Owners, layers_of
 from deltachain.replica.layout.members import Members, tensors_in
 from deltachain.replica.layout.provenance import storage_id
 from deltachain.replica.layout.runtime_tables import made_by_running
+from deltachain_vllm.apart import loaded_apart
+from deltachain_vllm.captured import uncaptured
 from deltachain_vllm.columns import compared, is_compared
 from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
-from deltachain_vllm.computing import computed, taken_over
+from deltachain_vllm.computing import computed, probe, taken_over
 from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
 from deltachain_vllm.scales import owned
@@ -87,15 +89,31 @@ class VllmModel:
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Reload whole layers; see :mod:`deltachain_vllm.reloading`."""
-        with self._as_when_loading(), compared(self.model):
+        with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Load and pack layers from nothing; see :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
-        with self._as_when_loading(), compared(self.model):
+        with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
             repack(self.model, mine, partial(self.load, tensors), self.config.model_config.dtype)
+
+    @contextmanager
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[Mapping[str, nn.Module]]:
+        """Load layers into copies of them; see :mod:`deltachain_vllm.apart`."""
+        known = dict(self.model.named_modules())
+        mine = [name for name in layers if name in known]
+        dtype = self.config.model_config.dtype
+        with self._as_when_loading():
+            yield loaded_apart(self.model, mine, partial(self.load, tensors), dtype)
+
+    def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
+        """Return the outputs of a linear layer or of experts for several rows."""
+        with set_current_vllm_config(self.config):
+            return probe(layer, seed)
 
     @contextmanager
     def _as_when_loading(self) -> Iterator[None]:

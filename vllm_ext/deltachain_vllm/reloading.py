@@ -24,7 +24,7 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  
         config: vLLM's configuration of the model.
     """
     steps = layerwise()
-    with _silent(), _finished(model, steps):
+    with _silent(), _absent_kept(model), _finished(model, steps):
         steps.initialize_layerwise_reload(model)
         load()
         touched = {layer for layer in model.modules() if _is_touched(steps, layer)}
@@ -64,6 +64,23 @@ def _silent() -> Iterator[None]:
         yield
     finally:
         noisy.setLevel(level)
+
+
+@contextmanager
+def _absent_kept(model: nn.Module) -> Iterator[None]:
+    """Put back parameters that are ``None``: vLLM does not record them, and kernels look for them.
+
+    CPU kernels of eight bits leave ``None`` in the place of a weight that they packed.
+    """
+    absent = [
+        (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
+    ]
+    try:
+        yield
+    finally:
+        for layer, name in absent:
+            if not hasattr(layer, name):
+                layer.register_parameter(name, None)
 
 
 @contextmanager

@@ -44,13 +44,12 @@ def repack(
     """
     every = list(model.modules())
     chosen = {model.get_submodule(name) for name in layers}
-    last = [one for one in every if acts_last(one) and not chosen.isdisjoint(one.modules())]
+    last = _last(every, chosen)
     raw = [one for one in every if one in chosen and one not in last]
     tied = _ties(every, raw)
     views = [view for one in every for view in _views(one, chosen)]
     aliases = {one: dict(one._buffers) for one in raw}
-    touched = {*(layer for layer, _ in tied), *(view.holder for view in views), *last}
-    beside = Members(touched - chosen)
+    beside = Members(affected(model, chosen) - chosen)
     for layer in raw:
         _make_raw(layer)
     for (layer, name), (first, called) in tied.items():
@@ -69,6 +68,20 @@ def repack(
     for layer in last:
         layer.process_weights_after_loading(dtype)  # type: ignore[operator]
     beside.settle()
+
+
+def affected(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
+    """Return all layers that a repack of some layers changes."""
+    every = list(model.modules())
+    last = _last(every, chosen)
+    tied = _ties(every, [one for one in every if one in chosen and one not in last])
+    holders = [view.holder for one in every for view in _views(one, chosen)]
+    return chosen.union((layer for layer, _ in tied), holders, last)
+
+
+def _last(every: Iterable[nn.Module], chosen: set[nn.Module]) -> list[nn.Module]:
+    """Return the layers processed after all others that are, or contain, a chosen one."""
+    return [one for one in every if acts_last(one) and not chosen.isdisjoint(one.modules())]
 
 
 def _process(layers: Iterable[nn.Module]) -> None:

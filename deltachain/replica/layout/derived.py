@@ -295,7 +295,10 @@ def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset
     live = frozenset(
         name for name in state.tensors if name not in covered and state.owner[name] not in filled
     )
-    numbers = {name for name in state.numbers if layer_of(name, state.modules) not in filled}
+    ran = state.model.made_by_running()  # no load need make these again, not even of their layer
+    numbers = {
+        name for name in state.numbers if name in ran or layer_of(name, state.modules) not in filled
+    }
     outputs = {f"{layer}()" for layer in state.outputs.keys() - reached}
     return (live | numbers | outputs) - findings.touched
 

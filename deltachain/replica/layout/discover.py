@@ -18,6 +18,7 @@ from deltachain.replica.layout.components import distinct
 from deltachain.replica.layout.derived import find_derived
 from deltachain.replica.layout.engine_loads import decide_remaining, try_loading, try_reloading
 from deltachain.replica.layout.findings import Findings, from_recording, require_classes
+from deltachain.replica.layout.fresh_load import find_comparable
 from deltachain.replica.layout.in_place import refuse_unverifiable, verify_in_place, verify_uniform
 from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
@@ -41,6 +42,7 @@ class Layout:
         places: Places of the tensors that are in place, aliases included.
         groups: Groups of the tensors that the engine loads, with the method.
         readable: Places of loaded tensors that are also stored bit by bit, and can be read back.
+        comparable: Groups whose layers can be compared with a fresh load apart from the model.
     """
 
     classes: Mapping[str, TensorClass]
@@ -48,6 +50,7 @@ class Layout:
     places: Mapping[str, tuple[Placement, ...]]
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
+    comparable: frozenset[LoadGroup] = frozenset()
 
     @property
     def layers(self) -> frozenset[str]:
@@ -92,7 +95,8 @@ def discover(
             findings = _decide(state, source, findings, required)
         finally:
             restore_outputs(state, source)
-    return _layout(findings)
+        comparable, incomparable = find_comparable(model, findings.groups, source.clones)
+    return _layout(findings, comparable, incomparable)
 
 
 def _decide(
@@ -148,12 +152,19 @@ def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> 
     return after
 
 
-def _layout(findings: Findings) -> Layout:
+def _layout(
+    findings: Findings, comparable: frozenset[LoadGroup], incomparable: Mapping[str, str]
+) -> Layout:
     classes, placements = findings.classes, findings.placements
+    reasons = {n: r for n, r in findings.reasons.items() if classes[n] != "in_place"}
+    for name, why in incomparable.items():
+        told = f"it is not compared with a fresh load after a swap: {why}"
+        reasons[name] = f"{reasons[name]}; {told}" if name in reasons else told
     return Layout(
         classes=classes,
-        reasons={n: r for n, r in findings.reasons.items() if classes[n] != "in_place"},
+        reasons=reasons,
         places={n: found for n, found in placements.items() if classes[n] == "in_place"},
         groups=findings.groups,
         readable={n: placements[n] for n in findings.readable if classes[n] in ON_HOST},
+        comparable=comparable,
     )

@@ -6,10 +6,13 @@ by the weight, by a packed copy of it, or by another form of it made after loadi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+COLUMNS: Final = 16
+"""Number of columns of a weight that probing rows show."""
 
 
 def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
@@ -25,6 +28,24 @@ def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engi
     except Exception:  # noqa: BLE001 - then only its parameters are compared
         return None
     return output.float()
+
+
+def probing_rows(row: Tensor, seed: int) -> Tensor:
+    """Return a row, and rows with a single one each, at columns chosen by a seed.
+
+    Args:
+        row: Row without zeros, ``[1, columns]``.
+        seed: Seed of the choice.
+
+    Returns:
+        Rows of the same dtype on the same device, ``[1 + 16, columns]``, fewer if there are fewer
+        columns.
+    """
+    width = row.shape[1]
+    chosen = torch.randperm(width, generator=torch.Generator().manual_seed(seed))[:COLUMNS]
+    rows = torch.zeros(len(chosen), width, dtype=row.dtype)
+    rows[torch.arange(len(chosen)), chosen] = 1
+    return torch.cat([row, rows.to(row.device)])
 
 
 def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine

@@ -1,8 +1,9 @@
-"""Tables that modules compute from weights when they first run, and keep.
+"""Tables and numbers that modules compute from weights when they first run, and keep.
 
-No load computes such a tensor again, so it looks like a constant. It is distinguished from one by
-the members that the model had after loading and before it ran. Tables added later are dropped
-whenever weights are written, and the module computes them again.
+No load computes such a member again, so it looks like a constant. It is distinguished from one by
+the members that the model had after loading and before it ran. Those added later are dropped
+whenever weights are written, and the module computes them again. Numbers are products of scales:
+attention backends compute them, and attention may have no weights of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.replica.layout.members import (
+    ACTS,
     containers_of,
     digest_of,
     numbers_in,
@@ -90,7 +92,8 @@ def _beside_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
-    for prefix, module in _near_weights(dict(model.named_modules())).items():
+    modules = dict(model.named_modules())
+    for prefix, module in {**_near_weights(modules), **_acting(modules)}.items():
         for path, number in numbers_in(module):
             yield _dotted(prefix, path), number
 
@@ -109,8 +112,18 @@ def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
+def _acting(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return modules that are processed after loading, such as attention, except adapters."""
+    return {
+        name: module
+        for name, module in modules.items()
+        if ADAPTER not in type(module).__name__
+        and any(hasattr(type(one), ACTS) for one in (module, getattr(module, "quant_method", None)))
+    }
+
+
 class RuntimeTables:
-    """A record of the members of modules near weights, by which added tables can be dropped.
+    """A record of members of modules, by which added tables and numbers can be dropped.
 
     Args:
         modules: Modules by name.
@@ -118,11 +131,18 @@ class RuntimeTables:
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._kept = [_Kept(module) for module in _near_weights(modules).values()]
+        self._nothing = [
+            (box, [key for key, value in box.items() if value is None])
+            for module in _acting(modules).values()
+            for box in _dictionaries(module)
+        ]
 
     def forget(self) -> None:
-        """Drop added tables; the modules compute them again when needed."""
+        """Drop added tables and numbers; the modules compute them again when needed."""
         for kept in self._kept:
             kept.put_back()
+        for box, nothing in self._nothing:
+            box.update({key: None for key in nothing if isinstance(box.get(key), float)})
 
 
 class _Kept:

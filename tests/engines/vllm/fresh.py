@@ -67,8 +67,17 @@ def load_in_context(
     rank: int = 0,
     processed: bool = True,
     plain_linears: bool = True,
+    **arguments: Any,
 ) -> Iterator[tuple[Any, nn.Module]]:
     """As :func:`load_fresh`, staying where vLLM's loaders can be called again.
+
+    Args:
+        checkpoint: As there, and so are the next four.
+        tp: See there.
+        rank: See there.
+        processed: See there.
+        plain_linears: See there.
+        arguments: Of vLLM's engine, such as ``quantization``.
 
     Yields:
         The ``VllmConfig``, which is the current one, and the model.
@@ -89,6 +98,7 @@ def load_in_context(
             skip_tokenizer_init=True,
             use_tqdm_on_load=False,
             tensor_parallel_size=tp,
+            **arguments,
         ).create_engine_config()
         _join(config.parallel_config, rank)
         stack.enter_context(set_current_vllm_config(config))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -82,6 +83,19 @@ class OneLayer(nn.Module):
     def is_plain(self, layer: str) -> bool:
         del layer
         return self.plain
+
+    @contextmanager
+    def loaded_apart(
+        self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
+    ) -> Iterator[Mapping[str, nn.Module]]:
+        """Nothing: no layer is quantised."""
+        del layers, tensors
+        yield {}
+
+    def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
+        """Nothing: no layer is compared."""
+        del layer, seed
+        return None
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         return {"": self.kernel()} if self.kernel and "" in layers else {}

@@ -1,0 +1,168 @@
+"""Comparison of loaded layers with a fresh load of the same weights, apart from the model.
+
+A layer with quantised weights does not keep what was loaded into it: the engine packs the codes, or
+computes codes and scales from other weights. Such a layer is proven by loading it a second time,
+from nothing, into modules of its own: every tensor and every number must be equal, and the outputs
+of a layer with members that cannot be inspected.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import TensorMismatchError
+from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
+from deltachain.replica.layout.members import numbers_in, same_number, tensors_in
+from deltachain.replica.layout.opaque import is_opaque
+from deltachain.replica.layout.other_bits import WeightsFactory
+from deltachain.replica.layout.provenance import storage_id
+from deltachain.types import TensorSpec
+
+TOGETHER: Final = 32 << 20
+"""Bytes of weights up to which groups are loaded together; a larger one is loaded alone."""
+
+KV: Final = "kv_cache"
+"""Part of the names of KV caches, which no load fills."""
+
+
+def find_comparable(
+    model: EngineModel, groups: Iterable[tuple[LoadMethod, LoadGroup]], weights: WeightsFactory
+) -> tuple[frozenset[LoadGroup], Mapping[str, str]]:
+    """Find the groups that can be compared with a fresh load: one equals the model as it is.
+
+    Args:
+        model: Model that holds these weights, as it loaded them at first.
+        groups: Groups of tensors, with the method that loads them.
+        weights: Tensors that the model loaded.
+
+    Returns:
+        The groups that can be compared, and why others cannot, by tensor. Groups without quantised
+        layers are in neither.
+    """
+    found: set[LoadGroup] = set()
+    reasons: dict[str, str] = {}
+    for method, group in groups:
+        if method not in RELOADS:
+            continue
+        try:
+            if _compare(model, [group], weights):
+                found.add(group)
+        except Exception as exc:  # noqa: BLE001 - an engine may raise anything
+            told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
+            reasons.update(dict.fromkeys(group.names, str(told)[:200]))
+    return frozenset(found), reasons
+
+
+def expect_fresh(
+    model: EngineModel,
+    groups: Iterable[LoadGroup],
+    weights: WeightsFactory,
+    specs: Mapping[str, TensorSpec],
+) -> None:
+    """Prove that the layers of some groups hold and compute what a fresh load gives.
+
+    Small groups are loaded together, others one at a time. All are, even after a difference: ranks
+    may exchange values while they quantise, and must do so equally often.
+
+    Args:
+        model: Model that loaded these weights; not in use meanwhile. It stays as it is.
+        groups: Groups that can be compared, in the same order on every rank.
+        weights: Tensors that it loaded.
+        specs: Specs of these tensors.
+
+    Raises:
+        TensorMismatchError: A layer differs.
+        Exception: Any error of the engine.
+    """
+    different: list[TensorMismatchError] = []
+    for together in _batches(groups, specs):
+        try:
+            _compare(model, together, weights)
+        except TensorMismatchError as exc:
+            different.append(exc)
+    if different:
+        raise different[0]
+
+
+def _batches(
+    groups: Iterable[LoadGroup], specs: Mapping[str, TensorSpec]
+) -> Iterator[list[LoadGroup]]:
+    """Yield groups to load together: each load searches the whole model for its layers."""
+    batch: list[LoadGroup] = []
+    filled = 0
+    for group in groups:
+        nbytes = sum(specs[name].nbytes for name in group.names)
+        if batch and filled + nbytes > TOGETHER:
+            yield batch
+            batch, filled = [], 0
+        batch.append(group)
+        filled += nbytes
+    if batch:
+        yield batch
+
+
+def _compare(model: EngineModel, groups: Sequence[LoadGroup], weights: WeightsFactory) -> bool:
+    """Compare the layers of some groups with fresh ones; return whether there are any to compare.
+
+    Raises:
+        TensorMismatchError: A layer differs.
+    """
+    seed = random.SystemRandom().getrandbits(32)
+    live = model.modules()
+    layers = frozenset().union(*(group.layers for group in groups))
+    tensors = weights(name for group in groups for name in group.names)
+    with torch.no_grad(), model.loaded_apart(layers, tensors) as fresh:
+        for name, module in fresh.items():
+            why = _difference(model, live[name], module, seed)
+            if why:
+                raise TensorMismatchError(
+                    f"{name} is not what a fresh load of the same weights gives: {why}",
+                    tensor=_tensor_of(name, groups),
+                    hint="restart the engine; if it happens again, report it with the engine's "
+                    "version",
+                )
+        return bool(fresh)
+
+
+def _tensor_of(layer: str, groups: Sequence[LoadGroup]) -> str:
+    """Return a tensor that is loaded into a layer, or else one that was loaded with it."""
+    return next((g for g in groups if layer in g.layers), groups[0]).names[0]
+
+
+def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int) -> str:
+    """Return how a layer differs from the fresh one; empty if it does not."""
+    mine = dict(tensors_in(live))
+    for path, tensor in _with_elements(fresh):
+        if path not in mine or not _same(mine[path], tensor):
+            return f"{path} differs"
+    numbers = dict(numbers_in(live))
+    for path, number in numbers_in(fresh):
+        if not same_number(numbers.get(path), number):
+            return f"{path} is {numbers.get(path)}, not {number}"
+    visible = {storage_id(tensor) for _, tensor in tensors_in(fresh)}
+    if not is_opaque(fresh, visible):
+        return ""
+    found, wanted = (model.probe(one, seed) for one in (live, fresh))
+    if wanted is not None and (found is None or not _same(found, wanted)):
+        return "it computes something else"
+    return ""
+
+
+def _with_elements(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, tensor in tensors_in(module):
+        if tensor.numel() and not tensor.is_meta and KV not in path:
+            yield path, tensor
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are equal, bit for bit."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*pair)
