@@ -22,6 +22,7 @@ from deltachain.kernels.words import (
     equal_mask,
     prefetch,
     range_mask,
+    run_mask,
 )
 from deltachain.types import Bits
 
@@ -142,6 +143,9 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
             elif more == 0 and table.fold == np.uint8(255):
                 for w in range(SPAN_WORDS):
                     tile.members[_U(at + w)] = equal_mask(codes, there + WORD * w, low)
+            elif table.fold == np.uint8(255):
+                for w in range(SPAN_WORDS):
+                    tile.members[_U(at + w)] = run_mask(codes, there + WORD * w, (low, more))
             else:
                 for w in range(SPAN_WORDS):
                     tile.members[_U(at + w)] = range_mask(codes, there + WORD * w, bins)

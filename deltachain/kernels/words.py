@@ -138,6 +138,23 @@ def equal_mask(typing_context: Any, codes: Any, at: Any, code: Any) -> Any:  # n
 
 
 @_instruction
+def run_mask(typing_context: Any, codes: Any, at: Any, run: Any) -> Any:  # noqa: ANN401, ARG001
+    """Compare 64 bytes from ``codes[at]`` on; bit ``n`` is set if byte ``n`` is in a run.
+
+    A run is its first value and the number of its others.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:  # noqa: ANN401
+        lanes = ir.VectorType(ir.IntType(8), WORD)
+        some = builder.load(_address(context, builder, signature.args[0], args[:2], lanes), align=1)
+        low, more = (_splat(builder, builder.extract_value(args[2], n), lanes) for n in range(2))
+        inside = builder.icmp_unsigned("<=", builder.sub(some, low), more)
+        return builder.bitcast(inside, ir.IntType(WORD))
+
+    return types.uint64(codes, types.int64, run), generate
+
+
+@_instruction
 def range_mask(typing_context: Any, codes: Any, at: Any, run: Any) -> Any:  # noqa: ANN401, ARG001
     """Compare 64 bytes from ``codes[at]`` on; bit ``n`` is set if byte ``n`` is in a run.
 
