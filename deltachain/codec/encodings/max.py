@@ -114,9 +114,14 @@ class MaxEncoding(Encoding):
 
     @override
     def suits(self, spec: TensorSpec) -> bool:
-        """Return whether two ranks that share rows or columns evenly cut no tile."""
+        """Return whether two ranks that share rows or columns evenly cut no tile.
+
+        Codes of int8 have steps that are equally wide everywhere, and other integers one rate: they
+        are smaller as steps.
+        """
         band, cuts = tiling(spec)
-        if not band:
+        binned = spec.dtype in BINNED or (spec.itemsize == 1 and spec.dtype != "I8")
+        if not band or not binned:
             return False
         rows, columns = _matrix_rows(spec), spec.shape[-1]
         return (band < rows or rows % 2 == 1) and (cuts > 1 or columns % 2 == 1)

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 LIBRARY: Final = "compressed-tensors"
 
 
+BESIDE: Final = ("kv_cache_scheme", "sparsity_config", "transform_config")
+"""What a configuration may ask for beside codes and scales, and no recipe makes."""
+
 GLOBAL: Final = "weight_global_scale"
 """Name of the global scale in a layer."""
 
@@ -150,7 +153,9 @@ def _ignored(preset: str, strategy: str, config: Mapping[str, Any]) -> tuple[str
     except (ValueError, KeyError):  # pydantic's errors are such
         return None
     schemes, wanted = list(found.config_groups.values()), _scheme(preset, strategy)
-    if len(schemes) != 1 or list(schemes[0].targets) != ["Linear"] or found.kv_cache_scheme:
+    if len(schemes) != 1 or list(schemes[0].targets) != ["Linear"] or schemes[0].output_activations:
+        return None
+    if any(config.get(name) for name in BESIDE) or found.format != wanted.format:
         return None
     mine = schemes[0].weights, schemes[0].input_activations
     if any(_essence(a) != _essence(b) for a, b in zip(mine, _both(wanted), strict=True)):

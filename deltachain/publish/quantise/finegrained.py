@@ -19,6 +19,9 @@ LIBRARY: Final = "transformers"
 BLOCK: Final = (128, 128)
 """Rows and columns of a block."""
 
+OUTPUT: Final = ("lm_head",)
+"""Layers that are left where a configuration names none."""
+
 LARGEST: Final = 448.0
 """Largest number of fp8 e4m3."""
 
@@ -101,7 +104,8 @@ def _ignored(scale_fmt: str, config: Mapping[str, Any]) -> tuple[str, ...] | Non
     """Return the layers that a configuration leaves, if it has these blocks and scales.
 
     transformers takes an entry for a regular expression that matches up to the end of a module's
-    name, and for the end of a layer's name.
+    name, and for the end of a layer's name. Without entries, as in DeepSeek-V3's, it leaves the
+    output layer, and engines never quantise that.
     """
     block = config.get("weight_block_size")
     if (
@@ -113,7 +117,11 @@ def _ignored(scale_fmt: str, config: Mapping[str, Any]) -> tuple[str, ...] | Non
         or (config.get("scale_fmt") or "float") != scale_fmt
     ):
         return None
-    entries = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
+    entries = config.get("modules_to_not_convert", config.get("ignored_layers"))
+    if entries is None:
+        return OUTPUT
+    if not isinstance(entries, list) or not all(isinstance(one, str) for one in entries):
+        return None
     return tuple(rf"re:(?:{one})(?:(?<=\.)|(?=\.|$))|.*{re.escape(one)}$" for one in entries)
 
 

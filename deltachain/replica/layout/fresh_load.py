@@ -149,7 +149,9 @@ def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int
     if not is_opaque(fresh, visible):
         return ""
     found, wanted = (model.probe(one, seed) for one in (live, fresh))
-    if wanted is not None and (found is None or not _same(found, wanted)):
+    if found is None or wanted is None:
+        return "" if found is wanted else "only one of them can be tried by itself"
+    if not _same(found, wanted):
         return "it computes something else"
     return ""
 

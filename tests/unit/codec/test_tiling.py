@@ -144,6 +144,8 @@ def test_what_two_ranks_would_cut_does_not_suit() -> None:
     fitting: list[tuple[int, ...]] = [(64, 64), (50257, 768), (8, 64, 64), (2000, 51), (513, 64)]
     assert not any(suits(TensorSpec("w", "BF16", shape)) for shape in never)
     assert all(suits(TensorSpec("w", "BF16", shape)) for shape in fitting)
+    assert suits(TensorSpec("w", "F8_E4M3", (64, 64)))
+    assert not suits(TensorSpec("w", "I8", (512, 512)))
 
 
 def test_tiles_of_large_matrices_are_not_small() -> None:

@@ -96,6 +96,36 @@ def test_checkpoints_of_llm_compressor(tmp_path: Path) -> None:
     assert [layer for layer in LAYERS if found.ignores(layer)] == left
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_configuration_that_names_no_layers_leaves_the_output_layer(
+    recipe: str, tmp_path: Path
+) -> None:
+    written = RECIPES[recipe].arithmetic.config(["lm_head"])
+    if written["quant_method"] == "fp8":  # as DeepSeek-V3's
+        del written["modules_to_not_convert"]
+    assert Quantization.of(folder_of(written, tmp_path)).ignores("lm_head")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
+        {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}}},
+        {"format": "pack-quantized"},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    ],
+)
+def test_what_no_recipe_makes_beside_codes_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'compressed-tensors'"):
+        Quantization.of(folder_of(LLM_COMPRESSOR | more, tmp_path))
+
+
+@pytest.mark.parametrize("entries", [5, [None], "lm_head"])
+def test_layers_that_are_no_list_of_names_are_refused(entries: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'fp8'"):
+        Quantization.of(folder_of(QWEN3 | {"modules_to_not_convert": entries}, tmp_path))
+
+
 def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     with pytest.raises(ConfigError, match="quant_method 'gptq'"):
