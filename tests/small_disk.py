@@ -51,7 +51,7 @@ def run_on_small_disk(
 def on_small_disk(kind: str, folder: Path, nbytes: int, command: Sequence[str]) -> list[str]:
     """A command whose view of a folder is an empty file system of so many bytes.
 
-    Its process id is that of the command; others reach the folder as ``/proc/PID/root/...``.
+    Its process id is that of the command; others reach the folder below the root of that process.
 
     Args:
         kind: ``tmpfs`` or ``ext4``; where that cannot be mounted, the next best is.

@@ -14,7 +14,7 @@ from deltachain.types import Bits
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeldElements:
-    """Elements of a tensor of which somebody has the bits.
+    """Consecutive elements of a tensor, and which of their bits are known.
 
     Attributes:
         start: Flat index of the first one.

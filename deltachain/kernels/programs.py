@@ -298,7 +298,7 @@ def _sum_lane(sums, key, position, bits, mask):
 
 
 @triton.jit
-def _extend(bits, WIDTH: tl.constexpr):
+def extend(bits, WIDTH: tl.constexpr):
     """Extend bits with zeros to int64."""
     extended = bits.to(tl.int64)
     if WIDTH < 8:
@@ -355,7 +355,7 @@ def stage_block(
     sums += tl.load(row + _SLOT) * 5
     scaled = index * _PHI
     key0, key1 = tl.load(row + _KEY0), tl.load(row + _KEY1)
-    added, removed = _extend(new, WIDTH), _extend(old, WIDTH)
+    added, removed = extend(new, WIDTH), extend(old, WIDTH)
     _sum_lane(sums, key0, scaled, added, inside)
     _sum_lane(sums + 1, key1, scaled, added, inside)
     _sum_lane(sums + 2, key0, scaled, removed, inside)

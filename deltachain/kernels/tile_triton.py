@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from deltachain.kernels.programs import extend
 from deltachain.kernels.segments import Column
 from deltachain.kernels.tile_batch import CLASS_NBYTES, TileColumn, TileReason
 from deltachain.kernels.tiles import BINS, ESCAPE, NEVER
@@ -46,15 +47,6 @@ _BOUNDS = tl.constexpr(MOST_CLASSES)
 
 
 @triton.jit
-def _extended(bits, WIDTH: tl.constexpr):
-    """Extend bits with zeros to int64."""
-    extended = bits.to(tl.int64)
-    if WIDTH < 8:
-        extended &= (1 << (8 * WIDTH)) - 1
-    return extended
-
-
-@triton.jit
 def list_tile(
     rows,
     classes,
@@ -87,7 +79,7 @@ def list_tile(
             mask = lane < size
             across = lane // width
             place = across.to(tl.int64) * stride + (lane - across * width)
-            bits = _extended(tl.load(old + place, mask=mask, other=0), WIDTH)
+            bits = extend(tl.load(old + place, mask=mask, other=0), WIDTH)
             bin_ = (bits >> shift) & bins
             mine = mask & (tl.load(kinds + bin_, mask=mask, other=_NEVER).to(tl.int32) == kind)
             one = mine.to(tl.int32)
@@ -230,7 +222,7 @@ def read_tile(
                 place = tl.load(mine + begin + tl.where(inside, rank, 0)).to(tl.int64)
                 across = place // width
                 place += across * (stride - width)
-                before = _extended(tl.load(old + place), WIDTH)
+                before = extend(tl.load(old + place), WIDTH)
                 size = tl.load(kinds + _BINS + ((before >> shift) & bins)).to(tl.int64)
                 negative = (bits >> rate.to(tl.uint64)) & 1
                 at += 2 + rate

@@ -243,7 +243,7 @@ def _wanted(
 def _cut(tensor: TensorReader) -> OldBitsError:
     return OldBitsError(
         f"{tensor.key}: a share of {tensor.spec.name!r} cuts a tile of the encoding max",
-        hint="publish with encoding='step', or divide the engine into 2, 4 or 8 parts",
+        hint="publish with encoding='step', or share the model among fewer ranks",
     )
 
 

@@ -14,17 +14,17 @@ from deltachain.types import Bits
 
 
 class Pending(Protocol):
-    """A tensor of the checkpoint that is not there yet, but what it is made of is.
+    """A tensor of the checkpoint that is yet to be made, of weights that are at hand.
 
     Must be used before the next tensor of the same source, which may use its memory again.
     """
 
     @property
     def device(self) -> torch.device:
-        """Device of what it is made of."""
+        """Device of these weights."""
 
     def to(self, device: torch.device) -> Pending:
-        """Return it as made of a copy on a device."""
+        """Return it with a copy of these weights on a device."""
 
     def make(self) -> Tensor:
         """Make the tensor, in new memory on its device.

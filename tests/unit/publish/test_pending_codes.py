@@ -216,7 +216,7 @@ def test_the_device_path_finds_what_the_host_path_finds(
 
 @pytest.mark.parametrize("where", [None, "host", "device"])
 def test_a_refused_weight_takes_the_whole_diff_back(where: SnapshotPlace | None) -> None:
-    """On a device it is found out when all else was compared."""
+    """On a device the refusal comes after all other tensors are compared."""
     model = model_of(1)
     snapshot = quantised_snapshot(model, "fp8-block", on_device=where is not None, where=where)
     before, state = kept(snapshot), snapshot.state
