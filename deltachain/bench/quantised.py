@@ -16,7 +16,6 @@ from torch import Tensor
 
 from deltachain.bench.chains import Step
 from deltachain.bench.shapes import EMBEDDING
-from deltachain.errors import ConfigError
 from deltachain.types import Bits, TensorSpec
 
 FP8: Final = "F8_E4M3"
@@ -38,16 +37,14 @@ Quantise: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Fp8 e4m3 with a float32 scale a block of 128 x 128, as DeepSeek's checkpoints.
 
-    Raises:
-        ConfigError: Rows or columns are no multiple of 128.
+    The last blocks of rows and columns may be smaller.
     """
     rows, cols = weight.shape
-    if rows % BLOCK or cols % BLOCK:
-        raise ConfigError(f"a weight of {rows} x {cols} has no whole blocks of {BLOCK} x {BLOCK}")
-    blocks = weight.float().reshape(rows // BLOCK, BLOCK, cols // BLOCK, BLOCK)
+    padded = torch.nn.functional.pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = _scales(blocks.abs().amax((1, 3), keepdim=True), FP8_MAX)
-    codes = (blocks / scales).clamp_(-FP8_MAX, FP8_MAX).reshape(rows, cols)
-    return codes.to(torch.float8_e4m3fn), scales.reshape(rows // BLOCK, cols // BLOCK)
+    codes = (blocks / scales).clamp_(-FP8_MAX, FP8_MAX).reshape(padded.shape)[:rows, :cols]
+    return codes.to(torch.float8_e4m3fn), scales[:, 0, :, 0]
 
 
 def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:

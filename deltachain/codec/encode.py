@@ -21,7 +21,7 @@ from deltachain.codec.encodings.overwrite import OverwriteEncoding
 from deltachain.codec.encodings.plain import PlainEncoding
 from deltachain.codec.encodings.raw import RawEncoding
 from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.frames import deflate, largest_frame
+from deltachain.codec.frames import deflate_directory, largest_frame
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
@@ -330,7 +330,7 @@ def _front(
         stored = bytes(largest_frame(len(document)))
     else:
         _check_size(document)
-        stored = deflate(document) if compress else document + b" " * (-len(document) % 8)
+        stored = _stored(document, directory) if compress else document + b" " * (-len(document) % 8)
     metadata = {
         "deltachain": FORMAT,
         "compression": "zstd" if compress else "none",
@@ -344,6 +344,12 @@ def _front(
         nbytes = sum(row.stored)
         entries.append((stream.name, stream.dtype, (nbytes,) if compress else stream.shape, nbytes))
     return write_header(metadata, entries) + stored
+
+
+def _stored(document: bytes, directory: d.Directory) -> bytes:
+    """Compress a directory, more slowly where an encoding was chosen for the fewest bytes."""
+    smallest = any(row.encoding == MaxEncoding.name for row in directory.tensors)
+    return deflate_directory(document, smallest=smallest)
 
 
 def _refuse_duplicates(names: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 
 from deltachain.codec.frames import (
     FRAME,
-    SMALL_TABLE,
     deflate_changes,
     deflate_stream,
     deflate_table,
@@ -114,7 +113,7 @@ class StreamContent:
 
     def _deflate(self, raw: memoryview) -> bytes:
         stream = self.name.partition(".")[2].partition(".")[0]
-        if stream == "class" and raw.nbytes <= SMALL_TABLE:
+        if stream == "class":
             return deflate_table(raw)
         return deflate_stream(raw) if stream in WITHOUT_REPEATS else deflate_changes(raw)
 

@@ -5,7 +5,6 @@ import torch
 from deltachain.bench.chains import SyntheticChain
 from deltachain.bench.quantised import FP8, INT8, fp8_blocks, int8_rows, quantised
 from deltachain.bench.shapes import TINY
-from deltachain.errors import ConfigError
 
 
 def weight(rows: int, cols: int) -> torch.Tensor:
@@ -42,9 +41,15 @@ def test_zeros_stay_zeros_with_a_scale_of_one(quantise: object) -> None:
     assert torch.all(scales == 1)
 
 
-def test_a_weight_without_whole_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="100 x 128 has no whole blocks"):
-        fp8_blocks(weight(100, 128))
+def test_the_last_blocks_may_be_smaller() -> None:
+    exact = weight(100, 200)
+    whole = torch.zeros(128, 256, dtype=torch.bfloat16)
+    whole[:100, :200] = exact
+    codes, scales = fp8_blocks(exact)
+    expected, same = fp8_blocks(whole)
+    assert torch.equal(codes.view(torch.uint8), expected[:100, :200].view(torch.uint8))
+    assert torch.equal(scales, same)
+    assert (tuple(codes.shape), tuple(scales.shape)) == ((100, 200), (1, 2))
 
 
 @pytest.mark.parametrize(("dtype", "suffix"), [(FP8, "_scale_inv"), (INT8, "_scale")])
