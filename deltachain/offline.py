@@ -17,6 +17,7 @@ from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
+from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError
 from deltachain.filebits import FileBits
@@ -25,7 +26,7 @@ from deltachain.kernels import host
 from deltachain.kernels.move import digest_change, move
 from deltachain.mapped import map_file
 from deltachain.types import Bits, TensorSpec, check_spec
-from deltachain.verify import matches
+from deltachain.verify import counted
 
 MARKS: Final = ("deltachain.json", ".deltachain-journal")
 """Status files of a folder that follows a chain; not copied, since a copy has other weights."""
@@ -126,20 +127,25 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
         _check_spec(name, checkpoint.specs.get(name), base, row.spec, file)
     copy = _copied_folder if base.is_dir() else _copied_file
     with copy(base, out) as partial:
+        digests = RowDigests(part.rows.values())
         for name in part.rows:
-            _apply_row(checkpoint, part, name, partial)
+            _apply_row(checkpoint, part, name, digests, partial)
     return Applied(len(part.rows), part.nnz)
 
 
-def _apply_row(checkpoint: Checkpoint, part: Part, name: str, partial: Path) -> None:
-    """Verify one tensor's change, then write it into the copy."""
+def _apply_row(
+    checkpoint: Checkpoint, part: Part, name: str, digests: RowDigests, partial: Path
+) -> None:
+    """Write one tensor's change into the copy, and verify it with those of the same digest."""
     row, old = part.rows[name], checkpoint.bits(name)
     delta = part.read(name, old=OldBits(old))
     moved = move(old, delta)
-    if not matches(moved, row):
+    found = digests.add(name, counted(moved, row))
+    if found is not None and found.actual != found.expected:
         raise BaseMismatchError(
-            f"{checkpoint.path}: {name!r} does not hold the bits that {part.key} was made from: "
-            f"expected a change of {row.digest}, found {moved.change}; nothing was written",
+            f"{checkpoint.path}: {digests.named(name)} does not hold the bits that {part.key} was "
+            f"made from: expected a change of {found.expected}, found {found.actual}; nothing was "
+            "written",
             tensor=name,
             hint="patch the checkpoint that was OLD when the delta was made",
         )

@@ -70,7 +70,7 @@ def _row(row: d.TensorRow) -> dict[str, Any]:
         "nnz": row.nnz,
         "numel": numel,
         "density": row.nnz / numel if numel else 0.0,
-        "digest": row.digest,
+        "digest": row.digest or None,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from deltachain.format.documents import Count, Shape
-from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
+from deltachain.types import WIRE_DTYPES, TensorSpec
 
 SEGMENT: Final = 1 << 20
 """Largest number of elements of a segment, the unit that a reader must decode."""
@@ -35,7 +35,8 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps.
         nnz: Number of stored elements.
         segments: Number of this tensor's rows in the segment columns.
-        digest: State digest of the new elements; for sparse encodings, minus that of the old.
+        digest: State digest of the new elements; for sparse encodings, minus that of the old. Rows
+            may share one: see :mod:`deltachain.codec.row_digests`.
     """
 
     name: str
@@ -57,11 +58,6 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def itemsize(self) -> int:
         """Size of an element, in bytes."""
         return WIRE_DTYPES[self.dtype]
-
-    @property
-    def change(self) -> StateDigest:
-        """The parsed ``digest``."""
-        return StateDigest.parse(self.digest)
 
 
 class SegmentColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -23,6 +23,7 @@ from deltachain.codec.encodings.raw import RawEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.frames import deflate_directory, largest_frame
 from deltachain.codec.old_bits import OldBits
+from deltachain.codec.row_digests import share
 from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
@@ -259,7 +260,8 @@ def _assemble(
     Frames are copied, as they are made, behind room for the largest possible front: a join at the
     end would hold all of them twice.
     """
-    rows, in_rows = _in_order(encoded, numbers)
+    all_rows, in_rows = _in_order(encoded, numbers)
+    rows = share(all_rows)
     segments = d.columns_of(in_rows)
     streams = [stream for item in encoded for stream in item.streams]
     if not compress:  # wide elements first, so that every array is aligned
@@ -330,7 +332,7 @@ def _front(
         stored = bytes(largest_frame(len(document)))
     else:
         _check_size(document)
-        stored = _stored(document, directory) if compress else document + b" " * (-len(document) % 8)
+        stored = _stored(document, directory, compress=compress)
     metadata = {
         "deltachain": FORMAT,
         "compression": "zstd" if compress else "none",
@@ -346,8 +348,10 @@ def _front(
     return write_header(metadata, entries) + stored
 
 
-def _stored(document: bytes, directory: d.Directory) -> bytes:
-    """Compress a directory, more slowly where an encoding was chosen for the fewest bytes."""
+def _stored(document: bytes, directory: d.Directory, *, compress: bool) -> bytes:
+    """Return a directory as it is stored; where bytes matter more than time, in fewer bytes."""
+    if not compress:
+        return document + b" " * (-len(document) % 8)
     smallest = any(row.encoding == MaxEncoding.name for row in directory.tensors)
     return deflate_directory(document, smallest=smallest)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.directory import TensorRow
+from deltachain.codec.row_digests import own_digests
 from deltachain.delta import TensorDelta
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
@@ -30,22 +31,33 @@ def folded(fetched: Fetched, old: OldBitsOf) -> Iterator[Change]:
     Raises:
         FormatError: An object cannot be decoded.
     """
+    digests = [own_digests(part.rows.values()) for part in fetched.parts]
     for name in fetched.names:
-        rows = [part.rows[name] for part in fetched.parts if name in part.rows]
+        rows = [
+            (part.rows[name], own.get(name))
+            for part, own in zip(fetched.parts, digests, strict=True)
+            if name in part.rows
+        ]
         change = _folded(fetched, name, rows, old)
         if change is not None:
             yield change
 
 
-def _folded(fetched: Fetched, name: str, rows: list[TensorRow], old: OldBitsOf) -> Change | None:
+def _folded(
+    fetched: Fetched,
+    name: str,
+    rows: Sequence[tuple[TensorRow, StateDigest | None]],
+    old: OldBitsOf,
+) -> Change | None:
     delta = fetched.read(name, old=lambda: old(name))
     if not delta.nnz:
         return None
     if delta.is_dense:
         return Change(delta, host.digest(digest_key(delta.spec), delta.values))
     steps = not delta.absolute.any()
-    if all(_is_sparse(row) for row in rows) and (steps or delta.absolute.all()):
-        return Change(delta, sum((row.change for row in rows), StateDigest()))
+    changes = [change for row, change in rows if change is not None and _is_sparse(row)]
+    if len(changes) == len(rows) and (steps or delta.absolute.all()):
+        return Change(delta, sum(changes, StateDigest()))
     return _steps(delta, old(name))
 
 

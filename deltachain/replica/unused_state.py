@@ -6,11 +6,13 @@ from the rows of anchors and deltas, which the manifests prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS
+from deltachain.codec.directory import TensorRow
+from deltachain.codec.row_digests import groups
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.subscribe.proof import Effect
@@ -23,9 +25,11 @@ class UnusedState:
 
     Attributes:
         digests: Digests by name; ``None`` where the content of a tensor is unknown.
+        joint: Tensors of which only the sum of the digests is right, as rows shared a digest.
     """
 
     digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
+    joint: frozenset[str] = frozenset()
 
     @property
     def total(self) -> StateDigest | None:
@@ -35,7 +39,19 @@ class UnusedState:
 
     def after(self, fetched: Fetched) -> UnusedState:
         """Return the digests after a plan."""
-        return UnusedState({n: _after(fetched, n, held) for n, held in self.digests.items()})
+        held, joint = dict(self.digests), set(self.joint)
+        if fetched.base is not None:
+            joint.clear()
+            for name in held:
+                bits = fetched.base.bits(name)
+                held[name] = host.digest(digest_key(fetched.specs[name]), bits)
+        for part in fetched.parts:
+            for group in groups(part.rows.values()):
+                if len(group) > 1:
+                    _add_group(held, joint, group)
+                elif group[0].name in held:
+                    _add_row(held, joint, group[0], fetched.specs[group[0].name].numel)
+        return UnusedState(held, frozenset(joint))
 
     def effect(self, after: UnusedState) -> Effect | None:
         """Return the effect of a plan that leads from here to ``after``; ``None`` if unknown.
@@ -53,16 +69,29 @@ def unused_state(names: Iterable[str], known: Mapping[str, StateDigest]) -> Unus
     return UnusedState({name: known.get(name) for name in names})
 
 
-def _after(fetched: Fetched, name: str, held: StateDigest | None) -> StateDigest | None:
-    spec = fetched.specs[name]
-    if fetched.base is not None:
-        held = host.digest(digest_key(spec), fetched.base.bits(name))
-    for part in fetched.parts:
-        row = part.rows.get(name)
-        if row is None:
-            continue
-        if ENCODINGS.get(row.encoding).sparse:
-            held = None if held is None else held + row.change
-        else:
-            held = row.change if row.nnz == spec.numel else None
-    return held
+def _add_row(
+    held: dict[str, StateDigest | None], joint: set[str], row: TensorRow, numel: int
+) -> None:
+    """Count a row with a digest of its own."""
+    digest, change = held[row.name], StateDigest.parse(row.digest)
+    if ENCODINGS.get(row.encoding).sparse:
+        held[row.name] = None if digest is None else digest + change
+        return
+    if row.name in joint:  # the digests of the others say nothing without this one
+        held.update(dict.fromkeys(joint))
+        joint.clear()
+    held[row.name] = change if row.nnz == numel else None
+
+
+def _add_group(
+    held: dict[str, StateDigest | None], joint: set[str], group: Sequence[TensorRow]
+) -> None:
+    """Count rows that share a digest: their sum is known if no rank holds any of them."""
+    names = [row.name for row in group]
+    last = held.get(names[-1])
+    known = all(held.get(name) is not None for name in names)
+    if known and last is not None:
+        held[names[-1]] = last + StateDigest.parse(group[-1].digest)
+        joint.update(names)
+    else:
+        held.update((name, None) for name in names if name in held)

@@ -7,13 +7,13 @@ version.
 
 from deltachain.verify.documents import edge_records, newest
 from deltachain.verify.walk import EdgeProof, VersionProof, verify
-from deltachain.verify.weights import matches
+from deltachain.verify.weights import counted
 
 __all__ = [
     "EdgeProof",
     "VersionProof",
+    "counted",
     "edge_records",
-    "matches",
     "newest",
     "verify",
 ]

@@ -12,6 +12,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS
 from deltachain.codec.directory import TensorRow
 from deltachain.codec.old_bits import OldBits
+from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import TensorDelta, fold_all
 from deltachain.errors import BrokenChainError, MalformedError
 from deltachain.format import keys
@@ -19,14 +20,13 @@ from deltachain.kernels.move import Move, move, write_
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.documents import another
 
-_Row: TypeAlias = tuple[TensorRow | None, TensorDelta]
-"""A row of a part and its delta; the row is ``None`` for a base checkpoint."""
+_Row: TypeAlias = tuple[RowDigests | None, TensorRow | None, TensorDelta]
+"""A row of a part, with the digests of that part, and its delta; ``None`` for a base checkpoint."""
 
 
-def matches(moved: Move[Any], row: TensorRow) -> bool:
-    """Return whether a move has the digest in its row."""
-    sparse = ENCODINGS.get(row.encoding).sparse
-    return row.change == (moved.change if sparse else moved.added)
+def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
+    """Return the digest of a move as the row of its encoding states it."""
+    return moved.change if ENCODINGS.get(row.encoding).sparse else moved.added
 
 
 @dataclass(slots=True)
@@ -59,8 +59,8 @@ class Weights:
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
         for name, rows in _rows(fetched, self.bits):
-            delta = fold_all(given for _, given in rows)
-            if delta.nnz < sum(given.nnz for _, given in rows):
+            delta = fold_all(given for *_, given in rows)
+            if delta.nnz < sum(given.nnz for *_, given in rows):
                 raise MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
             if not delta.is_dense and name not in after:
                 raise BrokenChainError(f"{key}: does not give all of {name!r}")
@@ -86,10 +86,13 @@ class Weights:
 
 def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move[Any]:
     """Compute the effect of an edge on a tensor; compare each row with its digest."""
-    moved = [move(old, given) for _, given in rows]
-    for (row, _), one in zip(rows, moved, strict=True):
-        if row is not None and not matches(one, row):
-            raise another(f"{key}: {row.name!r}", row.change, one.change, key=key)
+    moved = [move(old, given) for *_, given in rows]
+    for (digests, row, _), one in zip(rows, moved, strict=True):
+        if digests is None or row is None:
+            continue
+        found = digests.add(row.name, counted(one, row))
+        if found is not None and found.actual != found.expected:
+            raise another(f"{key}: {digests.named(row.name)}", *found, key=key)
     return moved[0] if len(rows) == 1 else move(old, delta)
 
 
@@ -97,9 +100,10 @@ def _rows(fetched: Fetched, bits: Mapping[str, Bits]) -> Iterator[tuple[str, lis
     """Yield all rows of one edge by tensor; ranks may store windows of one tensor each."""
     if fetched.base is not None:
         for name, spec in fetched.specs.items():
-            yield name, [(None, TensorDelta.dense(spec, fetched.base.bits(name)))]
+            yield name, [(None, None, TensorDelta.dense(spec, fetched.base.bits(name)))]
     else:
+        all_parts = [(RowDigests(part.rows.values()), part) for part in fetched.parts]
         for name in fetched.names:
-            parts = [part for part in fetched.parts if name in part.rows]
+            parts = [(digests, part) for digests, part in all_parts if name in part.rows]
             old = OldBits(bits[name]) if name in bits else None
-            yield name, [(part.rows[name], part.read(name, old=old)) for part in parts]
+            yield name, [(some, part.rows[name], part.read(name, old=old)) for some, part in parts]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any, Final
 
 import zstandard
@@ -241,12 +241,14 @@ def read_tensors(
     cursor = Cursor(streams)
     found: dict[str, Delta] = {}
     owned: set[str] = set()
-    for row in directory["tensors"]:
+    for row, following in zip_longest(directory["tensors"], directory["tensors"][1:]):
         if row["encoding"] not in ENCODINGS:
             raise UnsupportedError(row["encoding"])
         check_shape(row["dtype"], row["shape"])
         require(row["name"] not in found and numel_of(row["shape"]) <= 1 << 48, "row")
-        require(len(row["digest"]) == 32 and set(row["digest"]) <= set("0123456789abcdef"), "row")
+        shared = following and row["encoding"] == following["encoding"] == "max"
+        require(len(row["digest"]) == (32 if row["digest"] or not shared else 0), "digest")
+        require(set(row["digest"]) <= set("0123456789abcdef"), "digest")
         mine, segments = segments[: row["segments"]], segments[row["segments"] :]
         require(len(mine) == row["segments"], "segments")
         if row["encoding"] in ("raw", "plain"):

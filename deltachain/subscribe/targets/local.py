@@ -12,6 +12,7 @@ from typing import Final, TypeVar
 from typing_extensions import override
 
 from deltachain.chain.fetch import Fetched
+from deltachain.codec.row_digests import changes_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
 from deltachain.subscribe.proof import Effect, check_whole, judge
@@ -179,12 +180,12 @@ def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bo
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
-    """Name a tensor whose change differs from the publisher's, if that can be determined."""
-    for patch in patches:
-        rows = [
-            part.rows[patch.spec.name] for part in fetched.parts if patch.spec.name in part.rows
-        ]
-        expected = sum((row.change for row in rows), StateDigest())
-        if patch.indices is not None and patch.change != expected:
-            return f" (first tensor that differs: {patch.spec.name!r})"
+    """Name tensors whose change differs from the publisher's, if that can be determined."""
+    changes = {patch.spec.name: patch.change for patch in patches if patch.indices is not None}
+    for names, expected in changes_of([part.directory.tensors for part in fetched.parts]):
+        if names <= changes.keys():
+            actual = sum((changes[name] for name in names), StateDigest())
+            if actual != expected:
+                found = ", ".join(repr(name) for name in fetched.specs if name in names)
+                return f" (first to differ: {found})"
     return ""

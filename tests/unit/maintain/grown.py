@@ -24,9 +24,9 @@ from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 SPECS = (
-    TensorSpec("a", "BF16", (24, 16)),
-    TensorSpec("b", "F32", (40,)),
-    TensorSpec("c", "U8", (64,)),
+    TensorSpec("h.0.a", "BF16", (24, 16)),
+    TensorSpec("h.0.b", "F32", (40,)),
+    TensorSpec("h.0.c", "U8", (64,)),
 )
 
 

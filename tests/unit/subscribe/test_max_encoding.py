@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import deltachain
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.cli.app import app
+from deltachain.codec import Part
 from deltachain.errors import BaseMismatchError
 from deltachain.offline import apply, compare
 from deltachain.store import open_store
@@ -30,6 +33,14 @@ def train(source: nn.Module) -> None:
     with torch.no_grad():
         for weight in source.parameters():
             weight.add_((torch.rand_like(weight) < 0.02) * torch.randn_like(weight) * 1e-3)
+
+
+def layers() -> nn.Module:
+    """A model whose small matrices share digests, a layer at a time."""
+    torch.manual_seed(5)
+    block = nn.ModuleDict({name: nn.Linear(128, 64, bias=False) for name in "abc"})
+    made: nn.Module = nn.ModuleDict({"layers": nn.ModuleList([block, copy.deepcopy(block)])})
+    return made.bfloat16()
 
 
 def zeros(source: nn.Module) -> dict[str, Tensor]:
@@ -151,3 +162,36 @@ def test_diff_and_patch_take_it(tmp_path: Path) -> None:
     apply(tmp_path / "0", tmp_path / "delta.safetensors", tmp_path / "patched")
     one, other = Checkpoint(tmp_path / "1"), Checkpoint(tmp_path / "patched")
     assert all((one.bits(name) == other.bits(name)).all() for name in one.specs)
+
+
+def test_tensors_that_share_a_digest_are_followed_folded_verified_and_named(tmp_path: Path) -> None:
+    url = f"{tmp_path}/chain"
+    source, target = layers(), zeros(layers())
+    with deltachain.Publisher(deltachain.PublishConfig(url=url, encoding="max")) as publisher:
+        publisher.attach(source)
+        with deltachain.Subscriber(url, target) as subscriber:
+            subscriber.update()
+            for _ in range(8):
+                train(source)
+                publisher.publish()
+                publisher.flush()
+            chain = Chain.open(open_store(url))
+            edge = chain.read(8).manifest.edge
+            part = Part.from_bytes(chain.store.get(edge.parts[0].key))
+            assert [bool(row.digest) for row in part.directory.tensors] == [False, False, True] * 2
+            report = CliRunner().invoke(app, ["verify", url, "--json"])
+            assert report.exit_code == 0, report.output
+            deltas = json.loads(report.stdout)["edges"]["delta"]
+            assert deltas["edges"] == deltas["proven"] > 0
+            subscriber.update()
+            assert same(target, copied(source))
+            with torch.no_grad():
+                target["layers.0.b.weight"][5, 7] += 1
+            train(source)
+            publisher.publish()
+            publisher.flush()
+            with pytest.raises(BaseMismatchError) as caught:
+                subscriber.update()
+    if "first to differ" in str(caught.value):  # else its tiles cannot be read with other bits
+        assert "'layers.0.a.weight', 'layers.0.b.weight', 'layers.0.c.weight'" in str(caught.value)
+    assert "layers.0.b.weight" in str(caught.value)
