@@ -32,6 +32,7 @@
     │   │   └── EngineDamagedError           it computes something else now      -> restart the engine
     │   ├── PartialApplyError                failed while writing                -> restored, or poisoned
     │   │   └── LeaderReplacedError          another leader has the ranks; nothing written -> stop this one
+    │   ├── UnfinishedSwapError              a rank could not load               -> undone on all
     │   └── PoisonedError                    state cannot be proven             -> heal from nothing
     └── ControlPlaneError                    never fatal to a role               -> log once, continue
 
@@ -296,6 +297,12 @@ class LeaderReplacedError(PartialApplyError):
     """Another leader has attached to the ranks of this replica; nothing was written."""
 
     default_hint = "a replica has one leader: stop this one, or restart the engine to attach again"
+
+
+class UnfinishedSwapError(ApplyError):
+    """A rank could not load a version; it loads the old bits again when all ranks do."""
+
+    default_hint = "the leader undoes the swap on every rank; if it cannot, it heals the replica"
 
 
 class PoisonedError(ApplyError):

@@ -61,12 +61,14 @@ class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
     Attributes:
         classes: Class of every tensor.
         holders: For each rank, the ranks that hold each window of each tensor.
+        compared: Tensors whose layers every rank compares with a fresh load after a swap.
         wanted: For each rank, the range of flat indices of each tensor that its host reads; empty
             if it fetches whole objects.
     """
 
     classes: dict[str, TensorClass]
     holders: tuple[dict[str, tuple[str, ...]], ...]
+    compared: frozenset[str]
     wanted: tuple[dict[str, tuple[Count, Count]], ...] = ()
 
 

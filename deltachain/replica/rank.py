@@ -8,30 +8,25 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
-
-import numpy.typing as npt
-from torch import Tensor
+from typing import Final
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
     BaseMismatchError,
     PartialApplyError,
-    PoisonedError,
     TensorMismatchError,
+    UnfinishedSwapError,
 )
 from deltachain.format.digest import digest_key
 from deltachain.kernels import device, host
-from deltachain.kernels.protocol import same_bits
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.host_copies import HostCopies
 from deltachain.replica.layout.discover import Layout, discover, rediscover
-from deltachain.replica.layout.fresh_load import expect_fresh
-from deltachain.replica.layout.load_methods import load_with
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import SavedBits, undisturbed
 from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.runtime_tables import RuntimeTables
@@ -76,6 +71,8 @@ class Rank:
         self._stager: tuple[Layout, DeviceStager] | None = None
         self.staged: dict[int, RankStaged] = {}
         self._written: set[int] = set()
+        self._unloaded: int | None = None  # ticket whose old bits are yet to be loaded again
+        self._alone = True
         self._changing = Lock()
         self._aliases = aliases
         self._specs = {spec.name: spec for spec in specs}
@@ -85,7 +82,7 @@ class Rank:
         self._tables = RuntimeTables(model.modules())
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
-        self._copies: dict[str, npt.NDArray[Any]] = {}
+        self._copies = HostCopies(model, self._source, self._specs)
         self._identity: dict[str, int] = self._addresses({})
         warm_up(self._specs.values())
 
@@ -98,25 +95,37 @@ class Rank:
         return self._attached.report()
 
     def agree(
-        self, classes: Mapping[str, TensorClass], holders: Mapping[str, tuple[str, ...]]
+        self,
+        classes: Mapping[str, TensorClass],
+        holders: Mapping[str, tuple[str, ...]],
+        *,
+        compared: Container[str] | None = None,
+        alone: bool = True,
     ) -> None:
         """Accept the classes that all ranks agreed on, and make the host copies that they need.
 
         Existing copies stay: they have the bits that the engine loaded last.
+
+        Args:
+            classes: Class of every tensor.
+            holders: Ranks that hold each window of each tensor of this rank.
+            compared: Tensors whose layers every rank compares with a fresh load; ``None`` for all
+                that this rank can compare.
+            alone: Whether there is no other rank.
 
         Raises:
             TensorMismatchError: A tensor has a worse class on another rank, and this class is not
                 proven to work on this rank.
         """
         self._require(classes)
-        self._classes, self._holders = classes, holders
+        self._classes, self._holders, self._alone = classes, holders, alone
+        if compared is not None:
+            self._attached = self._attached.comparing(compared)
         self._stager = None
         self.keep(())
-        self._copies = {
-            name: self._copies[name] if name in self._copies else self._source.copy(name)
-            for name, kind in classes.items()
-            if kind in ON_HOST and holders[name]
-        }
+        self._copies.keep(
+            name for name, kind in classes.items() if kind in ON_HOST and holders[name]
+        )
         self._device_stager()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
@@ -220,7 +229,9 @@ class Rank:
         """Write staged bits, or undo that, all or nothing; return the seconds of writing.
 
         Do nothing if that is done already: after a failure the leader requests the undo from all
-        ranks, even from those that failed and have undone the write themselves.
+        ranks, even from those that failed and have undone the write themselves. A rank beside
+        others that failed to load leaves loading the old bits to this request: ranks may exchange
+        values while they load, so all load at once.
 
         Args:
             ticket: Ticket of the stage.
@@ -229,27 +240,42 @@ class Rank:
 
         Raises:
             PartialApplyError: The write failed, and the old bits are restored.
+            UnfinishedSwapError: The engine could not load; the request to undo the write restores
+                the old bits.
             PoisonedError: The write failed, and restoring the old bits failed too.
         """
         staged = self.staged.get(ticket)
         if staged is None:
             raise PartialApplyError(f"nothing is staged under ticket {ticket}", version=version)
         self.check_addresses()
-        if (ticket in self._written) != back:
+        is_done = (ticket in self._written) != back
+        if is_done and ticket != self._unloaded:
             return 0.0
-        with settled():
-            return self._swap(staged, ticket, version, back=back)
-
-    def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> float:
         start = time.perf_counter()
+        with settled():
+            if is_done:
+                changed = staged.names & self._copies.names
+                self._copies.load_old(self._attached, changed, version)
+                self._unloaded = None
+            else:
+                self._swap(staged, ticket, version, back=back)
+        return time.perf_counter() - start
+
+    def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> None:
+        self._unloaded = None
         written = write_all(staged.undoes() if back else staged.writes(self._share), version)
-        on_host = staged.names & self._copies.keys()
+        on_host = staged.names & self._copies.names
         try:
-            self._load(on_host)
-            self._read_back(on_host)
+            self._copies.load(self._attached, on_host)
+            self._copies.read_back(self._attached, on_host)
         except Exception as exc:
             take_back(written, version, exc)
-            self._load_old(on_host, version)
+            if on_host and not self._alone:  # ranks may exchange values while they load
+                self._unloaded = ticket
+                raise UnfinishedSwapError(
+                    f"the engine could not load version {version}: {exc}", version=version
+                ) from exc
+            self._copies.load_old(self._attached, on_host, version)
             raise PartialApplyError(
                 f"the engine could not load version {version}; the old bits are back: {exc}",
                 version=version,
@@ -257,7 +283,6 @@ class Rank:
         self._tables.forget()
         (self._written.remove if back else self._written.add)(ticket)
         settle()  # include the device's work in the measured time
-        return time.perf_counter() - start
 
     def _device_stager(self) -> DeviceStager | None:
         """Return the stager of the tensors in place on a device; ``None`` if there are none."""
@@ -303,34 +328,6 @@ class Rank:
             yield place, (label, seen[place.window])
             seen[place.window] += 1
 
-    def _load(self, names: set[str]) -> None:
-        """Let the engine load changed host copies, together with the rest of their groups."""
-        changed = [(way, g) for way, g in self._attached.groups if not names.isdisjoint(g.names)]
-        for way in dict.fromkeys(way for way, _ in changed):
-            groups = [group for mine, group in changed if mine == way]
-            layers = frozenset().union(*(group.layers for group in groups))
-            if not all(group.layers for group in groups):
-                layers = frozenset()
-            wanted = [name for group in groups for name in group.names if name in self._copies]
-            load_with(self.model, way, layers, self._clones(wanted))
-
-    def _read_back(self, names: set[str]) -> None:
-        """Prove that loaded tensors are stored where they can be read back, and layers are fresh.
-
-        Raises:
-            TensorMismatchError: A live tensor holds other bits than were loaded, or a layer is not
-                what a fresh load gives.
-        """
-        attached = self._attached
-        changed = [g for _, g in attached.groups if not names.isdisjoint(g.names)]
-        fresh = [group for group in changed if group in attached.comparable]
-        # First, and in order: ranks may exchange values while they quantise.
-        expect_fresh(self.model, fresh, self._clones, self._specs)
-        for name in names & attached.readable.keys():
-            for place in attached.readable[name]:
-                if not same_bits(place.view, place.take(self._copies[name])):
-                    raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
-
     def loads_the_same(self) -> bool:
         """Load every host copy again; return whether that changed no bit and no output.
 
@@ -339,28 +336,13 @@ class Rank:
         with settled():
             layers = self._attached.layers
             state = ModelState(self.model, SavedBits(self.model.tensors()), layers)
-            self._load(set(self._copies))
+            self._copies.load(self._attached, self._copies.names)
             try:
                 state.expect_same()
-                self._read_back(set(self._copies))
+                self._copies.read_back(self._attached, self._copies.names)
             except TensorMismatchError:
                 return False
         return True
-
-    def _load_old(self, names: set[str], version: Version) -> None:
-        try:
-            self._load(names)
-            self._read_back(names)
-        except Exception as exc:
-            raise PoisonedError(
-                f"the engine could load neither version {version} nor the old bits: {exc}",
-                version=version,
-            ) from exc
-
-    def _clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        for name in names:
-            for here in self._source.names[name]:
-                yield here, tensor_of(self._specs[name], self._copies[name])
 
     def _addresses(self, known: Mapping[str, int]) -> dict[str, int]:
         """Return addresses of live tensors: those named in ``known``, or else written in place."""

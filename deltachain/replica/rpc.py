@@ -212,7 +212,12 @@ class RankService:
             ) from exc
 
     def _agree(self, request: AgreeRequest) -> AgreeReply:
-        self.rank.agree(request.classes, request.holders[self.number])
+        self.rank.agree(
+            request.classes,
+            request.holders[self.number],
+            compared=request.compared,
+            alone=len(request.holders) == 1,
+        )
         self._wanted = request.wanted[self.number] if request.wanted else {}
         return AgreeReply()
 

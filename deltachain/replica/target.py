@@ -24,6 +24,7 @@ from deltachain.errors import (
     PoisonedError,
     StageAbandonedError,
     TensorMismatchError,
+    UnfinishedSwapError,
 )
 from deltachain.replica.client import RankClient
 from deltachain.replica.engine import Engine
@@ -141,7 +142,9 @@ class ReplicaTarget:
             for number in range(len(ranks))
         )
         wanted = self._stages.fetchers.wanted(ranks, agreement.classes, specs)
-        agreed = AgreeRequest(classes=agreement.classes, holders=holders, wanted=wanted)
+        agreed = AgreeRequest(
+            classes=agreement.classes, holders=holders, compared=agreement.compared, wanted=wanted
+        )
         self.ranks = self._client.ask(agreed, AgreeReply)
         self._client.count = len(ranks)
         self._unused = self._state_of_unused()
@@ -331,18 +334,28 @@ class ReplicaTarget:
             return max(reply.seconds for reply in done)
         cause = error_of(failed[0], version=version)
         told = cause.args[0]
-        if any(reply.error != "PartialApplyError" for reply in failed):
+        unfinished = [reply for reply in failed if reply.error == UnfinishedSwapError.__name__]
+        undone = [reply for reply in failed if reply.error == PartialApplyError.__name__]
+        if len(undone) + len(unfinished) < len(failed):
             raise PoisonedError(told, version=version) from cause
-        if done and (not prepared.can_undo or not self._takes_back(request, done)):
+        if done and not prepared.can_undo:
+            why = "not every rank has kept the old bits"
+        else:
+            why = self._take_back(request, [*done, *unfinished])
+        if why:
             raise PoisonedError(
-                f"{told}; it could not be taken back on every other rank", version=version
+                f"{told}; it could not be taken back on every other rank: {why}", version=version
             ) from cause
         raise PartialApplyError(f"{told}; every rank has its old bits", version=version) from cause
 
-    def _takes_back(self, request: SwapRequest, done: Sequence[SwapReply]) -> bool:
+    def _take_back(self, request: SwapRequest, to_undo: Sequence[RankReply]) -> str:
+        """Undo a swap on some ranks; return the reason if that failed on one of them."""
+        if not to_undo:
+            return ""
         back = msgspec.structs.replace(request, back=not request.back)
         try:
             again = self._client.call(back, SwapReply)
-        except PartialApplyError:
-            return False
-        return all(isinstance(again[reply.rank], SwapReply) for reply in done)
+        except PartialApplyError as exc:
+            return str(exc.args[0])
+        replies = [again[reply.rank] for reply in to_undo]
+        return next((reply.message for reply in replies if isinstance(reply, Refusal)), "")

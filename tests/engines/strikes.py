@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from deltachain.replica.host_copies import HostCopies
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets import patch
@@ -71,10 +72,10 @@ def _before(at: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loading(
-    original: Callable[[Rank, Iterable[str]], Iterator[tuple[str, Tensor]]],
-) -> Callable[[Rank, Iterable[str]], Iterator[tuple[str, Tensor]]]:
-    def struck(rank: Rank, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        for pair in original(rank, names):
+    original: Callable[[HostCopies, Iterable[str]], Iterator[tuple[str, Tensor]]],
+) -> Callable[[HostCopies, Iterable[str]], Iterator[tuple[str, Tensor]]]:
+    def struck(copies: HostCopies, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        for pair in original(copies, names):
             strike("load")
             yield pair
 
@@ -82,5 +83,5 @@ def _loading(
 
 
 Rank.stage = _before("stage", Rank.stage)  # type: ignore[method-assign]
-Rank._clones = _loading(Rank._clones)  # type: ignore[method-assign, assignment]
+HostCopies.clones = _loading(HostCopies.clones)  # type: ignore[method-assign, assignment]
 vars(target)["write_patch"] = _before("write", patch.write)

@@ -9,7 +9,7 @@ any case the engine holds exactly the same bits afterwards as before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
@@ -52,6 +52,11 @@ class Layout:
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     comparable: frozenset[LoadGroup] = frozenset()
 
+    def comparing(self, compared: Container[str]) -> Layout:
+        """Return the layout with the comparable groups that have the given tensors alone."""
+        kept = {g for g in self.comparable if all(name in compared for name in g.names)}
+        return replace(self, comparable=frozenset(kept))
+
     @property
     def layers(self) -> frozenset[str]:
         """Layers that the engine loads into."""
@@ -59,10 +64,12 @@ class Layout:
 
     def report(self) -> dict[str, Classified]:
         """Return the class of each tensor, for the leader."""
+        comparable = {name for group in self.comparable for name in group.names}
         return {
             name: Classified(
                 kind=kind,
                 reason=self.reasons.get(name, ""),
+                comparable=name in comparable,
                 windows=tuple(
                     (p.window.offset, p.window.size, p.window.stride)
                     for p in self.places.get(name, ())

@@ -150,7 +150,7 @@ def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int
         return ""
     found, wanted = (model.probe(one, seed) for one in (live, fresh))
     if found is None or wanted is None:
-        return "" if found is wanted else "only one of them can be tried by itself"
+        return "it has members that cannot be inspected, and cannot be tried by itself"
     if not _same(found, wanted):
         return "it computes something else"
     return ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
 from deltachain.format.documents import Struct
@@ -38,11 +38,13 @@ class Classified(Struct, frozen=True, kw_only=True):
         kind: Class of the tensor.
         reason: Reason why it is not in place; empty if it is.
         windows: Windows of the elements that this rank holds in place.
+        comparable: Whether the layers that are loaded with it can be compared with a fresh load.
     """
 
     kind: TensorClass
     reason: str = ""
     windows: tuple[Form, ...] = ()
+    comparable: bool = False
 
 
 class Agreement(Struct, frozen=True, kw_only=True):
@@ -54,11 +56,13 @@ class Agreement(Struct, frozen=True, kw_only=True):
         holders: Holders of each window of every tensor, for each rank: numbers of the ranks, joined
             by commas; a rank with two places for a window is named twice. One entry on a rank with
             a copy on the host, none on a rank without the tensor.
+        compared: Tensors that are compared after a swap, as every rank that holds them can.
     """
 
     classes: dict[str, TensorClass]
     reasons: dict[str, str]
     holders: dict[str, tuple[tuple[str, ...], ...]]
+    compared: frozenset[str] = frozenset()
 
     @property
     def refused(self) -> dict[str, str]:
@@ -66,7 +70,7 @@ class Agreement(Struct, frozen=True, kw_only=True):
         return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
 
 
-def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
+def agree(specs: Collection[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
     """Decide the class of every tensor on all ranks."""
     classes: dict[str, TensorClass] = {}
     reasons: dict[str, str] = {}
@@ -78,7 +82,16 @@ def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]
         if reason:
             reasons[spec.name] = reason
         holders[spec.name] = _holders(found, on_host=kind != "in_place")
-    return Agreement(classes=classes, reasons=reasons, holders=holders)
+    compared = {spec.name for spec in specs if _is_compared(rank[spec.name] for rank in ranks)}
+    return Agreement(
+        classes=classes, reasons=reasons, holders=holders, compared=frozenset(compared)
+    )
+
+
+def _is_compared(found: Iterable[Classified]) -> bool:
+    """Return whether all ranks that hold a tensor can compare its layers; others load nothing."""
+    held = [one.comparable for one in found if one.kind not in ("absent", "unused")]
+    return bool(held) and all(held)
 
 
 def orphans(specs: Iterable[str], ranks: Sequence[Mapping[str, Classified]]) -> list[str]:

@@ -70,7 +70,11 @@ REQUESTS: list[RankRequest] = [
         probe=("name", "word"),
     ),
     FindUnusedRequest(names=("a",)),
-    AgreeRequest(classes={"a": "in_place"}, holders=({"a": ("0,1",)}, {"a": ("0,1",)})),
+    AgreeRequest(
+        classes={"a": "in_place"},
+        holders=({"a": ("0,1",)}, {"a": ("0,1",)}),
+        compared=frozenset(["a"]),
+    ),
     UnusedStateRequest(names=("a",)),
     CheckLoadsRequest(),
     StateRequest(ticket=1),

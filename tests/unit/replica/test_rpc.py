@@ -70,7 +70,7 @@ from deltachain.testing.sharding import Sharding, save, trained
 URL = "s3://bucket/run"
 
 REQUESTS: list[RankRequest] = [
-    AgreeRequest(classes={}, holders=({},)),
+    AgreeRequest(classes={}, holders=({},), compared=frozenset()),
     FindUnusedRequest(names=()),
     UnusedStateRequest(names=()),
     CheckLoadsRequest(),
@@ -106,7 +106,9 @@ def rank(bare: RankService, model: FakeModel) -> RankService:
     assert isinstance(found, AttachReply), found
     classes = {name: one.kind for name, one in found.tensors.items()}
     labels = {name: ("0",) * len(one.windows) for name, one in found.tensors.items()}
-    assert bare.handle(AgreeRequest(classes=classes, holders=(labels,))) == AgreeReply(rank=0)
+    assert bare.handle(
+        AgreeRequest(classes=classes, holders=(labels,), compared=frozenset())
+    ) == AgreeReply(rank=0)
     return bare
 
 
@@ -172,7 +174,7 @@ def test_wrong_arguments_are_refused(
 
 
 def test_an_agreement_about_fewer_ranks_is_refused(rank: RankService) -> None:
-    refused(rank.handle(AgreeRequest(classes={}, holders=())), "ApplyError")
+    refused(rank.handle(AgreeRequest(classes={}, holders=(), compared=frozenset())), "ApplyError")
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a/", ".hidden", "./a"])

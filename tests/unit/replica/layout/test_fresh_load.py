@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
-from deltachain.errors import PartialApplyError, PoisonedError
+from deltachain.errors import PartialApplyError, PoisonedError, UnfinishedSwapError
 from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.layer_probe import COLUMNS, probing_rows
 from deltachain.replica.layout.update_path import agree
@@ -52,6 +52,10 @@ class Bench:
         self.rank.agree(self.agreement.classes, holders)
         names = [f"{name}.weight" for name in changed]
         self.spool = spool_of(folder / "spool", [self._delta(n, new[n]) for n in names])
+        self.restage()
+
+    def restage(self) -> None:
+        """Stage the version."""
         self.rank.stage(1, self.spool.folder, BUDGET)
         self.model.apart.clear()
 
@@ -129,6 +133,50 @@ def test_what_a_reload_left_stale_is_refused_and_taken_back(
     assert bench.holds(bench.state(bench.fresh))
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_beside_other_ranks_the_old_bits_are_loaded_when_all_load(
+    tmp_path: Path, *, fails: bool
+) -> None:
+    bench = Bench(tmp_path)
+    bench.rank.agree(bench.agreement.classes, bench.rank._holders, alone=False)
+    bench.restage()
+    bench.model.quantise = only(bench.model, "b", stale_scale)
+    with pytest.raises(UnfinishedSwapError, match="could not load version 1: b is not"):
+        bench.rank.swap(1, 1, back=False)
+    loaded = len(bench.model.apart)
+    if fails:
+        bench.model.quantise = only(bench.model, "b", wrong)
+        with pytest.raises(PoisonedError, match="neither version 1 nor the old bits"):
+            bench.rank.swap(1, 1, back=True)
+        return
+    bench.model.quantise = quantise
+    assert bench.rank.swap(1, 0, back=True) > 0
+    assert len(bench.model.apart) == loaded + 2, "it is proven"
+    assert bench.holds(bench.old)
+    assert bench.rank.swap(1, 0, back=True) == 0
+    bench.rank.swap(1, 1, back=False)
+    assert bench.holds(bench.state(bench.fresh))
+
+
+def test_layers_that_another_rank_cannot_compare_are_not_compared(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    assert bench.agreement.compared == {"a.weight", "b.weight"}
+    bench.rank.agree(bench.agreement.classes, bench.rank._holders, compared={"b.weight"})
+    bench.restage()
+    bench.rank.swap(1, 1, back=False)
+    assert bench.model.apart == ["b"]
+    assert bench.holds(bench.state(bench.fresh))
+
+
+def test_layers_that_nobody_can_look_into_are_not_called_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CodedEngine, "probe", lambda *_: None)
+    bench = Bench(tmp_path, hides=True)
+    assert not bench.agreement.compared
+    assert "cannot be tried by itself" in bench.agreement.reasons["a.weight"]
+
+
 def test_old_bits_that_cannot_be_proven_are_not_called_old_bits(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.model.quantise = only(bench.model, "b", wrong)
@@ -177,7 +225,7 @@ def test_copies_that_are_quantised_wrongly_are_loaded_no_more(tmp_path: Path) ->
     bench = Bench(tmp_path)
     assert bench.rank.loads_the_same()
     bench.model.quantise = only(bench.model, "b", wrong)
-    bench.rank._load(set(bench.before.specs))
+    bench.rank._copies.load(bench.rank._attached, set(bench.before.specs))
     assert not bench.rank.loads_the_same()
 
 

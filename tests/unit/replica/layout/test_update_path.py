@@ -147,3 +147,29 @@ def test_what_ranks_and_leader_say_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(one), type=Classified) == one
     agreement = agree([SPEC], [{"w": held(TOP)}, {"w": on_host("loaded")}])
     assert msgspec.json.decode(msgspec.json.encode(agreement), type=Agreement) == agreement
+
+
+@pytest.mark.parametrize(
+    ("ranks", "compared"),
+    [
+        ("y", True),
+        ("yy", True),
+        ("y-", True),
+        ("-y", True),
+        ("n", False),
+        ("yn", False),
+        ("ny", False),
+        ("y-n", False),
+        ("--", False),
+    ],
+)
+def test_layers_are_compared_where_every_rank_that_holds_them_can(
+    ranks: str, *, compared: bool
+) -> None:
+    found = {
+        "y": Classified(kind="reloaded", comparable=True),
+        "n": Classified(kind="reloaded"),
+        "-": ABSENT,
+    }
+    agreement = agree([SPEC], [{"w": found[rank]} for rank in ranks])
+    assert agreement.compared == ({"w"} if compared else set())
