@@ -20,6 +20,7 @@ from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
     LeaderReplacedError,
+    OldBitsError,
     PartialApplyError,
     PoisonedError,
     StageAbandonedError,
@@ -262,6 +263,12 @@ class ReplicaTarget:
             replies = self._client.wait(lease.ticket, StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
+        if spare is None and after.torn:
+            raise OldBitsError(
+                f"the digest of {after.torn!r}, which this engine does not use, is shared with "
+                "tensors that it uses",
+                hint="publish with encoding='step'",
+            )
         if spare is None:
             raise BaseMismatchError(
                 "it is not known what the tensors hold that this engine does not use",

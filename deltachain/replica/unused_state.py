@@ -26,10 +26,12 @@ class UnusedState:
     Attributes:
         digests: Digests by name; ``None`` where the content of a tensor is unknown.
         joint: Tensors of which only the sum of the digests is right, as rows shared a digest.
+        torn: A tensor that is unknown since a row shared its digest with a tensor in use; or empty.
     """
 
     digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
     joint: frozenset[str] = frozenset()
+    torn: str = ""
 
     @property
     def total(self) -> StateDigest | None:
@@ -45,13 +47,14 @@ class UnusedState:
             for name in held:
                 bits = fetched.base.bits(name)
                 held[name] = host.digest(digest_key(fetched.specs[name]), bits)
+        torn = ""
         for part in fetched.parts:
             for group in groups(part.rows.values()):
                 if len(group) > 1:
-                    _add_group(held, joint, group)
+                    torn = _add_group(held, joint, group) or torn
                 elif group[0].name in held:
                     _add_row(held, joint, group[0], fetched.specs[group[0].name].numel)
-        return UnusedState(held, frozenset(joint))
+        return UnusedState(held, frozenset(joint), torn)
 
     def effect(self, after: UnusedState) -> Effect | None:
         """Return the effect of a plan that leads from here to ``after``; ``None`` if unknown.
@@ -85,13 +88,18 @@ def _add_row(
 
 def _add_group(
     held: dict[str, StateDigest | None], joint: set[str], group: Sequence[TensorRow]
-) -> None:
-    """Count rows that share a digest: their sum is known if no rank holds any of them."""
+) -> str:
+    """Count rows that share a digest: their sum is known if no rank holds any of them.
+
+    Returns:
+        One of the tensors if ranks hold some of them, but not all; else an empty string.
+    """
     names = [row.name for row in group]
+    unused = [name for name in names if name in held]
     last = held.get(names[-1])
-    known = all(held.get(name) is not None for name in names)
-    if known and last is not None:
+    if last is not None and all(held.get(name) is not None for name in names):
         held[names[-1]] = last + StateDigest.parse(group[-1].digest)
         joint.update(names)
-    else:
-        held.update((name, None) for name in names if name in held)
+        return ""
+    held.update(dict.fromkeys(unused))
+    return unused[0] if 0 < len(unused) < len(names) else ""

@@ -250,8 +250,11 @@ def test_one_of_them_given_whole_says_nothing_of_the_others() -> None:
 
 def test_a_digest_shared_with_a_tensor_in_use_says_nothing() -> None:
     state = UnusedState({"a": digest(1), "b": digest(2)})
-    assert after(state, row("a", 0), row("c", 30)).digests == {"a": None, "b": digest(2)}
-    assert after(state, row("d", 0), row("c", 30)).total == state.total
+    found = after(state, row("a", 0), row("c", 30))
+    assert (found.digests, found.torn) == ({"a": None, "b": digest(2)}, "a")
+    other = after(state, row("d", 0), row("c", 30))
+    assert (other.total, other.torn) == (state.total, "")
+    assert after(found, whole("a", 5)) == UnusedState({"a": digest(5), "b": digest(2)})
     unknown = UnusedState({"a": None, "b": digest(2)})
     assert after(unknown, row("a", 0), row("b", 30)).digests == {"a": None, "b": None}
 

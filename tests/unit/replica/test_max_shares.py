@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, changes
@@ -21,6 +22,7 @@ from deltachain.replica.held_bits import host_bits
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.replica.staged import Share, _prepared
+from deltachain.replica.unused_state import UnusedState
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import prepare, write
@@ -220,6 +222,39 @@ def test_ranks_that_cut_tiles_take_another_way_where_there_is_one(tmp_path: Path
             assert receipt is not None
             assert f"anchor->{seed} " in receipt.plan
             assert here.holds(seed)
+    finally:
+        here.close()
+
+
+@pytest.mark.usefixtures("small_tiles")
+def test_a_digest_shared_with_tensors_in_use_is_planned_around(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank holds a tensor whose digest is in the sum of others that ranks hold."""
+    here = Followed(SHAPES["tp2"], tmp_path)
+    after = UnusedState.after
+
+    def torn(state: UnusedState, fetched: Fetched) -> UnusedState:
+        is_max = any("max" in edge.encodings for edge in fetched.plan.edges)
+        return UnusedState({"w": None}, torn="w") if is_max else after(state, fetched)
+
+    try:
+        here.publisher.close()
+        config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
+        here.publisher = Publisher(config, store=here.store).attach(here.model)
+        here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+        here.subscriber.update()
+        here.publish(2)
+        monkeypatch.setattr(UnusedState, "after", torn)
+        with pytest.raises(OldBitsError, match="the digest of 'w', which this engine does not use"):
+            here.subscriber.update()
+        assert here.holds(1)
+        assert not here.spools()
+        here.anchor()
+        receipt = here.subscriber.update()
+        assert receipt is not None
+        assert "anchor->2 " in receipt.plan
+        assert here.holds(2)
     finally:
         here.close()
 
