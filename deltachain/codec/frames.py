@@ -30,7 +30,7 @@ SMALLEST_LEVEL: Final = 15
 """zstd level of directories where bytes matter more: it takes 3 to 8 ms for 50 to 100 KiB, and
 saves 7 to 13 %; levels 3 to 12 save at most 2 %, levels 16 to 19 at most 2 % more."""
 
-SMALLEST_FOR: Final = range(1 << 13, 1 << 21)
+SMALLEST_FOR: Final = range(1 << 12, 1 << 21)
 """Bytes of directories for which ``SMALLEST_LEVEL`` pays: below, it saves 3 % at most; above, it
 takes over 0.2 s."""
 

@@ -30,15 +30,22 @@ KEYS: Final = {
 }
 
 
-def max_of(spec: TensorSpec) -> bytes:
-    """A part that every seventh element of the fuzzer's old bits changed by; one for each width."""
+LAYER: Final = {"a": "BF16", "b": "F8_E4M3", "c": "BF16", "d": "F32"}
+"""Tensors of a layer."""
+
+
+def max_of(*specs: TensorSpec) -> bytes:
+    """A part of tensors in which every seventh element of the fuzzer's old bits changed."""
+    return encode_part(map(_as_max, specs)).data
+
+
+def _as_max(spec: TensorSpec) -> Change:
     old = old_of(spec)
     new = old.copy()
     new[::7] += np.array(1, spec.bits_dtype)
     before = partial(OldBits, old)
     delta = changes(spec, old, new)
-    change = Change(delta, StateDigest(), encoding=ENCODINGS.get("max"), old=before)
-    return encode_part([change]).data
+    return Change(delta, StateDigest(), encoding=ENCODINGS.get("max"), old=before)
 
 
 def seeds(target: str) -> Iterator[tuple[str, bytes]]:
@@ -50,6 +57,8 @@ def seeds(target: str) -> Iterator[tuple[str, bytes]]:
             yield f"sound-max-{cuts}", max_part(cuts)
         for dtype in ("F8_E4M3", "BF16", "F32", "F64"):
             yield f"sound-max-{dtype}", max_of(TensorSpec("w", dtype, (40,)))
+        layer = [TensorSpec(f"h.0.{name}", dtype, (20,)) for name, dtype in LAYER.items()]
+        yield "sound-max-layer", max_of(*layer)  # they share a digest
         for number, name in enumerate(FORGERIES):
             yield f"forged-{number:03}", forged(name)
         return
