@@ -19,7 +19,7 @@ from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.errors import BaseMismatchError, ConfigError
+from deltachain.errors import BaseMismatchError, ConfigError, MalformedError
 from deltachain.filebits import FileBits
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
@@ -138,23 +138,39 @@ def _apply_row(
 ) -> None:
     """Write one tensor's change into the copy, and verify it with those of the same digest."""
     row, old = part.rows[name], checkpoint.bits(name)
-    delta = part.read(name, old=OldBits(old))
+    delta = _read(checkpoint, part, name, old)
     moved = move(old, delta)
     found = digests.add(name, counted(moved, row))
     if found is not None and found.actual != found.expected:
-        raise BaseMismatchError(
-            f"{checkpoint.path}: {digests.named(name)} does not hold the bits that {part.key} was "
-            f"made from: expected a change of {found.expected}, found {found.actual}; nothing was "
-            "written",
-            tensor=name,
-            hint="patch the checkpoint that was OLD when the delta was made",
-        )
+        why = f"expected a change of {found.expected}, found {found.actual}"
+        raise _other_bits(checkpoint, part, name, digests.named(name), why)
     if not delta.spec.numel:
         return
     source, offset = checkpoint.place(name)
     target = partial / source.name if partial.is_dir() else partial
     FileBits(target, offset, delta.spec).put(delta.indices, moved.new)
     sync(target)
+
+
+def _read(checkpoint: Checkpoint, part: Part, name: str, old: Bits) -> TensorDelta:
+    """Decode a tensor of a verified part; where that fails, it is of other old bits."""
+    try:
+        return part.read(name, old=OldBits(old))
+    except MalformedError as exc:
+        if not part.needs_old(name):
+            raise
+        raise _other_bits(checkpoint, part, name, repr(name), str(exc.args[0])) from exc
+
+
+def _other_bits(
+    checkpoint: Checkpoint, part: Part, tensor: str, names: str, why: str
+) -> BaseMismatchError:
+    return BaseMismatchError(
+        f"{checkpoint.path}: {names} does not hold the bits that {part.key} was made from: {why}; "
+        "nothing was written",
+        tensor=tensor,
+        hint="patch the checkpoint that was OLD when the delta was made",
+    )
 
 
 @contextmanager

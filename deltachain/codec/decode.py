@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
 from types import MappingProxyType
 
 import msgspec
@@ -15,7 +14,7 @@ from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import digest_fits
+from deltachain.codec.row_digests import check_digests
 from deltachain.delta import TensorDelta
 from deltachain.errors import (
     ConfigError,
@@ -272,7 +271,7 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
         raise MalformedError(f"{key}: {exc}", key=key) from exc
     tensors: dict[str, _Tensor] = {}
     reached: dict[int, dict[str, int]] = {}
-    for row, following in zip_longest(directory.tensors, directory.tensors[1:]):
+    for row in directory.tensors:
         if row.name in tensors:
             raise MalformedError(f"{key}: two rows for tensor {row.name!r}", key=key)
         encoding = ENCODINGS.get(row.encoding, key=key)
@@ -280,8 +279,6 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
             raise MalformedError(
                 f"{key}: {row.name!r}: encoding {row.encoding!r} in a compressed part", key=key
             )
-        if not digest_fits(row, following):
-            raise _inconsistent(row, key)
         spec = _check_row(row, encoding, key)
         own = encoding.own_arrays
         mine = () if own else _take_segments(row, spec.numel, encoding, segments, key)
@@ -293,6 +290,10 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
             at[name] = at.get(name, 0) + length
     if next(segments, None) is not None:
         raise MalformedError(f"{key}: more segments than the tensors have", key=key)
+    try:
+        check_digests(directory.tensors)
+    except ConfigError as exc:
+        raise MalformedError(f"{key}: {exc}", key=key) from exc
     return tensors
 
 

@@ -12,6 +12,7 @@ import msgspec
 from deltachain.codec.directory import TensorRow
 from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.errors import ConfigError
+from deltachain.joined import joined
 from deltachain.types import StateDigest
 
 SHARED_NUMEL: Final = 1 << 22
@@ -34,36 +35,44 @@ class Comparison(NamedTuple):
     actual: StateDigest
 
 
-def digest_fits(row: TensorRow, following: TensorRow | None) -> bool:
-    """Return whether the digest of a row is one, or may be left to the next row."""
-    if not row.digest:
-        return following is not None and _may_share(row, following)
-    try:
-        StateDigest.parse(row.digest)
-    except ConfigError:
-        return False
-    return True
+def may_share(row: TensorRow) -> bool:
+    """Return whether a row may leave its digest to a later row of the same encoding."""
+    return row.encoding == MaxEncoding.name
 
 
-def _may_share(row: TensorRow, following: TensorRow) -> bool:
-    return row.encoding == following.encoding == MaxEncoding.name
+def check_digests(rows: Iterable[TensorRow]) -> None:
+    """Check the digests of all rows of a part.
+
+    Raises:
+        ConfigError: One is none, or is left to no row.
+    """
+    left = ""
+    for row in rows:
+        if row.digest:
+            StateDigest.parse(row.digest)
+        elif not may_share(row):
+            raise ConfigError(f"no digest of tensor {row.name!r}")
+        if may_share(row):
+            left = "" if row.digest else row.name
+    if left:
+        raise ConfigError(f"no row has the digest of tensor {left!r}")
 
 
 def share(rows: Sequence[TensorRow]) -> list[TensorRow]:
     """Return rows in which small tensors of a layer leave their digests to the last of them."""
     shared = list(rows)
     numel = 0
-    for at, (row, following) in enumerate(pairwise(rows)):
+    for at, then in pairwise(number for number, row in enumerate(rows) if may_share(row)):
+        row, following = rows[at], rows[then]
         numel += row.spec.numel
         layer = _LAYER.match(row.name)
         alike = layer is not None and following.name.startswith(layer.group())
-        room = numel + following.spec.numel <= SHARED_NUMEL
-        if not (alike and room and _may_share(row, following)):
+        if not alike or numel + following.spec.numel > SHARED_NUMEL:
             numel = 0
             continue
         total = StateDigest.parse(shared[at].digest) + StateDigest.parse(following.digest)
         shared[at] = msgspec.structs.replace(shared[at], digest="")
-        shared[at + 1] = msgspec.structs.replace(following, digest=str(total))
+        shared[then] = msgspec.structs.replace(following, digest=str(total))
     return shared
 
 
@@ -71,6 +80,9 @@ def groups(rows: Iterable[TensorRow]) -> Iterator[tuple[TensorRow, ...]]:
     """Yield the rows of each digest, of which the last one has it."""
     group: list[TensorRow] = []
     for row in rows:
+        if not may_share(row):
+            yield (row,)
+            continue
         group.append(row)
         if row.digest:
             yield tuple(group)
@@ -85,15 +97,12 @@ def changes_of(
     Sets are as small as shared digests allow: most have one tensor.
     """
     digests = [group for rows in parts for group in groups(rows)]
-    joined: dict[str, set[str]] = {}
-    for group in digests:
-        names = set[str]().union(*(joined.get(row.name, {row.name}) for row in group))
-        joined.update(dict.fromkeys(names, names))
-    sums = {id(names): StateDigest() for names in joined.values()}
+    found = joined([row.name for row in group] for group in digests)
+    sums = [StateDigest() for _ in found]
+    number = {name: n for n, names in enumerate(found) for name in names}
     for *_, last in digests:
-        sums[id(joined[last.name])] += StateDigest.parse(last.digest)
-    found = {id(names): names for names in joined.values()}
-    yield from ((frozenset(names), sums[key]) for key, names in found.items())
+        sums[number[last.name]] += StateDigest.parse(last.digest)
+    yield from zip(found, sums, strict=True)
 
 
 class RowDigests:

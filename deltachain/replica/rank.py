@@ -263,18 +263,23 @@ class Rank:
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> None:
         self._unloaded = None
-        written = write_all(staged.undoes() if back else staged.writes(self._share), version)
         on_host = staged.names & self._copies.names
+        together = bool(on_host) and not self._alone  # ranks may exchange values while they load
+        try:
+            written = write_all(staged.undoes() if back else staged.writes(self._share), version)
+        except PartialApplyError as exc:
+            if together:  # the others load: load the old bits as often as they load the new ones
+                self._copies.load_old(self._attached, on_host, version)
+                raise self._unfinished(ticket, version, str(exc.args[0])) from exc
+            raise
         try:
             self._copies.load(self._attached, on_host)
             self._copies.read_back(self._attached, on_host)
         except Exception as exc:
             take_back(written, version, exc)
-            if on_host and not self._alone:  # ranks may exchange values while they load
-                self._unloaded = ticket
-                raise UnfinishedSwapError(
-                    f"the engine could not load version {version}: {exc}", version=version
-                ) from exc
+            if together:
+                why = f"the engine could not load version {version}: {exc}"
+                raise self._unfinished(ticket, version, why) from exc
             self._copies.load_old(self._attached, on_host, version)
             raise PartialApplyError(
                 f"the engine could not load version {version}; the old bits are back: {exc}",
@@ -283,6 +288,11 @@ class Rank:
         self._tables.forget()
         (self._written.remove if back else self._written.add)(ticket)
         settle()  # include the device's work in the measured time
+
+    def _unfinished(self, ticket: int, version: Version, why: str) -> UnfinishedSwapError:
+        """Return the error of a swap whose old bits are loaded by the request to undo it."""
+        self._unloaded = ticket
+        return UnfinishedSwapError(why, version=version)
 
     def _device_stager(self) -> DeviceStager | None:
         """Return the stager of the tensors in place on a device; ``None`` if there are none."""

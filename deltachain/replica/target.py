@@ -263,7 +263,7 @@ class ReplicaTarget:
             replies = self._client.wait(lease.ticket, StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
-        if spare is None and after.torn:
+        if spare is None and before.total is not None and after.torn:
             raise OldBitsError(
                 f"the digest of {after.torn!r}, which this engine does not use, is shared with "
                 "tensors that it uses",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, Final
 
 import zstandard
@@ -241,13 +241,13 @@ def read_tensors(
     cursor = Cursor(streams)
     found: dict[str, Delta] = {}
     owned: set[str] = set()
-    for row, following in zip_longest(directory["tensors"], directory["tensors"][1:]):
+    for row in directory["tensors"]:
         if row["encoding"] not in ENCODINGS:
             raise UnsupportedError(row["encoding"])
         check_shape(row["dtype"], row["shape"])
         require(row["name"] not in found and numel_of(row["shape"]) <= 1 << 48, "row")
-        shared = following and row["encoding"] == following["encoding"] == "max"
-        require(len(row["digest"]) == (32 if row["digest"] or not shared else 0), "digest")
+        left = row["encoding"] == "max" and not row["digest"]
+        require(left or len(row["digest"]) == 32, "digest")
         require(set(row["digest"]) <= set("0123456789abcdef"), "digest")
         mine, segments = segments[: row["segments"]], segments[row["segments"] :]
         require(len(mine) == row["segments"], "segments")
@@ -257,6 +257,8 @@ def read_tensors(
         else:
             found[row["name"]] = read_segments(row, mine, cursor, old.get(row["name"], ()))
     require(not segments, "segments that are nobody's")
+    shared = [row["digest"] for row in directory["tensors"] if row["encoding"] == "max"]
+    require(not shared or shared[-1] != "", "digest")
     for name in streams.keys() - owned:
         dtype, shape = forms[name]
         require(name[:1] == "#" and (dtype, len(shape)) == ("U8", 1), f"{name}: form")

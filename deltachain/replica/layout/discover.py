@@ -20,7 +20,7 @@ from deltachain.replica.layout.engine_loads import decide_remaining, try_loading
 from deltachain.replica.layout.findings import Findings, from_recording, require_classes
 from deltachain.replica.layout.fresh_load import find_comparable
 from deltachain.replica.layout.in_place import refuse_unverifiable, verify_in_place, verify_uniform
-from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod
+from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import undisturbed
 from deltachain.replica.layout.model_state import ModelState
@@ -64,12 +64,14 @@ class Layout:
 
     def report(self) -> dict[str, Classified]:
         """Return the class of each tensor, for the leader."""
-        comparable = {name for group in self.comparable for name in group.names}
+        reloaded = (group for method, group in self.groups if method in RELOADS)
+        groups = {name: group for group in reloaded for name in group.names}
         return {
             name: Classified(
                 kind=kind,
                 reason=self.reasons.get(name, ""),
-                comparable=name in comparable,
+                layers=tuple(sorted(groups[name].layers)) if name in groups else (),
+                comparable=name in groups and groups[name] in self.comparable,
                 windows=tuple(
                     (p.window.offset, p.window.size, p.window.stride)
                     for p in self.places.get(name, ())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
 from deltachain.format.documents import Struct
+from deltachain.joined import joined
 from deltachain.types import TensorSpec
 
 TensorClass: TypeAlias = Literal[
@@ -38,12 +39,14 @@ class Classified(Struct, frozen=True, kw_only=True):
         kind: Class of the tensor.
         reason: Reason why it is not in place; empty if it is.
         windows: Windows of the elements that this rank holds in place.
-        comparable: Whether the layers that are loaded with it can be compared with a fresh load.
+        layers: Layers that the engine reloads with it, together.
+        comparable: Whether these can be compared with a fresh load.
     """
 
     kind: TensorClass
     reason: str = ""
     windows: tuple[Form, ...] = ()
+    layers: tuple[str, ...] = ()
     comparable: bool = False
 
 
@@ -56,7 +59,7 @@ class Agreement(Struct, frozen=True, kw_only=True):
         holders: Holders of each window of every tensor, for each rank: numbers of the ranks, joined
             by commas; a rank with two places for a window is named twice. One entry on a rank with
             a copy on the host, none on a rank without the tensor.
-        compared: Tensors that are compared after a swap, as every rank that holds them can.
+        compared: Tensors whose layers are compared after a swap, as every rank can.
     """
 
     classes: dict[str, TensorClass]
@@ -70,7 +73,7 @@ class Agreement(Struct, frozen=True, kw_only=True):
         return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
 
 
-def agree(specs: Collection[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
+def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
     """Decide the class of every tensor on all ranks."""
     classes: dict[str, TensorClass] = {}
     reasons: dict[str, str] = {}
@@ -82,16 +85,20 @@ def agree(specs: Collection[TensorSpec], ranks: Sequence[Mapping[str, Classified
         if reason:
             reasons[spec.name] = reason
         holders[spec.name] = _holders(found, on_host=kind != "in_place")
-    compared = {spec.name for spec in specs if _is_compared(rank[spec.name] for rank in ranks)}
-    return Agreement(
-        classes=classes, reasons=reasons, holders=holders, compared=frozenset(compared)
-    )
+    return Agreement(classes=classes, reasons=reasons, holders=holders, compared=_compared(ranks))
 
 
-def _is_compared(found: Iterable[Classified]) -> bool:
-    """Return whether all ranks that hold a tensor can compare its layers; others load nothing."""
-    held = [one.comparable for one in found if one.kind not in ("absent", "unused")]
-    return bool(held) and all(held)
+def _compared(ranks: Sequence[Mapping[str, Classified]]) -> frozenset[str]:
+    """Return the tensors whose layers every rank can compare.
+
+    Ranks may exchange values as they load to compare. So what is loaded together on one rank, into
+    the same layers or with the same tensors, is compared by all ranks or by none.
+    """
+    loaded = [(name, one) for rank in ranks for name, one in rank.items() if one.layers]
+    others = {name for name, one in loaded if not one.comparable}
+    together = joined([(name, ""), *(("", layer) for layer in one.layers)] for name, one in loaded)
+    names = (frozenset(name for name, _ in found if name) for found in together)
+    return frozenset().union(*(found for found in names if found.isdisjoint(others)))
 
 
 def orphans(specs: Iterable[str], ranks: Sequence[Mapping[str, Classified]]) -> list[str]:

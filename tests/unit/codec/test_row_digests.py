@@ -62,11 +62,22 @@ def test_tensors_of_a_layer_leave_their_digests_to_the_last() -> None:
     assert [len(group) for group in groups(share(rows))] == [3, 2]
 
 
+def test_rows_of_other_encodings_lie_between() -> None:
+    rows = [row("h.0.a", 1), row("h.0.s", 7, encoding="step"), row("h.0.b", 2), row("h.1.a", 3)]
+    found = share(rows)
+    assert given(found) == ["", "7", "3", "3"]
+    assert [[one.name for one in group] for group in groups(found)] == [
+        ["h.0.s"],
+        ["h.0.a", "h.0.b"],
+        ["h.1.a"],
+    ]
+
+
 def test_other_encodings_names_without_a_layer_and_large_tensors_keep_theirs() -> None:
     assert given(share([row("h.0.a", 1), row("h.0.b", 2, encoding="step"), row("h.0.c", 3)])) == [
-        "1",
+        "",
         "2",
-        "3",
+        "4",
     ]
     assert given(share([row("embed", 1), row("embed.x", 2), row("h.10.a", 3)])) == ["1", "2", "3"]
     assert given(share([row("h.1.a", 1), row("h.10.b", 2)])) == ["1", "2"]
@@ -150,10 +161,18 @@ def test_a_digest_left_to_nobody_is_malformed(at: int) -> None:
     old, new = weights()
     pieces = take_apart(part_of(old, new))
     pieces.rows[at]["digest"] = ""
-    if at == 2:  # left to a row of another encoding
-        pieces.rows[3]["encoding"] = "step"
+    if at == 2:  # left to rows of another encoding
+        del pieces.rows[3:]
+        kept = sum(one["segments"] for one in pieces.rows)
+        streams = pieces.streams
+        nbytes = sum(pieces.segments["gaps"][:kept])
+        pieces.segments = {name: column[:kept] for name, column in pieces.segments.items()}
+        pieces.streams = {
+            "#0.class": streams["#0.class"][: 3 * 512],
+            "#0.tile": streams["#0.tile"][:nbytes],
+        }
     data = pieces.build()
-    with pytest.raises(MalformedError, match=f"inconsistent row of tensor '{NAMES[at]}'"):
+    with pytest.raises(MalformedError, match=f"no row has the digest of tensor '{NAMES[at]}'"):
         Part.from_bytes(data)
     with pytest.raises(RefusedError, match="digest"):
         stranger.read_part(data, {name: bits.tolist() for name, bits in old.items()})

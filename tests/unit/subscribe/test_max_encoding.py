@@ -162,6 +162,9 @@ def test_diff_and_patch_take_it(tmp_path: Path) -> None:
     apply(tmp_path / "0", tmp_path / "delta.safetensors", tmp_path / "patched")
     one, other = Checkpoint(tmp_path / "1"), Checkpoint(tmp_path / "patched")
     assert all((one.bits(name) == other.bits(name)).all() for name in one.specs)
+    with pytest.raises(BaseMismatchError, match=r"does not hold the bits that .* was made from"):
+        apply(tmp_path / "1", tmp_path / "delta.safetensors", tmp_path / "twice")
+    assert not (tmp_path / "twice").exists()
 
 
 def test_tensors_that_share_a_digest_are_followed_folded_verified_and_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
 from deltachain.errors import PartialApplyError, PoisonedError, UnfinishedSwapError
+from deltachain.replica import rank
 from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.layer_probe import COLUMNS, probing_rows
 from deltachain.replica.layout.update_path import agree
@@ -154,6 +155,28 @@ def test_beside_other_ranks_the_old_bits_are_loaded_when_all_load(
     assert len(bench.model.apart) == loaded + 2, "it is proven"
     assert bench.holds(bench.old)
     assert bench.rank.swap(1, 0, back=True) == 0
+    bench.rank.swap(1, 1, back=False)
+    assert bench.holds(bench.state(bench.fresh))
+
+
+def test_a_rank_that_cannot_write_loads_as_often_as_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    bench.rank.agree(bench.agreement.classes, bench.rank._holders, alone=False)
+    bench.restage()
+
+    def lost(*_: object) -> None:
+        raise PartialApplyError("device lost", version=1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rank, "write_all", lost)
+        with pytest.raises(UnfinishedSwapError, match="device lost"):
+            bench.rank.swap(1, 1, back=False)
+    assert bench.model.apart == ["a", "b"]
+    bench.rank.swap(1, 1, back=True)
+    assert bench.model.apart == ["a", "b"] * 2
+    assert bench.holds(bench.old)
     bench.rank.swap(1, 1, back=False)
     assert bench.holds(bench.state(bench.fresh))
 

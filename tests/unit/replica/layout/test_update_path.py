@@ -149,27 +149,36 @@ def test_what_ranks_and_leader_say_survives_json() -> None:
     assert msgspec.json.decode(msgspec.json.encode(agreement), type=Agreement) == agreement
 
 
+def load(*layers: str, comparable: bool = True) -> Classified:
+    return Classified(kind="reloaded", layers=layers, comparable=comparable)
+
+
 @pytest.mark.parametrize(
     ("ranks", "compared"),
     [
-        ("y", True),
-        ("yy", True),
-        ("y-", True),
-        ("-y", True),
-        ("n", False),
-        ("yn", False),
-        ("ny", False),
-        ("y-n", False),
-        ("--", False),
+        ([{"a": load("x")}], "a"),
+        ([{"a": load("x", comparable=False)}], ""),
+        ([{"a": load("x")}] * 2, "a"),
+        ([{"a": load("x")}, {"a": load("x", comparable=False)}], ""),
+        ([{"a": load("x")}, {"a": ABSENT}], "a"),
+        ([{"a": ABSENT}, {"a": ABSENT}], ""),
+        ([{"a": on_host("loaded")}], ""),
+        # one layer, with other tensors on each rank
+        ([{"a": load("x"), "b": ABSENT}, {"a": ABSENT, "b": load("x", comparable=False)}], ""),
+        # loaded together on one rank, apart on another
+        (
+            [
+                {"a": load("x", "y"), "b": load("x", "y"), "c": load("z")},
+                {"a": load("x"), "b": load("y", comparable=False), "c": load("z")},
+            ],
+            "c",
+        ),
+        # a tensor of the name of a layer
+        ([{"a": load("b", comparable=False), "b": load("c")}], "b"),
     ],
 )
-def test_layers_are_compared_where_every_rank_that_holds_them_can(
-    ranks: str, *, compared: bool
+def test_what_is_loaded_together_is_compared_by_all_ranks_or_by_none(
+    ranks: list[dict[str, Classified]], compared: str
 ) -> None:
-    found = {
-        "y": Classified(kind="reloaded", comparable=True),
-        "n": Classified(kind="reloaded"),
-        "-": ABSENT,
-    }
-    agreement = agree([SPEC], [{"w": found[rank]} for rank in ranks])
-    assert agreement.compared == ({"w"} if compared else set())
+    specs = [TensorSpec(name, "BF16", (4, 6)) for name in ranks[0]]
+    assert agree(specs, ranks).compared == set(compared)
