@@ -53,10 +53,10 @@ class PublishConfig:
 
     ``max`` reads and writes with the old bits of all elements. It takes several times as long to
     decode; readers of earlier releases leave it out. So do engines of which a rank's share cuts a
-    tile: they take anchors and other edges, and refuse what has none. Matrices are divided so that
-    2 ranks cut no tile, nor 4 with 128 KiB of weights in each, nor 6, 8, 12 or 16 with 256 KiB.
-    Vectors, integers and tensors of a few KiB are stored as ``step``, and so is what a trainer's
-    rank holds no consecutive elements of.
+    tile, or that leave some matrices of a layer unused: they take anchors and other edges, and
+    refuse what has none. Matrices are divided so that 2 ranks cut no tile, nor 4 with 128 KiB of
+    weights in each, nor 6, 8, 12 or 16 with 256 KiB. Vectors, integers and tensors of a few KiB are
+    stored as ``step``, and so is what a trainer's rank holds no consecutive elements of.
 
     ``auto`` begins with ``step``. Once an upload of at least 1 MiB, or the download of a chain that
     is continued, has shown the speed of the link, rank 0 encodes and decodes one changed tensor,

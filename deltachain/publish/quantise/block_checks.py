@@ -120,7 +120,9 @@ def check_given_scale(name: str, values: Tensor) -> None:
     Raises:
         ConfigError: The tensor is a scale by its name, and one of its values is not finite.
     """
-    if name.endswith("_scale") and values.is_floating_point() and not values.isfinite().all():
+    if not (name.endswith("_scale") and values.is_floating_point()):
+        return
+    if not bool(values.float().isfinite().all()):
         raise ConfigError(
             f"{name!r} is a scale that is not finite",
             hint="calibrate the scales again, or remove them from the model",

@@ -300,3 +300,22 @@ def test_an_error_in_blocks_of_one_rank_reaches_the_others() -> None:
             exchange(both[0], "version", failing())
         with pytest.raises(RankError, match="no room for the blocks"):
             waiting.result(20)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scale_of_the_model_that_is_not_finite(value: float, tmp_path: Path) -> None:
+    model, url = Two(), str(tmp_path / "chain")
+    model.register_buffer("k_scale", torch.tensor(0.5))
+    publisher = attached(url, model)
+    with torch.no_grad():
+        model.up.weight[0, 0] += 0.25
+    model.get_buffer("k_scale").fill_(value)
+    with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
+        publisher.publish(step=1)
+    assert publisher.version == 0
+    model.get_buffer("k_scale").fill_(0.75)
+    assert publisher.publish(step=2).result().version == 1
+    publisher.close()
+    model.get_buffer("k_scale").fill_(value)
+    with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
+        attached(str(tmp_path / "other"), model)
