@@ -11,8 +11,8 @@ import msgspec
 
 from deltachain.codec.directory import TensorRow
 from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError
-from deltachain.joined import joined
 from deltachain.types import StateDigest
 
 SHARED_NUMEL: Final = 1 << 22
@@ -28,7 +28,7 @@ def own_digests(rows: Iterable[TensorRow]) -> dict[str, StateDigest]:
     return {row.name: StateDigest.parse(row.digest) for row in alone}
 
 
-class Comparison(NamedTuple):
+class SharedSum(NamedTuple):
     """Sum of the changes of the rows of one digest, beside that digest."""
 
     expected: StateDigest
@@ -97,7 +97,7 @@ def changes_of(
     Sets are as small as shared digests allow: most have one tensor.
     """
     digests = [group for rows in parts for group in groups(rows)]
-    found = joined([row.name for row in group] for group in digests)
+    found = join_sets([row.name for row in group] for group in digests)
     sums = [StateDigest() for _ in found]
     number = {name: n for n, names in enumerate(found) for name in names}
     for *_, last in digests:
@@ -124,12 +124,12 @@ class RowDigests:
             self._sums[last] = StateDigest()
             self._group.update((row.name, last) for row in group)
 
-    def add(self, name: str, change: StateDigest) -> Comparison | None:
+    def add(self, name: str, change: StateDigest) -> SharedSum | None:
         """Add the change of a row; return the comparison if it was the last one of its digest."""
         last = self._group[name]
         self._sums[last] += change
         self._left[last] -= 1
-        return None if self._left[last] else Comparison(self._digests[last], self._sums[last])
+        return None if self._left[last] else SharedSum(self._digests[last], self._sums[last])
 
     def named(self, name: str) -> str:
         """Return the names of the rows that share a row's digest, as text."""

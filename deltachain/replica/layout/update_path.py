@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, TypeAlias, get_args
 
+from deltachain.disjoint_sets import join_sets
 from deltachain.format.documents import Struct
-from deltachain.joined import joined
 from deltachain.types import TensorSpec
 
 TensorClass: TypeAlias = Literal[
@@ -96,7 +96,9 @@ def _compared(ranks: Sequence[Mapping[str, Classified]]) -> frozenset[str]:
     """
     loaded = [(name, one) for rank in ranks for name, one in rank.items() if one.layers]
     others = {name for name, one in loaded if not one.comparable}
-    together = joined([(name, ""), *(("", layer) for layer in one.layers)] for name, one in loaded)
+    together = join_sets(
+        [(name, ""), *(("", layer) for layer in one.layers)] for name, one in loaded
+    )
     names = (frozenset(name for name, _ in found if name) for found in together)
     return frozenset().union(*(found for found in names if found.isdisjoint(others)))
 

@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.joined import joined
+from deltachain.disjoint_sets import join_sets
 
 groups = st.lists(st.lists(st.integers(0, 12), max_size=4), max_size=12)
 
@@ -21,7 +21,7 @@ def slowly(given_groups: list[list[int]]) -> set[frozenset[int]]:
 
 @given(groups)
 def test_they_are_joined_over_others(some: list[list[int]]) -> None:
-    found = joined(some)
+    found = join_sets(some)
     assert set(found) == slowly(some)
     assert len(found) == len(set(found))
     order = list(dict.fromkeys(itertools.chain.from_iterable(some)))
@@ -32,4 +32,4 @@ def test_they_are_joined_over_others(some: list[list[int]]) -> None:
 
 def test_long_chains_take_no_time() -> None:
     pairs = itertools.pairwise(range(200_000))
-    assert joined(pairs) == [frozenset(range(200_000))]
+    assert join_sets(pairs) == [frozenset(range(200_000))]

@@ -1,4 +1,4 @@
-"""Union of sets that have members in common."""
+"""Disjoint sets: the union of sets that have members in common (union-find)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TypeVar
 T = TypeVar("T", bound=Hashable)
 
 
-def joined(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
+def join_sets(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
     """Join groups that share members, also over others; return the sets, by their first members.
 
     Takes about as long as it takes to read the groups.
