@@ -1,4 +1,4 @@
-"""Digests of the rows of a part, of which consecutive small rows share one (FORMAT.md 3)."""
+"""Digests of the rows of a part, of which small tensors of a layer share one (FORMAT.md 3)."""
 
 from __future__ import annotations
 

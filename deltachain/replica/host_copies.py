@@ -13,7 +13,7 @@ from deltachain.kernels.protocol import same_bits
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.discover import Layout
 from deltachain.replica.layout.fresh_load import expect_fresh
-from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod, load_with
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from deltachain.types import TensorSpec, Version
 
@@ -108,5 +108,6 @@ class HostCopies:
                 yield here, tensor_of(self._specs[name], self._bits[name])
 
 
-def _groups_of(layout: Layout, names: Collection[str]) -> list[Any]:
+def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
+    """Return the groups with one of the tensors, and the methods that load them."""
     return [(way, g) for way, g in layout.groups if not set(names).isdisjoint(g.names)]

@@ -263,10 +263,10 @@ class ReplicaTarget:
             replies = self._client.wait(lease.ticket, StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
-        if spare is None and before.total is not None and after.torn:
+        if spare is None and before.total is not None and after.shared_with_used:
             raise OldBitsError(
-                f"the digest of {after.torn!r}, which this engine does not use, is shared with "
-                "tensors that it uses",
+                f"the digest of {after.shared_with_used!r}, which this engine does not use, is "
+                "shared with tensors that it uses",
                 hint="publish with encoding='step'",
             )
         if spare is None:

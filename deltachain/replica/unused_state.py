@@ -26,12 +26,13 @@ class UnusedState:
     Attributes:
         digests: Digests by name; ``None`` where the content of a tensor is unknown.
         joint: Tensors of which only the sum of the digests is right, as rows shared a digest.
-        torn: A tensor that is unknown since a row shared its digest with a tensor in use; or empty.
+        shared_with_used: A tensor that is unknown, since it shared the digest of a row with a tensor
+            in use; or empty.
     """
 
     digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
     joint: frozenset[str] = frozenset()
-    torn: str = ""
+    shared_with_used: str = ""
 
     @property
     def total(self) -> StateDigest | None:
@@ -47,14 +48,14 @@ class UnusedState:
             for name in held:
                 bits = fetched.base.bits(name)
                 held[name] = host.digest(digest_key(fetched.specs[name]), bits)
-        torn = ""
+        shared_with_used = ""
         for part in fetched.parts:
             for group in groups(part.rows.values()):
                 if len(group) > 1:
-                    torn = _add_group(held, joint, group) or torn
+                    shared_with_used = _add_group(held, joint, group) or shared_with_used
                 elif group[0].name in held:
                     _add_row(held, joint, group[0], fetched.specs[group[0].name].numel)
-        return UnusedState(held, frozenset(joint), torn)
+        return UnusedState(held, frozenset(joint), shared_with_used)
 
     def effect(self, after: UnusedState) -> Effect | None:
         """Return the effect of a plan that leads from here to ``after``; ``None`` if unknown.

@@ -16,9 +16,16 @@ from deltachain.checkpoint import Checkpoint, write_weights
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.directory import TensorRow
 from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import SHARED_NUMEL, RowDigests, changes_of, groups, share
+from deltachain.codec.row_digests import (
+    SHARED_NUMEL,
+    RowDigests,
+    changes_of,
+    check_digests,
+    groups,
+    share,
+)
 from deltachain.delta import changes
-from deltachain.errors import BaseMismatchError, DigestMismatchError, MalformedError
+from deltachain.errors import BaseMismatchError, ConfigError, DigestMismatchError, MalformedError
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
@@ -156,26 +163,29 @@ def test_a_part_states_the_sums_and_strangers_read_it() -> None:
     assert list(theirs) == list(NAMES)
 
 
-@pytest.mark.parametrize("at", [2, 4])
-def test_a_digest_left_to_nobody_is_malformed(at: int) -> None:
+def test_a_digest_left_to_no_row_is_malformed() -> None:
     old, new = weights()
     pieces = take_apart(part_of(old, new))
-    pieces.rows[at]["digest"] = ""
-    if at == 2:  # left to rows of another encoding
-        del pieces.rows[3:]
-        kept = sum(one["segments"] for one in pieces.rows)
-        streams = pieces.streams
-        nbytes = sum(pieces.segments["gaps"][:kept])
-        pieces.segments = {name: column[:kept] for name, column in pieces.segments.items()}
-        pieces.streams = {
-            "#0.class": streams["#0.class"][: 3 * 512],
-            "#0.tile": streams["#0.tile"][:nbytes],
-        }
+    pieces.rows[-1]["digest"] = ""
     data = pieces.build()
-    with pytest.raises(MalformedError, match=f"no row has the digest of tensor '{NAMES[at]}'"):
+    with pytest.raises(MalformedError, match=r"no row has the digest of tensor 'h\.1\.b'"):
         Part.from_bytes(data)
     with pytest.raises(RefusedError, match="digest"):
         stranger.read_part(data, {name: bits.tolist() for name, bits in old.items()})
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ([row("a", 0), row("b", 1, encoding="step")], "no row has the digest of tensor 'a'"),
+        ([row("a", 0, encoding="step"), row("b", 1)], "no digest of tensor 'a'"),
+        ([row("a", 1), row("b", 0)], "no row has the digest of tensor 'b'"),
+        ([msgspec.structs.replace(row("a", 1), digest="0" * 31)], "is not a state digest"),
+    ],
+)
+def test_digests_that_are_none_are_refused(rows: list[TensorRow], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        check_digests(rows)
 
 
 def told_wrongly(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
@@ -270,9 +280,9 @@ def test_one_of_them_given_whole_says_nothing_of_the_others() -> None:
 def test_a_digest_shared_with_a_tensor_in_use_says_nothing() -> None:
     state = UnusedState({"a": digest(1), "b": digest(2)})
     found = after(state, row("a", 0), row("c", 30))
-    assert (found.digests, found.torn) == ({"a": None, "b": digest(2)}, "a")
+    assert (found.digests, found.shared_with_used) == ({"a": None, "b": digest(2)}, "a")
     other = after(state, row("d", 0), row("c", 30))
-    assert (other.total, other.torn) == (state.total, "")
+    assert (other.total, other.shared_with_used) == (state.total, "")
     assert after(found, whole("a", 5)) == UnusedState({"a": digest(5), "b": digest(2)})
     unknown = UnusedState({"a": None, "b": digest(2)})
     assert after(unknown, row("a", 0), row("b", 30)).digests == {"a": None, "b": None}

@@ -56,6 +56,14 @@ def plan_of(states: list[Bits], encodings: tuple[str, ...]) -> TensorPlan:
     return TensorPlan(SPEC, tuple(part(*one) for one in pairs))
 
 
+def publish_max(here: Followed) -> None:
+    """Go on with a chain in the encoding ``max``."""
+    here.publisher.close()
+    config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
+    here.publisher = Publisher(config, store=here.store).attach(here.model)
+    here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+
+
 def share_of(live: torch.Tensor, offset: int) -> Share:
     place = Placement(live, offset, (1024, 1))
     return Share(((("", 0), place),), *place.span)
@@ -185,10 +193,7 @@ def test_two_ranks_follow_small_matrices_and_vectors(tmp_path: Path, shape: str)
     """Vectors are stored as steps, and so would be what cannot be divided."""
     here = Followed(SHAPES[shape], tmp_path)
     try:
-        here.publisher.close()
-        config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
-        here.publisher = Publisher(config, store=here.store).attach(here.model)
-        here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+        publish_max(here)
         here.publish(2)
         receipt = here.subscriber.update()
         assert receipt is not None
@@ -205,10 +210,7 @@ def test_two_ranks_follow_small_matrices_and_vectors(tmp_path: Path, shape: str)
 def test_ranks_that_cut_tiles_take_another_way_where_there_is_one(tmp_path: Path) -> None:
     here = Followed(SHAPES["tp4"], tmp_path)
     try:
-        here.publisher.close()
-        config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
-        here.publisher = Publisher(config, store=here.store).attach(here.model)
-        here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+        publish_max(here)
         here.subscriber.update()
         for seed in (2, 3):
             here.publish(seed)
@@ -234,18 +236,15 @@ def test_a_digest_shared_with_tensors_in_use_is_planned_around(
     here = Followed(SHAPES["tp2"], tmp_path)
     after = UnusedState.after
 
-    def torn(state: UnusedState, fetched: Fetched) -> UnusedState:
+    def shared(state: UnusedState, fetched: Fetched) -> UnusedState:
         is_max = any("max" in edge.encodings for edge in fetched.plan.edges)
-        return UnusedState({"w": None}, torn="w") if is_max else after(state, fetched)
+        return UnusedState({"w": None}, shared_with_used="w") if is_max else after(state, fetched)
 
     try:
-        here.publisher.close()
-        config = PublishConfig(url=here.store.url, anchor_factor=1e6, encoding="max")
-        here.publisher = Publisher(config, store=here.store).attach(here.model)
-        here.truth.append(here.truth[0])  # a publisher that takes over commits a version
+        publish_max(here)
         here.subscriber.update()
         here.publish(2)
-        monkeypatch.setattr(UnusedState, "after", torn)
+        monkeypatch.setattr(UnusedState, "after", shared)
         with pytest.raises(OldBitsError, match="the digest of 'w', which this engine does not use"):
             here.subscriber.update()
         assert here.holds(1)
