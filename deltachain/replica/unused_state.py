@@ -26,8 +26,8 @@ class UnusedState:
     Attributes:
         digests: Digests by name; ``None`` where the content of a tensor is unknown.
         joint: Tensors of which only the sum of the digests is right, as rows shared a digest.
-        shared_with_used: A tensor that is unknown, since it shared the digest of a row with a tensor
-            in use; or empty.
+        shared_with_used: A tensor that is unknown, since it shared the digest of a row with one in
+            use; or empty.
     """
 
     digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
