@@ -101,7 +101,8 @@ def _change(
         values=changes.new if encoding.absolute else changes.new - changes.old,
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    before = partial(OldBits, old) if encoding.needs_old else None
+    without = encoding.suits(spec) and not encoding.encodes_with_old(spec)
+    before = None if without or not encoding.needs_old else partial(OldBits, old)
     change = Change(sparse, digest_change(spec, *changes), encoding=encoding, old=before)
     nnz = changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:

@@ -220,8 +220,9 @@ def _parts(changes: ChangedTensors, old: Old, encoding: str) -> Iterator[Change]
         key = digest_key(change.spec)
         digest = host.digest_at(key, change.indices, change.new)
         digest -= host.digest_at(key, change.indices, change.old)
-        before = partial(OldBits, old[change.spec.name])
         kept = chosen.needs_old and chosen.suits(change.spec)  # as publishers choose
+        with_old = chosen.encodes_with_old(change.spec)
+        before = partial(OldBits, old[change.spec.name]) if with_old else None
         yield Change(delta, digest, encoding=chosen if kept else None, old=before)
 
 

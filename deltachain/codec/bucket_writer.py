@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,10 +37,12 @@ class BucketWriter:
     Attributes:
         pieces: Contents by stream, in the order of the tensors.
         arrays: Arrays that belong to single tensors.
+        counts: Changes so far, of tensors that choose tables together; see ``encodings/max.py``.
     """
 
     pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
+    counts: dict[tuple[str, int], Any] = field(default_factory=dict)
 
     def lengths(self) -> dict[str, int]:
         """Return the number of pieces of each stream."""

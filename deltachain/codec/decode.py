@@ -162,7 +162,8 @@ class Part:
 
     def needs_old(self, name: str) -> bool:
         """Return whether :meth:`read` needs the old bits of a tensor."""
-        return self._tensors[name].encoding.needs_old
+        tensor = self._tensors[name]
+        return tensor.encoding.decodes_with_old(tensor.row)
 
     def reader(
         self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None

@@ -41,7 +41,7 @@ its own."""
 TURNS: Final = 8
 """Changes of the element width from tensor to tensor above which a width has one bucket."""
 
-MAX_TURNS: Final = 2
+MAX_TURNS: Final = 1
 """The same in parts with the encoding ``max``, for the fewest bytes."""
 
 SMALL: Final = 1 << 22
@@ -138,26 +138,29 @@ def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]
 
     Tensors of a bucket are consecutive. Where codes and scales take turns, as in a quantised model,
     a bucket for each turn would cost more than the changes: there, one bucket a width is filled at
-    a time. Tensors of a raw part share nothing.
+    a time, and one of all widths for ``max``. Tensors of a raw part share nothing.
     """
-    widths = [change.delta.spec.itemsize for change in changes]
+    is_max = [isinstance(change.encoding, MaxEncoding) for change in changes]
+    widths = [
+        0 if of_max else change.delta.spec.itemsize
+        for change, of_max in zip(changes, is_max, strict=True)
+    ]
     turns = [0, *accumulate(one != other for one, other in pairwise(widths))]
-    most = (
-        MAX_TURNS if any(isinstance(change.encoding, MaxEncoding) for change in changes) else TURNS
-    )
+    most = MAX_TURNS if any(is_max) else TURNS
     groups = widths if turns[-1] > most and not raw else turns
     buckets: list[list[Change]] = []
     numbers: list[int] = []
-    filled: dict[int, tuple[int, int]] = {}
+    filled: dict[int, tuple[int, float]] = {}
     for change, group in zip(changes, groups[: len(changes)], strict=True):
-        number, numel = filled.get(group, (-1, 0))
-        room = 2 * BUCKET if change.delta.spec.itemsize == 1 else BUCKET
-        if number < 0 or numel + change.delta.spec.numel > room:
-            number, numel = len(buckets), 0
+        number, numel = filled.get(group, (-1, 0.0))
+        spec = change.delta.spec
+        more = spec.numel / 2 if spec.itemsize == 1 else spec.numel
+        if number < 0 or numel + more > BUCKET:
+            number, numel = len(buckets), 0.0
             buckets.append([])
         buckets[number].append(change)
         numbers.append(number)
-        filled[group] = number, numel + change.delta.spec.numel
+        filled[group] = number, numel + more
     return buckets, numbers
 
 

@@ -36,8 +36,11 @@ class SharedSum(NamedTuple):
 
 
 def may_share(row: TensorRow) -> bool:
-    """Return whether a row may leave its digest to a later row of the same encoding."""
-    return row.encoding == MaxEncoding.name
+    """Return whether a row may leave its digest to a later row of the same encoding.
+
+    Rows without old bits may not: those are read also where some tensors of a layer are not held.
+    """
+    return row.encoding == MaxEncoding.name and row.gap > 0
 
 
 def check_digests(rows: Iterable[TensorRow]) -> None:

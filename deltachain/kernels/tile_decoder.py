@@ -25,7 +25,7 @@ from deltachain.kernels.tile_classes import (
     rule_of,
     thread_scratch,
 )
-from deltachain.kernels.tile_ranks import MARGIN, peek, read_ranks
+from deltachain.kernels.tile_ranks import MARGIN, enter_class, peek, read_ranks
 from deltachain.kernels.tiles import ENDS, MAGNITUDES, RANKS, TileStreams
 from deltachain.kernels.words import (
     HAS_DEPOSIT,
@@ -169,20 +169,26 @@ def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: 
     tile, table, spans = classes
     positions, steps, found, listed, sized = out
     count = table.rates.shape[0]
+    rank, reached, last = np.int64(0), False, np.int64(0)
     for kind in range(count):
         into, before = (positions, steps, found), found
         rate, total = np.int64(table.rates[kind]), tile.starts[kind, spans]
+        rank, at = enter_class(data, at, (rank, reached), rate - last)
+        last = rate
         if table.mixed[kind]:
             _list_class(tile, (count, kind), spans, listed)
             _list_sizes(codes[0], codes[1], table.sizes, listed, total, sized)
         how = rate, np.int64(table.common[kind]), table.mixed[kind], sized
-        found, at = read_ranks(data, (at, end), how, total, into)
+        span, begin = (at, end), (rank, reached)
+        found, at, rank, reached = read_ranks(data, span, how, (total, begin), into)
         if found < 0:
             return found
         if table.mixed[kind]:
             _place_listed(listed, box, positions, (before, found))
         else:
             _place_class(tile, (count, kind), spans, box, positions, (before, found))
+    if reached:
+        return np.int64(-1)
     left = end - at
     if left < 0 or left > 7 or (peek(data, at) & ((_U(1) << _U(left)) - _U(1))) != _U(0):
         return np.int64(-3)

@@ -77,6 +77,45 @@ def _rank(tile: Any, count: Any, kind: Any, position: Any) -> Any:  # noqa: ANN4
 
 
 @compiled
+def _rank_in(path: Any, kind: Any, there: Any) -> Any:  # noqa: ANN401
+    """Return a rank of a later class as one in a class, behind its elements."""
+    rates, starts, spans = path
+    goal, rank = there
+    while goal > kind:
+        goal -= 1
+        rank = starts[goal, spans] + (rank >> np.int64(rates[goal + 1] - rates[goal]))
+    return rank
+
+
+@compiled
+def _put_distance(coded: Any, state: Any, path: Any, here: Any, there: Any) -> None:  # noqa: ANN401
+    """Write the distance of two ranks, or from one to the end; see the reference."""
+    rates, starts, spans = path
+    (kind, rank), count = here, rates.shape[0]
+    while kind < count:
+        rate, total = np.int64(rates[kind]), starts[kind, spans]
+        if rank < total:
+            passed = ((total - 1 - rank) >> rate) + 1
+            if there[0] < count:
+                distance = _rank_in(path, kind, there) - rank
+                if distance >> rate < passed:
+                    _put_ones(coded, state, distance >> rate)
+                    _put(coded, state, _U(0), 1)
+                    _put(coded, state, _U(distance) & ((_U(1) << _U(rate)) - _U(1)), rate)
+                    for later in range(kind + 1, there[0] + 1):
+                        fewer = np.int64(rates[later] - rates[later - 1])
+                        low = _U(_rank_in(path, later, there)) & ((_U(1) << _U(fewer)) - _U(1))
+                        _put(coded, state, low, fewer)
+                    return
+            _put_ones(coded, state, passed)
+            rank += passed << rate
+        rank -= total
+        kind += 1
+        if kind < count:
+            rank <<= np.int64(rates[kind]) - rate
+
+
+@compiled
 def _encode_tile(
     codes: Any,  # noqa: ANN401
     classes: Any,  # noqa: ANN401
@@ -88,25 +127,22 @@ def _encode_tile(
     tile, table, spans = classes
     positions, steps = changes
     ranks, kinds = places
+    count = table.rates.shape[0]
     for i in range(positions.shape[0]):
         kinds[i] = table.by_bin[codes[positions[i]]]
-        ranks[i] = _rank(tile, table.rates.shape[0], np.int64(kinds[i]), positions[i])
+        ranks[i] = _rank(tile, count, np.int64(kinds[i]), positions[i])
     state = np.zeros(3, np.uint64)
-    element = np.int64(8 * steps.itemsize)
-    for c in range(table.rates.shape[0]):
-        rate, rank, total = np.int64(table.rates[c]), np.int64(0), tile.starts[c, spans]
+    element, path = np.int64(8 * steps.itemsize), (table.rates, tile.starts, spans)
+    here = np.int64(0), np.int64(0)
+    for c in range(count):
         for i in range(positions.shape[0]):
             if kinds[i] != c:
                 continue
-            gap = ranks[i] - rank
-            _put_ones(coded, state, gap >> rate)
-            _put(coded, state, _U(0), 1)
-            _put(coded, state, _U(gap) & ((_U(1) << _U(rate)) - _U(1)), rate)
+            _put_distance(coded, state, path, here, (np.int64(c), ranks[i]))
             size = np.int64(table.sizes[codes[positions[i]]])
             _put_step(coded, state, _U(steps[i]), size, element)
-            rank = ranks[i] + 1
-        if rank < total:
-            _put_ones(coded, state, ((total - 1 - rank) >> rate) + 1)
+            here = np.int64(c), ranks[i] + 1
+    _put_distance(coded, state, path, here, (np.int64(count), np.int64(0)))
     if state[1]:
         _put(coded, state, _U(0), 8 - np.int64(state[1]))
     return np.int64(state[2])

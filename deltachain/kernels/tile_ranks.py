@@ -70,54 +70,74 @@ def _excess(data: Any, x: Any, bits: Any, size: Any, width: Any) -> Any:  # noqa
     return _far_excess(data, at + used, size, width)
 
 
-@compiled
-def read_ranks(data: Any, span: Any, kind: Any, total: Any, out: Any) -> Any:  # noqa: ANN401
-    """Append ranks and steps of a class; return their number, and the bit behind them.
+@inlined
+def enter_class(data: Any, at: Any, begin: Any, more: Any) -> Any:  # noqa: ANN401
+    """Return the rank in a class of one behind the class before it, and the bit behind it.
 
-    The number is -1 or -2 if a rule is broken.
+    ``begin`` is that rank, and whether its element changed: then its low bits follow. ``more`` is
+    the difference of the rates.
+    """
+    rank, reached = begin
+    rank <<= more
+    if reached:
+        rank |= np.int64(peek(data, at) & ((_U(1) << _U(more)) - _U(1)))
+        at += more
+    return rank, at
+
+
+@compiled
+def read_ranks(data: Any, span: Any, kind: Any, members: Any, out: Any) -> Any:  # noqa: ANN401
+    """Append ranks and steps of a class.
+
+    Returns their number, or -1 or -2 if a rule is broken; the bit behind them; the rank reached,
+    less the elements of the class; and whether that element changed.
 
     Args:
         data: Bytes of all tiles, and ``MARGIN`` zeros.
         span: First bit of the class, and the bit behind its tile.
         kind: Rate; size; whether sizes are mixed, and if so the size of each element by rank.
-        total: Elements of the class.
+        members: Elements of the class; the rank to begin at, and whether its element changed.
         out: Ranks, steps, and the number of both so far.
     """
     rate, size, mixed, sized = kind
     ranks, steps, found = out
     at, end = span
+    total, (rank, reached) = members
     width = np.int64(8 * steps.itemsize)
     most = (_U(1) << _U(width - 1)) - _U(1)
     low = (_U(1) << _U(rate)) - _U(1)
-    rank = np.int64(0)
     while rank < total:
-        x = load_word(data, at >> 3) >> _U(at & 7)
-        quotient = lowest(~x)
-        used = quotient + 2 + rate
-        if used > _AT_HAND:
-            quotient = _run(data, at, ((total - 1 - rank) >> rate) + 1, end)
-            x, used = peek(data, at + quotient) >> _U(1), quotient + 2 + rate
+        if reached:
+            x, used = peek(data, at), np.int64(1)
+            reached = False
         else:
-            x >>= _U(quotient + 1)
-        gap = (quotient << rate) + np.int64(x & low)
-        if gap >= total - rank:
-            last = (total - 1 - rank) >> rate
-            if quotient <= last:
-                return np.int64(-1), at
-            return found, at + last + 1
-        rank += gap
+            x = load_word(data, at >> 3) >> _U(at & 7)
+            quotient = lowest(~x)
+            used = quotient + 2 + rate
+            if used > _AT_HAND:
+                quotient = _run(data, at, ((total - 1 - rank) >> rate) + 1, end)
+                x, used = peek(data, at + quotient) >> _U(1), quotient + 2 + rate
+            else:
+                x >>= _U(quotient + 1)
+            gap = (quotient << rate) + np.int64(x & low)
+            if gap >= total - rank:
+                passed = ((total - 1 - rank) >> rate) + 1
+                if quotient < passed:
+                    return found, at + quotient + 1 + rate, rank + gap - total, True
+                return found, at + passed, rank + (passed << rate) - total, False
+            rank += gap
+            x >>= _U(rate)
         if mixed:
             size = np.int64(sized[_U(rank)])
         ranks[_U(found)] = rank
         rank += 1
-        x >>= _U(rate)
         negative, excess = x & _U(1), _U(0)
         if size == NEVER:
             at += used
         else:
             excess, at = _excess(data, x, (at, used), size, width)
         if excess >= most + negative or at > end:
-            return np.int64(-2), at
+            return np.int64(-2), at, rank, False
         steps[_U(found)] = steps.dtype.type(((excess + _U(1)) ^ (_U(0) - negative)) + negative)
         found += 1
-    return found, at
+    return found, at, rank - total, reached

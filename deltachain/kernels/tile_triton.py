@@ -202,30 +202,38 @@ def read_tile(
     mine = listed + tl.load(firsts + program)
     at, end, good = _span(words, row)
     reason = tl.where(good, 0, _BAD_ENDS)
+    rank, before, reached = at - at, at - at, at < 0  # a rank may lie behind its class
     for kind in range(0, tl.load(row + _COUNT).to(tl.int32)):
         begin = tl.load(bounds + program * _BOUNDS + kind)
         total = (tl.load(bounds + program * _BOUNDS + kind + 1) - begin).to(tl.int64)
         rate = tl.load(kinds + _RATES + kind).to(tl.int64)
-        rank = total - total
-        going = (total > 0) & (reason == 0)
+        more = rate - before
+        before = rate
+        bits = _peek(words, at)
+        low = (bits & ((((bits & 0) + 1) << more.to(tl.uint64)) - 1)).to(tl.int64)
+        rank = (rank << more) | tl.where(reached, low, 0)
+        at += tl.where(reached, more, 0)
+        going = (rank < total) & (reason == 0)
         while going:
             last = (total - 1 - rank) >> rate
-            quotient = _run(words, at, last + 1, end)
-            at += quotient
-            if quotient > last:  # no more elements of the class
-                going = at < 0
-            else:
-                bits = _peek(words, at + 1)
-                low = bits & ((((bits & 0) + 1) << rate.to(tl.uint64)) - 1)
-                rank += (quotient << rate) + low.to(tl.int64)
-                inside = rank < total
-                place = tl.load(mine + begin + tl.where(inside, rank, 0)).to(tl.int64)
+            quotient = tl.where(reached, 0, _run(words, at, last + 1, end))
+            passes = quotient > last  # no more elements of the class
+            more_bits = tl.where(reached | passes, 0, rate)
+            at += tl.where(reached, 0, tl.where(passes, quotient, quotient + 1))
+            bits = _peek(words, at)
+            low = (bits & ((((bits & 0) + 1) << more_bits.to(tl.uint64)) - 1)).to(tl.int64)
+            rank += (quotient << rate) + low
+            at += more_bits
+            reached = passes == 0
+            if reached & (rank < total):
+                place = tl.load(mine + begin + rank).to(tl.int64)
                 across = place // width
                 place += across * (stride - width)
-                before = extend(tl.load(old + place), WIDTH)
-                size = tl.load(kinds + _BINS + ((before >> shift) & bins)).to(tl.int64)
-                negative = (bits >> rate.to(tl.uint64)) & 1
-                at += 2 + rate
+                previous = extend(tl.load(old + place), WIDTH)
+                size = tl.load(kinds + _BINS + ((previous >> shift) & bins)).to(tl.int64)
+                bits = _peek(words, at)
+                negative = bits & 1
+                at += 1
                 excess, behind, fits = _magnitude(words, at, tl.minimum(size, 31), WIDTH)
                 single = size == _NEVER
                 excess = tl.where(single, 0, excess)
@@ -233,7 +241,6 @@ def read_tile(
                 most = (((bits & 0) + 1) << (8 * WIDTH - 1)) - 1
                 fits = (single | fits) & (excess < most + negative)
                 reason = tl.where(fits, reason, _BAD_MAGNITUDES)
-                reason = tl.where(inside, reason, _BAD_RANKS)
                 step = tl.where(negative != 0, (0 - excess) - 1, excess + 1)
                 fits = (reason == 0) & (at <= end)
                 slot = tl.atomic_add(cursors + segment, 1, mask=fits, sem="relaxed").to(tl.int64)
@@ -241,9 +248,11 @@ def read_tile(
                 tl.store(indices + first + slot, start + place, mask=fits)
                 tl.store(values + first + slot, step.to(values.dtype.element_ty), mask=fits)
                 rank += 1
-                going = rank < total
+                reached = at < 0
             reason = tl.where((reason == 0) & (at > end), _BAD_ENDS, reason)
-            going = going & (reason == 0)
+            going = (rank < total) & (reason == 0)
+        rank -= total
+    reason = tl.where((reason == 0) & reached, _BAD_RANKS, reason)
     left = end - at
     rest = _peek(words, at)
     rest &= (((rest & 0) + 1) << tl.minimum(tl.maximum(left, 0), 7).to(tl.uint64)) - 1

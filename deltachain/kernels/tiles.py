@@ -1,12 +1,13 @@
 """Reference kernels of the encoding ``max`` in plain numpy (FORMAT.md 4, "Tiles").
 
 A *tile* is a box of elements of one segment. Its elements are divided into *classes* by their old
-bits, and the changed ones are stored by their ranks inside their classes.
+bits, and changed ones are stored by their ranks inside their classes, as Rice codes of distances. A
+distance may end in a later class, of which each element counts less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -59,6 +60,13 @@ class TileGrid(NamedTuple):
         width = self.columns // self.cuts
         for number in range(self.cuts):
             yield start - self.start + number * width, length // self.columns, width
+
+
+class Rank(NamedTuple):
+    """Number of an element inside a class of a tile, and number of the class."""
+
+    kind: int
+    rank: int
 
 
 class CodedTiles(NamedTuple):
@@ -198,19 +206,58 @@ def _encode_tile(old: Bits, steps: Bits, table: Bytes, grid: TileGrid) -> bytes:
     flat, changed = old.reshape(-1), steps.reshape(-1)
     width = 8 * old.itemsize
     found, out = bins(flat, grid.shift, grid.mask), _BitWriter()
-    for rate, members in _classes(table):
-        positions = np.flatnonzero(members[found])
-        rank = 0
-        for there in np.flatnonzero(changed[positions]).tolist():
-            gap = there - rank
-            out.unary(gap >> rate)
-            out.put(gap & ((1 << rate) - 1), rate)
-            size = int(table[BINS + int(found[positions[there]])])
-            _put_step(out, int(changed[positions[there]]), size, width)
-            rank = there + 1
-        if rank < positions.size:
-            out.ones(((positions.size - 1 - rank) >> rate) + 1)
+    classes = _classes(table)
+    members = [np.flatnonzero(mine[found]) for _, mine in classes]
+    path = [(rate, positions.size) for (rate, _), positions in zip(classes, members, strict=True)]
+    here = Rank(0, 0)
+    for kind, positions in enumerate(members):
+        for rank in np.flatnonzero(changed[positions]).tolist():
+            _put_distance(out, path, here, Rank(kind, rank))
+            there = positions[rank]
+            _put_step(out, int(changed[there]), int(table[BINS + int(found[there])]), width)
+            here = Rank(kind, rank + 1)
+    _put_distance(out, path, here, Rank(len(path), 0))
     return out.bytes()
+
+
+def _put_distance(
+    out: _BitWriter, path: Sequence[tuple[int, int]], here: Rank, there: Rank
+) -> None:
+    """Write the distance of two ranks, or from one to the end.
+
+    Args:
+        out: Bits of the tile.
+        path: Rate and number of elements of each class.
+        here: A rank, which may lie behind its class.
+        there: The next changed element, or rank 0 behind the last class.
+    """
+    kind, rank = here
+    while kind < len(path):
+        rate, total = path[kind]
+        more = path[kind + 1][0] - rate if kind + 1 < len(path) else 0
+        if rank < total:
+            passed = ((total - 1 - rank) >> rate) + 1
+            distance = _rank_in(path, kind, there) - rank
+            if there.kind < len(path) and distance >> rate < passed:
+                out.unary(distance >> rate)
+                out.put(distance & ((1 << rate) - 1), rate)
+                for later in range(kind + 1, there.kind + 1):
+                    fewer = path[later][0] - path[later - 1][0]
+                    out.put(_rank_in(path, later, there) & ((1 << fewer) - 1), fewer)
+                return
+            out.ones(passed)
+            rank += passed << rate
+        kind, rank = kind + 1, (rank - total) << more
+
+
+def _rank_in(path: Sequence[tuple[int, int]], kind: int, there: Rank) -> int:
+    """Return a rank of a later class as one in a class, behind its elements."""
+    rank = there.rank
+    for earlier in reversed(range(kind, there.kind)):
+        rate, total = path[earlier]
+        more = path[earlier + 1][0] - rate if earlier + 1 < len(path) else 0
+        rank = total + (rank >> more)
+    return rank
 
 
 def _put_step(out: _BitWriter, step: int, size: int, width: int) -> None:
@@ -232,20 +279,24 @@ def _decode_tile(coded: bytes, old: Bits, table: Bytes, grid: TileGrid) -> Bits:
     flat = old.reshape(-1)
     steps = np.zeros(flat.size, old.dtype)
     found, data = bins(flat, grid.shift, grid.mask), _BitReader(coded)
+    rank, before, reached = 0, 0, False
     for rate, members in _classes(table):
         positions = np.flatnonzero(members[found])
-        rank = 0
+        more, before = rate - before, rate
+        rank = (rank << more) + (data.take(more) if reached else 0)
         while rank < positions.size:
-            last = (positions.size - 1 - rank) >> rate
-            quotient = data.unary(last + 1)
-            if quotient > last:
-                break
-            rank += (quotient << rate) + data.take(rate)
-            if rank >= positions.size:
-                raise ValueError(RANKS)
-            there = positions[rank]
+            if not reached:
+                last = (positions.size - 1 - rank) >> rate
+                quotient = data.unary(last + 1)
+                reached = quotient <= last
+                rank += (quotient << rate) + (data.take(rate) if reached else 0)
+                continue
+            there, reached = positions[rank], False
             steps[there] = _take_step(data, int(table[BINS + int(found[there])]), 8 * old.itemsize)
             rank += 1
+        rank -= positions.size
+    if reached:
+        raise ValueError(RANKS)
     data.end()
     return steps.reshape(old.shape)
 

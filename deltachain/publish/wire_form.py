@@ -59,7 +59,8 @@ def sparse_change(
             suit, ``step`` replaces that.
     """
     spec, changes = found.spec, found.changes
-    if encoding.needs_old and (held is None or not encoding.suits(spec)):
+    lacking = held is None and encoding.encodes_with_old(spec)
+    if encoding.needs_old and (lacking or not encoding.suits(spec)):
         encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
@@ -73,7 +74,7 @@ def sparse_change(
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
     before = None
-    if encoding.needs_old and held is not None:
+    if encoding.encodes_with_old(spec) and held is not None:
         before = partial(_bits_before, changes, held)
     return Change(delta, found.digest, encoding=encoding, old=before, may_be_step=True)
 

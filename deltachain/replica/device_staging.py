@@ -255,6 +255,8 @@ class DeviceStager(BatchStager):
         """Return the bits of a tensor after all earlier edges."""
         tiles = cast("TensorTiles", one.streams)
         start, number = tiles.grid.start, tiles.tensor
+        if not tiles.grid.mask:  # all elements are one class
+            return torch.zeros(tiles.stop - start, dtype=INT_DTYPES[tiles.width], device=self.device)
         bits = device_bits(self._places[self._names[number]], HeldElements(start, tiles.stop))
         earlier = [changes for edges, changes in before if edges.get(number, one.edge) < one.edge]
         return staging.after(bits, start, number, earlier)
@@ -292,8 +294,9 @@ def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> Tenso
         OldBitsError: The elements cut a tile.
     """
     data, table, grid, wanted = MAX.coded_tiles(reader, elements)
+    stop = elements.stop if reader.row.gap else reader.spec.numel
     width = reader.spec.itemsize
-    return TensorTiles(number, reader.table, data, table, grid, elements.stop, wanted, width)
+    return TensorTiles(number, reader.table, data, table, grid, stop, wanted, width)
 
 
 def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +25,7 @@ from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
 from deltachain.format.keys import PayloadKind, payload_key
 from deltachain.kernels import reference
+from deltachain.kernels.tiles import bins as tile_bins
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.format.forge import take_apart
@@ -129,21 +131,28 @@ def parts() -> Iterator[tuple[str, bytes]]:
 
 
 def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
-    """A part whose only segment has some tiles side by side, and its old bits."""
+    """A part whose only segment has some tiles side by side, in three classes, and its old bits."""
     spec = TensorSpec("w", "BF16", (8, 6))
     old = np.array([0x3C00 + 61 * n % 1024 for n in range(48)], np.uint16)
     new = old.copy()
     new[[0, 7, 8, 20, 47]] += np.array([1, 0xFFFF, 3, 0x8000, 40], np.uint16)
     indices = np.flatnonzero(new != old)
     pieces = take_apart(encode_part([as_max(spec, old, new)]).data)
-    table = np.frombuffer(pieces.streams["#0.class"], np.uint8)
     grid = reference.TileGrid(6, cuts, 7, 255)
+    table = np.full(512, 255, np.uint8)
+    bins = np.unique(tile_bins(old, grid.shift, grid.mask)).astype(np.int64)
+    table[bins], table[256 + bins] = 1 + bins % 3, 2 + bins % 2
     steps: Bits = new - old
     coded = reference.encode_tiles(np.array([[0, 48]]), indices, steps[indices], old, table, grid)
     pieces.rows[0]["gap"] = cuts
     pieces.segments["gaps"] = coded.nbytes.tolist()
-    pieces.streams["#0.tile"] = coded.data.tobytes()
+    pieces.streams |= {"#0.class": table.tobytes(), "#0.tile": coded.data.tobytes()}
     return pieces.build(), {"w": old}
+
+
+def tiny_max() -> bytes:
+    """A part of a vector, without old bits."""
+    return encode_part([replace(tiny_change(), encoding=ENCODINGS.get("max"))]).data
 
 
 def tiles() -> Iterator[tuple[str, bytes, Weights]]:
@@ -151,7 +160,10 @@ def tiles() -> Iterator[tuple[str, bytes, Weights]]:
     old, new = version(0), version(2)
     pairs = [(spec, old[spec.name], new[spec.name]) for spec in SPECS[:4]]
     yield "whole", encode_part(as_max(*pair) for pair in pairs).data, old
-    for cuts in (2, 3):
+    changes = [step(*pair) for pair in pairs]
+    alone = [replace(change, encoding=ENCODINGS.get("max")) for change in changes]
+    yield "alone", encode_part(alone).data, old
+    for cuts in (1, 2, 3):
         yield (f"beside{cuts}", *tiles_beside(cuts))
 
 

@@ -246,7 +246,7 @@ def read_tensors(
             raise UnsupportedError(row["encoding"])
         check_shape(row["dtype"], row["shape"])
         require(row["name"] not in found and numel_of(row["shape"]) <= 1 << 48, "row")
-        left = row["encoding"] == "max" and not row["digest"]
+        left = row["encoding"] == "max" and row["gap"] and not row["digest"]
         require(left or len(row["digest"]) == 32, "digest")
         require(set(row["digest"]) <= set("0123456789abcdef"), "digest")
         mine, segments = segments[: row["segments"]], segments[row["segments"] :]
@@ -257,7 +257,11 @@ def read_tensors(
         else:
             found[row["name"]] = read_segments(row, mine, cursor, old.get(row["name"], ()))
     require(not segments, "segments that are nobody's")
-    shared = [row["digest"] for row in directory["tensors"] if row["encoding"] == "max"]
+    shared = [
+        row["digest"]
+        for row in directory["tensors"]
+        if row["encoding"] == "max" and row["gap"]
+    ]
     require(not shared or shared[-1] != "", "digest")
     for name in streams.keys() - owned:
         dtype, shape = forms[name]
@@ -298,7 +302,7 @@ def read_segments(
 ) -> Delta:
     """``step``, ``max``, ``overwrite`` and ``dense``."""
     encoding, reached = row["encoding"], 0
-    most = {"dense": range(1), "max": range(1, 65)}.get(encoding, range(1, 3))
+    most = {"dense": range(1), "max": range(65)}.get(encoding, range(1, 3))
     require(row["gap"] in most, "gap")
     columns = (row["shape"] or [1])[-1] if encoding == "max" and row["gap"] > 1 else 1
     require(columns > 0 and (columns == 1 or columns % row["gap"] == 0), "gap")
@@ -314,7 +318,7 @@ def read_segments(
             indices += range(s["start"], reached)
         elif encoding == "max":
             require(s["start"] % columns == s["length"] % columns == 0, "segment")
-            bound = s["length"] // 8 + 16 * s["nnz"] + 16 * row["gap"]
+            bound = s["length"] // 8 + 16 * s["nnz"] + 16 * max(row["gap"], 1)
             require(s["gaps"] <= bound, "segment")
         else:
             offsets = read_gaps(row, s, cursor)
@@ -323,7 +327,9 @@ def read_segments(
         prefix, width = f"#{row['bucket']}.", WIDTHS[row["dtype"]]
         tables = cursor.take(prefix + "class", 512) if segments else bytes([255]) * 512
         tiles = [cursor.take(prefix + "tile", s["gaps"]) for s in segments]
-        require(not segments or len(old) == numel_of(row["shape"]), "no bits before max")
+        require(row["gap"] > 0 or numel_of(row["shape"]) <= 1 << 20, "gap")
+        known = not segments or row["gap"] == 0 or len(old) == numel_of(row["shape"])
+        require(known, "no bits before max")
         indices, values = read_tiles(row, width, segments, (tables, tiles), old)
     elif encoding == "step":
         values = [step for s in segments for step in read_steps(row, s, cursor)]

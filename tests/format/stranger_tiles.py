@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from typing import Any, Final
 
 from tests.format.stranger_base import require
@@ -31,14 +31,14 @@ class Bits:
         require(left < 8 and self.take(left) == 0, "a tile is too long")
 
 
-def bin_of(dtype: str, width: int, bits: int) -> int:
-    shift, mask = BINS.get(dtype, (0, 255 if width == 1 else 0))
-    return bits >> shift & mask
+def bin_of(row: dict[str, Any], width: int, bits: int) -> int:
+    shift, mask = BINS.get(row["dtype"], (0, 255 if width == 1 else 0))
+    return bits >> shift & mask if row["gap"] else 0
 
 
 def read_class(row: dict[str, Any], width: int, data: bytes) -> tuple[bytes, bytes]:
     rates, sizes = data[:256], data[256:]
-    last = bin_of(row["dtype"], width, (1 << 8 * width) - 1)
+    last = bin_of(row, width, (1 << 8 * width) - 1)
     for number, (rate, size) in enumerate(zip(rates, sizes, strict=True)):
         require(rate == 255 or (rate <= 20 and number <= last), "rate")
         require(size == 255 or (size <= 31 and rate != 255), "size")
@@ -48,7 +48,7 @@ def read_class(row: dict[str, Any], width: int, data: bytes) -> tuple[bytes, byt
 def tiles_of(row: dict[str, Any], segment: dict[str, int]) -> list[list[int]]:
     """Flat indices of the elements of each tile."""
     first, stop, count = segment["start"], segment["start"] + segment["length"], row["gap"]
-    if count == 1:
+    if count < 2:
         return [list(range(first, stop))]
     columns = row["shape"][-1]
     width = columns // count
@@ -85,20 +85,36 @@ def read_tile(
 ) -> Iterator[tuple[int, int]]:
     """Index and step of the changed elements of a tile, from index and old bits of all."""
     bits, (rates, sizes) = Bits(data), tables
-    for rate in sorted(set(rates) - {255}):
-        mine = [one for one in there if rates[bin_of(row["dtype"], width, one[1])] == rate]
-        at = 0
-        while at < len(mine):
-            last = len(mine) - 1 - at >> rate
-            quotient = bits.ones(last + 1)
-            if quotient > last:
-                break
-            at += (quotient << rate) + bits.take(rate)
-            require(at < len(mine), "a rank leaves the tile")
-            index, old = mine[at]
-            yield index, read_step(bits, sizes[bin_of(row["dtype"], width, old)], 8 * width)
+    classes = [
+        (rate, [one for one in there if rates[bin_of(row, width, one[1])] == rate])
+        for rate in sorted(set(rates) - {255})
+    ]
+    number, at = 0, 0
+    while number < len(classes):
+        rate, mine = classes[number]
+        if at >= len(mine):
+            number, at = following(classes, number, at)
+        elif bits.take(1):
+            at += 1 << rate
+        else:
+            at += bits.take(rate)
+            while at >= len(classes[number][1]):
+                require(number + 1 < len(classes), "a rank leaves the tile")
+                more = classes[number + 1][0] - classes[number][0]
+                number, at = following(classes, number, at)
+                at += bits.take(more)
+            index, old = classes[number][1][at]
+            yield index, read_step(bits, sizes[bin_of(row, width, old)], 8 * width)
             at += 1
     bits.finish()
+
+
+def following(classes: Sequence[tuple[int, Sized]], number: int, at: int) -> tuple[int, int]:
+    """The next class, and the place in it of one behind a class."""
+    at -= len(classes[number][1])
+    if number + 1 < len(classes):
+        at <<= classes[number + 1][0] - classes[number][0]
+    return number + 1, at
 
 
 def read_step(bits: Bits, size: int, width: int) -> int:
@@ -129,7 +145,7 @@ def read_tiles(
         before = len(found)
         tiles = zip(tiles_of(row, segment), split(mine, row["gap"]), strict=True)
         for places, tile in tiles:
-            there = [(n, old[n]) for n in places]
+            there = [(n, old[n] if row["gap"] else 0) for n in places]
             found += read_tile(row, width, tables, there, tile)
         require(len(found) - before == segment["nnz"], "nnz")
     found.sort()

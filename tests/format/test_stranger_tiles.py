@@ -104,6 +104,16 @@ def test_both_readers_refuse(name: str) -> None:
         stranger.read_part(data, {NAME: OLD.tolist()})
 
 
+def test_both_readers_refuse_a_large_tensor_without_old_bits() -> None:
+    pieces = take_apart(freeze.tiny_max())
+    pieces.rows[0]["shape"] = [(1 << 20) + 1]
+    data = pieces.build()
+    with pytest.raises(MalformedError):
+        Part.from_bytes(data)
+    with pytest.raises(RefusedError):
+        stranger.read_part(data)
+
+
 def test_sizes_of_tiles_are_refused_in_more_bytes_than_needed() -> None:
     pieces = take_apart(part_of(2))
     data = pieces.streams["#0.tile"]

@@ -62,6 +62,14 @@ class Encoding(ABC):
         """
         return True
 
+    def encodes_with_old(self, spec: TensorSpec) -> bool:  # noqa: ARG002
+        """Return whether :meth:`encode` needs the old bits of a tensor."""
+        return self.needs_old
+
+    def decodes_with_old(self, row: TensorRow) -> bool:  # noqa: ARG002
+        """Return whether :meth:`decode` needs the old bits of a tensor."""
+        return self.needs_old
+
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         """Estimate the size of a tensor's changes before compression, in bytes.
 

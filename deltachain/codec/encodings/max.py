@@ -15,7 +15,7 @@ from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.directory import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.encodings.tile_table import table_of
+from deltachain.codec.encodings.tile_table import BinCounts, table_of
 from deltachain.codec.old_bits import HeldElements, OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
@@ -54,6 +54,10 @@ VOCABULARY: Final = 4096
 
 PADDED_TO: Final = 64
 """Engines fill up the rows of a vocabulary to a multiple of this before they divide them."""
+
+SMALL_NUMEL: Final = 1 << 16
+"""Most elements of tensors that are given without old bits, if they are not divided: vectors, and
+scales of codes, which ranks may cut anywhere. A part of ``step`` for them takes up to 1 KB."""
 
 BINNED: Final[Mapping[str, tuple[int, int]]] = {
     "BF16": (7, 255),
@@ -101,8 +105,9 @@ class StoredTiles(NamedTuple):
 class MaxEncoding(Encoding):
     """Ranks of changed elements in classes of old bits: the fewest bytes, at slower decoding.
 
-    The reader needs the old bits of all elements of a tile. Streams: ``class``, 512 bytes a tensor:
-    Rice parameters of ranks and of magnitudes, by bin of old bits; ``tile``, the coded tiles.
+    The reader needs the old bits of all elements of a tile, but for small tensors that are one
+    class. Streams: ``class``, 512 bytes a tensor: Rice parameters of ranks and of magnitudes, by
+    bin of old bits; ``tile``, the coded tiles.
     """
 
     name: ClassVar[str] = "max"
@@ -114,11 +119,19 @@ class MaxEncoding(Encoding):
 
     @override
     def suits(self, spec: TensorSpec) -> bool:
+        """Return whether a tensor is small, or two ranks that share it evenly cut no tile."""
+        return spec.numel <= SMALL_NUMEL or self.encodes_with_old(spec)
+
+    @override
+    def encodes_with_old(self, spec: TensorSpec) -> bool:
         """Return whether two ranks that share rows or columns evenly cut no tile.
 
+        Small scales are given without old bits: ranks may share them in other places than codes.
         Codes of int8 have steps that are equally wide everywhere, and other integers one rate: they
         are smaller as steps.
         """
+        if spec.itemsize >= 4 and spec.numel <= SMALL_NUMEL:
+            return False
         band, cuts = tiling(spec)
         binned = spec.dtype in BINNED or (spec.itemsize == 1 and spec.dtype != "I8")
         if not band or not binned:
@@ -127,20 +140,25 @@ class MaxEncoding(Encoding):
         return (band < rows or rows % 2 == 1) and (cuts > 1 or columns % 2 == 1)
 
     @override
+    def decodes_with_old(self, row: TensorRow) -> bool:
+        return row.gap > 0
+
+    @override
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
         return _STEP.estimate(spec, changes)
 
     @override
     def fits_row(self, row: TensorRow, numel: int) -> bool:
         columns = row.shape[-1] if row.shape else 1
-        divides = row.gap == 1 or (columns > 0 and columns % max(row.gap, 1) == 0)
-        return 1 <= row.gap <= MAX_CUTS and divides and row.nnz <= numel
+        divides = row.gap <= 1 or (columns > 0 and columns % row.gap == 0)
+        fits = row.gap > 0 or numel <= SEGMENT
+        return row.gap <= MAX_CUTS and fits and divides and row.nnz <= numel
 
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         columns = row.shape[-1] if row.gap > 1 else 1
         whole_rows = segment.start % columns == segment.length % columns == 0
-        fits = segment.gaps <= most_nbytes(segment.length, segment.nnz, row.gap)
+        fits = segment.gaps <= most_nbytes(segment.length, segment.nnz, max(row.gap, 1))
         return whole_rows and fits and segment.exceptions == segment.wide == 0
 
     @override
@@ -152,20 +170,26 @@ class MaxEncoding(Encoding):
         self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
     ) -> EncodedTensor:
         spec, indices = delta.spec, delta.indices
-        if old is None:
-            raise ConfigError(f"{spec.name}: max deltas are encoded with the bits before them")
         if indices is None or delta.absolute.any():
             raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
-        cuts = tiling(spec).cuts
+        if old is not None:
+            cuts = tiling(spec).cuts
+            windows = np.array(list(_windows(spec, old.start, old.stop)), np.int64)
+        elif spec.numel <= SMALL_NUMEL:
+            old, cuts, windows = _no_bits(spec), 0, np.array([(0, spec.numel)])
+        else:
+            raise ConfigError(f"{spec.name}: max deltas are encoded with the bits before them")
         if not indices.size:
             return EncodedTensor(gap=cuts)
-        windows = np.array(list(_windows(spec, old.start, old.stop)), np.int64)
         bounds = np.searchsorted(indices, [*windows[:, 0], old.stop])
         changed = np.diff(bounds)
         kept, counts = windows[changed > 0], changed[changed > 0]
         grid = _grid(spec, cuts, old.start)
         stored: Any = out.pieces.get("class", ())
-        table = table_of(spec, old, delta, grid, len(kept) * cuts, stored)
+        own = BinCounts.of(old, delta, grid)
+        so_far = out.counts.get((spec.dtype, grid.mask))
+        so_far = out.counts[spec.dtype, grid.mask] = own if so_far is None else so_far + own
+        table = table_of(spec, own, grid, so_far, stored)
         coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
         out.put("tile", coded.data)
@@ -181,7 +205,7 @@ class MaxEncoding(Encoding):
             MalformedError: Rates and sizes break a rule of FORMAT.md 4.
             OldBitsError: There are no bits before the change, or of a part of a tile only.
         """
-        old = tensor.old
+        old = tensor.old if tensor.row.gap else _no_bits(tensor.spec)
         if old is None:
             raise OldBitsError(
                 f"{tensor.key}: {tensor.spec.name!r} needs the bits before it, which are not at "
@@ -199,6 +223,8 @@ class MaxEncoding(Encoding):
             MalformedError: Rates and sizes break a rule of FORMAT.md 4.
             OldBitsError: The elements are a part of a tile only.
         """
+        if not tensor.row.gap:
+            elements = HeldElements(0, tensor.spec.numel)
         grid = _grid(tensor.spec, tensor.row.gap, elements.start)
         if not tensor.segments:
             return StoredTiles(np.empty(0, np.uint8), _UNUSED, grid)
@@ -247,7 +273,14 @@ def _cut(tensor: TensorReader) -> OldBitsError:
     )
 
 
+def _no_bits(spec: TensorSpec) -> OldBits:
+    """Return what stands for old bits where all elements are one class."""
+    return OldBits(np.zeros(spec.numel, spec.bits_dtype))
+
+
 def _grid(spec: TensorSpec, cuts: int, start: int) -> TileGrid:
+    if not cuts:
+        return TileGrid(1, 1, 0, 0, start)
     shift, mask = BINNED.get(spec.dtype, (0, 255 if spec.itemsize == 1 else 0))
     return TileGrid(spec.shape[-1] if spec.shape else 1, cuts, shift, mask, start)
 

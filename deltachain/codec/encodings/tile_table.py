@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -22,9 +23,12 @@ _EXPONENTS: Final[Mapping[str, tuple[int, int]]] = {"F8_E4M3": (3, 15), "F8_E5M2
 OWN_SIZE_BITS: Final = 4
 """Bits of a size in a stored table, if it differs from those beside it (measured: 3 to 5)."""
 
-OWN_TABLE_BITS: Final = 120
-"""Bits of a stored table, beyond those of one that was stored before: the best of 0, 60, 120, 200
-and 300 for two fp8 models."""
+OWN_TABLE_BITS: Final = 150
+"""Bits of a stored table, beyond those of one that was stored before: 120 to 220 take as many bits
+within 0.01 a change, for three models and their fp8 codes."""
+
+COMMON_TABLE_BITS: Final = 60
+"""The same of a table for all tensors so far, which is likely to suit those that follow."""
 
 CLASS_BITS: Final = 0.02
 """Bits a change that one more class has to save: every class takes a decoder a pass over all old
@@ -34,88 +38,110 @@ byte are too few for that."""
 RECENT: Final = 8
 """Number of tables that a tensor may have in common with those before it."""
 
+SCANNED: Final = 64
+"""Number of tables among which those of its kind are looked for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BinCounts:
+    """Changes of one tensor, or of several, by bin of old bits.
+
+    Attributes:
+        changed: ``(256,)`` changed elements.
+        numel: ``(256,)`` elements.
+        size_bits: ``(256, sizes + 1)`` bits of the magnitudes for each size; the last is none.
+    """
+
+    changed: Numbers
+    numel: Numbers
+    size_bits: npt.NDArray[np.float64]
+
+    @classmethod
+    def of(cls, old: OldBits, delta: TensorDelta, grid: TileGrid) -> BinCounts:
+        """Count the changes of a tensor, by indices and steps."""
+        changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
+        numel = host.count_bins(old.bits, grid.shift, grid.mask)
+        return cls(np.bincount(changed, minlength=BINS), numel, _size_bits(changed, delta.values))
+
+    def __add__(self, other: BinCounts) -> BinCounts:
+        return BinCounts(
+            self.changed + other.changed,
+            self.numel + other.numel,
+            self.size_bits + other.size_bits,
+        )
+
 
 def table_of(
     spec: TensorSpec,
-    old: OldBits,
-    delta: TensorDelta,
+    counts: BinCounts,
     grid: TileGrid,
-    tiles: int,
+    so_far: BinCounts | None = None,
     stored: Sequence[Bytes] = (),
 ) -> Bytes:
-    """Return rate and size of each bin, for the fewest bits in some number of tiles.
+    """Return rate and size of each bin, for the fewest bits.
 
     Args:
         spec: Spec of the tensor.
-        old: Its bits before the change.
-        delta: The change, by indices and steps.
+        counts: Its changes.
         grid: Its tiles.
-        tiles: Number of tiles that are stored.
-        stored: Tables of tensors before it, of which one is returned if its own is not worth its
-            bytes.
+        so_far: Its changes and those of all tensors of its dtype before it in the bucket.
+        stored: Tables of the tensors before it. One is returned if a table for this tensor, and one
+            for all so far, are not worth their bytes.
     """
+    own = [_best_table(spec, some, grid) for some in (counts, so_far) if some is not None]
+    alike = [
+        other
+        for other in reversed(stored[-SCANNED:])
+        if (other[grid.mask + 1 : BINS] == NEVER).all()
+    ]
+    prices = (OWN_TABLE_BITS, COMMON_TABLE_BITS)[: len(own)]
+    bits = [_table_bits(table, counts) + price for table, price in zip(own, prices, strict=True)]
+    bits += [_table_bits(table, counts) for table in alike[:RECENT]]
+    return [*own, *alike][int(np.argmin(bits))]
+
+
+def _best_table(spec: TensorSpec, counts: BinCounts, grid: TileGrid) -> Bytes:
+    """Return the table of the fewest bits, whatever it takes itself."""
     group = np.arange(BINS)
     if spec.itemsize == 1:
         shift, mask = _EXPONENTS.get(spec.dtype, (0, 0))
         group = (group >> shift) & mask
-    changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
-    there = host.count_bins(old.bits, grid.shift, grid.mask)
-    each = _size_bits(changed, delta.values)
-    counts = np.bincount(group[changed], minlength=BINS)
-    numel = np.bincount(group, weights=there, minlength=BINS).astype(np.int64)
-    rates = _rates(counts, numel, tiles, 0.0 if spec.itemsize == 1 else CLASS_BITS)[group]
-    sizes = np.where(rates == NEVER, NEVER, _sizes(changed, group, each))
-    own: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
-    own[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
-    found = own, np.bincount(changed, minlength=BINS), there
-    least, table = _table_bits(*found, tiles, each) + OWN_TABLE_BITS, own
-    for other in reversed(stored[-RECENT:]):
-        if (other[grid.mask + 1 : BINS] == NEVER).all():
-            bits = _table_bits(other, *found[1:], tiles, each)
-            if bits < least:
-                least, table = bits, other
+    changed = np.bincount(group, weights=counts.changed, minlength=BINS).astype(np.int64)
+    numel = np.bincount(group, weights=counts.numel, minlength=BINS).astype(np.int64)
+    rates = _rates(changed, numel, 0.0 if spec.itemsize == 1 else CLASS_BITS)[group]
+    sizes = np.where(rates == NEVER, NEVER, _sizes(group, counts))
+    table: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
+    table[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
     return table
 
 
-def _table_bits(
-    table: Bytes, counts: Numbers, numel: Numbers, tiles: int, each: npt.NDArray[np.float64]
-) -> float:
-    """Return the bits of a tensor's ranks and magnitudes with a table; infinite if it has none.
-
-    Args:
-        table: Rates and sizes.
-        counts: ``(256,)`` changed elements of each bin.
-        numel: ``(256,)`` elements of each bin.
-        tiles: Number of its tiles.
-        each: See :func:`_size_bits`.
-    """
+def _table_bits(table: Bytes, counts: BinCounts) -> float:
+    """Return the bits of a tensor's ranks and magnitudes with a table; infinite if it has none."""
     rates, sizes = table[:BINS].astype(np.int64), table[BINS:].astype(np.int64)
-    changed = counts > 0
+    changed = counts.changed > 0
     if (rates[changed] == NEVER).any():
         return np.inf
-    sizes = np.where(sizes == NEVER, each.shape[1] - 1, sizes)[changed]
-    if (sizes >= each.shape[1]).any():  # larger than any that was tried
-        return np.inf
-    total = float(each[changed, sizes].sum())
+    none = counts.size_bits.shape[1] - 1
+    chosen = np.where(sizes == NEVER, none, np.minimum(sizes, none - 1))
+    total = float(counts.size_bits[changed, chosen[changed]].sum())
     members = rates != NEVER
-    by_rate = [np.bincount(rates[members], some[members], MAX_RATE + 1) for some in (counts, numel)]
+    by_rate = [
+        np.bincount(rates[members], some[members], MAX_RATE + 1)
+        for some in (counts.changed, counts.numel)
+    ]
     for rate in np.flatnonzero(by_rate[1]).tolist():
         count, elements = (int(some[rate]) for some in by_rate)
-        end = elements / tiles / (1 << rate) + 1  # a class without changes is passed as a whole
         if count:
-            bits = _class_bits(np.array([count]), np.array([elements]), 0)[0, rate]
-            total += float(bits)
-            end = min(end, float(bits) / count - rate)
-        total += tiles * end
+            total += float(_class_bits(np.array([count]), np.array([elements]))[0, rate])
+        else:  # passed as a whole
+            total += elements / (1 << rate)
     return total
 
 
-def _rates(counts: Numbers, numel: Numbers, tiles: int, class_bits: float = 0.0) -> Numbers:
+def _rates(counts: Numbers, numel: Numbers, class_bits: float) -> Numbers:
     """Return the Rice parameter of ranks of each group, for the fewest bits.
 
-    Groups of one rate are a class together, which ends once in each tile: groups that change about
-    as often share a rate where that saves more than ranks in a larger class cost. A class has to
-    save ``class_bits`` a change as well.
+    Groups of one rate are a class together. A class has to save ``class_bits`` a change.
     """
     own = class_bits * float(counts.sum())
     groups = np.flatnonzero(counts)
@@ -124,7 +150,7 @@ def _rates(counts: Numbers, numel: Numbers, tiles: int, class_bits: float = 0.0)
     least = np.zeros(len(groups) + 1)
     found = np.full((len(groups) + 1, 2), NEVER)  # first group of the last class, and its rate
     for end in range(1, len(groups) + 1):
-        bits = _class_bits(changes[end] - changes[:end], elements[end] - elements[:end], tiles)
+        bits = _class_bits(changes[end] - changes[:end], elements[end] - elements[:end])
         best = bits.argmin(axis=1)
         total = least[:end] + bits.min(axis=1) + own
         first = int(total.argmin())
@@ -137,27 +163,27 @@ def _rates(counts: Numbers, numel: Numbers, tiles: int, class_bits: float = 0.0)
     return rates
 
 
-def _class_bits(counts: Numbers, numel: Numbers, tiles: int) -> npt.NDArray[np.float64]:
-    """Return the bits of the ranks of some classes by rate, ``(n, rates)``, ends included."""
+def _class_bits(counts: Numbers, numel: Numbers) -> npt.NDArray[np.float64]:
+    """Return the bits of the ranks of some classes by rate, ``(n, rates)``."""
     share = np.minimum(counts / numel, 1)[:, np.newaxis]
     passed = (1 - share) ** (1 << np.arange(MAX_RATE + 1))
     with np.errstate(divide="ignore", invalid="ignore"):
         ones = 1 / (1 - passed)
     bits: npt.NDArray[np.float64] = counts[:, np.newaxis] * (np.arange(MAX_RATE + 1) + ones)
-    bits += tiles * ones
     return bits
 
 
-def _sizes(changed: Bytes, group: Indices, each: npt.NDArray[np.float64]) -> Indices:
+def _sizes(group: Indices, counts: BinCounts) -> Indices:
     """Return the Rice parameter of magnitudes of each bin, for the fewest bits.
 
     Bins of a group have one size, unless what they save with their own pays for the table.
     """
+    each = counts.size_bits
     together = np.zeros_like(each)
     np.add.at(together, group, each)
     shared = together.argmin(axis=1)[group]
     own = each.argmin(axis=1)
-    differs = (own != shared) & np.bincount(changed, minlength=BINS).astype(np.bool_)
+    differs = (own != shared) & (counts.changed > 0)
     at = np.arange(BINS)
     saved = np.where(differs, each[at, shared] - each[at, own] - OWN_SIZE_BITS, 0)
     total = np.bincount(group, weights=saved, minlength=BINS)
@@ -166,20 +192,16 @@ def _sizes(changed: Bytes, group: Indices, each: npt.NDArray[np.float64]) -> Ind
 
 
 def _size_bits(changed: Bytes, steps: Bits) -> npt.NDArray[np.float64]:
-    """Return the bits of magnitudes by bin and size, ``(256, sizes)``; the last size is none."""
+    """Return the bits of magnitudes by bin and size, ``(256, sizes + 1)``; the last is none."""
     excess = np.minimum(steps, (0 - steps).astype(steps.dtype)) - steps.dtype.type(1)
     large = excess > 0
     ones = np.bincount(changed, minlength=BINS) - np.bincount(changed[large], minlength=BINS)
     kinds, excess = changed[large], excess[large].astype(np.uint64)
-    some = np.bincount(kinds, minlength=BINS)
     width = 8 * steps.itemsize
     costs = []
     for size in range(min(width, MAX_SIZE + 1)):
         quotient = (excess >> np.uint64(size)).astype(np.int64)
-        escaped = quotient >= ESCAPE
-        bits = np.where(escaped, ESCAPE + width, quotient + 1 + size)
+        bits = np.where(quotient >= ESCAPE, ESCAPE + width, quotient + 1 + size)
         costs.append(np.bincount(kinds, weights=bits, minlength=BINS) + (1 + size) * ones)
-        if size > 8 and not escaped.any():
-            break
-    costs.append(np.where(some > 0, np.inf, 0.0))
+    costs.append(np.where(np.bincount(kinds, minlength=BINS) > 0, np.inf, 0.0))
     return np.stack(costs, axis=1)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +21,7 @@ from deltachain.errors import ConfigError, MalformedError
 from deltachain.kernels import jit, reference, tiles
 from deltachain.kernels.reference import WindowPlace
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
+from tests.format import stranger
 from tests.unit.codec.test_roundtrip import DENSITIES, delta_of
 
 SHAPES = (
@@ -126,11 +129,80 @@ def test_old_bits_are_asked_for() -> None:
     assert part.needs_old("w")
     with pytest.raises(ConfigError, match="needs the bits before it"):
         part.read("w")
+    spec = TensorSpec("w", "BF16", (encoding.SMALL_NUMEL + 1,))
     with pytest.raises(ConfigError, match="encoded with the bits before"):
-        encode_part([Change(delta, StateDigest(), encoding=MAX)])
-    absolute = TensorDelta(spec=spec, indices=delta.indices, values=delta.values, absolute=ABSOLUTE)
+        encode_part([Change(delta_of(3, spec, "step", 0.3), StateDigest(), encoding=MAX)])
+    absolute = TensorDelta(
+        spec=delta.spec, indices=delta.indices, values=delta.values, absolute=ABSOLUTE
+    )
     with pytest.raises(ConfigError, match="indices and steps"):
         part_of(absolute, old)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from(sorted(WIRE_DTYPES)),
+    st.sampled_from([shape for shape in SHAPES if math.prod(shape) <= encoding.SMALL_NUMEL]),
+    st.sampled_from(DENSITIES),
+)
+def test_small_tensors_are_read_without_old_bits(
+    seed: int, dtype: str, shape: tuple[int, ...], density: float
+) -> None:
+    spec = TensorSpec("w", dtype, shape)
+    delta = delta_of(seed, spec, "step", density)
+    data = encode_part([Change(delta, StateDigest(), encoding=MAX)]).data
+    part = Part.from_bytes(data)
+    part.verify()
+    assert part.rows["w"].gap == 0
+    assert not part.needs_old("w")
+    assert equal(part.read("w").validate(), delta)
+    theirs = stranger.read_part(data)["w"]
+    assert delta.indices is not None
+    assert (list(theirs.indices), list(theirs.values)) == (
+        delta.indices.tolist(),
+        delta.values.tolist(),
+    )
+
+
+def test_tensors_of_all_widths_share_a_bucket() -> None:
+    specs = [
+        TensorSpec("a", "F8_E4M3", (64, 64)),
+        TensorSpec("a_scale", "F32", (4, 4)),
+        TensorSpec("b", "F8_E4M3", (64, 64)),
+        TensorSpec("norm", "BF16", (64,)),
+    ]
+    deltas = [delta_of(5, spec, "step", 0.3) for spec in specs]
+    olds = [bits_of(n, spec) for n, spec in enumerate(specs)]
+    changes = [
+        Change(
+            delta,
+            StateDigest(),
+            encoding=MAX,
+            old=partial(OldBits, old) if MAX.encodes_with_old(spec) else None,
+        )
+        for spec, old, delta in zip(specs, olds, deltas, strict=True)
+    ]
+    part = Part.from_bytes(encode_part(changes).data)
+    assert [row.name for row in part.directory.streams] == ["#0.class", "#0.tile"]
+    assert [row.gap for row in part.directory.tensors] == [2, 0, 2, 0]
+    for spec, old, delta in zip(specs, olds, deltas, strict=True):
+        assert equal(part.read(spec.name, old=OldBits(old)), delta)
+
+
+def test_a_table_for_all_tensors_so_far_is_taken_where_it_pays() -> None:
+    rng = np.random.default_rng(8)
+    specs = [TensorSpec(f"w{n}", "F8_E4M3", (64, 64)) for n in range(60)]
+    changes = []
+    for spec in specs:
+        normal = rng.standard_normal(spec.numel, dtype=np.float32) * np.float32(40)
+        old = torch.from_numpy(normal).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        there = np.flatnonzero(rng.random(spec.numel) < 0.004)
+        delta = TensorDelta(spec=spec, indices=there, values=np.ones(there.size, np.uint8))
+        changes.append(Change(delta, StateDigest(), encoding=MAX, old=partial(OldBits, old)))
+    part = Part.from_bytes(encode_part(changes).data)
+    tables = {part.reader(spec.name).units("class").tobytes() for spec in specs}
+    assert len(tables) < 12
 
 
 def test_other_old_bits_are_refused_or_give_other_elements() -> None:

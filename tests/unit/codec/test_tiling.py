@@ -138,13 +138,19 @@ def test_every_element_is_in_one_window(shape: tuple[int, ...]) -> None:
     assert at == spec.numel
 
 
-def test_what_two_ranks_would_cut_does_not_suit() -> None:
-    suits = MaxEncoding().suits
-    never: list[tuple[int, ...]] = [(), (7,), (1 << 20,), (16, 16), (2, 1 << 21)]
+def test_what_two_ranks_would_cut_is_small_or_does_not_suit() -> None:
+    suits, with_old = MaxEncoding().suits, MaxEncoding().encodes_with_old
+    never: list[tuple[int, ...]] = [(1 << 20,), (2, 1 << 21)]
+    small: list[tuple[int, ...]] = [(), (7,), (16, 16), (1 << 16,)]
     fitting: list[tuple[int, ...]] = [(64, 64), (50257, 768), (8, 64, 64), (2000, 51), (513, 64)]
     assert not any(suits(TensorSpec("w", "BF16", shape)) for shape in never)
     assert all(suits(TensorSpec("w", "BF16", shape)) for shape in fitting)
-    assert suits(TensorSpec("w", "F8_E4M3", (64, 64)))
+    assert all(with_old(TensorSpec("w", "BF16", shape)) for shape in fitting)
+    assert all(suits(TensorSpec("w", "BF16", shape)) for shape in small)
+    assert not any(with_old(TensorSpec("w", "BF16", shape)) for shape in small)
+    assert with_old(TensorSpec("w", "F8_E4M3", (64, 64)))
+    assert not with_old(TensorSpec("w_scale_inv", "F32", (64, 64)))
+    assert with_old(TensorSpec("w", "F32", (512, 512)))
     assert not suits(TensorSpec("w", "I8", (512, 512)))
 
 

@@ -134,6 +134,27 @@ def test_objects_of_one_edge_wait_for_each_other_where_old_bits_are_needed(tmp_p
     assert found.nnz == np.count_nonzero(states[0] != states[1])
 
 
+@pytest.mark.parametrize("ways", [2, 4, 8, 32])
+def test_ranks_share_small_scales_anywhere(ways: int) -> None:
+    spec = TensorSpec("w_scale_inv", "F32", (32, 6))
+    rng = np.random.default_rng(ways)
+    old = rng.random(spec.numel, np.float32).view(np.uint32)
+    new = old + (rng.random(spec.numel) < 0.1) * rng.integers(1, 1 << 20, spec.numel, np.uint32)
+    new = new.astype(np.uint32)
+    change = Change(changes(spec, old, new), StateDigest(), encoding=ENCODINGS.get("max"))
+    data = encode_part([change]).data
+    plan = TensorPlan(spec, (Part.from_bytes(data),))
+    for rank in range(ways):
+        rows = 32 // ways
+        mine = slice(rank * rows * 6, (rank + 1) * rows * 6)
+        live = torch.from_numpy(old[mine].view(np.int32).copy()).view(rows, 6)
+        place = Placement(live, mine.start, (6, 1))
+        for _, one in _prepared(plan, Share(((("", 0), place),), *place.span)):
+            for there in one.places:
+                write(there, one.patch)
+        assert np.array_equal(live.numpy().reshape(-1).view(np.uint32), new[mine])
+
+
 def test_live_bits_are_read_where_they_lie_and_never_written() -> None:
     states = versions(3)
     live, offset = shards(states[0], 2, 0)[1]
@@ -190,7 +211,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2", "untied tp2"])
 @pytest.mark.usefixtures("small_tiles")
 def test_two_ranks_follow_small_matrices_and_vectors(tmp_path: Path, shape: str) -> None:
-    """Vectors are stored as steps, and so would be what cannot be divided."""
+    """Vectors are given without old bits, and so is what cannot be divided."""
     here = Followed(SHAPES[shape], tmp_path)
     try:
         publish_max(here)
@@ -201,7 +222,7 @@ def test_two_ranks_follow_small_matrices_and_vectors(tmp_path: Path, shape: str)
         assert here.holds(2)
         head = here.subscriber.chain.head()
         assert head is not None
-        assert head.manifest.edge.encodings == ("max", "step")
+        assert head.manifest.edge.encodings == ("max",)
     finally:
         here.close()
 
