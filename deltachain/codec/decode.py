@@ -115,7 +115,7 @@ class Part:
     @property
     def nnz(self) -> int:
         """Number of stored elements."""
-        return sum(row.nnz for row in self.directory.tensors)
+        return sum(row.nnz for row in self.rows.values())
 
     def verify(self) -> None:
         """Verify every byte of the object; decode what needs no old bits.
@@ -162,8 +162,7 @@ class Part:
 
     def needs_old(self, name: str) -> bool:
         """Return whether :meth:`read` needs the old bits of a tensor."""
-        tensor = self._tensors[name]
-        return tensor.encoding.decodes_with_old(tensor.row)
+        return self._tensors[name].encoding.decodes_with_old(self.rows[name])
 
     def reader(
         self, name: str, near: tuple[int, int] | None = None, *, old: OldBits | None = None
@@ -286,7 +285,8 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
         at = reached.setdefault(row.bucket, {})
         lengths = {} if own else encoding.streams(row, mine)
         starts = {name: at.get(name, 0) for name in lengths}
-        tensors[row.name] = _Tensor(spec, row, encoding, mine, starts, lengths)
+        counted = row if encoding.counted else d.count_elements(row, mine)
+        tensors[row.name] = _Tensor(spec, counted, encoding, mine, starts, lengths)
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
     if next(segments, None) is not None:
@@ -321,26 +321,19 @@ def _take_segments(
     at = 0
     while len(mine) < row.segments:
         segment = next(segments, None)
-        if segment is None or segment.start < at or not _is_inside(segment, numel):
+        if segment is None or segment.start < at or not d.is_inside(segment, numel):
             raise _inconsistent(row, key)
         if not encoding.fits_segment(row, segment):
             raise _inconsistent(row, key)
         mine.append(segment)
         at = segment.start + segment.length
-    if row.nnz != sum(s.nnz for s in mine):
+    if row.nnz != (sum(s.nnz for s in mine) if encoding.counted else 0):
         raise _inconsistent(row, key)
     return tuple(mine)
 
 
 def _inconsistent(row: d.TensorRow, key: str) -> MalformedError:
     return MalformedError(f"{key}: inconsistent row of tensor {row.name!r}", key=key)
-
-
-def _is_inside(segment: d.Segment, numel: int) -> bool:
-    """Return whether a segment lies inside its tensor and its counts are possible."""
-    if not 0 < segment.nnz <= segment.length <= d.SEGMENT:
-        return False
-    return segment.start + segment.length <= numel and segment.wide <= segment.exceptions
 
 
 def _frames(

@@ -234,7 +234,7 @@ def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor)
         encoding=encoding.name,
         bucket=bucket,
         gap=tensor.gap,
-        nnz=change.delta.nnz,
+        nnz=change.delta.nnz if encoding.counted else 0,
         segments=len(tensor.segments),
         digest=str(change.digest),
     )
@@ -295,7 +295,8 @@ def _assemble(
     content[room - len(before) : room] = np.frombuffer(before, np.uint8)
     data = content[room - len(before) : at].data
     encodings = tuple(sorted({row.encoding for row in rows}))
-    return EncodedPart(data, digest, sum(row.nnz for row in rows), encodings)
+    nnz = sum(s.nnz for s in in_rows) + sum(row.nnz for row in rows if not row.segments)
+    return EncodedPart(data, digest, nnz, encodings)
 
 
 def _frames(

@@ -62,7 +62,7 @@ class TileGrid(NamedTuple):
             yield start - self.start + number * width, length // self.columns, width
 
 
-class Rank(NamedTuple):
+class ClassRank(NamedTuple):
     """Number of an element inside a class of a tile, and number of the class."""
 
     kind: int
@@ -209,19 +209,19 @@ def _encode_tile(old: Bits, steps: Bits, table: Bytes, grid: TileGrid) -> bytes:
     classes = _classes(table)
     members = [np.flatnonzero(mine[found]) for _, mine in classes]
     path = [(rate, positions.size) for (rate, _), positions in zip(classes, members, strict=True)]
-    here = Rank(0, 0)
+    here = ClassRank(0, 0)
     for kind, positions in enumerate(members):
         for rank in np.flatnonzero(changed[positions]).tolist():
-            _put_distance(out, path, here, Rank(kind, rank))
+            _put_distance(out, path, here, ClassRank(kind, rank))
             there = positions[rank]
             _put_step(out, int(changed[there]), int(table[BINS + int(found[there])]), width)
-            here = Rank(kind, rank + 1)
-    _put_distance(out, path, here, Rank(len(path), 0))
+            here = ClassRank(kind, rank + 1)
+    _put_distance(out, path, here, ClassRank(len(path), 0))
     return out.bytes()
 
 
 def _put_distance(
-    out: _BitWriter, path: Sequence[tuple[int, int]], here: Rank, there: Rank
+    out: _BitWriter, path: Sequence[tuple[int, int]], here: ClassRank, there: ClassRank
 ) -> None:
     """Write the distance of two ranks, or from one to the end.
 
@@ -250,7 +250,7 @@ def _put_distance(
         kind, rank = kind + 1, (rank - total) << more
 
 
-def _rank_in(path: Sequence[tuple[int, int]], kind: int, there: Rank) -> int:
+def _rank_in(path: Sequence[tuple[int, int]], kind: int, there: ClassRank) -> int:
     """Return a rank of a later class as one in a class, behind its elements."""
     rank = there.rank
     for earlier in reversed(range(kind, there.kind)):

@@ -256,7 +256,9 @@ class DeviceStager(BatchStager):
         tiles = cast("TensorTiles", one.streams)
         start, number = tiles.grid.start, tiles.tensor
         if not tiles.grid.mask:  # all elements are one class
-            return torch.zeros(tiles.stop - start, dtype=INT_DTYPES[tiles.width], device=self.device)
+            return torch.zeros(
+                tiles.stop - start, dtype=INT_DTYPES[tiles.width], device=self.device
+            )
         bits = device_bits(self._places[self._names[number]], HeldElements(start, tiles.stop))
         earlier = [changes for edges, changes in before if edges.get(number, one.edge) < one.edge]
         return staging.after(bits, start, number, earlier)

@@ -258,9 +258,7 @@ def read_tensors(
             found[row["name"]] = read_segments(row, mine, cursor, old.get(row["name"], ()))
     require(not segments, "segments that are nobody's")
     shared = [
-        row["digest"]
-        for row in directory["tensors"]
-        if row["encoding"] == "max" and row["gap"]
+        row["digest"] for row in directory["tensors"] if row["encoding"] == "max" and row["gap"]
     ]
     require(not shared or shared[-1] != "", "digest")
     for name in streams.keys() - owned:
@@ -306,7 +304,8 @@ def read_segments(
     require(row["gap"] in most, "gap")
     columns = (row["shape"] or [1])[-1] if encoding == "max" and row["gap"] > 1 else 1
     require(columns > 0 and (columns == 1 or columns % row["gap"] == 0), "gap")
-    require(row["nnz"] == sum(s["nnz"] for s in segments), "nnz")
+    count = 0 if encoding == "max" else sum(s["nnz"] for s in segments)
+    require(row["nnz"] == count, "nnz")
     indices: list[int] = []
     for s in segments:
         require(0 < s["nnz"] <= s["length"] <= 1 << 20 and s["start"] >= reached, "segment")

@@ -59,6 +59,7 @@ def refusals() -> Iterator[tuple[str, Any]]:
     yield "a tile that ends late", lambda p: cut(p, 1)
     yield "padding that is not zero", lambda p: edit(p, "#0.tile", -1, 0xFF)
     yield "another number of elements", lambda p: count(p, 4)
+    yield "a count in the row", lambda p: p.rows[0].update(nnz=5)
     yield "no tiles", lambda p: gap(p, 0)
     yield "tiles that do not divide the columns", lambda p: gap(p, 4)
     yield "too many tiles", lambda p: gap(p, 66)
@@ -80,7 +81,6 @@ def cut(pieces: Any, more: int) -> None:
 
 
 def count(pieces: Any, nnz: int) -> None:
-    pieces.rows[0]["nnz"] = nnz
     pieces.segments["nnz"] = [nnz]
 
 

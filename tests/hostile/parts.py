@@ -134,6 +134,13 @@ def poke(f: Forgery, stream: str, at: int, value: int) -> None:
     f.streams[stream] = bytes(data)
 
 
+def alone(f: Forgery) -> None:
+    """Let a row do without old bits, and have rates of two bins."""
+    f.rows[0]["gap"] = 0
+    for at in (0, 5):
+        poke(f, "#0.class", at, 3)
+
+
 def resized(f: Forgery, more: int) -> None:
     data = f.streams["#0.tile"]
     f.streams["#0.tile"] = data[:more] if more < 0 else data + bytes(more)
@@ -141,7 +148,13 @@ def resized(f: Forgery, more: int) -> None:
 
 
 TABLES: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
-    ("out of range", "no tiles", lambda f: f.rows[0].update(gap=0)),
+    ("lying size", "elements in a row of max", lambda f: f.rows[0].update(nnz=1)),
+    (
+        "another rule",
+        "a digest left without old bits",
+        lambda f: f.rows[0].update(gap=0, digest=""),
+    ),
+    ("out of range", "a rate of a bin without old bits", alone),
     ("oversized", "more tiles than 64", lambda f: f.rows[0].update(gap=68)),
     ("another rule", "tiles that do not divide the columns", lambda f: f.rows[0].update(gap=3)),
     ("lying size", "a tile of too many bytes", lambda f: resized(f, 400)),

@@ -115,6 +115,7 @@ class MaxEncoding(Encoding):
     absolute: ClassVar[bool] = False
     checked: ClassVar[bool] = True
     needs_old: ClassVar[bool] = True
+    counted: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset(["class"])
 
     @override
@@ -152,7 +153,7 @@ class MaxEncoding(Encoding):
         columns = row.shape[-1] if row.shape else 1
         divides = row.gap <= 1 or (columns > 0 and columns % row.gap == 0)
         fits = row.gap > 0 or numel <= SEGMENT
-        return row.gap <= MAX_CUTS and fits and divides and row.nnz <= numel
+        return row.gap <= MAX_CUTS and fits and divides
 
     @override
     def fits_segment(self, row: TensorRow, segment: Segment) -> bool:

@@ -29,6 +29,7 @@ from tests.unit.replica.test_max_shares import (  # noqa: F401 - a fixture
     SPEC,
     halves,
     plan_of,
+    scales,
     shards,
     small_tiles,
     versions,
@@ -70,6 +71,21 @@ def test_shares_of_rows_and_columns(axis: int, ways: int, encodings: tuple[str, 
         assert torch.equal(live, before)
     key = digest_key(SPEC)
     assert change == reference.digest(key, states[-1]) - reference.digest(key, states[0])
+
+
+@pytest.mark.parametrize("ways", [1, 2, 8, 32])
+def test_small_scales_are_shared_anywhere(ways: int) -> None:
+    spec, old, new, plan = scales()
+    for rank in range(ways):
+        rows = 32 // ways
+        mine = slice(rank * rows * 6, (rank + 1) * rows * 6)
+        live = torch.from_numpy(old[mine].view(np.int32).copy()).view(rows, 6)
+        place = Placement(live, mine.start, (6, 1))
+        stager = DeviceStager({spec.name: [(("", 0), place)]}, {spec.name: spec})
+        assert stager.takes(plan)
+        for staged, _ in stager.stage([stager.read(plan, *place.span)]):
+            staged.run()
+        assert np.array_equal(live.numpy().reshape(-1).view(np.uint32), new[mine])
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -134,16 +134,21 @@ def test_objects_of_one_edge_wait_for_each_other_where_old_bits_are_needed(tmp_p
     assert found.nnz == np.count_nonzero(states[0] != states[1])
 
 
+def scales() -> tuple[TensorSpec, Bits, Bits, TensorPlan]:
+    """Scales of blocks, before and after a change, and its plan."""
+    spec = TensorSpec("w_scale_inv", "F32", (32, 6))
+    rng = np.random.default_rng(6)
+    old = rng.random(spec.numel, np.float32).view(np.uint32)
+    more = rng.integers(1, 1 << 20, spec.numel, np.uint32)
+    new = np.where(rng.random(spec.numel) < 0.1, old + more, old)
+    change = Change(changes(spec, old, new), StateDigest(), encoding=ENCODINGS.get("max"))
+    part = Part.from_bytes(encode_part([change]).data)
+    return spec, old, new, TensorPlan(spec, (part,))
+
+
 @pytest.mark.parametrize("ways", [2, 4, 8, 32])
 def test_ranks_share_small_scales_anywhere(ways: int) -> None:
-    spec = TensorSpec("w_scale_inv", "F32", (32, 6))
-    rng = np.random.default_rng(ways)
-    old = rng.random(spec.numel, np.float32).view(np.uint32)
-    new = old + (rng.random(spec.numel) < 0.1) * rng.integers(1, 1 << 20, spec.numel, np.uint32)
-    new = new.astype(np.uint32)
-    change = Change(changes(spec, old, new), StateDigest(), encoding=ENCODINGS.get("max"))
-    data = encode_part([change]).data
-    plan = TensorPlan(spec, (Part.from_bytes(data),))
+    _, old, new, plan = scales()
     for rank in range(ways):
         rows = 32 // ways
         mine = slice(rank * rows * 6, (rank + 1) * rows * 6)
