@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,8 @@ CLASS_BITS: Final = 0.03
 """Bits a change that one more class has to save: every class takes a decoder a pass over all old
 bits. It leaves 6 to 7 of 8 to 14 classes, for 0.02 to 0.06 bits a change (bf16 at 0.13 and 1.2 %,
 fp8 codes, two models)."""
+
+_RATES: Final = np.arange(MAX_RATE + 1)
 
 RECENT: Final = 8
 """Number of tables that a tensor may have in common with those before it."""
@@ -108,7 +110,7 @@ def _best_table(spec: TensorSpec, counts: BinCounts, grid: TileGrid) -> Bytes:
         group = (group >> shift) & mask
     changed = np.bincount(group, weights=counts.changed, minlength=BINS).astype(np.int64)
     numel = np.bincount(group, weights=counts.numel, minlength=BINS).astype(np.int64)
-    rates = _rates(changed, numel, CLASS_BITS)[group]
+    rates = _rates(changed, numel)[group]
     sizes = np.where(rates == NEVER, NEVER, _sizes(group, counts))
     table: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
     table[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
@@ -125,51 +127,51 @@ def _table_bits(table: Bytes, counts: BinCounts) -> float:
     chosen = np.where(sizes == NEVER, none, np.minimum(sizes, none - 1))
     total = float(counts.size_bits[changed, chosen[changed]].sum())
     members = rates != NEVER
-    by_rate = [
+    count, numel = (
         np.bincount(rates[members], some[members], MAX_RATE + 1)
         for some in (counts.changed, counts.numel)
-    ]
-    for rate in np.flatnonzero(by_rate[1]).tolist():
-        count, elements = (int(some[rate]) for some in by_rate)
-        if count:
-            total += float(_class_bits(np.array([count]), np.array([elements]))[0, rate])
-        else:  # passed as a whole
-            total += elements / (1 << rate)
-    return total
+    )
+    used = numel > 0
+    share = np.minimum(count[used] / numel[used], 1)
+    return total + float(_rank_bits(count[used], numel[used], share, _RATES[used]).sum())
 
 
-def _rates(counts: Numbers, numel: Numbers, class_bits: float) -> Numbers:
+def _rates(counts: Numbers, numel: Numbers) -> Numbers:
     """Return the Rice parameter of ranks of each group, for the fewest bits.
 
-    Groups of one rate are a class together. A class has to save ``class_bits`` a change.
+    Groups of one rate are a class together. A class has to save ``CLASS_BITS`` a change.
     """
-    own = class_bits * float(counts.sum())
+    own = CLASS_BITS * float(counts.sum())
     groups = np.flatnonzero(counts)
     groups = groups[np.argsort(-counts[groups] / numel[groups], kind="stable")]
     changes, elements = (np.cumsum([0, *some[groups]]) for some in (counts, numel))
+    some, there = (ends[np.newaxis] - ends[:, np.newaxis] for ends in (changes, elements))
+    share = np.clip(some / np.maximum(there, 1), 0, 1)
+    # Of a class, by its first group, the one behind it and its rate.
+    bits = _rank_bits(some[..., np.newaxis], there[..., np.newaxis], share[..., np.newaxis], _RATES)
+    fewest, best = bits.min(axis=2), bits.argmin(axis=2)
     least = np.zeros(len(groups) + 1)
-    found = np.full((len(groups) + 1, 2), NEVER)  # first group of the last class, and its rate
+    found = np.zeros(len(groups) + 1, np.int64)  # first group of the last class
     for end in range(1, len(groups) + 1):
-        bits = _class_bits(changes[end] - changes[:end], elements[end] - elements[:end])
-        best = bits.argmin(axis=1)
-        total = least[:end] + bits.min(axis=1) + own
-        first = int(total.argmin())
-        least[end], found[end] = total[first], (first, best[first])
+        total = least[:end] + fewest[:end, end] + own
+        found[end] = total.argmin()
+        least[end] = total[found[end]]
     rates, end = np.full(BINS, NEVER), len(groups)
     while end:
-        first, rate = found[end].tolist()
-        rates[groups[first:end]] = rate
-        end = first
+        rates[groups[found[end] : end]] = best[found[end], end]
+        end = int(found[end])
     return rates
 
 
-def _class_bits(counts: Numbers, numel: Numbers) -> npt.NDArray[np.float64]:
-    """Return the bits of the ranks of some classes by rate, ``(n, rates)``."""
-    share = np.minimum(counts / numel, 1)[:, np.newaxis]
-    passed = (1 - share) ** (1 << np.arange(MAX_RATE + 1))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        ones = 1 / (1 - passed)
-    bits: npt.NDArray[np.float64] = counts[:, np.newaxis] * (np.arange(MAX_RATE + 1) + ones)
+def _rank_bits(
+    counts: npt.NDArray[Any], numel: npt.NDArray[Any], share: npt.NDArray[Any], rates: Numbers
+) -> npt.NDArray[np.float64]:
+    """Return the bits of the ranks of classes; one without changes is passed as a whole."""
+    passed = (1 - share) ** (1 << rates)
+    ones = 1 / np.maximum(1 - passed, 2.0**-60)
+    bits: npt.NDArray[np.float64] = np.where(
+        counts > 0, counts * (rates + ones), numel / (1 << rates)
+    )
     return bits
 
 
@@ -197,11 +199,16 @@ def _size_bits(changed: Bytes, steps: Bits) -> npt.NDArray[np.float64]:
     large = excess > 0
     ones = np.bincount(changed, minlength=BINS) - np.bincount(changed[large], minlength=BINS)
     kinds, excess = changed[large], excess[large].astype(np.uint64)
-    width = 8 * steps.itemsize
-    costs = []
+    some, width = np.bincount(kinds, minlength=BINS), 8 * steps.itemsize
+    costs: list[npt.NDArray[np.float64]] = []
+    all_small = False
     for size in range(min(width, MAX_SIZE + 1)):
+        if all_small:  # each takes a bit more with a larger size
+            costs.append(costs[-1] + some + ones)
+            continue
         quotient = (excess >> np.uint64(size)).astype(np.int64)
         bits = np.where(quotient >= ESCAPE, ESCAPE + width, quotient + 1 + size)
         costs.append(np.bincount(kinds, weights=bits, minlength=BINS) + (1 + size) * ones)
-    costs.append(np.where(np.bincount(kinds, minlength=BINS) > 0, np.inf, 0.0))
+        all_small = not quotient.any()
+    costs.append(np.where(some > 0, np.inf, 0.0))
     return np.stack(costs, axis=1)
