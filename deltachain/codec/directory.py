@@ -32,7 +32,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         shape: Shape of the full tensor.
         encoding: Name of the encoding.
         bucket: Number of its bucket, a group of streams; 0 for raw and plain.
-        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps.
+        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for ``max``.
         nnz: Number of stored elements; in a file 0 for ``max``, whose segments have it.
         segments: Number of this tensor's rows in the segment columns.
         digest: State digest of the new elements; for sparse encodings, minus that of the old. Rows

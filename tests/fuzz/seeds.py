@@ -34,16 +34,19 @@ LAYER: Final = {"a": "BF16", "b": "F8_E4M3", "c": "BF16", "d": "F32"}
 """Tensors of a layer."""
 
 
-def max_of(*specs: TensorSpec) -> bytes:
-    """A part of tensors in which every seventh element of the fuzzer's old bits changed."""
-    return encode_part(map(_as_max, specs)).data
+def max_of(*specs: TensorSpec, alone: bool = False) -> bytes:
+    """A part of tensors in which every seventh element of the fuzzer's old bits changed.
+
+    ``alone`` is without old bits.
+    """
+    return encode_part(_as_max(spec, alone=alone) for spec in specs).data
 
 
-def _as_max(spec: TensorSpec) -> Change:
+def _as_max(spec: TensorSpec, *, alone: bool) -> Change:
     old = old_of(spec)
     new = old.copy()
     new[::7] += np.array(1, spec.bits_dtype)
-    before = partial(OldBits, old)
+    before = None if alone else partial(OldBits, old)
     delta = changes(spec, old, new)
     return Change(delta, StateDigest(), encoding=ENCODINGS.get("max"), old=before)
 
@@ -57,6 +60,7 @@ def seeds(target: str) -> Iterator[tuple[str, bytes]]:
             yield f"sound-max-{cuts}", max_part(cuts)
         for dtype in ("F8_E4M3", "BF16", "F32", "F64"):
             yield f"sound-max-{dtype}", max_of(TensorSpec("w", dtype, (40,)))
+            yield f"sound-alone-{dtype}", max_of(TensorSpec("w", dtype, (5, 8)), alone=True)
         layer = [TensorSpec(f"h.0.{name}", dtype, (20,)) for name, dtype in LAYER.items()]
         yield "sound-max-layer", max_of(*layer)  # they share a digest
         for number, name in enumerate(FORGERIES):

@@ -21,7 +21,7 @@ class EncodedTensor:
     """Result of :meth:`Encoding.encode`, for the row of the tensor.
 
     Attributes:
-        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps.
+        gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for ``max``.
         segments: Segments of the tensor, in order.
     """
 
