@@ -49,16 +49,16 @@ def check_digests(rows: Iterable[TensorRow]) -> None:
     Raises:
         ConfigError: One is none, or is left to no row.
     """
-    left = ""
+    left: TensorRow | None = None
     for row in rows:
         if row.digest:
             StateDigest.parse(row.digest)
         elif not may_share(row):
             raise ConfigError(f"no digest of tensor {row.name!r}")
         if may_share(row):
-            left = "" if row.digest else row.name
-    if left:
-        raise ConfigError(f"no row has the digest of tensor {left!r}")
+            left = None if row.digest else row
+    if left is not None:
+        raise ConfigError(f"no row has the digest of tensor {left.name!r}")
 
 
 def share(rows: Sequence[TensorRow]) -> list[TensorRow]:

@@ -180,6 +180,7 @@ def test_a_digest_left_to_no_row_is_malformed() -> None:
         ([row("a", 0), row("b", 1, encoding="step")], "no row has the digest of tensor 'a'"),
         ([row("a", 0, encoding="step"), row("b", 1)], "no digest of tensor 'a'"),
         ([row("a", 1), row("b", 0)], "no row has the digest of tensor 'b'"),
+        ([row("a", 1), row("", 0)], "no row has the digest of tensor ''"),
         ([msgspec.structs.replace(row("a", 1), digest="0" * 31)], "is not a state digest"),
     ],
 )
