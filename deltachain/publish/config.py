@@ -55,9 +55,9 @@ class PublishConfig:
     decode; readers of earlier releases leave it out. So do engines of which a rank's share cuts a
     tile, or that leave some matrices of a layer unused: they take anchors and other edges, and
     refuse what has none. Matrices are divided so that 2 ranks cut no tile, nor 4 with 128 KiB of
-    weights in each, nor 6, 8, 12 or 16 with 256 KiB. Vectors and scales of up to 65,536 elements
-    need no old bits. Integers, and matrices of which a trainer's rank holds no consecutive
-    elements, are stored as ``step``.
+    weights in each, nor 6, 8, 12 or 16 with 256 KiB. Vectors of up to 65,536 elements and scales
+    need no old bits. Larger int8 matrices, and matrices of which a trainer's rank holds no
+    consecutive elements, are stored as ``step``.
 
     ``auto`` begins with ``step``. Once an upload of at least 1 MiB, or the download of a chain that
     is continued, has shown the speed of the link, rank 0 encodes and decodes one changed tensor,

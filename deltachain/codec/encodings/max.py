@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,8 +57,12 @@ PADDED_TO: Final = 64
 """Engines fill up the rows of a vocabulary to a multiple of this before they divide them."""
 
 SMALL_NUMEL: Final = 1 << 16
-"""Most elements of tensors that are given without old bits, if they are not divided: vectors, and
-scales of codes, which ranks may cut anywhere. As ``step`` they need eight streams more, 1 KB."""
+"""Most elements of tensors that are not divided, and are given without old bits, so that ranks may
+cut them anywhere: as ``step`` they need eight streams more, 1 KB."""
+
+_SCALES: Final = re.compile(r"[^.]*scale[^.]*")
+"""Last word of the names of scales, which ranks share in other places than codes. They are given
+without old bits up to the largest segment; a wrong guess costs some bits."""
 
 BINNED: Final[Mapping[str, tuple[int, int]]] = {
     "BF16": (7, 255),
@@ -121,17 +126,16 @@ class MaxEncoding(Encoding):
     @override
     def suits(self, spec: TensorSpec) -> bool:
         """Return whether a tensor is small, or two ranks that share it evenly cut no tile."""
-        return spec.numel <= SMALL_NUMEL or self.encodes_with_old(spec)
+        return spec.numel <= _most_alone(spec) or self.encodes_with_old(spec)
 
     @override
     def encodes_with_old(self, spec: TensorSpec) -> bool:
         """Return whether two ranks that share rows or columns evenly cut no tile.
 
-        Small scales are given without old bits: ranks may share them in other places than codes.
-        Codes of int8 have steps that are equally wide everywhere, and other integers one rate: they
-        are smaller as steps.
+        Codes of int8 have steps that are equally wide everywhere, and wider integers one rate:
+        their old bits tell nothing.
         """
-        if spec.itemsize >= 4 and spec.numel <= SMALL_NUMEL:
+        if _is_scale(spec):
             return False
         band, cuts = tiling(spec)
         binned = spec.dtype in BINNED or (spec.itemsize == 1 and spec.dtype != "I8")
@@ -176,8 +180,8 @@ class MaxEncoding(Encoding):
         if old is not None:
             cuts = tiling(spec).cuts
             windows = np.array(list(_windows(spec, old.start, old.stop)), np.int64)
-        elif spec.numel <= SMALL_NUMEL:
-            old, cuts, windows = _no_bits(spec), 0, np.array([(0, spec.numel)])
+        elif spec.numel <= _most_alone(spec):
+            old, cuts, windows = _no_bits(spec, spec.numel), 0, np.array([(0, spec.numel)])
         else:
             raise ConfigError(f"{spec.name}: max deltas are encoded with the bits before them")
         if not indices.size:
@@ -206,7 +210,9 @@ class MaxEncoding(Encoding):
             MalformedError: Rates and sizes break a rule of FORMAT.md 4.
             OldBitsError: There are no bits before the change, or of a part of a tile only.
         """
-        old = tensor.old if tensor.row.gap else _no_bits(tensor.spec)
+        old = tensor.old
+        if not tensor.row.gap:
+            old = _no_bits(tensor.spec, tensor.spec.numel if tensor.segments else 0)
         if old is None:
             raise OldBitsError(
                 f"{tensor.key}: {tensor.spec.name!r} needs the bits before it, which are not at "
@@ -274,9 +280,18 @@ def _cut(tensor: TensorReader) -> OldBitsError:
     )
 
 
-def _no_bits(spec: TensorSpec) -> OldBits:
+def _is_scale(spec: TensorSpec) -> bool:
+    return _SCALES.fullmatch(spec.name.rpartition(".")[2]) is not None
+
+
+def _most_alone(spec: TensorSpec) -> int:
+    """Return up to how many elements a tensor is given without old bits, if it is not divided."""
+    return SEGMENT if _is_scale(spec) else SMALL_NUMEL
+
+
+def _no_bits(spec: TensorSpec, numel: int) -> OldBits:
     """Return what stands for old bits where all elements are one class."""
-    return OldBits(np.zeros(spec.numel, spec.bits_dtype))
+    return OldBits(np.zeros(numel, spec.bits_dtype))
 
 
 def _grid(spec: TensorSpec, cuts: int, start: int) -> TileGrid:

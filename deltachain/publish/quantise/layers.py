@@ -150,6 +150,11 @@ def _without_data(config: Mapping[str, Any]) -> nn.Module:
             f"transformers has no model for architectures {names} of config.json",
             hint="attach the model itself, which shows its linear layers",
         )
+    if not isinstance(config.get("model_type"), str):
+        raise ConfigError(
+            "config.json has no model_type",
+            hint="attach the model itself, which shows its linear layers",
+        )
     made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
         model: nn.Module = kind(made)

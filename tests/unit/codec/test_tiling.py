@@ -154,6 +154,28 @@ def test_what_two_ranks_would_cut_is_small_or_does_not_suit() -> None:
     assert not suits(TensorSpec("w", "I8", (512, 512)))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "shape"),
+    [
+        ("weight_scale", "BF16", (4096, 1)),
+        ("weight_scale", "U8", (1024, 32)),
+        ("weight_scale", "F8_E4M3", (4096, 256)),
+        ("weight_scale_inv", "F8_E8M0", (256, 256)),
+        ("weight_scale_inv", "F32", (148, 64)),
+        ("k_scale", "F32", (1,)),
+    ],
+)
+def test_scales_are_given_without_old_bits(name: str, dtype: str, shape: tuple[int, ...]) -> None:
+    spec = TensorSpec(f"model.layers.0.mlp.up_proj.{name}", dtype, shape)
+    assert MaxEncoding().suits(spec)
+    assert not MaxEncoding().encodes_with_old(spec)
+
+
+def test_scales_beyond_a_segment_are_steps() -> None:
+    spec = TensorSpec("h.0.weight_scale", "F8_E4M3", (8192, 256))
+    assert not MaxEncoding().suits(spec)
+
+
 def test_tiles_of_large_matrices_are_not_small() -> None:
     for shape, _ in (LARGE | HUGE).values():
         band, cuts = tiling(TensorSpec("w", "BF16", shape))

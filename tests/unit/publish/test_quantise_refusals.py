@@ -24,6 +24,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
 from deltachain.publish.quantise.amax import CutBlocks, exchange
 from deltachain.publish.quantise.fused import check_fused
+from deltachain.publish.quantise.layers import layers_of_config
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.store import open_store
@@ -319,3 +320,8 @@ def test_scale_of_the_model_that_is_not_finite(value: float, tmp_path: Path) -> 
     model.get_buffer("k_scale").fill_(value)
     with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
         attached(str(tmp_path / "other"), model)
+
+
+def test_a_config_without_the_type_of_its_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="has no model_type"):
+        layers_of_config({"architectures": ["LlamaForCausalLM"]})
