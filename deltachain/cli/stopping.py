@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import Event
+from queue import SimpleQueue
+from threading import Event, Thread
 from types import FrameType
 from typing import Final
 
@@ -24,16 +25,28 @@ def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[l
         wake: Called then, to end a wait.
     """
     by: list[int] = []
+    asked: SimpleQueue[bool] = SimpleQueue()
 
     def handle(number: int, _: FrameType | None) -> None:
         by.append(number)
-        stop.set()
-        wake()
+        asked.put(True)
         if len(by) > 1:
             raise KeyboardInterrupt
 
-    with _handling(signal.SIGINT, handle), _handling(signal.SIGTERM, handle):
-        yield by
+    def tell() -> None:
+        """Set the event: a handler that did it would wait for its lock if it interrupts a wait."""
+        if asked.get():
+            stop.set()
+            wake()
+
+    teller = Thread(target=tell, name="deltachain-stopping", daemon=True)
+    teller.start()
+    try:
+        with _handling(signal.SIGINT, handle), _handling(signal.SIGTERM, handle):
+            yield by
+    finally:
+        asked.put(False)
+        teller.join()
 
 
 def end(by: Sequence[int]) -> None:

@@ -21,7 +21,6 @@ import os
 import signal
 import time
 from itertools import count
-from threading import Event
 from typing import Any
 
 import torch
@@ -32,9 +31,9 @@ import deltachain
 
 def main() -> None:
     """Train until the last step, or until the process is told to end."""
-    stop = Event()
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda number, _: signals.append(number))
 
     model: Any = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -55,8 +54,9 @@ def main() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()  # publishes: training waits for the diff alone
         optimizer.zero_grad()
-        if step == steps or stop.wait(max(0.0, began + step_s - time.monotonic())):
+        if step == steps or signals:
             break
+        time.sleep(max(0.0, began + step_s - time.monotonic()))
     attachment.detach()  # waits for the last commit
 
 

@@ -78,3 +78,20 @@ def test_a_dashboard_that_does_not_serve_yet_ends_too(
         process.kill()
         process.communicate()
     assert process.returncode == code, stderr
+
+
+IN_A_WAIT = """
+import signal
+from threading import Event
+from deltachain.cli.stopping import stopping
+stop, woken = Event(), Event()
+with stopping(stop, woken.set) as by:
+    with stop._cond:  # as Event.wait has it for a moment, between two bytecodes
+        signal.raise_signal(signal.SIGINT)
+    assert stop.wait(60) and woken.wait(60)
+assert by == [signal.SIGINT]
+"""
+
+
+def test_a_signal_may_come_in_the_middle_of_a_wait() -> None:
+    subprocess.run([sys.executable, "-c", IN_A_WAIT], check=True, timeout=120)
