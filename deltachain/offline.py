@@ -16,6 +16,7 @@ import numpy as np
 from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
 from deltachain.codec.encodings import Encoding
+from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
@@ -95,14 +96,15 @@ def _change(
     changes = host.diff_(np.array(old), new)
     if not changes.indices.size:
         return None
+    if not encoding.suits(spec):
+        encoding = StepEncoding()
     sparse = TensorDelta(
         spec=spec,
         indices=changes.indices,
         values=changes.new if encoding.absolute else changes.new - changes.old,
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
-    without = encoding.suits(spec) and not encoding.encodes_with_old(spec)
-    before = None if without or not encoding.needs_old else partial(OldBits, old)
+    before = partial(OldBits, old) if encoding.encodes_with_old(spec) else None
     change = Change(sparse, digest_change(spec, *changes), encoding=encoding, old=before)
     nnz = changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:

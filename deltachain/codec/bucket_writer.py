@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec.stream_content import BytePlane, FlatArray, StreamPiece
 from deltachain.types import Bits
+
+if TYPE_CHECKING:
+    from deltachain.codec.encodings.tile_table import BinCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +40,13 @@ class BucketWriter:
     Attributes:
         pieces: Contents by stream, in the order of the tensors.
         arrays: Arrays that belong to single tensors.
-        counts: Changes so far, of tensors that choose tables together; see ``encodings/max.py``.
+        counts: Changes so far of the tensors of ``max`` that choose tables together: those of one
+            dtype and mask of bins.
     """
 
     pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
-    counts: dict[tuple[str, int], Any] = field(default_factory=dict)
+    counts: dict[tuple[str, int], BinCounts] = field(default_factory=dict)
 
     def lengths(self) -> dict[str, int]:
         """Return the number of pieces of each stream."""

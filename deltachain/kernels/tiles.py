@@ -237,8 +237,9 @@ def _put_distance(
         more = path[kind + 1][0] - rate if kind + 1 < len(path) else 0
         if rank < total:
             passed = ((total - 1 - rank) >> rate) + 1
-            distance = _rank_in(path, kind, there) - rank
-            if there.kind < len(path) and distance >> rate < passed:
+            ahead = there.kind < len(path)
+            distance = _rank_in(path, kind, there) - rank if ahead else 0
+            if ahead and distance >> rate < passed:
                 out.unary(distance >> rate)
                 out.put(distance & ((1 << rate) - 1), rate)
                 for later in range(kind + 1, there.kind + 1):
@@ -255,8 +256,7 @@ def _rank_in(path: Sequence[tuple[int, int]], kind: int, there: ClassRank) -> in
     rank = there.rank
     for earlier in reversed(range(kind, there.kind)):
         rate, total = path[earlier]
-        more = path[earlier + 1][0] - rate if earlier + 1 < len(path) else 0
-        rank = total + (rank >> more)
+        rank = total + (rank >> (path[earlier + 1][0] - rate))
     return rank
 
 

@@ -59,8 +59,7 @@ def sparse_change(
             suit, ``step`` replaces that.
     """
     spec, changes = found.spec, found.changes
-    lacking = held is None and encoding.encodes_with_old(spec)
-    if encoding.needs_old and (lacking or not encoding.suits(spec)):
+    if not encoding.suits(spec) or (held is None and encoding.encodes_with_old(spec)):
         encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:

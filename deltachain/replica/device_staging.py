@@ -189,10 +189,13 @@ class DeviceStager(BatchStager):
             if not reader.segments:
                 continue
             if reader.row.encoding == MAX.name:
-                elements = elements or held_elements(
-                    self._places[name], *near(given.spec, low, high)
-                )
-                versions.append(ObjectStreams(edge, None, tiles_of(reader, number, elements)))
+                known = HeldElements(0, given.spec.numel)
+                if part.needs_old(name):
+                    elements = elements or held_elements(
+                        self._places[name], *near(given.spec, low, high)
+                    )
+                    known = elements
+                versions.append(ObjectStreams(edge, None, tiles_of(reader, number, known)))
             else:
                 versions.append(ObjectStreams(edge, *streams_of(reader, number)))
         return PlanStreams(given, tuple(versions))
@@ -288,7 +291,7 @@ def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> Tenso
     Args:
         reader: Reader of a tensor in the encoding ``max``.
         number: Number of the tensor in its batch.
-        elements: Elements of it that this rank holds.
+        elements: Elements of it whose old bits are known, or all if none are needed.
 
     Raises:
         DigestMismatchError: A frame differs from its digest in the directory.
@@ -296,9 +299,8 @@ def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> Tenso
         OldBitsError: The elements cut a tile.
     """
     data, table, grid, wanted = MAX.coded_tiles(reader, elements)
-    stop = elements.stop if reader.row.gap else reader.spec.numel
     width = reader.spec.itemsize
-    return TensorTiles(number, reader.table, data, table, grid, stop, wanted, width)
+    return TensorTiles(number, reader.table, data, table, grid, elements.stop, wanted, width)
 
 
 def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:

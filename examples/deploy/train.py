@@ -20,7 +20,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from itertools import count
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -31,9 +33,9 @@ import deltachain
 
 def main() -> None:
     """Train until the last step, or until the process is told to end."""
-    signals: list[int] = []
+    told: SimpleQueue[int] = SimpleQueue()  # a handler may put into it at any moment
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _: signals.append(number))
+        signal.signal(number, lambda number, _: told.put(number))
 
     model: Any = AutoModelForCausalLM.from_pretrained(os.environ["MODEL"], dtype=torch.float32)
     model.to("cuda" if torch.cuda.is_available() else "cpu")
@@ -54,9 +56,11 @@ def main() -> None:
         model(input_ids=tokens, labels=tokens).loss.backward()
         optimizer.step()  # publishes: training waits for the diff alone
         optimizer.zero_grad()
-        if step == steps or signals:
+        if step == steps:
             break
-        time.sleep(max(0.0, began + step_s - time.monotonic()))
+        with suppress(Empty):
+            told.get(timeout=max(0.0, began + step_s - time.monotonic()))
+            break
     attachment.detach()  # waits for the last commit
 
 

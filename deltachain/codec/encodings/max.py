@@ -230,8 +230,6 @@ class MaxEncoding(Encoding):
             MalformedError: Rates and sizes break a rule of FORMAT.md 4.
             OldBitsError: The elements are a part of a tile only.
         """
-        if not tensor.row.gap:
-            elements = HeldElements(0, tensor.spec.numel)
         grid = _grid(tensor.spec, tensor.row.gap, elements.start)
         if not tensor.segments:
             return StoredTiles(np.empty(0, np.uint8), _UNUSED, grid)

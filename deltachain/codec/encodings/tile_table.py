@@ -124,8 +124,10 @@ def _table_bits(table: Bytes, counts: BinCounts) -> float:
     if (rates[changed] == NEVER).any():
         return np.inf
     none = counts.size_bits.shape[1] - 1
-    chosen = np.where(sizes == NEVER, none, np.minimum(sizes, none - 1))
-    total = float(counts.size_bits[changed, chosen[changed]].sum())
+    if ((sizes[changed] >= none) & (sizes[changed] != NEVER)).any():  # a table of wider elements
+        return np.inf
+    chosen = np.where(sizes == NEVER, none, sizes)[changed]
+    total = float(counts.size_bits[changed, chosen].sum())
     members = rates != NEVER
     count, numel = (
         np.bincount(rates[members], some[members], MAX_RATE + 1)
