@@ -6,6 +6,8 @@ by the weight, by a packed copy of it, or by another form of it made after loadi
 
 from __future__ import annotations
 
+import dis
+from types import FunctionType, MethodType
 from typing import Any, Final
 
 import torch
@@ -13,6 +15,9 @@ from torch import Tensor, nn
 
 COLUMNS: Final = 16
 """Number of columns of a weight that probing rows show."""
+
+_RETURNING: Final = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"})
+"""Instructions of a function that does nothing but return, in every Python since 3.11."""
 
 
 def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
@@ -75,10 +80,15 @@ def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
 
 
 def processed(model: nn.Module) -> frozenset[str]:
-    """Return the layers with post-load processing, and their sublayers."""
+    """Return the layers with post-load processing, and their sublayers.
+
+    Engines give every quantisation method this processing, in many of them an empty function: what
+    does nothing after loading is no processing.
+    """
 
     def acts(thing: object) -> bool:
-        return hasattr(thing, "process_weights_after_loading")
+        method = getattr(thing, "process_weights_after_loading", None)
+        return method is not None and not _is_empty(method)
 
     return frozenset(
         part
@@ -86,3 +96,11 @@ def processed(model: nn.Module) -> frozenset[str]:
         if acts(layer) or acts(getattr(layer, "quant_method", None))
         for part, _ in layer.named_modules(prefix=name)
     )
+
+
+def _is_empty(function: object) -> bool:
+    """Return whether a function or method only returns: anything else may act."""
+    plain = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(plain, FunctionType):
+        return False
+    return _RETURNING.issuperset(step.opname for step in dis.get_instructions(plain))

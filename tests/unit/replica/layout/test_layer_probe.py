@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ class Method:
         return found if bias is None else found + bias
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing is done."""
+        if self.packed is not None:
+            self.packed = layer.weight.data.clone()
 
 
 class Linear(nn.Module):
@@ -84,8 +86,33 @@ def test_a_layer_that_rearranges_is_not_plain() -> None:
 def test_layers_with_something_to_do_after_loading_are_known_with_their_parts() -> None:
     outer: Any = nn.Sequential(nn.Sequential(Linear(), nn.Linear(2, 2)), nn.Linear(2, 2))
     assert processed(outer) == {"0.0"}
-    outer[0].process_weights_after_loading = lambda _: None
+    outer[0].process_weights_after_loading = lambda layer: layer.eval()
     assert processed(outer) == {"0", "0.0", "0.1"}
+
+
+def test_processing_that_only_returns_is_none() -> None:
+    """As engines' base classes have it: their embeddings are not made again by any load."""
+
+    class Empty:
+        def process_weights_after_loading(self, _: nn.Module) -> None:
+            """Pack, say."""
+            return
+
+    class Packing(Empty):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            super().process_weights_after_loading(layer)
+
+    layer: Any = Linear()
+    layer.quant_method = Empty()
+    assert processed(layer) == set()
+    for acting in (
+        Packing().process_weights_after_loading,
+        partial(Empty().process_weights_after_loading),
+        list(range(3)).append,
+        lambda layer: layer.missing,
+    ):
+        layer.quant_method.process_weights_after_loading = acting
+        assert processed(layer) == {""}
 
 
 def test_a_tensor_that_a_loader_registers_is_loaded_into_its_layer() -> None:
