@@ -99,6 +99,26 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
+def refuse_scale(name: str, values: Tensor) -> None:
+    """Refuse a scale that is not finite: all that it scales is lost in every engine.
+
+    Args:
+        name: Name of any tensor; it is a scale if the last word of it says so.
+        values: The part of it on this rank.
+
+    Raises:
+        ConfigError: It is a scale of a floating point dtype, and one of its values is not finite.
+    """
+    if "scale" not in name.rpartition(".")[2] or not values.is_floating_point():
+        return
+    if not bool(values.float().isfinite().all()):
+        raise ConfigError(
+            f"{name!r} is a scale that is not finite",
+            hint="calibrate the scales or quantise the weights again, or remove them from the "
+            "model; nothing was published",
+        )
+
+
 def _dtype_hint(dtype: torch.dtype) -> str:
     if dtype.is_complex:
         return "publish an export that yields real tensors (`torch.view_as_real`)"

@@ -22,6 +22,7 @@ from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
     refuse_adapters,
     refuse_lazy,
+    refuse_scale,
     refuse_tensor,
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
@@ -98,6 +99,7 @@ class ModelTensors:
         parameters: Names of all parameters of the module on this rank; none for other sources.
         one_by_one: Whether each live tensor must be used before the next one is taken: an export
             makes its tensors anew each time, and may use their memory again at once.
+        has_own_checks: Whether ``live`` refuses scales that are not finite.
     """
 
     weights: tuple[Weight, ...]
@@ -108,6 +110,7 @@ class ModelTensors:
     ext: Mapping[str, Any] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
     one_by_one: bool = False
+    has_own_checks: bool = False
 
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
@@ -116,8 +119,8 @@ class ModelTensors:
         creates new ones each time.
 
         Raises:
-            ConfigError: A weight is missing, has another shape or dtype, or is no longer frozen;
-                or the module has a parameter that it had not.
+            ConfigError: A weight is missing, has another shape or dtype, or is no longer frozen; a
+                scale is not finite; or the module has a parameter that it had not.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
         for name, tensor in self.live():
@@ -126,6 +129,8 @@ class ModelTensors:
                 yield replace(weight, pending=tensor)
             elif weight is not None and isinstance(tensor, Tensor):
                 local = _unchanged(weight, tensor)
+                if not self.has_own_checks:
+                    refuse_scale(name, local)
                 yield replace(weight, tensor=local, writes=_writes_to(tensor, local))
             elif self.parameters and isinstance(tensor, nn.Parameter):
                 self._check_known(name)

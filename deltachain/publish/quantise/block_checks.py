@@ -112,18 +112,3 @@ class BlockChecks:
 
     def _zeros(self, amax: Tensor, scales: Tensor) -> Tensor:
         return (amax > 0) & (amax.double() <= scales.double() * (self.recipe.smallest / 2))
-
-
-def check_given_scale(name: str, values: Tensor) -> None:
-    """Refuse a scale of the model's own, such as of its KV cache, that is not finite.
-
-    Raises:
-        ConfigError: The tensor is a scale by its name, and one of its values is not finite.
-    """
-    if not (name.endswith("_scale") and values.is_floating_point()):
-        return
-    if not bool(values.float().isfinite().all()):
-        raise ConfigError(
-            f"{name!r} is a scale that is not finite",
-            hint="calibrate the scales again, or remove them from the model",
-        )

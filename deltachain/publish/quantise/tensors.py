@@ -28,7 +28,7 @@ from deltachain.publish.quantise.amax import (
     window_amax,
     with_shared,
 )
-from deltachain.publish.quantise.block_checks import BlockChecks, check_given_scale
+from deltachain.publish.quantise.block_checks import BlockChecks
 from deltachain.publish.quantise.fused import computed_with
 from deltachain.publish.quantise.grid import Grid
 from deltachain.publish.quantise.layers import WEIGHT
@@ -87,7 +87,6 @@ class QuantisedTensors:
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
-                check_given_scale(weight.spec.name, weight.tensor)
                 yield weight.spec.name, weight.tensor
             for matrix in matrices or ():
                 pending = self._pending(matrix, weight)
@@ -268,6 +267,7 @@ def quantise(
         weights=tuple(sorted(weights, key=lambda weight: weight.spec.name)),
         specs=specs_of(specs),
         aliases=aliases,
+        has_own_checks=True,
         one_by_one=source.one_by_one or not _all_wait(source.weights, held, recipe),
         live=made.tensors,
         agree=made.agree,
