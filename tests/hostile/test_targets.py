@@ -6,11 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import read_assets
 from deltachain.codec import Part
-from deltachain.errors import BrokenChainError, TensorMismatchError
+from deltachain.errors import BaseMismatchError, BrokenChainError, TensorMismatchError
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, ObjectRef, Table
 from deltachain.format.keys import payload_key
@@ -45,6 +46,37 @@ def test_a_huge_tensor_that_is_not_given_whole_makes_no_folder_huge(tmp_path: Pa
     with pytest.raises(BrokenChainError, match="gives only 3 elements"):
         follower.update()
     assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("scene", "stream"),
+    [("step", "sign"), ("overwrite", "value.0"), ("max", "tile"), ("dense", "dense.0")],
+)
+def test_an_altered_tensor_is_named_even_if_every_object_fits(scene: str, stream: str) -> None:
+    forged = Scene(scene)
+    pieces = take_apart(forged.read("part"))
+    altered = bytearray(pieces.streams[f"#0.{stream}"])
+    altered[0] ^= 1
+    pieces.streams[f"#0.{stream}"] = bytes(altered)
+    forged.put("part", pieces.build())
+    target = {forged.spec.name: torch.zeros(forged.spec.shape, dtype=torch.bfloat16)}
+    follower = Subscriber(forged.store.url, target, store=forged.store)
+    follower.update(0)
+    before = target[forged.spec.name].clone()
+    with pytest.raises(BaseMismatchError, match=r"first to differ: 'w'"):
+        follower.update()
+    assert torch.equal(target[forged.spec.name], before)
+
+
+def test_a_whole_tensor_is_not_named_where_the_target_differed() -> None:
+    honest = Scene("dense")
+    target = {honest.spec.name: torch.zeros(honest.spec.shape, dtype=torch.bfloat16)}
+    follower = Subscriber(honest.store.url, target, store=honest.store)
+    follower.update(0)
+    target[honest.spec.name].zero_()
+    with pytest.raises(BaseMismatchError) as caught:
+        follower.update()
+    assert "first to differ" not in str(caught.value)
 
 
 def test_a_folder_forgets_the_model_that_it_was_not(tmp_path: Path) -> None:

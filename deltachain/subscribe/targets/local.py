@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -181,7 +182,12 @@ def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bo
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
     """Name tensors whose change differs from the publisher's, if that can be determined."""
-    changes = {patch.spec.name: patch.change for patch in patches if patch.indices is not None}
+    rows = Counter(row.name for part in fetched.parts for row in part.directory.tensors)
+    changes = {
+        patch.spec.name: patch.written if patch.indices is None else patch.change
+        for patch in patches
+        if patch.indices is not None or rows[patch.spec.name] == 1  # then its digest is of new bits
+    }
     for names, expected in changes_of([part.directory.tensors for part in fetched.parts]):
         if names <= changes.keys():
             actual = sum((changes[name] for name in names), StateDigest())
