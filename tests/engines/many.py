@@ -50,7 +50,7 @@ def examine_many(rank: int, family: str, tp: str | int, versions: str | int) -> 
 def _examine(rank: int, family: str, tp: int, versions: int, scratch: Path) -> Held:
     before = checkpoint(family)
     specs = dict(Checkpoint(before).specs)
-    how = {"tp": tp, "rank": rank, "processed": True, "plain_linears": False}
+    how = {"tp": tp, "rank": rank, "plain_linears": False}
     engine = engine_fresh()
     found: list[dict[str, Tensor]] = []
     folders, proven = [before], 0
@@ -65,13 +65,13 @@ def _examine(rank: int, family: str, tp: int, versions: int, scratch: Path) -> H
             mine.stage(version, spool.folder, 1 << 30)
             mine.swap(version, version, back=False)
             proven += has_digest(mine, specs, agreement, folder, tp)
-            found.append(copied(live(model)) | computed(known, model, how))
+            found.append(copied(live(model)) | computed(known, model))
             folders.append(folder)
         del mine
     wrong = []
     for version, (folder, held) in enumerate(zip(folders[1:], found, strict=True), 1):
         with engine.load_in_context(folder, **how) as (config, model):
-            fresh = copied(live(model)) | computed(engine.known(config, model), model, how)
+            fresh = copied(live(model)) | computed(engine.known(config, model), model)
         wrong += [f"version {version}: {name}" for name in differences(fresh, held)]
     pairs = enumerate(pairwise(found), 2)
     return Held(

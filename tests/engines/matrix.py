@@ -70,7 +70,7 @@ class Row:
 
 
 def examine(
-    rank: int, family: str, tp: int = 1, *, plain: bool = True, processed: bool = True
+    rank: int, family: str, tp: int = 1, *, plain: bool = True, plain_experts: bool = False
 ) -> dict[str, Any]:
     """The row of one rank, as JSON; every rank of a group must call this.
 
@@ -79,9 +79,9 @@ def examine(
         family: One of ``FAMILIES``.
         tp: How many ranks there are.
         plain: Keep linear layers unpacked, as accelerators do.
-        processed: Pack whatever else the engine packs after loading.
+        plain_experts: Keep experts unpacked, too.
     """
-    how = {"tp": tp, "rank": rank, "plain_linears": plain, "processed": processed}
+    how = {"tp": tp, "rank": rank, "plain_linears": plain, "plain_experts": plain_experts}
     return asdict(_examine(family, how))
 
 
@@ -117,15 +117,15 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
         after = changed(specs, agreement, before, scratch / "after")
         spool = spool_of(scratch / "spool", Change(specs, agreement, before, after).deltas())
         mine.stage(1, spool.folder, 1 << 30)
-        at_first |= computed(known, model, how)
+        at_first |= computed(known, model)
         mine.swap(1, 1, back=False)
-        now = copied(live(model)) | computed(known, model, how)
+        now = copied(live(model)) | computed(known, model)
         digest = has_digest(mine, specs, agreement, after, tp)
         mine.swap(1, 0, back=True)
-        undone_wrong = differences(at_first, copied(live(model)) | computed(known, model, how))
+        undone_wrong = differences(at_first, copied(live(model)) | computed(known, model))
         del mine
     with engine.load_in_context(after, **how) as (config, model):
-        fresh = copied(live(model)) | computed(engine.known(config, model), model, how)
+        fresh = copied(live(model)) | computed(engine.known(config, model), model)
     wrong = differences(fresh, now)
     return _row(family, specs, agreement, wrong=wrong, undone_wrong=undone_wrong, digest=digest)
 
@@ -142,10 +142,8 @@ def attached(mine: Rank, specs: Mapping[str, TensorSpec], number: int, tp: int) 
     return agreement
 
 
-def computed(known: EngineModel, model: nn.Module, how: Any) -> dict[str, Tensor]:
+def computed(known: EngineModel, model: nn.Module) -> dict[str, Tensor]:
     """What every layer that hides its weights makes of the same input."""
-    if not how["processed"]:
-        return {}  # nothing is hidden yet, and no layer can be tried
     layers = frozenset(name for name, _ in model.named_modules())
     return {f"{name}()": output for name, output in copied(known.compute(layers)).items()}
 
@@ -268,7 +266,7 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "vllm": {
         "plain linears": {},
         "stock CPU": {"plain": False},
-        "before packing": {"processed": False},
+        "plain experts": {"plain_experts": True},
     },
     "sglang": {"TP=1": {}},
 }

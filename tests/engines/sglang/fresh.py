@@ -36,12 +36,12 @@ def load_fresh(
     *,
     tp: int = 1,
     rank: int = 0,
-    processed: bool = True,
     plain_linears: bool = True,
+    plain_experts: bool = False,
 ) -> nn.Module:
     """Load a checkpoint as a scheduler does."""
     with load_in_context(
-        checkpoint, tp=tp, rank=rank, processed=processed, plain_linears=plain_linears
+        checkpoint, tp=tp, rank=rank, plain_linears=plain_linears, plain_experts=plain_experts
     ) as (_, model):
         return model
 
@@ -52,8 +52,8 @@ def load_in_context(
     *,
     tp: int = 1,
     rank: int = 0,
-    processed: bool = True,
     plain_linears: bool = True,
+    plain_experts: bool = False,
 ) -> Iterator[tuple[Any, nn.Module]]:
     """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
 
@@ -61,36 +61,28 @@ def load_in_context(
         checkpoint: Its folder.
         tp: Ranks of tensor parallelism.
         rank: Which of them this process is.
-        processed: Whether to do what is done after loading.
         plain_linears: Has no meaning here: without AMX, SGLang packs none.
+        plain_experts: Nor has this.
 
     Yields:
         The ``ModelConfig``, and the model.
     """
-    del plain_linears
+    del plain_linears, plain_experts
     _bring_up(checkpoint, tp, rank)
-    model: nn.Module
     from sglang.srt.configs.device_config import DeviceConfig
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
-    from sglang.srt.model_loader import get_model_loader, loader
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
+    from sglang.srt.model_loader import get_model_loader
 
     config = ModelConfig.from_server_args(_arguments(checkpoint, tp), model_path=str(checkpoint))
     bootstrap.init_layer_runtime(model_config=config)
     load = LoadConfig()
     made = get_model_loader(load_config=load, model_config=config)
-    if processed:
-        with _filled():
-            model = made.load_model(model_config=config, device_config=DeviceConfig("cpu", 0))
-        yield config, model
-        return
-    with set_default_torch_dtype(torch.bfloat16):
-        quantisation = loader._get_quantization_config(config, load)
-        model = loader._initialize_model(config, load, quantisation)
-        weights = made._get_all_weights(config, model)
-        loader.DefaultModelLoader.load_weights_only(model, weights, torch.device("cpu"))
+    with _filled():
+        model: nn.Module = made.load_model(
+            model_config=config, device_config=DeviceConfig("cpu", 0)
+        )
     yield config, model
 
 

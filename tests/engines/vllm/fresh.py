@@ -18,7 +18,7 @@ from typing import Any, Final
 from unittest.mock import patch
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 
 from deltachain.replica.engine import EngineModel
@@ -39,8 +39,8 @@ def load_fresh(
     *,
     tp: int = 1,
     rank: int = 0,
-    processed: bool = True,
     plain_linears: bool = True,
+    plain_experts: bool = False,
 ) -> nn.Module:
     """Load a checkpoint as a CPU worker does.
 
@@ -49,12 +49,11 @@ def load_fresh(
         tp: Ranks of tensor parallelism; with more than one, every rank must call this, each in a
             process that :mod:`tests.engines.two_ranks` started.
         rank: Which of them this process is.
-        processed: Bring the weights into the layout of the kernels, as serving needs them; else
-            they are as the loader of the model left them.
         plain_linears: Keep linear layers as they are on accelerators, see :func:`unpacked`.
+        plain_experts: Leave experts as they were loaded, see :func:`unpacked_experts`.
     """
     with load_in_context(
-        checkpoint, tp=tp, rank=rank, processed=processed, plain_linears=plain_linears
+        checkpoint, tp=tp, rank=rank, plain_linears=plain_linears, plain_experts=plain_experts
     ) as (_, model):
         return model
 
@@ -65,8 +64,8 @@ def load_in_context(
     *,
     tp: int = 1,
     rank: int = 0,
-    processed: bool = True,
     plain_linears: bool = True,
+    plain_experts: bool = False,
     **arguments: Any,
 ) -> Iterator[tuple[Any, nn.Module]]:
     """As :func:`load_fresh`, staying where vLLM's loaders can be called again.
@@ -75,8 +74,8 @@ def load_in_context(
         checkpoint: As there, and so are the next four.
         tp: See there.
         rank: See there.
-        processed: See there.
         plain_linears: See there.
+        plain_experts: See there.
         arguments: Of vLLM's engine, such as ``quantization``.
 
     Yields:
@@ -90,6 +89,8 @@ def load_in_context(
         stack.enter_context(_shortcuts())
         if plain_linears:
             stack.enter_context(unpacked())
+        if plain_experts:
+            stack.enter_context(unpacked_experts())
         config = EngineArgs(
             model=str(checkpoint),
             dtype="bfloat16",
@@ -102,7 +103,7 @@ def load_in_context(
         ).create_engine_config()
         _join(config.parallel_config, rank)
         stack.enter_context(set_current_vllm_config(config))
-        yield config, _load(config, processed=processed)
+        yield config, _load(config)
 
 
 @contextmanager
@@ -128,6 +129,23 @@ def unpacked() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def unpacked_experts() -> Iterator[None]:
+    """Leave the weights of experts in the order in which they were loaded, as kernels of GPUs do.
+
+    Neither loading nor any reload makes a kernel of them: such experts cannot be computed. Whatever
+    else is processed after loading, such as latent attention and convolutions, is.
+    """
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
+
+    def keep(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+        del method, layer, w13, w2
+
+    made = unquantized_fused_moe_method.UnquantizedFusedMoEMethod
+    with patch.object(made, "_setup_kernel", keep):
+        yield
+
+
 def known(config: Any, model: nn.Module) -> EngineModel:
     """A model as deltachain asks for it."""
     from deltachain_vllm.model import VllmModel
@@ -135,18 +153,11 @@ def known(config: Any, model: nn.Module) -> EngineModel:
     return VllmModel(model, config)
 
 
-def _load(config: Any, *, processed: bool) -> nn.Module:
+def _load(config: Any) -> nn.Module:
     from vllm.model_executor.model_loader import get_model_loader
-    from vllm.model_executor.model_loader.utils import initialize_model
-    from vllm.utils.torch_utils import set_default_torch_dtype
 
     loader = get_model_loader(config.load_config)
-    if processed:
-        model: nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
-        return model
-    with set_default_torch_dtype(config.model_config.dtype):
-        model = initialize_model(vllm_config=config)
-        loader.load_weights(model, config.model_config)
+    model: nn.Module = loader.load_model(vllm_config=config, model_config=config.model_config)
     return model
 
 

@@ -55,7 +55,7 @@ def test_packed_linears_are_what_a_cpu_serves_from(tmp_path: Path) -> None:
 def test_a_context_is_one_in_which_weights_can_be_loaded_again(tmp_path: Path) -> None:
     folder = make("qwen3", tmp_path)
     tensors = load_file(folder / WEIGHTS_FILE)
-    with load_in_context(folder, processed=False) as (config, model):
+    with load_in_context(folder) as (config, model):
         assert config.model_config.model == str(folder)
         before = copied(live(model))
         model.load_weights((name, -tensor) for name, tensor in tensors.items())  # type: ignore[operator]

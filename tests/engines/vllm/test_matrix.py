@@ -137,10 +137,10 @@ def test_families_that_the_engine_itself_cannot_load(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
-def test_experts_are_planned_before_they_are_packed(family: str) -> None:
-    row = right(examine(0, family, processed=False))
+def test_experts_are_followed_where_nothing_packs_them(family: str) -> None:
+    row = right(examine(0, family, plain_experts=True))
     assert not row.refused
-    assert row.classes.keys() <= {"in_place", "loaded"}
+    assert row.classes.keys() <= {"in_place", "loaded", "reloaded"}  # a CPU packs convolutions
     assert row.classes["in_place"] >= 0.85 * row.tensors
 
 
