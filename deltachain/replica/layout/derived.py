@@ -16,6 +16,7 @@ from typing import Final
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.replica.layout.components import components
 from deltachain.replica.layout.findings import Findings
+from deltachain.replica.layout.layer_probe import idle
 from deltachain.replica.layout.links import Links, all_layers, links_of
 from deltachain.replica.layout.load_methods import RELOADS, LoadMethod, load_with
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
@@ -210,10 +211,11 @@ class _Search:
 
         Raises:
             TensorMismatchError: A layer was not processed again in any load, although tensors are
-                loaded into it, or it computes from memory that cannot be inspected.
+                loaded into it, or it computes from memory that cannot be inspected; and its
+                processing does more than to return.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
-        doubtful = (linked & self.state.processed) - self.made_anew
+        doubtful = (linked & self.state.processed) - self.made_anew - idle(self.state.modules)
         doubts = sorted(live for live in constants if _module(self.state, live) in doubtful)
         layers = self._processed() if doubts else frozenset()
         for live in doubts:

@@ -7,6 +7,7 @@ by the weight, by a packed copy of it, or by another form of it made after loadi
 from __future__ import annotations
 
 import dis
+from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any, Final
 
@@ -80,26 +81,53 @@ def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
 
 
 def processed(model: nn.Module) -> frozenset[str]:
-    """Return the layers with post-load processing, and their sublayers.
-
-    Engines give every quantisation method this processing, in many of them an empty function: what
-    does nothing after loading is no processing.
-    """
-
-    def acts(thing: object) -> bool:
-        method = getattr(thing, "process_weights_after_loading", None)
-        return method is not None and not _is_empty(method)
-
+    """Return the layers with post-load processing, and their sublayers."""
     return frozenset(
         part
         for name, layer in model.named_modules()
-        if acts(layer) or acts(getattr(layer, "quant_method", None))
+        if list(_processing(layer))
         for part, _ in layer.named_modules(prefix=name)
     )
 
 
-def _is_empty(function: object) -> bool:
-    """Return whether a function or method only returns: anything else may act."""
+def idle(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Return the layers whose post-load processing only returns, and their sublayers.
+
+    Engines inherit such an empty function in many quantisation methods. Layers inside a layer with
+    any other processing are left out.
+
+    Args:
+        modules: All modules of a model, by name.
+    """
+    empty, acting = set[str](), set[str]()
+    for name, layer in modules.items():
+        methods = list(_processing(layer))
+        if methods:
+            (empty if all(map(_only_returns, methods)) else acting).add(name)
+    return frozenset(
+        name
+        for name in modules
+        if not empty.isdisjoint(_upwards(name)) and acting.isdisjoint(_upwards(name))
+    )
+
+
+def _processing(layer: nn.Module) -> Iterator[object]:
+    for thing in (layer, getattr(layer, "quant_method", None)):
+        method = getattr(thing, "process_weights_after_loading", None)
+        if method is not None:
+            yield method
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """Yield the name of a layer, and those of the layers that it is in."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _only_returns(function: object) -> bool:
+    """Return whether a function or method does nothing; anything else may act."""
     plain = function.__func__ if isinstance(function, MethodType) else function
     if not isinstance(plain, FunctionType):
         return False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.layer_probe import is_plain, output_of, processed
+from deltachain.replica.layout.layer_probe import idle, is_plain, output_of, processed
 from deltachain.replica.layout.loaded_layers import layers_of
 from deltachain.replica.layout.memory_index import MemoryIndex
 
@@ -90,8 +90,8 @@ def test_layers_with_something_to_do_after_loading_are_known_with_their_parts() 
     assert processed(outer) == {"0", "0.0", "0.1"}
 
 
-def test_processing_that_only_returns_is_none() -> None:
-    """As engines' base classes have it: their embeddings are not made again by any load."""
+def test_layers_whose_processing_only_returns_are_idle_outside_of_others() -> None:
+    """As engines' base classes have it: no load makes their embeddings again."""
 
     class Empty:
         def process_weights_after_loading(self, _: nn.Module) -> None:
@@ -103,8 +103,11 @@ def test_processing_that_only_returns_is_none() -> None:
             super().process_weights_after_loading(layer)
 
     layer: Any = Linear()
+    layer.part = nn.Linear(2, 2)
     layer.quant_method = Empty()
-    assert processed(layer) == set()
+    outer: Any = nn.Sequential(layer, nn.Linear(2, 2))
+    modules = dict(outer.named_modules())
+    assert processed(outer) == idle(modules) == {"0", "0.part"}
     for acting in (
         Packing().process_weights_after_loading,
         partial(Empty().process_weights_after_loading),
@@ -112,7 +115,11 @@ def test_processing_that_only_returns_is_none() -> None:
         lambda layer: layer.missing,
     ):
         layer.quant_method.process_weights_after_loading = acting
-        assert processed(layer) == {""}
+        assert processed(outer) == {"0", "0.part"}
+        assert idle(modules) == set()
+    layer.quant_method = Empty()
+    outer.process_weights_after_loading = outer.to
+    assert idle(modules) == set()
 
 
 def test_a_tensor_that_a_loader_registers_is_loaded_into_its_layer() -> None:
