@@ -26,6 +26,7 @@ from deltachain.format.documents import Identity, ObjectRef, Table, dump, parse
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, asset_key, manifest_key
 from deltachain.store import ObjectInfo, Store
 from deltachain.store.base import not_found
+from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -247,6 +248,23 @@ def identity_there(store: Store) -> str | None:
         return parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY).chain
     except ObjectNotFoundError:
         return None
+
+
+def replaced(url: str, there: str, known: str, version: Version) -> ChainMismatchError:
+    """Build the error for a chain that took the place of another one.
+
+    Args:
+        url: URL of the store.
+        there: Id of the chain that is there.
+        known: What is known of the other one, as text.
+        version: The version that was looked for.
+    """
+    return ChainMismatchError(
+        f"two chains were at {url}: {CHAIN_KEY} names {there}, but {known}",
+        version=version,
+        hint="decide which one is right, and give the other a URL of its own; replicas join the "
+        "one that is there from nothing",
+    )
 
 
 def check_digest(data: bytes, expected: str, key: str) -> None:

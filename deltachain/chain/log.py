@@ -7,11 +7,12 @@ detected by later lookups.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
+from deltachain.chain.identity import identity_there, replaced
 from deltachain.chain.lookup import SEEN, Looks
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
@@ -166,18 +167,25 @@ class Manifests:
             found = self._read(key, version)
         manifest = found.manifest
         if manifest.chain != self._chain:
-            raise ChainMismatchError(
-                f"{key}: belongs to chain {manifest.chain}, but {CHAIN_KEY} to {self._chain}: two "
-                "chains were created here",
-                version=version,
-                hint=f"restore the {CHAIN_KEY} of these manifests, or remove them; "
-                "if a new chain replaced an old one, replicas join it from nothing",
-            )
+            raise self._of_another_chain(key, manifest)
         if manifest.version != version:
             raise misplaced(key, manifest)
         read_state(manifest.state, key=key)
         self.looks.read(version, found.digest)
         return found
+
+    def _of_another_chain(self, key: str, manifest: Manifest) -> ChainMismatchError:
+        there = None
+        with suppress(FormatError):  # a damaged one tells nothing
+            there = identity_there(self._store)
+        if there == manifest.chain:
+            return replaced(self._store.url, there, f"{self._chain} was opened", manifest.version)
+        return ChainMismatchError(
+            f"{key}: belongs to chain {manifest.chain}, but {CHAIN_KEY} to {self._chain}: two "
+            "chains were created here",
+            version=manifest.version,
+            hint=f"restore the {CHAIN_KEY} of these manifests, or remove them",
+        )
 
     def digest(self, version: Version) -> str | None:
         """Return the current blake3 of a version's manifest; ``None`` if it is missing.

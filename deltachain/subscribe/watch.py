@@ -8,12 +8,11 @@ iteration, confirms it.
 from __future__ import annotations
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.identity import lost_chain
+from deltachain.chain.identity import lost_chain, replaced
 from deltachain.chain.lookup import Standing
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
-    ChainMismatchError,
     DeltaChainError,
     ForkedChainError,
     MirrorLagsError,
@@ -34,12 +33,8 @@ def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | Non
     if found.chain is None:
         return lost_chain(url)
     if found.chain != held.chain:
-        return ChainMismatchError(
-            f"two chains were at {url}: chain.json names {found.chain}, but version {held.version} "
-            f"of {held.chain} is held",
-            hint="decide which one is right, and give the other a URL of its own; replicas "
-            "join the one that is there from nothing",
-        )
+        held_one = f"version {held.version} of {held.chain} is held"
+        return replaced(url, found.chain, held_one, held.version)
     if found.manifest is None:
         return _gone(held, found, url)
     if found.manifest != held.manifest:

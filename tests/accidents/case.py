@@ -14,7 +14,7 @@ from deltachain.testing.models import plain_model
 from tests.accidents import oracle
 from tests.accidents.happenings import HAPPENINGS
 from tests.accidents.oracle import Shelf
-from tests.accidents.person import ROUNDS, Person, remove_damaged
+from tests.accidents.person import PUT_BACK, ROUNDS, Person, remove_damaged
 from tests.accidents.scene import Scene
 
 Fate = Literal["alive", "dead", "restarted", "restarted with other weights"]
@@ -140,8 +140,16 @@ class Case:
             self._add(self._verify(scene))
 
     def _verify(self, scene: Scene) -> Iterator[str]:
-        """``deltachain verify`` proves what is left, behind what stays lost as its hint says."""
+        """``deltachain verify`` proves everything, once its hints were followed.
+
+        It may be the only one that reads an old manifest: whoever has a backup puts it back, others
+        verify what lies behind it.
+        """
         done = scene.verify()
+        if done.code and self.has_backup and PUT_BACK.asks.search(done.stderr):
+            PUT_BACK.do(scene, "", done.stderr)
+            self.done.append(PUT_BACK.name)
+            done = scene.verify()
         stays_lost = self.accident in LASTING and not self.has_backup
         for _ in range(ROUNDS):
             damaged = "damaged" in self.accident or "cut short" in self.accident

@@ -117,8 +117,12 @@ def start_anew(scene: Scene, who: str, hint: str) -> None:
     scene.start_anew(who)
 
 
+PUT_BACK: Final = Deed(
+    "put back", re.compile(r"\bput\b[^;:]*\bback\b|\brestore\b"), put_back, needs_backup=True
+)
+
 DEEDS: Final = (
-    Deed("put back", re.compile(r"\bput\b[^;:]*\bback\b|\brestore\b"), put_back, needs_backup=True),
+    PUT_BACK,
     Deed("remove what lies behind the gap", re.compile(_REMOVE), remove),
     Deed("remove the identity", re.compile(r"or remove both and restart"), remove_identity),
     Deed("remove what is damaged", re.compile(_DAMAGED), remove_damaged),

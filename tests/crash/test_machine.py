@@ -45,6 +45,8 @@ from deltachain.testing.models import (
 )
 
 SEEDS = st.integers(0, 1 << 16)
+PLACES = st.integers(0, (1 << 16) - 1)
+"""Drawn for one of all versions or objects: what is drawn must not depend on how many there are."""
 SHARES = st.sampled_from([0.005, 0.02, 0.3, 1.0])
 WHO = st.sampled_from([0, 1])
 FAILURES: list[tuple[Action, str]] = [
@@ -236,9 +238,9 @@ class Machine(RuleBasedStateMachine):
         model.load_state_dict(self.model.state_dict())
         self.take_over(model)
 
-    @rule(data=st.data())
-    def restart_in_an_older_state(self, data: st.DataObject) -> None:
-        version = data.draw(st.integers(0, len(self.truth) - 1))
+    @rule(at=PLACES)
+    def restart_in_an_older_state(self, at: int) -> None:
+        version = at % len(self.truth)
         model = plain_model()
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
@@ -250,10 +252,10 @@ class Machine(RuleBasedStateMachine):
     def another_publisher_takes_over(self, seed: int) -> None:
         self.take_over(plain_model(seed))
 
-    @rule(data=st.data())
-    def an_object_is_damaged(self, data: st.DataObject) -> None:
+    @rule(at=PLACES)
+    def an_object_is_damaged(self, at: int) -> None:
         keys = [i.key for prefix in ("anchors/", "deltas/") for i in self.inner.list(prefix)]
-        key = data.draw(st.sampled_from(keys))
+        key = keys[at % len(keys)]
         sound = self.damaged.setdefault(key, self.inner.get(key))
         self.inner.put(key, sound[:-1] + bytes([sound[-1] ^ 1]))
 
@@ -271,10 +273,10 @@ class Machine(RuleBasedStateMachine):
         follower = self.followers[who]
         follower.attempt(follower.subscriber.update)
 
-    @rule(who=WHO, data=st.data())
-    def follow_to(self, who: int, data: st.DataObject) -> None:
+    @rule(who=WHO, at=PLACES)
+    def follow_to(self, who: int, at: int) -> None:
         follower = self.followers[who]
-        version = data.draw(st.integers(0, len(self.truth)))
+        version = at % (len(self.truth) + 1)
         follower.attempt(lambda: follower.subscriber.update(version))
 
     @rule(who=WHO, trouble=st.sampled_from(TROUBLE), nth=st.integers(1, 4))
@@ -284,11 +286,11 @@ class Machine(RuleBasedStateMachine):
         follower.attempt(follower.subscriber.update)
         follower.store.mend()
 
-    @rule(who=WHO, data=st.data())
-    def roll_back(self, who: int, data: st.DataObject) -> None:
+    @rule(who=WHO, at=st.none() | PLACES)
+    def roll_back(self, who: int, at: int | None) -> None:
         follower = self.followers[who]
         follower.floor = -1
-        version = data.draw(st.none() | st.integers(0, len(self.truth) - 1))
+        version = None if at is None else at % len(self.truth)
         follower.attempt(lambda: follower.subscriber.rollback(version))
 
     @rule(who=WHO)

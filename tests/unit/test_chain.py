@@ -177,6 +177,22 @@ def test_a_manifest_of_another_chain_is_told_from_a_corrupt_one(
     assert "corrupt" not in str(told.value)
 
 
+def test_a_reader_of_a_replaced_chain_is_sent_to_the_one_that_is_there(
+    store: MemoryStore, chain: Chain
+) -> None:
+    """Whoever put the old ``chain.json`` back would mix two chains."""
+    there = store.get(CHAIN_KEY)
+    store.put(CHAIN_KEY, there.replace(b'"one"', b'"two"'))
+    store.put(manifest_key(0), seal(manifest_after(None, chain="two")))
+    with pytest.raises(ChainMismatchError, match="names two, but one was opened") as told:
+        chain.read(0)
+    assert "join the one that is there from nothing" in told.value.hint
+    assert "restore" not in told.value.hint
+    store.put(CHAIN_KEY, there[:-9])
+    with pytest.raises(ChainMismatchError, match="belongs to chain two"):
+        chain.read(0)
+
+
 def test_a_manifest_whose_state_is_none_is_refused(store: MemoryStore, chain: Chain) -> None:
     store.put(manifest_key(0), seal(manifest_after(None, state="zz")))
     with pytest.raises(MalformedError, match="not a state digest"):
