@@ -22,7 +22,7 @@ _AGAIN: Final = (
 )
 _REMOVE: Final = r"remove (manifests/[0-9]{20}\.json)"
 _DAMAGED: Final = r"or remove it and start the publisher again"
-_KEY: Final = re.compile(r"((?:manifests|edges|deltas|anchors)/[\w./-]+|(?:chain|table)\.json)")
+KEY: Final = re.compile(r"((?:manifests|edges|deltas|anchors)/[\w./-]+|(?:chain|table)\.json)")
 _ANEW: Final = r"(join|joins|start) [^;]*from nothing|empty folder"
 
 
@@ -65,7 +65,7 @@ def remove(scene: Scene, who: str, hint: str) -> None:
 def remove_damaged(scene: Scene, who: str, said: str) -> None:
     """Remove the object that is named, and start the trainer again."""
     del who
-    found = _KEY.search(said)
+    found = KEY.search(said)
     assert found, said
     scene.delete([found[1]])
     restart_trainer(scene, "", "")
