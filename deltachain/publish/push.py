@@ -7,10 +7,11 @@ is needed in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -23,13 +24,14 @@ from deltachain.chain.trust import Trust
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
 from deltachain.format.documents import EdgeSummary, Table, parse
-from deltachain.format.keys import TABLE_KEY
+from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.place import newest, open_or_make
 from deltachain.publish.quantise.begin import Files, find_layers, quantised
+from deltachain.publish.quantise.checkpoint_config import check_config
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.resume import catch_up, first_version
@@ -61,6 +63,10 @@ class Pushed:
     encoding: EncodingChoice | None = None
 
 
+_Base: TypeAlias = tuple[ModelTensors, Snapshot]
+"""A base checkpoint, and its bits."""
+
+
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
     """Make a checkpoint the newest version of a chain.
 
@@ -80,15 +86,19 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher committed at the same time.
     """
     checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
-    chain, source = _open_or_create(store, checkpoint, config, trust)
+    found = _find(store, checkpoint, config, trust)
+    source = found.source
     source.agree("push")
+    snapshot = Snapshot(source)  # all weights are checked before anything is written
+    first = _of_base(config, source) if found.chain is None else None
+    chain = found.chain or found.create()
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
-    session = Session(source, Snapshot(source), writer, config, Ranks.alone())
+    session = Session(source, snapshot, writer, config, Ranks.alone())
     if head is not None:
         check_reverted(head, session.snapshot.state, goes_on=config.continue_reverted)
         writer.epoch = head.manifest.epoch + 1
-    committed = tuple(_commit(session, step))
+    committed = tuple(_commit(session, first, step))
     last = writer.parent or head
     if last is None:
         raise ObjectNotFoundError(f"{store.url} lost its first version", url=store.url)
@@ -101,13 +111,14 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
     )
 
 
-def _commit(session: Session, step: int | None) -> Iterator[Committed]:
+def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[Committed]:
     """Commit the difference of the checkpoint from the head."""
     writer = session.writer
     try:
         if writer.parent is None:
             at = step if session.config.base is None else None
-            first = _first_session(session)
+            base = base or _of_base(session.config, session.source)
+            first = session if base is None else _session_of(base, session)
             first_version(first, step=at)
             session.head = first.head
             yield _newest(writer)
@@ -119,13 +130,16 @@ def _commit(session: Session, step: int | None) -> Iterator[Committed]:
         raise
 
 
-def _first_session(session: Session) -> Session:
-    """Return the session that commits version 0: that of the base checkpoint, if any."""
-    base = session.config.base
-    if base is None:
-        return session
-    source = source_of(Checkpoint(base), session.source.table())
-    return Session(source, Snapshot(source), session.writer, session.config, session.ranks)
+def _of_base(config: PublishConfig, source: ModelTensors) -> _Base | None:
+    """Return the base checkpoint, with which version 0 is committed; ``None`` without one."""
+    if config.base is None:
+        return None
+    found = source_of(Checkpoint(config.base), source.table())
+    return found, Snapshot(found)
+
+
+def _session_of(base: _Base, session: Session) -> Session:
+    return Session(*base, session.writer, session.config, session.ranks)
 
 
 def _newest(writer: Writer) -> Committed:
@@ -134,39 +148,53 @@ def _newest(writer: Writer) -> Committed:
     return writer.parent
 
 
-def _open_or_create(
-    store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust
-) -> tuple[Chain, ModelTensors]:
-    """Open the existing chain, or create one with the checkpoint's tensors; return these too."""
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Where a checkpoint goes.
+
+    Attributes:
+        source: The tensors to publish.
+        chain: The existing chain, if any.
+        create: Function that creates the chain, or restores its identity.
+    """
+
+    source: ModelTensors
+    chain: Chain | None
+    create: Callable[[], Chain]
+
+
+def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust) -> _Found:
+    """Find the chain of a checkpoint; write nothing, unless a chain lost its identity."""
     refuse_mirror(store)
     assets = partial(checkpoint.assets, trusted=config.trust_remote_code)
     quantization = Quantization.chosen(config.quantization)
     if quantization is not None:
-        return _open_quantised(store, checkpoint, assets, quantization, trust)
+        return _find_quantised(store, checkpoint, assets, quantization, trust)
     try:
         chain = Chain.open(store, trust)
     except ObjectNotFoundError:
         table = _table(store, checkpoint)
-        chain = open_or_make(store, table, assets, trust=trust, by_state=False)
+        check_recipe(store.url, table, {})
+        create = partial(open_or_make, store, table, assets, trust=trust, by_state=False)
+        return _Found(source_of(checkpoint, table), None, create)
     check_recipe(store.url, chain.table, {})
-    return chain, source_of(checkpoint, chain.table)
+    check_config(chain, assets)
+    return _Found(source_of(checkpoint, chain.table), chain, lambda: chain)
 
 
-def _open_quantised(
+def _find_quantised(
     store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization, trust: Trust
-) -> tuple[Chain, ModelTensors]:
-    """Open or create the chain of a checkpoint that is quantised first."""
+) -> _Found:
+    """Find the chain of a checkpoint that is quantised first."""
     plain = source_of(checkpoint, _own_table(checkpoint))
     made = quantised(plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone())
-    table = made.source.table()
-    chain = open_or_make(
-        store,
-        table,
-        lambda: made.assets(assets()),
-        trust=trust,
-        by_state=False,
-    )
-    return chain, made.source
+
+    def create() -> Chain:
+        table, files = made.source.table(), partial(made.assets, assets())
+        return open_or_make(store, table, files, trust=trust, by_state=False)
+
+    chain = create() if store.find(CHAIN_KEY) is not None else None
+    return _Found(made.source, chain, create)
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:

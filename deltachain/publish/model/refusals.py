@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -10,11 +11,22 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deltachain.errors import ConfigError
-from deltachain.torch_names import WIRE_NAMES
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES
 from deltachain.types import TensorSpec
 
 RESERVED: Final = "__metadata__"
 """Key of a safetensors header that is no tensor's name."""
+
+_LAST_WORD: Final = re.compile(r"[^.]*[^.\d][^.]*(?=(\.\d+)*$)")
+"""Last word of a name that is no number."""
+
+_SCALE: Final = re.compile("scale|absmax$|^scb$")
+"""What scales are called, in lower case: the latter two in bitsandbytes."""
+
+_E8M0: Final = re.compile("^weight_scale$|_scales$")
+"""Scales whose bytes are exponents: MX formats, as compressed-tensors and OpenAI store them."""
+
+_NAN_OF_E8M0: Final = 255
 
 _PUSH: Final = "or publish a checkpoint with `deltachain push`"
 
@@ -99,21 +111,29 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
-def refuse_scale(name: str, values: Tensor) -> None:
+def refuse_scale(spec: TensorSpec, values: Tensor) -> None:
     """Refuse a scale that is not finite: all that it scales is lost in every engine.
 
     Args:
-        name: Name of any tensor; it is a scale if the last word of it says so.
-        values: The part of it on this rank.
+        spec: Name and wire dtype of any tensor; a scale is known by its name.
+        values: The part of it on this rank, before a cast to the wire dtype.
 
     Raises:
-        ConfigError: It is a scale of a floating point dtype, and one of its values is not finite.
+        ConfigError: It is a scale, and one of its values is not finite as it would be published.
     """
-    if "scale" not in name.rpartition(".")[2] or not values.is_floating_point():
+    word = _LAST_WORD.search(spec.name.lower())
+    if word is None or _SCALE.search(word.group()) is None:
         return
-    if not bool(values.float().isfinite().all()):
+    if values.dtype == torch.uint8:
+        fine = _E8M0.search(word.group()) is None or not bool((values == _NAN_OF_E8M0).any())
+    elif values.is_floating_point():
+        cast = values.to(TORCH_DTYPES[spec.dtype])
+        fine = bool((cast.float() if cast.itemsize == 1 else cast).isfinite().all())
+    else:
+        fine = True
+    if not fine:
         raise ConfigError(
-            f"{name!r} is a scale that is not finite",
+            f"{spec.name!r} is a scale that is not finite",
             hint="calibrate the scales or quantise the weights again, or remove them from the "
             "model; nothing was published",
         )

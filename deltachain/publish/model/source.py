@@ -130,7 +130,7 @@ class ModelTensors:
             elif weight is not None and isinstance(tensor, Tensor):
                 local = _unchanged(weight, tensor)
                 if not self.has_own_checks:
-                    refuse_scale(name, local)
+                    refuse_scale(weight.spec, local)
                 yield replace(weight, tensor=local, writes=_writes_to(tensor, local))
             elif self.parameters and isinstance(tensor, nn.Parameter):
                 self._check_known(name)

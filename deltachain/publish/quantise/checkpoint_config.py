@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
-from deltachain.errors import ConfigError
+from deltachain.chain.chain import Chain
+from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish.quantise.layers import ALREADY, Choice
 from deltachain.publish.quantise.recipe import Recipe
 from deltachain.publish.quantise.settings import CONFIG_FILE
@@ -15,6 +16,9 @@ from deltachain.publish.quantise.settings import CONFIG_FILE
 logger = logging.getLogger(__name__)
 
 CONFIG_KEY: Final = "quantization_config"
+
+_VERSIONS: Final = frozenset({"version"})
+"""Settings that name the library's release, and nothing that engines compute with."""
 
 
 def with_quantization(
@@ -33,6 +37,53 @@ def with_quantization(
         raise ConfigError(f"{CONFIG_FILE} is of a quantised checkpoint", hint=ALREADY)
     config[CONFIG_KEY] = recipe.arithmetic.config(choice.ignored)
     return {**assets, CONFIG_FILE: json.dumps(config, indent=2).encode()}
+
+
+def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None:
+    """Check that a checkpoint that others quantised is quantised as the chain's was.
+
+    Its tensors alone do not show that: codes of another block size or packing may have the same
+    shapes, and engines read the configuration with which the chain began.
+
+    Args:
+        chain: The chain, whose weights no recipe of this package quantises.
+        files: Function that collects the small files of the checkpoint.
+
+    Raises:
+        ChainMismatchError: ``quantization_config`` differs in more than a version.
+    """
+    mine = _quantization(files())
+    if mine is None:
+        return
+    theirs = _quantization(dict(_first(chain.assets())))
+    if theirs is None:
+        return
+    known = (mine.keys() | theirs.keys()) - _VERSIONS
+    differing = sorted(key for key in known if mine.get(key) != theirs.get(key))
+    if not differing:
+        return
+    raise ChainMismatchError(
+        f"{CONFIG_KEY} differs from that of the chain at {chain.store.url} in "
+        f"{', '.join(map(repr, differing))}",
+        hint="engines of this chain read its weights as the first checkpoint's: push this one to "
+        "another URL",
+    )
+
+
+def _first(assets: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Yield the configuration alone, and read nothing behind it."""
+    for name, data in assets:
+        if name == CONFIG_FILE:
+            yield name, data
+            return
+
+
+def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
+    """Return how a checkpoint is quantised by its configuration, if that says so."""
+    if CONFIG_FILE not in files:
+        return None
+    found = read_config(files).get(CONFIG_KEY)
+    return found if isinstance(found, dict) and found else None
 
 
 def read_config(assets: Mapping[str, bytes]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -320,46 +320,6 @@ def test_scale_of_the_model_that_is_not_finite(value: float, tmp_path: Path) -> 
     model.get_buffer("k_scale").fill_(value)
     with pytest.raises(ConfigError, match="'k_scale' is a scale that is not finite"):
         attached(str(tmp_path / "other"), model)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("weight_scale_inv", torch.float32),
-        ("weight_scale", torch.bfloat16),
-        ("weight_scale", torch.float8_e8m0fnu),
-        ("gate_up_proj_scales", torch.float16),
-    ],
-)
-def test_scale_of_a_checkpoint_that_others_quantised(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
-    file, url = tmp_path / "model.safetensors", tmp_path / "chain"
-    scales = torch.full((2, 2), 0.5).to(dtype)
-    tensors = {"up.weight": torch.zeros(256, 256).to(torch.float8_e4m3fn), f"up.{name}": scales}
-    save_file(tensors, file)
-    store, config = open_store(str(url)), PublishConfig(url=str(url))
-    push(store, file, config)
-    scales.view(torch.uint8)[-1, -dtype.itemsize :] = 0xFF  # NaN, in each of these dtypes
-    save_file(tensors, file)
-    with pytest.raises(ConfigError, match=f"'up.{name}' is a scale that is not finite"):
-        push(store, file, config)
-    scales[-1, -1] = 0.25
-    save_file(tensors, file)
-    assert push(store, file, config).head.version == 1
-
-
-def test_codes_and_numbers_called_scales_are_published(tmp_path: Path) -> None:
-    """Not every tensor with such a name is of floating point, or of the last word."""
-    tensors = {
-        "scale_net.weight": torch.full((4,), float("inf")),
-        "up.scales": torch.full((4,), 255, dtype=torch.uint8),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    store = open_store(str(tmp_path / "chain"))
-    assert (
-        push(store, tmp_path / "model.safetensors", PublishConfig(url=store.url)).head.version == 0
-    )
 
 
 def test_a_config_without_the_type_of_its_model_is_refused() -> None:
