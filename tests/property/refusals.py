@@ -22,6 +22,13 @@ KNOWN: Final[Mapping[str, str]] = {
         "a layer that keeps a copy of it in an old kernel looks the same, where no load from "
         "nothing tells them apart"
     ),
+    "neither inspected nor tested": (
+        "a layer that hides its weights from the start could be reloaded, but nothing would show "
+        "that the weights from before are put back"
+    ),
+    "do not arrive where it was recorded": (
+        "a layer that is rearranged by one of its own tensors shows other places for other values"
+    ),
     "no load makes it again": "a reload that does not process the layer again looks the same",
     "whether it is a constant cannot be tested": "no load of everything is possible",
     "on which tensors is unknown": (
