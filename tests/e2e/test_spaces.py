@@ -65,9 +65,9 @@ def game(folder: Path) -> Iterator[Service]:
         for line in (source / "Dockerfile").read_text(encoding="utf-8").splitlines()
         if line.startswith("CMD ")
     ]
-    program, script = json.loads(line)
+    program, script, *options = json.loads(line)
     with home_of(python) as home:
-        command = as_user(program, str(source / script), "--host", GAME)
+        command = as_user(program, str(source / script), *options, "--host", GAME)
         made = contained("game", command, folder, environment_in(home, python))
         with made:
             until(lambda: answers(f"http://{GAME}:{PORT}/healthz"), made, START_S)
