@@ -90,8 +90,9 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
     source = found.source
     source.agree("push")
     snapshot = Snapshot(source)  # all weights are checked before anything is written
-    first = _of_base(config, source) if found.chain is None else None
-    chain = found.chain or found.create()
+    first, chain = None, found.chain
+    if not isinstance(chain, Chain):
+        first, chain = _of_base(config, source), chain()
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
     session = Session(source, snapshot, writer, config, Ranks.alone())
@@ -150,17 +151,15 @@ def _newest(writer: Writer) -> Committed:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """Where a checkpoint goes.
+    """The tensors of a checkpoint, and their chain.
 
     Attributes:
         source: The tensors to publish.
-        chain: The existing chain, if any.
-        create: Function that creates the chain, or restores its identity.
+        chain: The existing chain, or a function that creates it or restores its identity.
     """
 
     source: ModelTensors
-    chain: Chain | None
-    create: Callable[[], Chain]
+    chain: Chain | Callable[[], Chain]
 
 
 def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust) -> _Found:
@@ -176,10 +175,10 @@ def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Tr
         table = _table(store, checkpoint)
         check_recipe(store.url, table, {})
         create = partial(open_or_make, store, table, assets, trust=trust, by_state=False)
-        return _Found(source_of(checkpoint, table), None, create)
+        return _Found(source_of(checkpoint, table), create)
     check_recipe(store.url, chain.table, {})
     check_config(chain, assets)
-    return _Found(source_of(checkpoint, chain.table), chain, lambda: chain)
+    return _Found(source_of(checkpoint, chain.table), chain)
 
 
 def _find_quantised(
@@ -193,8 +192,7 @@ def _find_quantised(
         table, files = made.source.table(), partial(made.assets, assets())
         return open_or_make(store, table, files, trust=trust, by_state=False)
 
-    chain = create() if store.find(CHAIN_KEY) is not None else None
-    return _Found(made.source, chain, create)
+    return _Found(made.source, create() if store.find(CHAIN_KEY) is not None else create)
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:

@@ -142,8 +142,8 @@ class Case:
     def _verify(self, scene: Scene) -> Iterator[str]:
         """``deltachain verify`` proves everything, once its hints were followed.
 
-        It may be the only one that reads an old manifest: whoever has a backup puts it back, others
-        verify what lies behind it.
+        Often nothing else reads an old manifest. With a backup, the manifest is put back; without
+        one, the versions after it are verified.
         """
         done = scene.verify()
         if done.code and self.has_backup and PUT_BACK.asks.search(done.stderr):
@@ -163,9 +163,9 @@ class Case:
             yield f"verify: {done.stderr.strip()}"
 
     def _has_copy(self, scene: Scene, said: str) -> bool:
-        """Whether a person has a copy of the object that is complained of; some were made later."""
+        """Whether the backup has the object of an error: it is older than some objects."""
         found = KEY.search(said)
-        return self.has_backup and found is not None and found[1] in scene.backup
+        return self.has_backup and (found is None or found[1] in scene.backup)
 
     def _add(self, faults: Iterable[str]) -> None:
         self.faults += [fault for fault in faults if fault not in self.faults]

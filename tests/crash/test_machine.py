@@ -46,7 +46,7 @@ from deltachain.testing.models import (
 
 SEEDS = st.integers(0, 1 << 16)
 PLACES = st.integers(0, (1 << 16) - 1)
-"""Drawn for one of all versions or objects: what is drawn must not depend on how many there are."""
+"""Position in a list, modulo its length: hypothesis refuses draws that depend on the length."""
 SHARES = st.sampled_from([0.005, 0.02, 0.3, 1.0])
 WHO = st.sampled_from([0, 1])
 FAILURES: list[tuple[Action, str]] = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any, Final
 
 from deltachain.chain.chain import Chain
@@ -55,7 +56,8 @@ def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None
     mine = _quantization(files())
     if mine is None:
         return
-    theirs = _quantization(dict(_first(chain.assets())))
+    there = (asset for asset in chain.assets() if asset[0] == CONFIG_FILE)
+    theirs = _quantization(dict(islice(there, 1)))  # assets behind it are not read
     if theirs is None:
         return
     known = (mine.keys() | theirs.keys()) - _VERSIONS
@@ -68,14 +70,6 @@ def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None
         hint="engines of this chain read its weights as the first checkpoint's: push this one to "
         "another URL",
     )
-
-
-def _first(assets: Iterator[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
-    """Yield the configuration alone, and read nothing behind it."""
-    for name, data in assets:
-        if name == CONFIG_FILE:
-            yield name, data
-            return
 
 
 def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:

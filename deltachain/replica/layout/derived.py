@@ -210,9 +210,9 @@ class _Search:
             constants: Live tensors that no load changed.
 
         Raises:
-            TensorMismatchError: A layer was not processed again in any load, although tensors are
-                loaded into it, or it computes from memory that cannot be inspected; and its
-                processing does more than to return.
+            TensorMismatchError: A layer with processing that is not empty was not processed again
+                in any load, although tensors are loaded into it, or it computes from memory that
+                cannot be inspected.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
         doubtful = (linked & self.state.processed) - self.made_anew - idle(self.state.modules)
