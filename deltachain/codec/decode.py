@@ -15,6 +15,7 @@ from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import check_digests
+from deltachain.codec.short_rows import with_full_rows, with_short_rows
 from deltachain.delta import TensorDelta
 from deltachain.errors import (
     ConfigError,
@@ -254,10 +255,10 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
         raise MalformedError(f"{key}: directory of {claimed[:20]!r} bytes", key=key)
     document = inflate(data, nbytes, key=key) if compressed else bytes(data)
     try:
-        directory = decode(document, d.Directory)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        directory = with_full_rows(decode(document, d.Directory))
+    except (msgspec.MsgspecError, ValueError) as exc:
         raise MalformedError(f"{key}: directory: {exc}", key=key) from exc
-    again = msgspec.json.encode(directory)
+    again = msgspec.json.encode(with_short_rows(directory))
     if document != (again if compressed else again + b" " * (-len(again) % 8)):
         raise MalformedError(f"{key}: the directory is not canonical", key=key)
     return directory
@@ -285,8 +286,7 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
         at = reached.setdefault(row.bucket, {})
         lengths = {} if own else encoding.streams(row, mine)
         starts = {name: at.get(name, 0) for name in lengths}
-        counted = row if encoding.counted else d.count_elements(row, mine)
-        tensors[row.name] = _Tensor(spec, counted, encoding, mine, starts, lengths)
+        tensors[row.name] = _Tensor(spec, row, encoding, mine, starts, lengths)
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
     if next(segments, None) is not None:
@@ -327,7 +327,7 @@ def _take_segments(
             raise _inconsistent(row, key)
         mine.append(segment)
         at = segment.start + segment.length
-    if row.nnz != (sum(s.nnz for s in mine) if encoding.counted else 0):
+    if row.nnz != sum(s.nnz for s in mine):
         raise _inconsistent(row, key)
     return tuple(mine)
 

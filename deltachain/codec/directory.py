@@ -1,13 +1,13 @@
 """Directory of a part: its tensors, its streams, and the digest of each frame.
 
 A small JSON document at the front of the file, so that a reader can locate all other bytes after
-one read.
+one read; see :mod:`deltachain.codec.short_rows` for its form there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -33,7 +33,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         encoding: Name of the encoding.
         bucket: Number of its bucket, a group of streams; 0 for raw and plain.
         gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for ``max``.
-        nnz: Number of stored elements; in a file 0 for ``max``, whose segments have it.
+        nnz: Number of stored elements.
         segments: Number of this tensor's rows in the segment columns.
         digest: State digest of the new elements; for sparse encodings, minus that of the old. Rows
             may share one: see :mod:`deltachain.codec.row_digests`.
@@ -133,11 +133,6 @@ def segments_near(segments: Sequence[Segment], low: int, high: int) -> tuple[int
     first = bisect_right(segments, low, key=lambda s: s.start + s.length)
     last = bisect_left(segments, high, key=lambda s: s.start)
     return first, max(first, last)
-
-
-def count_elements(row: TensorRow, segments: Iterable[Segment]) -> TensorRow:
-    """Return a row with the number of elements of its segments."""
-    return msgspec.structs.replace(row, nnz=sum(segment.nnz for segment in segments))
 
 
 def is_inside(segment: Segment, numel: int) -> bool:

@@ -24,6 +24,7 @@ from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.frames import deflate_directory, largest_frame
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import share
+from deltachain.codec.short_rows import with_short_rows
 from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
@@ -234,7 +235,7 @@ def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor)
         encoding=encoding.name,
         bucket=bucket,
         gap=tensor.gap,
-        nnz=change.delta.nnz if encoding.counted else 0,
+        nnz=change.delta.nnz,
         segments=len(tensor.segments),
         digest=str(change.digest),
     )
@@ -295,8 +296,7 @@ def _assemble(
     content[room - len(before) : room] = np.frombuffer(before, np.uint8)
     data = content[room - len(before) : at].data
     encodings = tuple(sorted({row.encoding for row in rows}))
-    nnz = sum(s.nnz for s in in_rows) + sum(row.nnz for row in rows if not row.segments)
-    return EncodedPart(data, digest, nnz, encodings)
+    return EncodedPart(data, digest, sum(row.nnz for row in rows), encodings)
 
 
 def _frames(
@@ -331,11 +331,11 @@ def _front(
     directory: d.Directory, streams: Sequence[StreamContent], *, compress: bool, largest: bool
 ) -> bytes:
     """Return the bytes before the digest; or at least as many, for the largest sizes."""
-    document = msgspec.json.encode(directory)
+    document = msgspec.json.encode(with_short_rows(directory))
     if largest:
         stored = bytes(largest_frame(len(document)))
     else:
-        _check_size(document)
+        _check_size(document, directory)
         stored = _stored(document, directory, compress=compress)
     metadata = {
         "deltachain": FORMAT,
@@ -366,9 +366,11 @@ def _refuse_duplicates(names: Sequence[str]) -> None:
         raise ConfigError(f"duplicate name {repeated!r} in one part")
 
 
-def _check_size(document: bytes) -> None:
-    if len(document) > d.MAX_DIRECTORY:
+def _check_size(document: bytes, directory: d.Directory) -> None:
+    characters = sum(len(row.name) for row in directory.tensors)
+    if max(len(document), characters) > d.MAX_DIRECTORY:
         raise ConfigError(
-            f"a directory of {len(document)} bytes, at most {d.MAX_DIRECTORY}",
+            f"a directory of {len(document)} bytes, and names of {characters} characters: at most "
+            f"{d.MAX_DIRECTORY} of each",
             hint="write smaller parts",
         )

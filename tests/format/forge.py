@@ -66,6 +66,16 @@ class Forgery:
     def zstd(self) -> bool:
         return self.metadata["compression"] == "zstd"
 
+    def tile_nbytes(self, segment: int) -> int:
+        """The size of a segment of ``max``, which is stored as a distance."""
+        away, nnz = self.segments["gaps"][segment], self.segments["nnz"][segment]
+        return nnz * 9 // 8 + (-(away + 1) // 2 if away % 2 else away // 2)
+
+    def set_tile_nbytes(self, segment: int, nbytes: int) -> None:
+        """Store another size of a segment of ``max``."""
+        away = nbytes - self.segments["nnz"][segment] * 9 // 8
+        self.segments["gaps"][segment] = 2 * away if away >= 0 else -2 * away - 1
+
     def build(self) -> bytes:
         """The file."""
         frames = {name: self.frames(data) for name, data in self.streams.items()}

@@ -145,7 +145,7 @@ def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
     steps: Bits = new - old
     coded = reference.encode_tiles(np.array([[0, 48]]), indices, steps[indices], old, table, grid)
     pieces.rows[0]["gap"] = cuts
-    pieces.segments["gaps"] = coded.nbytes.tolist()
+    pieces.set_tile_nbytes(0, int(coded.nbytes[0]))
     pieces.streams |= {"#0.class": table.tobytes(), "#0.tile": coded.data.tobytes()}
     return pieces.build(), {"w": old}
 

@@ -241,10 +241,15 @@ def read_tensors(
     cursor = Cursor(streams)
     found: dict[str, Delta] = {}
     owned: set[str] = set()
-    for row in directory["tensors"]:
-        if row["encoding"] not in ENCODINGS:
-            raise UnsupportedError(row["encoding"])
-        check_shape(row["dtype"], row["shape"])
+    before, characters = "", 0
+    for stored in directory["tensors"]:
+        if stored["encoding"] not in ENCODINGS:
+            raise UnsupportedError(stored["encoding"])
+        check_shape(stored["dtype"], stored["shape"])
+        is_short = stored["encoding"] == "max"
+        row = lengthen(stored, before, segments[: stored["segments"]]) if is_short else stored
+        before, characters = row["name"], characters + len(row["name"])
+        require(characters <= 1 << 26, "names")
         require(row["name"] not in found and numel_of(row["shape"]) <= 1 << 48, "row")
         left = row["encoding"] == "max" and row["gap"] and not row["digest"]
         require(left or len(row["digest"]) == 32, "digest")
@@ -266,6 +271,22 @@ def read_tensors(
         require(name[:1] == "#" and (dtype, len(shape)) == ("U8", 1), f"{name}: form")
     cursor.finish()
     return found
+
+
+def lengthen(row: dict[str, Any], before: str, segments: Sequence[Segment]) -> dict[str, Any]:
+    """A row of ``max`` with its name and its count; its segments get their sizes."""
+    require(row["nnz"] == 0, "nnz")
+    digits, colon, rest = row["name"].partition(":")
+    require(colon == ":" and digits.isdecimal() and len(digits) < 10, "name")
+    same = int(digits)
+    require(str(same) == digits and same <= len(before), "name")
+    require(not rest or same == len(before) or rest[0] != before[same], "name")
+    for s in segments:
+        away = s["gaps"]
+        usual = s["nnz"] * 9 // 8
+        s["gaps"] = usual - (away + 1) // 2 if away % 2 else usual + away // 2
+        require(s["gaps"] >= 0, "segment")
+    return row | {"name": before[:same] + rest, "nnz": sum(s["nnz"] for s in segments)}
 
 
 def read_arrays(
@@ -304,8 +325,7 @@ def read_segments(
     require(row["gap"] in most, "gap")
     columns = (row["shape"] or [1])[-1] if encoding == "max" and row["gap"] > 1 else 1
     require(columns > 0 and (columns == 1 or columns % row["gap"] == 0), "gap")
-    count = 0 if encoding == "max" else sum(s["nnz"] for s in segments)
-    require(row["nnz"] == count, "nnz")
+    require(row["nnz"] == sum(s["nnz"] for s in segments), "nnz")
     indices: list[int] = []
     for s in segments:
         require(0 < s["nnz"] <= s["length"] <= 1 << 20 and s["start"] >= reached, "segment")

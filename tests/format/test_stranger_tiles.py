@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,14 @@ def refusals() -> Iterator[tuple[str, Any]]:
     yield "a segment that ends inside a row", lambda p: ends(p, 2, 47)
     yield "exceptions", lambda p: p.segments.update(exceptions=[1])
     yield "too many bytes", lambda p: cut(p, 400)
+    yield "fewer bytes than none", lambda p: p.set_tile_nbytes(0, -1)
+    yield "a size beyond 63 bits", lambda p: p.set_tile_nbytes(0, 1 << 64)
+    for name in ("w", "w:", ":w", "-1:w", "+0:w", "00:w", "\u0660:w", "1:w", "0" * 5000 + ":w"):
+        yield f"the name {name[:10]!r}", partial(rename, name)
+
+
+def rename(name: str, pieces: Any) -> None:
+    pieces.rows[0]["name"] = name
 
 
 def edit(pieces: Any, stream: str, at: int, value: int) -> None:
@@ -77,11 +86,13 @@ def edit(pieces: Any, stream: str, at: int, value: int) -> None:
 def cut(pieces: Any, more: int) -> None:
     data = pieces.streams["#0.tile"]
     pieces.streams["#0.tile"] = data[:more] if more < 0 else data + bytes(more)
-    pieces.segments["gaps"][0] += more
+    pieces.set_tile_nbytes(0, pieces.tile_nbytes(0) + more)
 
 
 def count(pieces: Any, nnz: int) -> None:
+    nbytes = pieces.tile_nbytes(0)
     pieces.segments["nnz"] = [nnz]
+    pieces.set_tile_nbytes(0, nbytes)
 
 
 def gap(pieces: Any, value: int) -> None:
@@ -104,6 +115,37 @@ def test_both_readers_refuse(name: str) -> None:
         stranger.read_part(data, {NAME: OLD.tolist()})
 
 
+@pytest.mark.parametrize("name", ["2:1.x", "0:w", "6:", "06:x", "4:a", "5:"])
+def test_both_readers_read_each_name_in_one_form(name: str) -> None:
+    alike = [TensorSpec(name, "BF16", (8, 6)) for name in ("w.0.a", "w.0.ab", "w.1.a", "w.0:é")]
+    parts = [freeze.as_max(spec, OLD, OLD ^ np.uint16(1)) for spec in alike]
+    pieces = take_apart(encode_part(parts).data)
+    stored = [row["name"] for row in pieces.rows]
+    assert stored == ["0:w.0.a", "5:b", "2:1.a", "2:0:é"]
+    old = {spec.name: OLD.tolist() for spec in alike}
+    for data in (pieces.build(), encode_part(parts).data):
+        assert list(Part.from_bytes(data).rows) == list(stranger.read_part(data, old)) == list(old)
+    pieces.rows[3]["name"] = name
+    forged = pieces.build()
+    with pytest.raises(MalformedError):
+        Part.from_bytes(forged)
+    with pytest.raises(RefusedError):
+        stranger.read_part(forged, old)
+
+
+def test_both_readers_refuse_names_of_too_many_characters() -> None:
+    pieces = take_apart(freeze.tiny_max())
+    row = pieces.rows[0] | {"name": "0:" + "a" * (1 << 20), "segments": 0, "nnz": 0}
+    longer = [row | {"name": f"{1 << 20}:{chr(0x4E00 + n)}"} for n in range(64)]
+    pieces.rows[:0] = [row, *longer]
+    data = pieces.build()
+    assert len(data) < 1 << 20
+    with pytest.raises(MalformedError, match="names of more than"):
+        Part.from_bytes(data)
+    with pytest.raises(RefusedError, match="names"):
+        stranger.read_part(data)
+
+
 def test_both_readers_refuse_a_large_tensor_without_old_bits() -> None:
     pieces = take_apart(freeze.tiny_max())
     pieces.rows[0]["shape"] = [(1 << 20) + 1]
@@ -121,7 +163,7 @@ def test_sizes_of_tiles_are_refused_in_more_bytes_than_needed() -> None:
     for wrong in (bytes([data[0] | 128, 0]), bytes([255, 255, 255, 255, 1]), b"\x7f"):
         pieces = take_apart(part_of(2))
         pieces.streams["#0.tile"] = wrong + data[1:]
-        pieces.segments["gaps"] = [len(wrong) + len(data) - 1]
+        pieces.set_tile_nbytes(0, len(wrong) + len(data) - 1)
         forged = pieces.build()
         with pytest.raises(MalformedError):
             Part.from_bytes(forged).read(NAME, old=OldBits(OLD))

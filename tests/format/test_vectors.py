@@ -17,11 +17,13 @@ from msgspec import to_builtins
 from deltachain.chain.plan import REQUEST_NBYTES
 from deltachain.chain.recent_edges import ANCHORS_LISTED, VERSIONS_LISTED
 from deltachain.codec import ENCODINGS, Part
+from deltachain.codec import directory as d
 from deltachain.codec.container import MAX_HEADER
 from deltachain.codec.directory import MAX_DIRECTORY, SEGMENT
 from deltachain.codec.encode import BUCKET, TURNS
 from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
+from deltachain.codec.short_rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import EdgeKind, EdgeSummary, unseal
@@ -84,12 +86,13 @@ STEPS = table(section("8.5 Steps"))
 BITS = table(section("8.6 Streams of bits"))
 CASTS = table(section("8.7 fp32 to BF16"))
 FOLDS = table(section("8.8 Folding of one element, width 16"))
+NAMES = table(section("8.12 Names of `max`"))
+SIZES = table(section("8.13 Sizes of `max`"))
 
 
 def test_every_table_has_rows() -> None:
-    assert [len(t) for t in (MIX, KEYS, STATES, GAPS, STEPS, BITS, CASTS, FOLDS)] == [
-        *(6, 4, 6, 9, 20, 5, 12, 8)
-    ]
+    tables = (MIX, KEYS, STATES, GAPS, STEPS, BITS, CASTS, FOLDS, NAMES, SIZES)
+    assert [len(t) for t in tables] == [6, 4, 6, 9, 20, 5, 12, 8, 6, 7]
 
 
 @pytest.mark.parametrize("row", MIX)
@@ -250,6 +253,50 @@ def test_signatures(row: dict[str, str]) -> None:
     assert signed == signed_bytes(kind, row["chain"], payload)
     assert stranger_signed.verifies(PUBLIC.raw, to_builtins(signature), signed)
     assert not stranger_signed.verifies(PUBLIC.raw, to_builtins(signature), signed + b" ")
+
+
+@pytest.mark.parametrize("row", NAMES)
+def test_names_are_front_coded(row: dict[str, str]) -> None:
+    before = [] if row["row before"] == "none" else [("step", row["row before"], 3, 4)]
+    full = directory_of(*before, ("max", row["name"], 3, 4))
+    stored = with_short_rows(full)
+    assert stored.tensors[-1].name == row["stored"]
+    assert with_full_rows(stored) == full
+    theirs = to_builtins(stored.tensors[-1])
+    name = before[0][1] if before else ""
+    assert stranger.lengthen(theirs, name, [])["name"] == row["name"]
+
+
+@pytest.mark.parametrize("row", SIZES)
+def test_sizes_are_distances(row: dict[str, str]) -> None:
+    nnz, nbytes, distance = (int(row[name]) for name in ("nnz", "bytes", "stored"))
+    full = directory_of(("max", "w", nnz, nbytes))
+    stored = with_short_rows(full)
+    assert stored.segments.gaps == (distance,)
+    assert with_full_rows(stored) == full
+    segment = {"nnz": nnz, "gaps": distance}
+    stranger.lengthen(to_builtins(stored.tensors[0]), "", [segment])
+    assert segment["gaps"] == nbytes
+
+
+def directory_of(*rows: tuple[str, str, int, int]) -> d.Directory:
+    """A directory of encodings, names, and changed elements and bytes of one segment each."""
+    tensors = tuple(
+        d.TensorRow(
+            name=name,
+            dtype="U8",
+            shape=(d.SEGMENT,),
+            encoding=encoding,
+            bucket=0,
+            gap=0,
+            nnz=nnz,
+            segments=1,
+            digest="0" * 32,
+        )
+        for encoding, name, nnz, _ in rows
+    )
+    segments = [d.Segment(0, d.SEGMENT, nnz, nbytes) for *_, nnz, nbytes in rows]
+    return d.Directory(tensors=tensors, segments=d.columns_of(segments), streams=())
 
 
 def test_the_signed_documents_on_the_page_are_the_frozen_ones() -> None:

@@ -144,7 +144,13 @@ def alone(f: Forgery) -> None:
 def resized(f: Forgery, more: int) -> None:
     data = f.streams["#0.tile"]
     f.streams["#0.tile"] = data[:more] if more < 0 else data + bytes(more)
-    f.segments["gaps"][0] += more
+    f.set_tile_nbytes(0, f.tile_nbytes(0) + more)
+
+
+def long_names(f: Forgery) -> None:
+    """Let each of many rows have all characters of a long name before it."""
+    row = f.rows[0] | {"name": "0:" + "a" * (1 << 20), "segments": 0}
+    f.rows[:0] = [row, *(row | {"name": f"{1 << 20}:{chr(0x4E00 + n)}"} for n in range(64))]
 
 
 TABLES: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
@@ -158,6 +164,10 @@ TABLES: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
     ("oversized", "more tiles than 64", lambda f: f.rows[0].update(gap=68)),
     ("another rule", "tiles that do not divide the columns", lambda f: f.rows[0].update(gap=3)),
     ("lying size", "a tile of too many bytes", lambda f: resized(f, 400)),
+    ("out of range", "a tile of a negative size", lambda f: f.set_tile_nbytes(0, -1)),
+    ("another rule", "a name that is not front coded", lambda f: f.rows[0].update(name="w")),
+    ("out of range", "a prefix beyond the name before", lambda f: f.rows[0].update(name="1:w")),
+    ("bomb", "names of terabytes", long_names),
 )
 BITS: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
     ("out of range", "a rate beyond 20", lambda f: poke(f, "#0.class", 0, 21)),

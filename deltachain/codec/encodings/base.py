@@ -45,7 +45,6 @@ class Encoding(ABC):
         needs_old: Whether writer and reader need the old bits of the elements, those that did not
             change included: ``old`` of :meth:`encode` and of the reader is then set. Those of some
             tensors may do without: see :meth:`encodes_with_old` and :meth:`decodes_with_old`.
-        counted: Whether rows in a file have the number of elements; else segments alone have it.
         shared: Streams in which a tensor with segments has one range for all of them.
     """
 
@@ -55,7 +54,6 @@ class Encoding(ABC):
     own_arrays: ClassVar[bool] = False
     checked: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
-    counted: ClassVar[bool] = True
     shared: ClassVar[frozenset[str]] = frozenset()
 
     def suits(self, spec: TensorSpec) -> bool:  # noqa: ARG002

@@ -120,7 +120,6 @@ class MaxEncoding(Encoding):
     absolute: ClassVar[bool] = False
     checked: ClassVar[bool] = True
     needs_old: ClassVar[bool] = True
-    counted: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset(["class"])
 
     @override
