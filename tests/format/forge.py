@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 import zstandard
@@ -75,6 +76,21 @@ class Forgery:
         """Store another size of a segment of ``max``."""
         away = nbytes - self.segments["nnz"][segment] * 9 // 8
         self.segments["gaps"][segment] = 2 * away if away >= 0 else -2 * away - 1
+
+    def names(self) -> list[str]:
+        """The names of all rows, of which those of ``max`` are stored front coded."""
+        found = [""]
+        for row in self.rows:
+            shared, _, rest = row["name"].partition(":")
+            is_short = row["encoding"] == "max"
+            found.append(found[-1][: int(shared)] + rest if is_short else row["name"])
+        return found[1:]
+
+    def set_names(self, names: list[str]) -> None:
+        """Store other names of all rows."""
+        for row, name, before in zip(self.rows, names, ["", *names], strict=False):
+            shared = len(commonprefix((name, before)))  # noqa: RUF071 - characters, not paths
+            row["name"] = f"{shared}:{name[shared:]}" if row["encoding"] == "max" else name
 
     def build(self) -> bytes:
         """The file."""

@@ -16,7 +16,8 @@ from blake3 import blake3
 from deltachain.codec import encode_part
 from deltachain.types import WIRE_DTYPES, TensorSpec
 from tests.format.forge import FRAME, Forgery, dumps, take_apart
-from tests.format.freeze import absolute, dense, step
+from tests.format.freeze import absolute, as_max, dense, step
+from tests.fuzz.targets import MAX_OLD, old_of
 
 LARGE: Final = ((1 << 20) + 5,)
 """Shape of a tensor of two segments."""
@@ -83,13 +84,15 @@ def random_part(seed: int) -> bytes:
     for number in range(rng.randint(1, 4)):
         shape = rng.choice([(), (0, 3), (1,), (5, 7), (300,), (10_000,), LARGE])
         dtype = "U8" if shape == LARGE else rng.choice(list(WIRE_DTYPES))
-        spec = TensorSpec(f"t{number}", dtype, shape)
+        spec = TensorSpec(f"h.{number // 2}.t{number}", dtype, shape)
+        is_max = not raw and spec.numel <= MAX_OLD and rng.random() < 0.5
         old = numbers.integers(0, 256, spec.nbytes, np.uint8).view(spec.bits_dtype)
+        old = old_of(spec) if is_max else old
         new = old.copy()
         where = numbers.random(old.size) < rng.choice((0.0005, 0.02, 1.0))
         new[where] += numbers.choice(np.array([1, 2, 255, 254]), int(where.sum())).astype(old.dtype)
         makers = (lambda s, _, n: dense(s, n), absolute) if raw or rng.random() < 0.5 else (step,)
-        changes.append(rng.choice(makers)(spec, old, new))
+        changes.append(as_max(spec, old, new) if is_max else rng.choice(makers)(spec, old, new))
     return encode_part(changes, raw=raw).data
 
 
@@ -99,14 +102,30 @@ def edit_row(f: Forgery, rng: Random, _: Mutate) -> None:
 
 def edit_rows(f: Forgery, rng: Random, _: Mutate) -> None:
     """A row more, a row less, rows in another order."""
-    row = copy.deepcopy(rng.choice(f.rows))
-    what = rng.randrange(3)
+    at, to, what = rng.randrange(len(f.rows)), rng.randint(0, len(f.rows)), rng.randrange(3)
+    names = f.names()
     if what == 0:
-        f.rows.insert(rng.randint(0, len(f.rows)), row | {"name": rng.choice(WORDS)})
+        f.rows.insert(to, copy.deepcopy(f.rows[at]))
+        names.insert(to, rng.choice(WORDS))
     elif what == 1:
-        f.rows.remove(row)
+        del f.rows[at], names[at]
     else:
-        rng.shuffle(f.rows)
+        order = rng.sample(range(len(f.rows)), len(f.rows))
+        f.rows[:], names = [f.rows[n] for n in order], [names[n] for n in order]
+    if rng.random() < 0.8:  # else the stored names are those of other neighbours
+        f.set_names(names)
+
+
+def edit_name(f: Forgery, rng: Random, _: Mutate) -> None:
+    """Another name, or the same one, stored in another way."""
+    row = rng.choice(f.rows)
+    if rng.random() < 0.5:
+        names = f.names()
+        names[rng.randrange(len(names))] = rng.choice((*WORDS, rng.choice(names) + "x"))
+        f.set_names(names)
+    else:
+        shared, colon, rest = row["name"].partition(":")
+        row["name"] = f"{number(int(shared), rng)}{colon}{rest}"
 
 
 def edit_segments(f: Forgery, rng: Random, _: Mutate) -> None:
@@ -195,7 +214,16 @@ def edit_frames(f: Forgery, rng: Random, mutate: Mutate) -> None:
 
 
 EDITS: Final = (
-    *(edit_row, edit_row, edit_rows, edit_segments, edit_segments, split_segment, edit_stream),
+    *(
+        edit_row,
+        edit_row,
+        edit_rows,
+        edit_name,
+        edit_segments,
+        edit_segments,
+        split_segment,
+        edit_stream,
+    ),
     *(edit_stream, edit_streams, edit_metadata, edit_directory, edit_header, edit_frames),
 )
 
