@@ -35,6 +35,11 @@ CLASS_BITS: Final = 0.025
 bits. It leaves 6 to 7 of 8 to 14 classes, for 0.02 to 0.06 bits a change (bf16 at 0.13 and 1.2 %,
 fp8 codes, two models)."""
 
+BYTE_CLASS_BITS: Final = 0.01
+"""The same for elements of one byte, of which passes take less time: 0.03 bits a change less of fp8
+codes with a scale a block, 0.06 to 0.08 of codes of ``mxfp8``, and staging at 0.54 instead of 0.58
+of the speed of ``step``."""
+
 _RATES: Final = np.arange(MAX_RATE + 1)
 
 RECENT: Final = 8
@@ -104,13 +109,14 @@ def table_of(
 
 def _best_table(spec: TensorSpec, counts: BinCounts, grid: TileGrid) -> Bytes:
     """Return the table of the fewest bits, whatever it takes itself."""
-    group = np.arange(BINS)
+    group, class_bits = np.arange(BINS), CLASS_BITS
     if spec.itemsize == 1:
+        class_bits = BYTE_CLASS_BITS
         shift, mask = _EXPONENTS.get(spec.dtype, (0, 0))
         group = (group >> shift) & mask
     changed = np.bincount(group, weights=counts.changed, minlength=BINS).astype(np.int64)
     numel = np.bincount(group, weights=counts.numel, minlength=BINS).astype(np.int64)
-    rates = _rates(changed, numel)[group]
+    rates = _rates(changed, numel, class_bits)[group]
     sizes = np.where(rates == NEVER, NEVER, _sizes(group, counts))
     table: Bytes = np.concatenate([rates, sizes]).astype(np.uint8)
     table[(np.arange(2 * BINS) & (BINS - 1)) > grid.mask] = NEVER
@@ -138,12 +144,12 @@ def _table_bits(table: Bytes, counts: BinCounts) -> float:
     return total + float(_rank_bits(count[used], numel[used], share, _RATES[used]).sum())
 
 
-def _rates(counts: Numbers, numel: Numbers) -> Numbers:
+def _rates(counts: Numbers, numel: Numbers, class_bits: float) -> Numbers:
     """Return the Rice parameter of ranks of each group, for the fewest bits.
 
-    Groups of one rate are a class together. A class has to save ``CLASS_BITS`` a change.
+    Groups of one rate are a class together. A class has to save ``class_bits`` a change.
     """
-    own = CLASS_BITS * float(counts.sum())
+    own = class_bits * float(counts.sum())
     groups = np.flatnonzero(counts)
     groups = groups[np.argsort(-counts[groups] / numel[groups], kind="stable")]
     changes, elements = (np.cumsum([0, *some[groups]]) for some in (counts, numel))
