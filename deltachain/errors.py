@@ -272,7 +272,9 @@ class StageAbandonedError(ApplyError):
 class BaseMismatchError(ApplyError):
     """The target does not hold the base bits of the delta; nothing was written."""
 
-    default_hint = "plan again from nothing: the target was modified externally"
+    default_hint = (
+        "plan again from nothing: the target was modified externally, or an object is damaged"
+    )
 
 
 class TensorMismatchError(ApplyError):

@@ -36,6 +36,12 @@ Model: TypeAlias = tuple[Identity, Table, ObjectInfo | None, Mapping[str, bytes]
 RECIPE: Final = "quantization"
 """Entry of a table's ``ext``: recipe, library and version that quantised the weights."""
 
+OTHER_LAYERS: Final = (
+    "give the publisher the same model, and leave the same layers as they are (ignore); or give it "
+    "a URL of its own"
+)
+"""Hint for another table of a chain whose weights are quantised."""
+
 WAY_OUT: Final = (
     f"restore {CHAIN_KEY} from a backup; or restart the trainer that published here: it recreates "
     "the file if its model is proven to be this chain's. A new chain needs a URL of its own; if no "
@@ -354,5 +360,6 @@ def _another_model(store: Store, table: Table) -> ChainMismatchError:
     example = min(different, default=("aliases", "", ()))
     return ChainMismatchError(
         f"{store.url} holds a chain of another model: {len(there.tensors)} tensors, "
-        f"this one has {len(table.tensors)}; for example {example}"
+        f"this one has {len(table.tensors)}; for example {example}",
+        hint=OTHER_LAYERS if there.ext.get(RECIPE) else "",
     )

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError, BrokenChainError
 from deltachain.types import StateDigest
+
+
+class Cause(NamedTuple):
+    """Probable cause of a failed proof, as text behind its message and as a hint of its own."""
+
+    text: str = ""
+    hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +54,7 @@ def judge(
     *,
     base: StateDigest | None,
     state: StateDigest,
-    suspect: Callable[[], str] = str,
+    suspect: Callable[[], Cause] = Cause,
 ) -> bool:
     """Prove that a plan's effect leads to the state digest of the version.
 
@@ -55,7 +63,7 @@ def judge(
         effect: Effect of the plan, summed over all tensors and ranks.
         base: State digest that the target holds; unused for a plan from nothing.
         state: State digest of the version, from its manifest.
-        suspect: Called on failure; returns the probable cause as text for the message.
+        suspect: Called on failure; returns the probable cause.
 
     Returns:
         Whether the overwritten bits are proven as well, so that the apply can be undone.
@@ -66,9 +74,11 @@ def judge(
     changed = None if base is None else base + effect.change
     total = effect.written if fetched.from_nothing else changed
     if total != state:
+        cause = suspect()
         raise BaseMismatchError(
             f"{fetched.plan} would lead to state {total}, expected {state}"
-            f"{suspect()}; nothing was written",
+            f"{cause.text}; nothing was written",
             version=fetched.plan.target,
+            hint=cause.hint,
         )
     return changed == state

@@ -10,7 +10,7 @@ import torch
 
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import read_assets
-from deltachain.codec import Part
+from deltachain.codec import Part, encode_part
 from deltachain.errors import BaseMismatchError, BrokenChainError, TensorMismatchError
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, ObjectRef, Table
@@ -21,7 +21,7 @@ from deltachain.subscribe.targets.folder_owner import write_assets
 from deltachain.types import StateDigest, TensorSpec
 from tests.format.forge import take_apart
 from tests.format.forgeries import PARTS
-from tests.format.freeze import Builder
+from tests.format.freeze import Builder, as_max, step
 from tests.hostile.scene import Scene
 
 CODE = "modeling_policy.py"
@@ -65,6 +65,24 @@ def test_an_altered_tensor_is_named_even_if_every_object_fits(scene: str, stream
     before = target[forged.spec.name].clone()
     with pytest.raises(BaseMismatchError, match=r"first to differ: 'w'"):
         follower.update()
+    assert torch.equal(target[forged.spec.name], before)
+
+
+@pytest.mark.parametrize("scene", ["step", "max"])
+def test_a_delta_that_leads_elsewhere_is_called_damaged(scene: str) -> None:
+    forged = Scene(scene)
+    old = np.ones(forged.spec.numel, forged.spec.bits_dtype)
+    new = old.copy()
+    new[3] += new.dtype.type(5)
+    make = {"step": step, "max": as_max}[scene]
+    forged.put("part", encode_part([make(forged.spec, old, new)]).data)
+    target = {forged.spec.name: torch.zeros(forged.spec.shape, dtype=torch.bfloat16)}
+    follower = Subscriber(forged.store.url, target, store=forged.store)
+    follower.update(0)
+    before = target[forged.spec.name].clone()
+    with pytest.raises(BaseMismatchError, match="each tensor changes as the delta says") as caught:
+        follower.update()
+    assert "deltachain verify" in caught.value.hint
     assert torch.equal(target[forged.spec.name], before)
 
 

@@ -16,7 +16,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.codec.row_digests import changes_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
-from deltachain.subscribe.proof import Effect, check_whole, judge
+from deltachain.subscribe.proof import Cause, Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.patch import Patch
 from deltachain.threads import Pool, cores
@@ -26,6 +26,10 @@ _T = TypeVar("_T")
 
 SMALL: Final = 1 << 18
 """Elements below which the calling thread stages a tensor itself."""
+
+_DAMAGED: Final = (
+    "an object of the version is damaged: deltachain verify tells which; put it back from a backup"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +184,11 @@ def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bo
     return isinstance(target, PatchedTarget) and 2 * sum(s.nbytes for s in specs) <= budget
 
 
-def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
-    """Name tensors whose change differs from the publisher's, if that can be determined."""
+def _suspect(fetched: Fetched, patches: list[Patch]) -> Cause:
+    """Name tensors whose change differs from that of their rows, if that can be determined.
+
+    If the changes of all elements are those of the rows, the target had the base bits of all.
+    """
     rows = Counter(row.name for part in fetched.parts for row in part.directory.tensors)
     changes = {
         patch.spec.name: patch.written if patch.indices is None else patch.change
@@ -193,5 +200,8 @@ def _suspect(fetched: Fetched, patches: list[Patch]) -> str:
             actual = sum((changes[name] for name in names), StateDigest())
             if actual != expected:
                 found = ", ".join(repr(name) for name in fetched.specs if name in names)
-                return f" (first to differ: {found})"
-    return ""
+                return Cause(f" (first to differ: {found})")
+    is_sparse = all(patch.indices is not None for patch in patches)
+    if is_sparse and rows.keys() <= changes.keys():
+        return Cause(", though each tensor changes as the delta says", _DAMAGED)
+    return Cause()

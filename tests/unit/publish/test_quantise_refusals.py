@@ -99,6 +99,18 @@ def test_chain_keeps_its_recipe(then: str | None, now: str | None, tmp_path: Pat
     assert Chain.open(open_store(url)).newest(0) == 0
 
 
+@pytest.mark.parametrize("recipe", ["int8-row", "mxfp4"])
+def test_chain_keeps_its_layers(recipe: str, tmp_path: Path) -> None:
+    url = str(tmp_path / "chain")
+    attached(url, quantization=recipe).close()
+    fewer = Quantization(recipe, ignore=("up",))
+    with pytest.raises(ChainMismatchError, match="weight") as caught:
+        attached(url, quantization=fewer)
+    assert "the same layers" in caught.value.hint
+    assert "(ignore)" in caught.value.hint
+    assert Chain.open(open_store(url)).newest(0) == 0
+
+
 def test_chain_keeps_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = str(tmp_path / "chain")
     attached(url, quantization="int8-row").close()
