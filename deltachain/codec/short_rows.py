@@ -38,9 +38,10 @@ def with_short_rows(directory: Directory) -> Directory:
 
 
 def with_full_rows(directory: Directory) -> Directory:
-    """Return the directory that was stored in some form.
+    """Return a directory as it was before it was stored.
 
-    Readers refuse other forms than that of :func:`with_short_rows`, which are not found here.
+    A stored form that is not canonical is accepted: callers compare it with the result of
+    :func:`with_short_rows`.
 
     Raises:
         ValueError: A name is not front coded, a size is negative, columns differ in length, or
