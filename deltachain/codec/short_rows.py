@@ -50,6 +50,8 @@ def with_full_rows(directory: Directory) -> Directory:
     if not any(map(_is_short, directory.tensors)):
         return directory
     nnz, gaps = directory.segments.nnz, list(directory.segments.gaps)
+    if len(nnz) != len(gaps):
+        raise ValueError("segment columns differ in length")
     rows, before, characters = [], "", 0
     for stored, own in _with_segments(directory.tensors):
         row = stored

@@ -97,7 +97,7 @@ def main() -> None:
         str(options.corpus),
         f"-max_total_time={options.seconds}",
         f"-timeout={SECONDS_AN_INPUT}",
-        f"-rss_limit_mb={16 * MEMORY}",  # of the process, which leaks some 2 KB an input
+        f"-rss_limit_mb={16 * MEMORY}",  # of the process: 2 KB an input are leaked
         f"-max_len={MAX_NBYTES}",
         f"-artifact_prefix={findings}",
         "-print_final_stats=1",

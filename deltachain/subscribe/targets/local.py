@@ -202,6 +202,6 @@ def _suspect(fetched: Fetched, patches: list[Patch]) -> Cause:
                 found = ", ".join(repr(name) for name in fetched.specs if name in names)
                 return Cause(f" (first to differ: {found})")
     is_sparse = all(patch.indices is not None for patch in patches)
-    if is_sparse and rows.keys() <= changes.keys():
+    if is_sparse and not fetched.from_nothing and rows.keys() <= changes.keys():
         return Cause(", though each tensor changes as the delta says", _DAMAGED)
     return Cause()
