@@ -18,6 +18,12 @@ logger = logging.getLogger(__name__)
 POINTERS: Final = ("auto_map", "custom_pipelines")
 """Names of fields, at any depth, whose values refer to code."""
 
+ORIGIN: Final = "_name_or_path"
+"""Name of the field with the repository that an ``auto_map`` without one refers to."""
+
+DEEPEST: Final = 100
+"""Levels of nesting that are examined; a file with more is left out."""
+
 ELSEWHERE: Final = "--"
 """Separator between repository and class."""
 
@@ -25,23 +31,39 @@ CLASS_ELSEWHERE: Final = re.compile(rf"[\w.-]+/[\w.-]+{ELSEWHERE}[\w.]+")
 """A class in a repository; removed from any field, since a loader may fetch and run it."""
 
 
-def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes:
+_MARKS: Final = (b"--", b"auto_map", b"\\u", b"\0")
+"""Bytes of which every reference has one: escapes and UTF-16 can spell the others."""
+
+
+def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes | None:
     """Remove references to remote code from an asset; return equal bytes if there are none.
+
+    ``_name_or_path`` is removed beside an ``auto_map``: loaders look there for a module that the
+    map names without a repository.
 
     Args:
         name: File name.
         data: Content of the file.
         trusted: Whether references to remote code are kept.
         where: Origin of the file, for the warning.
+
+    Returns:
+        The bytes to use, or None for a file that cannot be examined and must be left out.
     """
-    plain = data.lower().replace(b"\\u002d", b"-")  # a hyphen may be written in two ways
-    if trusted or not name.endswith(".json") or ELSEWHERE.encode() not in plain:
+    if trusted or not name.endswith(".json") or not any(mark in data for mark in _MARKS):
         return data
     try:
         document = json.loads(data)
-        found = list(_strip(document, inside=False))
-    except (ValueError, RecursionError):  # no loader can parse it either
-        return data
+        found = _strip(document)
+    except (ValueError, RecursionError) as exc:
+        logger.warning(
+            "%s: left out %s, which cannot be searched for references to remote code (%s); "
+            "trust_remote_code keeps it",
+            where,
+            name,
+            exc,
+        )
+        return None
     if not found:
         return data
     logger.warning(
@@ -53,20 +75,44 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
-def _strip(value: Any, *, inside: bool) -> Iterator[str]:  # noqa: ANN401 - JSON
-    """Remove references to remote code in place and yield each."""
-    items = list(value.items()) if isinstance(value, dict) else []
-    if isinstance(value, list):
-        items = list(enumerate(value))
-    for key, inner in items:
-        within = inside or key in POINTERS
+def _strip(document: Any) -> list[str]:  # noqa: ANN401 - JSON
+    """Remove references to remote code in place and return each.
+
+    Raises:
+        ValueError: The document is nested deeper than `DEEPEST`.
+    """
+    found = []
+    members = list(_members(document))
+    for value, key, inner, within in members:
         if isinstance(inner, str) and _names_code(inner, within=within):
-            yield inner
+            found.append(inner)
             value[key] = None
-        else:
-            yield from _strip(inner, inside=within)
-        if isinstance(value, dict) and within and _is_void(value[key]):
+    for value, key, _, within in reversed(members):  # children before their parents
+        if within and isinstance(value, dict) and _is_void(value[key]):
             del value[key]
+    if any(key == POINTERS[0] and key in value for value, key, _, _ in members):
+        for value, key, inner, _ in members:
+            if key == ORIGIN and isinstance(inner, str):
+                found.append(f"{ORIGIN}: {inner}")
+                value.pop(key, None)
+    return found
+
+
+def _members(document: Any) -> Iterator[tuple[Any, Any, Any, bool]]:  # noqa: ANN401 - JSON
+    """Yield container, key, value and whether it lies in a pointer; parents before children."""
+    stack = [(document, False, 1)]
+    while stack:
+        value, inside, depth = stack.pop()
+        if depth > DEEPEST:
+            raise ValueError(f"nested more than {DEEPEST} levels deep")
+        items: list[tuple[Any, Any]] = []
+        if isinstance(value, dict | list):
+            items = list(value.items() if isinstance(value, dict) else enumerate(value))
+        for key, inner in items:
+            within = inside or key in POINTERS
+            yield value, key, inner, within
+            if isinstance(inner, dict | list):
+                stack.append((inner, within, depth + 1))
 
 
 def _names_code(text: str, *, within: bool) -> bool:

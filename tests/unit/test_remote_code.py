@@ -23,7 +23,9 @@ EVIL = "attacker/repo--modeling.Evil"
 
 def stripped(document: Any) -> Any:
     data = json.dumps(document).encode()
-    return json.loads(without_remote_code("config.json", data, trusted=False, where="here"))
+    kept = without_remote_code("config.json", data, trusted=False, where="here")
+    assert kept is not None
+    return json.loads(kept)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ def stripped(document: Any) -> Any:
         ({"text_config": {"auto_map": {"A": EVIL}, "a": 1}}, {"text_config": {"a": 1}}),
         ([{"deep": [{"auto_map": {"A": EVIL}}]}], [{"deep": [{}]}]),
         ({"custom_pipelines": {"p": {"impl": EVIL}}, "a": 1}, {"a": 1}),
+        ({"auto_map": {"A": "m.A"}, "_name_or_path": "a/b"}, {"auto_map": {"A": "m.A"}}),
+        ({"_name_or_path": "a/b", "a": {"auto_map": "m.A"}}, {"a": {"auto_map": "m.A"}}),
         ([{"idx": 0, "type": EVIL}], [{"idx": 0, "type": None}]),
         ({"auto_mapping": {"parent_library": EVIL}}, {"auto_mapping": {"parent_library": None}}),
     ],
@@ -48,13 +52,27 @@ def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: A
 @pytest.mark.parametrize(
     "data",
     [
+        b"-- no JSON",
+        b"[" * 100_000 + b"--",
+        b"[" * 1_000 + json.dumps({"auto_map": {"A": EVIL}}).encode() + b"]" * 1_000,
+        b"\xff--",
+    ],
+)
+def test_a_file_that_cannot_be_examined_is_left_out(
+    data: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert without_remote_code("config.json", data, trusted=False, where="here") is None
+    assert "left out config.json" in caplog.text
+    assert without_remote_code("config.json", data, trusted=True, where="here") == data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
         b'{"auto_map": {"AutoModel": "modeling_x.X"}}',
         b'{"a":"--", "auto_map":{"A":"modeling.A"}}',
         b'{"chat_template": "a -- b"}',
         b'{"type": "sentence_transformers.models.Transformer", "a": "b/c -- d"}',
-        b"-- no JSON",
-        b"[" * 100_000 + b"--",
-        b"\xff--",
     ],
 )
 def test_everything_else_keeps_its_bytes(data: bytes) -> None:
@@ -67,6 +85,7 @@ def test_no_other_spelling_gets_through(hyphen: str) -> None:
         data = r'{"auto\u005fmap": {"A": "evil"}}'.replace("evil", EVIL.replace("--", dashes))
         assert json.loads(data) == {"auto_map": {"A": EVIL}}
         found = without_remote_code("config.json", data.encode(), trusted=False, where="here")
+        assert found is not None
         assert json.loads(found) == {}
 
 

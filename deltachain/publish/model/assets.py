@@ -55,6 +55,7 @@ def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, byte
     """Return a caller's files, with references to remote code removed unless trusted."""
     trusted = config.trust_remote_code
     return {
-        name: without_remote_code(name, data, trusted=trusted, where=config.url)
+        name: kept
         for name, data in files.items()
+        if (kept := without_remote_code(name, data, trusted=trusted, where=config.url)) is not None
     }

@@ -92,7 +92,8 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
         with explained(folder):
             if is_small_file and not name.startswith(".") and not file.exists():
                 url = chain.store.url
-                data = without_remote_code(name, data, trusted=trusted, where=url)  # noqa: PLW2901
-                write_atomic(file, data)
-                written.append(name)
+                kept = without_remote_code(name, data, trusted=trusted, where=url)
+                if kept is not None:
+                    write_atomic(file, kept)
+                    written.append(name)
     return written
