@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -142,15 +143,19 @@ def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
     return {
-        file.name: without_remote_code(
-            file.name, file.read_bytes(), trusted=trusted, where=str(folder)
-        )
+        file.name: kept
         for file in sorted(folder.iterdir())
         if file.suffix in ASSET_SUFFIXES
         and file.is_file()
         and file.name not in (INDEX_FILE, HELD_FILE)
         and is_segment(file.name)
         and file.stat().st_size <= ASSET_NBYTES
+        and (
+            kept := without_remote_code(
+                file.name, file.read_bytes(), trusted=trusted, where=str(folder)
+            )
+        )
+        is not None
     }
 
 
@@ -193,8 +198,13 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 @contextmanager
 def creating(file: Path) -> Iterator[Path]:
-    """Yield a temporary path that atomically and durably replaces ``file`` on success."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    """Yield a new, empty file that atomically and durably replaces ``file`` on success.
+
+    Its name is random and it is made exclusively: a link that another user of the folder planted is
+    not followed.
+    """
+    partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
+    os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
     try:
         yield partial
         with partial.open("r+b") as written:
