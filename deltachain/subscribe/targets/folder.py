@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -276,6 +277,7 @@ class FolderTarget(PatchedTarget):
             return
         checkpoint = Checkpoint(self.folder)
         for file in checkpoint.paths:
+            _unshare(file)
             fill_holes(file)  # on an in-memory file system, even reading a hole takes space
         for name, spec in self._specs.items():
             names = [name, *(alias for alias, of in self._aliases.items() if of == name)]
@@ -296,6 +298,19 @@ def write(place: FileBits, patch: Patch) -> None:
     """Write a patch to the place of its tensor."""
     indices = None if patch.indices is None else np.asarray(patch.indices)
     place.put(indices, np.asarray(patch.new))
+
+
+def _unshare(file: Path) -> None:
+    """Copy a file that has other names, so that a swap changes this folder alone.
+
+    Backups by hard links (``cp -al``, ``rsync --link-dest``) and caches by symbolic links share
+    their files with the folder.
+    """
+    if file.is_symlink() or file.stat().st_nlink > 1:
+        check_room(file.parent, file.stat().st_size)
+        with creating(file) as copy:
+            shutil.copyfile(file, copy)
+            shutil.copymode(file, copy)
 
 
 @contextmanager
