@@ -204,6 +204,8 @@ class FolderTarget(PatchedTarget):
             if not self._live:
                 self._create(patches, held)
                 return
+            if any(_is_shared(file) for file in self._files()):  # a backup since the last swap
+                self._map()
             seal = self._journal.write(patches, held)
         except (OSError, FormatError, ConfigError) as exc:
             self._journal.clear()
@@ -300,13 +302,17 @@ def write(place: FileBits, patch: Patch) -> None:
     place.put(indices, np.asarray(patch.new))
 
 
+def _is_shared(file: Path) -> bool:
+    return file.is_symlink() or file.stat().st_nlink > 1
+
+
 def _unshare(file: Path) -> None:
     """Copy a file that has other names, so that a swap changes this folder alone.
 
     Backups by hard links (``cp -al``, ``rsync --link-dest``) and caches by symbolic links share
     their files with the folder.
     """
-    if file.is_symlink() or file.stat().st_nlink > 1:
+    if _is_shared(file):
         check_room(file.parent, file.stat().st_size)
         with creating(file) as copy:
             shutil.copyfile(file, copy)

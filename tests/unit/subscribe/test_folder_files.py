@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,3 +75,33 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(
     (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"gone\.safetensors is missing"):
         subscribe(mirror).update()
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_files_that_a_backup_shares_are_copied_before_they_are_written(
+    mirror: Path,
+    tmp_path: Path,
+    subscribe: Subscribe,
+    publish: Callable[..., None],
+    link: Callable[[Path, Path], None],
+    *,
+    reopened: bool,
+) -> None:
+    publish(1)
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    if reopened:
+        subscriber.close()
+    (file,) = mirror.glob("*.safetensors")
+    backup = tmp_path / "backup.safetensors"
+    if link is os.symlink:
+        file.rename(backup)
+        link(backup, file)
+    else:
+        link(file, backup)
+    before = backup.read_bytes()
+    publish(2)
+    (subscribe(mirror) if reopened else subscriber).update()
+    assert backup.read_bytes() == before
+    assert file.read_bytes() != before
