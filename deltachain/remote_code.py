@@ -11,27 +11,37 @@ import json
 import logging
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Final
 
 logger = logging.getLogger(__name__)
 
-POINTERS: Final = ("auto_map", "custom_pipelines")
-"""Names of fields, at any depth, whose values refer to code."""
+ELSEWHERE: Final = "--"
+"""Separator between repository and class."""
 
-ORIGIN: Final = "_name_or_path"
-"""Name of the field with the repository that an ``auto_map`` without one refers to."""
+_KERNEL: Final = "/"
+"""Part of each name of a kernel on the Hub, and of no other implementation."""
+
+POINTERS: Final = {
+    "auto_map": ELSEWHERE,
+    "custom_pipelines": ELSEWHERE,
+    "attn_implementation": _KERNEL,
+    "_attn_implementation": _KERNEL,
+    "experts_implementation": _KERNEL,
+    "_experts_implementation": _KERNEL,
+}
+"""Fields, at any depth, whose values refer to code, and what the texts have that do."""
+
+ORIGINS: Final = ("_name_or_path", "name_or_path")
+"""Fields with the repository that an ``auto_map`` without one refers to."""
 
 DEEPEST: Final = 100
 """Levels of nesting that are examined; a file with more is left out."""
 
-ELSEWHERE: Final = "--"
-"""Separator between repository and class."""
+CLASS_ELSEWHERE: Final = re.compile(r"(?!.*--.*--)[^\s]*/[^\s]*--[^\s.]+\.\w+")
+"""A class in a repository or a folder; removed from any field, since a loader may run it."""
 
-CLASS_ELSEWHERE: Final = re.compile(rf"[\w.-]+/[\w.-]+{ELSEWHERE}[\w.]+")
-"""A class in a repository; removed from any field, since a loader may fetch and run it."""
-
-
-_MARKS: Final = (b"--", b"auto_map", b"\\u", b"\0")
+_MARKS: Final = (b"--", b"auto_map", b"_implementation", b"\\u", b"\0")
 """Bytes of which every reference has one: escapes and UTF-16 can spell the others."""
 
 
@@ -39,7 +49,7 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
     """Remove references to remote code from an asset; return equal bytes if there are none.
 
     ``_name_or_path`` is removed beside an ``auto_map``: loaders look there for a module that the
-    map names without a repository.
+    map names without a repository. Of a field that occurs twice, only the last is kept.
 
     Args:
         name: File name.
@@ -52,9 +62,11 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
     """
     if trusted or not name.endswith(".json") or not any(mark in data for mark in _MARKS):
         return data
+    repeated: list[str] = []
     try:
-        document = json.loads(data)
-        found = _strip(document)
+        document = json.loads(data, object_pairs_hook=partial(_last, repeated))
+        found = [*_strip(document), *repeated]
+        kept = json.dumps(document, indent=2, ensure_ascii=False).encode() if found else data
     except (ValueError, RecursionError) as exc:
         logger.warning(
             "%s: left out %s, which cannot be searched for references to remote code (%s); "
@@ -65,14 +77,22 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
         )
         return None
     if not found:
-        return data
+        return kept
     logger.warning(
         "%s: removed references to remote code from %s (%s); trust_remote_code keeps them",
         where,
         name,
         ", ".join(found),
     )
-    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+    return kept + b"\n"
+
+
+def _last(repeated: list[str], fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an object, and add a remark if there are more than one of a name."""
+    found = dict(fields)
+    if len(found) < len(fields):
+        repeated.append("fields that occur twice")
+    return found
 
 
 def _strip(document: Any) -> list[str]:  # noqa: ANN401 - JSON
@@ -83,40 +103,40 @@ def _strip(document: Any) -> list[str]:  # noqa: ANN401 - JSON
     """
     found = []
     members = list(_members(document))
-    for value, key, inner, within in members:
-        if isinstance(inner, str) and _names_code(inner, within=within):
+    for value, key, inner, mark in members:
+        if isinstance(inner, str) and _names_code(inner, mark):
             found.append(inner)
             value[key] = None
-    for value, key, _, within in reversed(members):  # children before their parents
-        if within and isinstance(value, dict) and _is_void(value[key]):
+    for value, key, _, mark in reversed(members):  # children before their parents
+        if mark and isinstance(value, dict) and _is_void(value[key]):
             del value[key]
-    if any(key == POINTERS[0] and key in value for value, key, _, _ in members):
+    if any(key == "auto_map" and key in value for value, key, _, _ in members):
         for value, key, inner, _ in members:
-            if key == ORIGIN and isinstance(inner, str):
-                found.append(f"{ORIGIN}: {inner}")
+            if key in ORIGINS and isinstance(inner, str):
+                found.append(f"{key}: {inner}")
                 value.pop(key, None)
     return found
 
 
-def _members(document: Any) -> Iterator[tuple[Any, Any, Any, bool]]:  # noqa: ANN401 - JSON
-    """Yield container, key, value and whether it lies in a pointer; parents before children."""
-    stack = [(document, False, 1)]
+def _members(document: Any) -> Iterator[tuple[Any, Any, Any, str]]:  # noqa: ANN401 - JSON
+    """Yield container, key, value, and the mark of the pointer around it; parents first."""
+    stack = [(document, "", 1)]
     while stack:
-        value, inside, depth = stack.pop()
+        value, outer, depth = stack.pop()
         if depth > DEEPEST:
             raise ValueError(f"nested more than {DEEPEST} levels deep")
         items: list[tuple[Any, Any]] = []
         if isinstance(value, dict | list):
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
         for key, inner in items:
-            within = inside or key in POINTERS
-            yield value, key, inner, within
+            mark = outer or POINTERS.get(key, "")
+            yield value, key, inner, mark
             if isinstance(inner, dict | list):
-                stack.append((inner, within, depth + 1))
+                stack.append((inner, mark, depth + 1))
 
 
-def _names_code(text: str, *, within: bool) -> bool:
-    return (within and ELSEWHERE in text) or CLASS_ELSEWHERE.fullmatch(text) is not None
+def _names_code(text: str, mark: str) -> bool:
+    return (mark != "" and mark in text) or CLASS_ELSEWHERE.fullmatch(text) is not None
 
 
 def _is_void(value: Any) -> bool:  # noqa: ANN401 - JSON

@@ -43,6 +43,15 @@ def stripped(document: Any) -> Any:
         ({"_name_or_path": "a/b", "a": {"auto_map": "m.A"}}, {"a": {"auto_map": "m.A"}}),
         ([{"idx": 0, "type": EVIL}], [{"idx": 0, "type": None}]),
         ({"auto_mapping": {"parent_library": EVIL}}, {"auto_mapping": {"parent_library": None}}),
+        ({"auto_map": {"A": "m.A"}, "name_or_path": "a/b"}, {"auto_map": {"A": "m.A"}}),
+        ([{"type": "attacker/repo--sub/mod.X"}], [{"type": None}]),
+        ([{"type": "/opt/planted--mod.X"}], [{"type": None}]),
+        ({"_attn_implementation": "attacker/kernel@main:run", "a": 1}, {"a": 1}),
+        (
+            {"attn_implementation": {"": "paged|attacker/kernel", "x": "sdpa"}},
+            {"attn_implementation": {"x": "sdpa"}},
+        ),
+        ({"text_config": {"experts_implementation": "attacker/kernel"}}, {"text_config": {}}),
     ],
 )
 def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: Any) -> None:
@@ -56,6 +65,7 @@ def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: A
         b"[" * 100_000 + b"--",
         b"[" * 1_000 + json.dumps({"auto_map": {"A": EVIL}}).encode() + b"]" * 1_000,
         b"\xff--",
+        b'{"auto_map": {"A": "attacker/repo--modeling.Evil"}, "a": "\\ud800"}',
     ],
 )
 def test_a_file_that_cannot_be_examined_is_left_out(
@@ -73,6 +83,8 @@ def test_a_file_that_cannot_be_examined_is_left_out(
         b'{"a":"--", "auto_map":{"A":"modeling.A"}}',
         b'{"chat_template": "a -- b"}',
         b'{"type": "sentence_transformers.models.Transformer", "a": "b/c -- d"}',
+        b'{"_attn_implementation": "sdpa", "experts_implementation": "grouped_mm"}',
+        b'{"_name_or_path": "/cache/models--org--model/snapshots/1.5"}',
     ],
 )
 def test_everything_else_keeps_its_bytes(data: bytes) -> None:
@@ -87,6 +99,25 @@ def test_no_other_spelling_gets_through(hyphen: str) -> None:
         found = without_remote_code("config.json", data.encode(), trusted=False, where="here")
         assert found is not None
         assert json.loads(found) == {}
+
+
+def test_of_a_field_given_twice_no_reading_finds_code() -> None:
+    data = b'{"auto_map": {"A": "attacker/repo--m.Evil"}, "auto_map": {"A": "m.A"}}'
+    found = without_remote_code("config.json", data, trusted=False, where="here")
+    assert found is not None
+    assert b"Evil" not in found
+    assert json.loads(found) == {"auto_map": {"A": "m.A"}}
+
+
+def test_a_chain_of_whole_weights_brings_no_configuration_of_an_adapter(tmp_path: Path) -> None:
+    """Loaders that see one load the base it names instead of the weights beside it."""
+    files = {"adapter_config.json": b'{"base_model_name_or_path": "attacker/repo"}'}
+    for name, written in (("a", []), ("base_model.model.a", ["adapter_config.json"])):
+        table = Table(tensors=((name, "F32", (1,)),))
+        chain = Chain.create(MemoryStore(), table, chain_id="one", time=0.0, assets=files)
+        folder = tmp_path / name
+        folder.mkdir()
+        assert write_assets(chain, folder) == written
 
 
 def test_who_trusts_code_elsewhere_gets_it() -> None:

@@ -10,7 +10,14 @@ from typing_extensions import override
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.identity import chain_around
-from deltachain.checkpoint import ASSET_SUFFIXES, HELD_FILE, INDEX_FILE, write_atomic
+from deltachain.checkpoint import (
+    ADAPTER_FILE,
+    ASSET_SUFFIXES,
+    HELD_FILE,
+    INDEX_FILE,
+    weights_file,
+    write_atomic,
+)
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
 from deltachain.remote_code import without_remote_code
@@ -18,8 +25,8 @@ from deltachain.subscribe import FolderTarget, HeldVersion, Patch
 from deltachain.subscribe.targets.folder import HeldFile, explained
 from deltachain.types import TensorSpec
 
-_OURS: Final = (HELD_FILE, INDEX_FILE)
-"""Files that the assets of a chain must not include."""
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""Configuration of an adapter of PEFT."""
 
 
 class OwnFolder(FolderTarget):
@@ -75,7 +82,9 @@ class OwnFolder(FolderTarget):
 def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
     """Write the assets of a chain that the folder does not have; return the names written.
 
-    Existing files are left alone, since a user may have edited them.
+    Existing files are left alone, since a user may have edited them. The configuration of an
+    adapter is written beside one only: loaders that see it load the base it names instead of the
+    weights.
 
     Args:
         chain: The chain.
@@ -86,9 +95,12 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
         ApplyError: The folder cannot be written now.
     """
     written = []
+    refused = {HELD_FILE, INDEX_FILE}  # files of our own
+    if weights_file(name for name, *_ in chain.table.tensors) != ADAPTER_FILE:
+        refused.add(ADAPTER_CONFIG)
     for name, data in chain.assets():
         file = folder / name
-        is_small_file = file.suffix in ASSET_SUFFIXES and name not in _OURS
+        is_small_file = file.suffix in ASSET_SUFFIXES and name.lower() not in refused
         with explained(folder):
             if is_small_file and not name.startswith(".") and not file.exists():
                 url = chain.store.url
