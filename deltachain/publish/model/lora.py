@@ -22,40 +22,46 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
 
-def adapter_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter, with the names of ``adapter_model.safetensors``.
 
+    Args:
+        model: Model with adapters.
+        adapter: Name of the adapter; optional if the model has only one.
+
     Raises:
-        ConfigError: The model has no such adapter.
+        ConfigError: The model has no such adapter, or several and none was named.
     """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - whoever has the model has it
 
-    _find(model, adapter)
+    adapter, _ = _find(model, adapter)
     state: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter)
     yield from state.items()
 
 
-def adapter_assets(model: PeftModel, adapter: str = "default") -> dict[str, bytes]:
-    """Return the configuration files of an adapter.
+def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, bytes]:
+    """Return the configuration files of an adapter; arguments as of :func:`adapter_tensors`.
 
     Raises:
-        ConfigError: The model has no such adapter.
+        ConfigError: The model has no such adapter, or several and none was named.
     """
     with tempfile.TemporaryDirectory(prefix="deltachain-adapter-") as scratch:
-        _find(model, adapter).save_pretrained(scratch)
+        _find(model, adapter)[1].save_pretrained(scratch)
         return read_assets(Path(scratch))
 
 
-def merged_tensors(model: PeftModel, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the base model's checkpoint with one adapter merged: ``W + s B A``.
 
     The sum is computed in fp32 and rounded once, to the dtype of ``W``, into a new tensor. Low-rank
-    factors of sharded layers are gathered, one layer at a time.
+    factors of sharded layers are gathered, one layer at a time. Arguments as of
+    :func:`adapter_tensors`.
 
     Raises:
-        ConfigError: The model has no such adapter, or it does more than add to linear layers.
+        ConfigError: The model has no such adapter, or several and none was named; or the adapter
+            does more than add to linear layers.
     """
-    config = _find(model, adapter)
+    adapter, config = _find(model, adapter)
     base: Any = model.get_base_model()
     _refuse_more(config, base, adapter)
     layers = {
@@ -102,6 +108,10 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
     )
     more = [name for name in wanted if getattr(config, name, None)]
     for layer in base.modules():
+        variant = getattr(layer, "lora_variant", {}).get(adapter)
+        if variant is not None:  # PEFT's class of an adapter that computes something else
+            more.append(type(variant).__name__)
+            break
         if adapter in getattr(layer, "lora_embedding_A", ()):
             more.append("an embedding")
         elif adapter in getattr(layer, "lora_A", ()) and layer.lora_A[adapter].weight.ndim != 2:
@@ -122,8 +132,19 @@ def _unmerged(adapter: str, more: str) -> ConfigError:
     )
 
 
-def _find(model: PeftModel, adapter: str) -> Any:  # noqa: ANN401 - a configuration of peft
+def _find(model: PeftModel, adapter: str | None) -> tuple[str, Any]:
+    """Return the name and PEFT's configuration of an adapter.
+
+    Of several adapters none is the obvious one: trainers add a reference adapter, and switch the
+    active one during a step.
+    """
     known: Mapping[str, Any] = getattr(model, "peft_config", {})
+    if adapter is None and len(known) == 1:
+        adapter = next(iter(known))
     if adapter not in known:
-        raise ConfigError(f"no adapter {adapter!r}; the model has {sorted(known)}")
-    return known[adapter]
+        wrong = "which adapter" if adapter is None and known else f"no adapter {adapter!r}"
+        raise ConfigError(
+            f"{wrong}; the model has {sorted(known)}",
+            hint="name one of them: adapter_tensors(model, name), merged_tensors(model, name)",
+        )
+    return adapter, known[adapter]

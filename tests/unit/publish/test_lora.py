@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -120,6 +120,8 @@ def test_merging_rounds_once() -> None:
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"target_modules": ["embed_tokens"]}, "an embedding"),
         ({"trainable_token_indices": {"embed_tokens": [1, 2]}}, "trainable_token_indices"),
+        ({"alora_invocation_tokens": [1], "task_type": "CAUSAL_LM"}, "ALora"),
+        ({"use_bdlora": BdLoraConfig(target_modules_bd_a=["q_proj"], nblocks=2)}, "BdLora"),
     ],
 )
 def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], name: str) -> None:
@@ -174,6 +176,21 @@ def test_an_adapter_that_is_not_there_is_named() -> None:
         list(adapter_tensors(adapted(), "other"))
     with pytest.raises(ConfigError, match="no adapter"):
         list(merged_tensors(base()))
+
+
+def test_one_of_several_adapters_must_be_named() -> None:
+    model = adapted()
+    model.add_adapter("trained", LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"]))
+    model.set_adapter("trained")
+    train_(model, 0)
+    for export in (adapter_tensors, merged_tensors):
+        with pytest.raises(ConfigError, match=r"which adapter; .*'default', 'trained'"):
+            list(export(model))
+    with pytest.raises(ConfigError, match="which adapter"):
+        adapter_assets(model)
+    expected = copy.deepcopy(model).merge_and_unload(adapter_names=["trained"])
+    name = "model.layers.0.self_attn.v_proj.weight"
+    assert torch.equal(dict(merged_tensors(model, "trained"))[name], expected.get_parameter(name))
 
 
 def test_a_pulled_adapter_is_what_peft_loads(tmp_path: Path) -> None:
