@@ -141,7 +141,7 @@ def _find(model: PeftModel, adapter: str | None) -> tuple[str, Any]:
     known: Mapping[str, Any] = getattr(model, "peft_config", {})
     if adapter is None and len(known) == 1:
         adapter = next(iter(known))
-    if adapter not in known:
+    if adapter is None or adapter not in known:
         wrong = "which adapter" if adapter is None and known else f"no adapter {adapter!r}"
         raise ConfigError(
             f"{wrong}; the model has {sorted(known)}",
