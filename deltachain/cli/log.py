@@ -3,8 +3,10 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -13,7 +15,13 @@ from rich.text import Text
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
 from deltachain.cli.signing import SHOWN_DIGITS, signed, signers
-from deltachain.errors import BrokenChainError, ConfigError
+from deltachain.errors import (
+    BrokenChainError,
+    ChainError,
+    ConfigError,
+    FormatError,
+    ObjectNotFoundError,
+)
 
 COLUMNS: Final = (
     ">version",
@@ -39,6 +47,10 @@ GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state")
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
     from deltachain.format.documents import Edge
+    from deltachain.format.prune_record import PruneRecord
+    from deltachain.format.tag import Tag
+
+logger = logging.getLogger(__name__)
 
 
 def log(  # noqa: PLR0913 - one argument an option
@@ -63,8 +75,9 @@ def log(  # noqa: PLR0913 - one argument an option
     """Show the versions of a chain, newest first.
 
     Prints changed elements, payload size and state digest of each version. Edges that were added
-    later, such as anchors, follow below their version. A version whose manifest is missing has a
-    row that says so, and the exit code is then 4.
+    later, such as anchors, follow below their version, and so do tags. The objects of an edge that
+    is marked `pruned` are deleted, or will be. A version whose manifest is missing has a row that
+    says so, and the exit code is then 4.
 
     Example: `deltachain log /mnt/policy -n 5`
 
@@ -92,8 +105,12 @@ def log(  # noqa: PLR0913 - one argument an option
     records: dict[int, list[Edge]] = defaultdict(list)
     for record, summary in edge_records(chain, first, last):
         records[summary.version].append(record.edge)
-    model = describe_model(chain)
+    model, marks = describe_model(chain), _marks(chain)
     versions = [_version(committed, records, model["nbytes"]) for committed in shown[::-1]]
+    for row in versions:
+        row["tags"] = [tag.name for tag in marks.tags if tag.version == row["version"]]
+        for edge in (row, *row["edges"]):
+            edge["pruned"] = marks.is_pruned(edge["kind"], edge["base"], row["version"])
     if as_json:
         c.write_json(
             {
@@ -132,6 +149,31 @@ def read_present(chain: Chain, first: int, last: int) -> tuple[list[Committed], 
             missing.append(first)
             first += 1
     return found, missing
+
+
+@dataclass(frozen=True, slots=True)
+class _Marks:
+    """What later records say of versions."""
+
+    tags: tuple[Tag, ...]
+    prunes: PruneRecord | None
+
+    def is_pruned(self, kind: str, base: int | None, version: int) -> bool:
+        return self.prunes is not None and self.prunes.range_of(kind, base, version) is not None
+
+
+def _marks(chain: Chain) -> _Marks:
+    """Read tags and the newest prune record; say so where one cannot be used, and go on."""
+    from deltachain.chain.tags import read_all
+
+    tags: tuple[Tag, ...] = ()
+    prunes: PruneRecord | None = None
+    try:
+        tags = read_all(chain)
+        prunes = chain.prunes.newest()
+    except (FormatError, ChainError, ObjectNotFoundError) as error:
+        logger.warning("tags or pruned versions are not marked: %s", error)
+    return _Marks(tags, prunes)
 
 
 def _tell_missing(missing: Sequence[int]) -> None:
@@ -240,6 +282,7 @@ def _show(
         while gaps and gaps[-1] > version["version"]:
             rows.append((_gap(gaps.pop()), ""))
         rows.append((_row(version), ""))
+        rows += [({"kind": Text(f"tag {name}", "green")}, "") for name in version["tags"]]
         rows += [(_added(edge), "dim") for edge in version["edges"]]
         if version["signatures"] and "signed by" not in columns:
             columns.append("signed by")
@@ -276,17 +319,18 @@ def _row(version: Mapping[str, Any]) -> dict[str, Text | str]:
     }
 
 
-def _kind(version: Mapping[str, Any]) -> Text | str:
+def _kind(version: Mapping[str, Any]) -> Text:
     if version["reverted_to"] is not None:
-        return Text(f"revert to {version['reverted_to']}", "yellow")
-    kind = version["kind"]
-    return kind if kind == "delta" else Text(kind, "cyan")
+        text = Text(f"revert to {version['reverted_to']}", "yellow")
+    else:
+        text = Text(version["kind"], "" if version["kind"] == "delta" else "cyan")
+    return text.append(" pruned", "dim") if version["pruned"] else text
 
 
 def _added(edge: Mapping[str, Any]) -> dict[str, Text | str]:
     """Format the cells of an edge that was added after its version's commit."""
     return {
-        "kind": Text(f"+ {edge['kind']}", "cyan"),
+        "kind": Text(f"+ {edge['kind']}{' pruned' if edge['pruned'] else ''}", "cyan"),
         "committed": "" if edge["base"] is None else f"from {edge['base']}",
         ">bytes": _stored(edge),
     }

@@ -66,13 +66,21 @@ def push(  # noqa: PLR0913 - one argument an option
             "are refused there.",
         ),
     ] = False,
+    take_over: Annotated[
+        bool,
+        typer.Option(
+            "--take-over",
+            help="Publish where another publisher is at work, which is thereby ended; else that is "
+            "refused.",
+        ),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Publish a checkpoint as the newest version of a chain.
 
     The first push creates the chain, with the configuration and tokenizer files of its checkpoint.
-    Each later push rebuilds the head and publishes the difference as the next version. Any other
-    publisher of the chain is fenced.
+    Each later push rebuilds the head and publishes the difference as the next version. A
+    publisher at work there is ended, if you say so: `--take-over`.
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
 
@@ -94,6 +102,7 @@ def push(  # noqa: PLR0913 - one argument an option
         base=base,
         trust_remote_code=trust_remote_code,
         continue_reverted=continue_reverted,
+        take_over=take_over,
     )
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)

@@ -83,7 +83,25 @@ def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any
     end = max(min(before, len(view.rows)), 0)
     start = max(end - min(count, PAGE), 0)
     rows = [row for row in view.rows[start:end] if row is not None]
-    return {"first": start, "last": end - 1, "versions": [_version(row) for row in rows[::-1]]}
+    pruned = _pruned_deltas(view, start, end)
+    versions = [
+        _version(row) | {"pruned": row.version in pruned, "tags": _tags_of(view, row.version)}
+        for row in rows[::-1]
+    ]
+    return {"first": start, "last": end - 1, "versions": versions}
+
+
+def _pruned_deltas(view: ChainView, start: Version, end: Version) -> set[Version]:
+    """Return the versions of a range whose own edge is pruned."""
+    prunes = view.prunes
+    if prunes is None:
+        return set()
+    own = (edge for edge in view.edges if start <= edge.version < end and not edge.record)
+    return {edge.version for edge in own if prunes.covers(edge)}
+
+
+def _tags_of(view: ChainView, version: Version) -> list[str]:
+    return [shown(tag.name) for tag in view.tags if tag.version == version]
 
 
 def version_document(
@@ -106,7 +124,7 @@ def version_document(
         "numel": row.numel,
         "metadata": dict(row.metadata),
         "phases": _phases(row, applied(row.manifest)),
-        "tags": [shown(tag.name) for tag in view.tags if tag.version == version],
+        "tags": _tags_of(view, version),
         "edges": [
             {
                 "kind": edge.kind,

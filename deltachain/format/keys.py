@@ -31,6 +31,9 @@ TAG_PREFIX: Final = "tags/"
 HEARTBEAT_KEY: Final = "heartbeat.json"
 """Signed word of the publisher that a version is the newest; overwritten."""
 
+PUBLISHER_KEY: Final = "publisher.json"
+"""Unsigned word of who publishes here; overwritten."""
+
 PayloadKind = Literal["delta", "anchor", "skip"]
 
 PAYLOADS: Final = ("deltas/", "anchors/", "skips/")

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from deltachain.publish.config import PublishConfig
-from deltachain.publish.hook import Attachment, attach
-from deltachain.publish.publisher import Publisher
-from deltachain.publish.quantise.settings import Quantization
-from deltachain.publish.receipt import PublishReceipt
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
+    from deltachain.publish.config import PublishConfig as PublishConfig
+    from deltachain.publish.hook import Attachment as Attachment
+    from deltachain.publish.hook import attach as attach
+    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback as DeltaChainCallback
+    from deltachain.publish.publisher import Publisher as Publisher
+    from deltachain.publish.quantise.settings import Quantization as Quantization
+    from deltachain.publish.receipt import PublishReceipt as PublishReceipt
 
-__all__ = [
-    "Attachment",
-    "DeltaChainCallback",
-    "PublishConfig",
-    "PublishReceipt",
-    "Publisher",
-    "Quantization",
-    "attach",
-]
+_HOME: Final = {
+    "Attachment": "hook",
+    "DeltaChainCallback": "integrations.hf_trainer",
+    "PublishConfig": "config",
+    "PublishReceipt": "receipt",
+    "Publisher": "publisher",
+    "Quantization": "quantise.settings",
+    "attach": "hook",
+}
+"""Module of each public name, imported on first use: `revert` needs no torch."""
+
+__all__ = sorted(_HOME)  # noqa: PLE0605 - the names are strings
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401 - the callback needs transformers
-    if name != "DeltaChainCallback":
-        raise AttributeError(f"module 'deltachain.publish' has no attribute {name!r}")
-    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415
-
-    return DeltaChainCallback
+def __getattr__(name: str) -> Any:  # noqa: ANN401 - any public object
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -39,6 +39,7 @@ class BackgroundWork:
         if self._metrics is not None:
             logger.info("metrics at %s/metrics", self._metrics.url)
         self._heartbeat = HeartbeatThread(writer, leads=leads)
+        self._tenure = writer.tenure
         self._maintainer: MaintainerThread | None = None
         if leads and config.maintain:
             self._maintainer = MaintainerThread(partial(maintainer_of, writer.chain, config))
@@ -48,6 +49,8 @@ class BackgroundWork:
         if self._metrics is not None:
             self._metrics.close()
         self._heartbeat.close()
+        if self._tenure is not None:
+            self._tenure.close()
         if self._maintainer is not None:
             self._maintainer.close()
 

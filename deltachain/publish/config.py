@@ -121,6 +121,11 @@ class PublishConfig:
     has. By default, a publisher that starts there with other weights refuses, since its first
     version would undo the revert."""
 
+    take_over: bool = False
+    """Whether to go on where another publisher is at work, which is thereby ended. By default, a
+    second publisher refuses. One that was killed is not at work: a restart needs no setting, but
+    elsewhere than on the same machine waits up to 25 seconds to be sure."""
+
     when_busy: Literal["cover", "wait"] = "cover"
     """Behaviour of ``publish`` while a version is in flight: leave the changes to the next call, or
     wait for that version."""

@@ -8,15 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.format.digest import digest_key
-from deltachain.kernels import device, host, threaded
+from deltachain.kernels import device, host
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
-from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.source import Weight
 from deltachain.publish.snapshot_memory import Kept
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Bits, StateDigest
+from deltachain.types import Bits
 
 
 def host_diff_(weight: Weight, snapshot: Bits) -> Changes:
@@ -42,14 +40,6 @@ def moved(weight: Weight, where: torch.device) -> Weight:
     if weight.pending is not None:
         return replace(weight, pending=weight.pending.to(where))
     return replace(weight, tensor=weight.tensor.detach().to(where))
-
-
-def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
-    key, mine = digest_key(window.spec), bits[window.select]
-    if isinstance(window.indices, range):
-        return threaded.digest(key, mine, window.indices.start)
-    return host.digest_at(key, window.indices, mine)
 
 
 def wire_bits(weight: Weight) -> Bits:

@@ -38,6 +38,7 @@ from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
+from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
@@ -83,7 +84,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         ChainMismatchError: The chain is of another model.
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
         ChainError: The head was reverted, and the checkpoint has other weights.
-        PublisherFencedError: Another publisher committed at the same time.
+        PublisherFencedError: Another publisher is at work, or committed at the same time.
     """
     checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
     found = _find(store, checkpoint, config, trust)
@@ -99,7 +100,11 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
     if head is not None:
         check_reverted(head, session.snapshot.state, goes_on=config.continue_reverted)
         writer.epoch = head.manifest.epoch + 1
-    committed = tuple(_commit(session, first, step))
+    with Tenure(store, take_over=config.take_over) as tenure:
+        if head is None or head.state != session.snapshot.state:
+            tenure.begin()
+            writer.tenure = tenure
+        committed = tuple(_commit(session, first, step))
     last = writer.parent or head
     if last is None:
         raise ObjectNotFoundError(f"{store.url} lost its first version", url=store.url)

@@ -31,6 +31,7 @@ SCOPES: Final[Mapping[str, SettingScope]] = {
     "maintain": "rank 0",
     "anchor_memory": "each rank",
     "continue_reverted": "rank 0",
+    "take_over": "rank 0",
     "when_busy": "all ranks",
     "on_error": "all ranks",
     "deadline_s": "all ranks",

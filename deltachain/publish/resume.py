@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,7 +16,13 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload_clock import MeasuredTransfer
-from deltachain.errors import BrokenChainError, ConfigError, FormatError, ObjectNotFoundError
+from deltachain.errors import (
+    BrokenChainError,
+    ConfigError,
+    FormatError,
+    ObjectNotFoundError,
+    PublisherFencedError,
+)
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
@@ -32,6 +39,7 @@ from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Attempt, Session
 from deltachain.publish.snapshot import WINDOW_NUMEL, Snapshot
+from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
@@ -81,11 +89,27 @@ def begin(
         ChainMismatchError: The URL has the chain of another model.
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
         ChainError: The head was reverted, and the model has other weights.
-        PublisherFencedError: Another publisher was first.
+        PublisherFencedError: Another publisher is at work, or was first.
         ConfigError: The model's bits differ from those of the base checkpoint, or no reader could
             write down one of its tensors.
         RankError: Another rank failed.
     """
+    tenure = Tenure(store, take_over=config.take_over)
+    try:
+        return _begin(tenure, collect, config, assets, ranks, layers)
+    except BaseException:
+        tenure.close()
+        raise
+
+
+def _begin(
+    tenure: Tenure,
+    collect: Callable[[], ModelTensors],
+    config: PublishConfig,
+    assets: Files,
+    ranks: Ranks,
+    layers: Callable[[ModelTensors, Files], Layers],
+) -> Session:
     source, files = divide(collect, ranks), assets
     if (quantization := Quantization.chosen(config.quantization)) is not None:
         made = quantised(source, lambda: layers(source, assets), quantization, ranks)
@@ -96,10 +120,10 @@ def begin(
         snapshot = Snapshot(source, where=config.snapshot)
         states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
         state = sum(states, StateDigest())
-        writer = _take_chain(store, source, config, files, state) if ranks.leads else None
+        writer = _take_chain(tenure, source, config, files, state) if ranks.leads else None
         position = collective.broadcast(_position(writer) if writer else None, Position)
     with Collective(ranks, "open") as collective:
-        writer = writer or _open_chain(store, source, config, position, ranks.number)
+        writer = writer or _open_chain(tenure.store, source, config, position, ranks.number)
         collective.all_gather(True, bool)
     session = Session(source, snapshot, writer, config, ranks)
     if writer.parent is None:
@@ -120,7 +144,7 @@ def _position(writer: Writer) -> Position:
 
 
 def _take_chain(
-    store: Store,
+    tenure: Tenure,
     source: ModelTensors,
     config: PublishConfig,
     assets: Files,
@@ -128,15 +152,34 @@ def _take_chain(
 ) -> Writer:
     """Open or create the chain and take it over, on rank 0; ``state`` is that of all ranks."""
     chain = open_or_make(
-        store,
+        tenure.store,
         source.table(),
         assets,
         trust=Trust.of_writer(config.signing_key),
         base=config.base,
     )
+    tenure.begin()
+    _say_where(chain)
     accept = partial(check_reverted, state=state, goes_on=config.continue_reverted)
-    writer = take_over(chain, numel=source.numel, metadata=config.metadata, accept=accept)
-    return writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
+    try:
+        writer = take_over(chain, numel=source.numel, metadata=config.metadata, accept=accept)
+    except PublisherFencedError as error:
+        tenure.name(error)
+        raise
+    writer = writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
+    writer.tenure = tenure
+    return writer
+
+
+def _say_where(chain: Chain) -> None:
+    """Log where weights go; tell it on stderr where such lines of the log are not shown.
+
+    A mistyped URL may be a folder, to which a whole run is published.
+    """
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("publishing to %s", chain.store.url)
+    else:
+        sys.stderr.write(f"deltachain: publishing to {chain.store.url}\n")
 
 
 def _open_chain(

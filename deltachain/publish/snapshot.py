@@ -24,7 +24,6 @@ from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.live_bits import (
     compared,
     device_bits,
-    digest_window,
     host_diff_,
     moved,
     signed,
@@ -44,6 +43,7 @@ from deltachain.publish.snapshot_memory import (
     reserve_nbytes,
     wait_for_writes,
 )
+from deltachain.publish.wire_form import digest_window
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, Indices, StateDigest

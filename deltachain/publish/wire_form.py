@@ -16,9 +16,8 @@ from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.digest import digest_key
-from deltachain.kernels import host
+from deltachain.kernels import host, threaded
 from deltachain.kernels.reference import Changes
-from deltachain.publish.live_bits import digest_window
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.types import Bits, StateDigest, TensorSpec
 
@@ -88,6 +87,14 @@ def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:
     """Return a change of all bits of one tensor."""
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
+
+
+def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
+    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
+    key, mine = digest_key(window.spec), bits[window.select]
+    if isinstance(window.indices, range):
+        return threaded.digest(key, mine, window.indices.start)
+    return host.digest_at(key, window.indices, mine)
 
 
 def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:

@@ -25,6 +25,7 @@ from deltachain.errors import (
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, seal
 from deltachain.format.revert_mark import revert_mark, reverted_to
 from deltachain.publish.place import newest
+from deltachain.publish.tenure import Tenure
 from deltachain.types import StateDigest, Version
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Writer:
         replay: What a newcomer fetches behind the newest anchor; ``None`` without a way from
             nothing.
         committed: What a newcomer would fetch of all versions committed by this writer.
+        tenure: Record that this publisher is at work, if it keeps one; it can say who fenced it.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Writer:
         self._numel = numel
         self._metadata = dict(metadata)
         self.committed = Replay()
+        self.tenure: Tenure | None = None
         self._listing = Lock()  # of the sizes and of what the next manifest lists
         self._added: list[EdgeSummary] = []
         self._offered: tuple[EdgeSummary, ...] = ()
@@ -113,9 +116,17 @@ class Writer:
         """
         manifest = self._manifest(draft, edge)
         self._uncertain = manifest
-        committed = self.chain.commit(manifest)
+        try:
+            committed = self.chain.commit(manifest)
+        except PublisherFencedError as error:
+            self._name(error)
+            raise
         self._advance(committed)
         return committed
+
+    def _name(self, error: PublisherFencedError) -> None:
+        if self.tenure is not None:
+            self.tenure.name(error)
 
     @property
     def uncertain(self) -> bool:
@@ -135,8 +146,9 @@ class Writer:
             return False
         try:
             found = self.chain.settle(manifest)
-        except PublisherFencedError:
+        except PublisherFencedError as error:
             self._uncertain = None
+            self._name(error)
             raise
         self._uncertain = None
         if found is None:

@@ -11,7 +11,7 @@ from deltachain.errors import ConfigError
 from deltachain.store.base import Capabilities, ObjectInfo, Store, check_key
 from deltachain.store.file.store import FileStore
 from deltachain.store.memory import MemoryStore
-from deltachain.store.registry import Opener, opener_of, register
+from deltachain.store.registry import Opener, opener_of, register, schemes
 from deltachain.types import Buffer
 
 __all__ = [
@@ -32,6 +32,8 @@ Location: TypeAlias = "str | os.PathLike[str]"
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
+_SCHEME_ALONE: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?://|[:;])")
+_OF_FSSPEC: Final = frozenset({"abfs", "abfss", "az", "gcs", "gs", "http", "https"})
 _KNOWN: Final = (
     "a folder, s3://bucket/prefix, hf://buckets/namespace/name/prefix, file:///folder, "
     "memory://name, dist://name, or a URL of fsspec such as gs:// and az://"
@@ -85,5 +87,27 @@ def open_store(
     text = location_of(url)
     match = _URL.match(text)
     if match is None:
+        _refuse_nearly_url(text)
         return FileStore(text)
     return opener_of(match["scheme"].lower())(text, options or {}, writer=writer)
+
+
+def _refuse_nearly_url(path: str) -> None:
+    """Refuse a path that was meant as a URL: it would become a folder below the current one.
+
+    Raises:
+        ConfigError: It has ``://`` in it, or begins like ``s3//`` or ``s3:``. The message shows no
+            more than that, since the rest may contain credentials.
+    """
+    if "://" in path:
+        raise ConfigError(
+            "a store has '://' in its path, and does not begin as a URL",
+            hint="a URL begins with its scheme: leave out what is before it, such as a quote",
+        )
+    start = _SCHEME_ALONE.match(path)
+    if start is not None and start[1].lower() in _OF_FSSPEC | schemes():
+        scheme = start[1].lower()
+        raise ConfigError(
+            f"a store begins with {start[0]!r}, which is neither a URL nor a usual path",
+            hint=f"a URL begins with {scheme}://; for a folder of that name, write ./{start[0]}",
+        )

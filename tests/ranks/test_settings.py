@@ -139,6 +139,7 @@ def test_settings_of_a_process_or_of_rank_0_may_differ(tmp_path: Path) -> None:
             "maintain": True,
             "anchor_memory": 0.0,
             "continue_reverted": True,
+            "take_over": True,
             "part_nbytes": 1000,
             "metadata": {"run": "b"},
         },

@@ -105,7 +105,8 @@ export class Versions {
     const pick = element("button", { type: "button", "data-version": row.version, "aria-label": `Pick version ${row.version}` }, String(row.version));
     pick.addEventListener("click", () => this.pick(row.version));
     const kind = row.reverted_to === null ? row.kind : `revert to ${row.reverted_to}`;
-    const cells = [pick, kind, `${count(row.nnz)} (${percent(row.density)})`, bytes(row.nbytes), row.encodings.join(", "),
+    const marks = [kind, ...(row.pruned ? ["pruned"] : []), ...row.tags.map((name) => `tag ${name}`)].join(", ");
+    const cells = [pick, marks, `${count(row.nnz)} (${percent(row.density)})`, bytes(row.nbytes), row.encodings.join(", "),
       row.step === null ? "" : String(row.step), String(row.epoch), moment(row.time), signedBy(row)];
     const made = element("tr", {}, ...cells.map((cell) => element("td", {}, cell)));
     made.classList.toggle("selected", row.version === this.picked);

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from socket import gaierror
 from typing import Any, Final
 
 from deltachain.errors import StoreError, StorePermissionError, StoreUnavailableError
@@ -26,6 +27,8 @@ _FOREIGN: Final = (
     ("smbprotocol.exceptions", "SMBException"),
 )
 _REFUSALS: Final = frozenset({"AuthenticationException", "DefaultCredentialsError"})
+_BUSY: Final = frozenset({408, 425, 429})
+_NO_HOST: Final = "there is no such host, or no name server: check the host in the URL"
 _CODES: Final = ("status_code", "status", "code")
 _TIMES: Final = ("mtime", "last_modified", "LastModified", "updated", "modified", "created")
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
@@ -44,7 +47,24 @@ def store_error(error: BaseException, key: str, url: str) -> StoreError:
     message = f"object {key!r} in {url}: {words}" if key else f"{url}: {words}"
     if _is_refusal(error):
         return StorePermissionError(message, key=key, url=url)
-    return StoreUnavailableError(message, key=key, url=url)
+    hint = _NO_HOST if isinstance(getattr(error, "os_error", error), gaierror) else ""
+    return StoreUnavailableError(message, key=key, url=url, hint=hint)
+
+
+def unanswered(absence: BaseException) -> BaseException | None:
+    """Return the failure that a file system took for an absent object; ``None`` if it is absent.
+
+    fsspec's HTTP raises ``FileNotFoundError`` for whatever fails, from the failure itself. Servers
+    that answer 403 for what is absent are believed.
+    """
+    cause, kinds = absence.__cause__, failures()
+    while cause is not None and (
+        isinstance(cause, FileNotFoundError) or not isinstance(cause, kinds)
+    ):
+        cause = cause.__cause__
+    status = getattr(cause, "status", None)
+    is_answer = isinstance(status, int) and 400 <= status < 500 and status not in _BUSY
+    return None if is_answer else cause
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -38,7 +38,7 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
-from deltachain.store.fs.errors import failures, modified, store_error
+from deltachain.store.fs.errors import failures, modified, store_error, unanswered
 from deltachain.store.fs.promises import PROMISES, Promises, promises_of
 from deltachain.store.fs.url import locate
 from deltachain.store.guard import guarded
@@ -329,6 +329,8 @@ class FsspecStore(Store):
         except DeltaChainError:
             raise
         except _NO_OBJECT as exc:
+            if (failure := unanswered(exc)) is not None:
+                raise store_error(failure, key, self.url) from failure
             raise not_found(key, self.url) from exc
         except self._failures as exc:
             raise store_error(exc, key, self.url) from exc

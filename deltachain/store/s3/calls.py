@@ -20,6 +20,9 @@ from deltachain.store.s3.replies import AnswerError, redirects, target_of
 
 _T = TypeVar("_T")
 
+FIRST_S: Final = 20.0
+"""Seconds after which a call ends if no request of its client has ever been answered."""
+
 REPORT_S: Final = 5.0
 """Seconds of retries after which a store is reported to be waited for, the first time."""
 
@@ -58,6 +61,7 @@ class Calls:
         self._lock = threading.Lock()
         self._requests = 0
         self._is_reported = False
+        self._is_known = False  # whether any request was answered
         self.clock: Final = ServerClock()
         self.outage: Final = Outage()
         client.meta.events.register("before-send.s3", self._count)
@@ -101,7 +105,8 @@ class Calls:
                     raise StatusError(status_of(exc)) from exc
                 if is_answer(exc):
                     answer = exc.with_traceback(None)  # a reference cycle with this frame otherwise
-                if not is_transient(exc) or not deadline.pause(attempt):
+                is_lost = not self._is_known and time.monotonic() - began > FIRST_S
+                if is_lost or not is_transient(exc) or not deadline.pause(attempt):
                     # A timeout of the last attempt says less than the response before it.
                     raise typed(answer or exc, key, self._url) from (answer or exc)
                 attempt += 1
@@ -133,6 +138,7 @@ class Calls:
             self._requests += 1
 
     def _hear(self, *, response_dict: dict[str, Any], **_: object) -> None:
+        self._is_known = True
         self.clock.hear(response_dict["headers"].get("date"))
 
 

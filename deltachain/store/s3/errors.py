@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -9,6 +10,7 @@ from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     ConnectionError,  # noqa: A004 - its name
+    ConnectTimeoutError,
     CredentialRetrievalError,
     EndpointConnectionError,
     HTTPClientError,
@@ -44,6 +46,7 @@ _CONFLICT: Final = frozenset({"ConditionalRequestConflict", "OperationAborted"})
 _FULL: Final = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
 _CREDENTIALS: Final = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
 
+_NO_CONNECTION: Final = (ConnectTimeoutError, EndpointConnectionError)
 _NO_CREDENTIALS: Final = (
     CredentialRetrievalError,
     NoAuthTokenError,
@@ -64,6 +67,9 @@ _HINT_REFUSED: Final = (
 _HINT_CLOCK: Final = "set the clock of this machine: the server refuses signatures of another time"
 _HINT_CA: Final = (
     "name the certificate of the CA that signed the server's in SSL_CERT_FILE or AWS_CA_BUNDLE"
+)
+_HINT_ENDPOINT: Final = (
+    "check host and port of the endpoint, and whether the server runs; it may be down for now"
 )
 _HINT_FULL: Final = "the server is full, or the quota is used up: free some space, then try again"
 _HINT_REGION: Final = "the bucket is in the region {}: set AWS_REGION or the store option region"
@@ -127,8 +133,9 @@ def typed(failure: Exception, key: str, url: str) -> DeltaChainError:
         return ours
     status, code = status_of(failure), code_of(failure)
     answer = f"{status} {code}" if status else code
-    if isinstance(failure, EndpointConnectionError):
-        answer += f": nothing answers at {_origin(failure.kwargs.get('endpoint_url', ''))}"
+    if isinstance(failure, _NO_CONNECTION):
+        where = failure.kwargs.get("endpoint_url", "")
+        answer += f": nothing answers at {_origin(where)}{_said_by(where)}"
     if isinstance(failure, AnswerError):
         answer = f"answered by {failure.reason}"
     message = f"object {key!r} in {url}: {answer}" if key else f"{url}: {answer}"
@@ -147,6 +154,18 @@ def _origin(url: str) -> str:
     """Return scheme, host and port: the rest names an object, and may hold a signature."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+
+
+def _said_by(url: str) -> str:
+    """Return what names the endpoint of a URL, if it is not AWS's own."""
+    host = urlsplit(url).hostname or ""
+    if host.endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        return ""
+    for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
+        named = urlsplit(os.environ.get(name, "")).hostname
+        if named and (host == named or host.endswith(f".{named}")):
+            return f", the endpoint in {name}"
+    return ", the endpoint of the option endpoint_url or of the profile"
 
 
 def _refused(failure: Exception) -> str:
@@ -170,6 +189,8 @@ def _unavailable(failure: Exception) -> str | None:
         return _HINT_REGION.format(region_of(headers) or "that its answers name")
     if isinstance(failure, SSLError):
         return _HINT_CA
+    if isinstance(failure, _NO_CONNECTION):
+        return _HINT_ENDPOINT
     foreseen = isinstance(failure, ClientError | BotoCoreError)
     return "" if is_transient(failure) or not foreseen else None
 

@@ -238,3 +238,30 @@ def test_a_service_waits_for_a_chain_that_nobody_has_made_yet(url: Path, tmp_pat
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130
+
+
+@pytest.mark.parametrize("width", ["80", "120"])
+def test_log_marks_what_is_pruned_and_tagged(
+    url: Path, width: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("tag", url, "good", "--version", VERSIONS - 3)
+    ok("maintain", url, "--once", "--keep-last", 5, "--grace", "0s")
+    ok("maintain", url, "--once", "--keep-last", 5, "--grace", "0s")
+    rows = ok("log", url, "-n", VERSIONS, "--json").document["versions"]
+    pruned = {row["version"] for row in rows if row["pruned"]}
+    gone = {row["version"] for row in rows if not list(url.glob(f"deltas/{row['version']:020d}-*"))}
+    assert pruned
+    assert pruned == {v for v in gone if rows[-1 - v]["kind"] == "delta"}
+    assert [row["version"] for row in rows if row["tags"] == ["good"]] == [VERSIONS - 3]
+    monkeypatch.setenv("COLUMNS", width)
+    shown = ok("log", url, "-n", VERSIONS).stdout
+    assert "tag good" in shown
+    assert shown.count("delta pruned") == len(pruned)
+    assert max(map(len, shown.splitlines())) <= int(width)
+
+
+def test_log_goes_on_where_a_tag_is_damaged(url: Path) -> None:
+    ok("tag", url, "good", "--version", 1)
+    (url / "tags/good/00000000.json").write_bytes(b"{}")
+    done = ok("log", url, "-n", 2)
+    assert "are not marked" in done.stderr

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
+from deltachain.chain.publisher_record import new_record, write_record
 from deltachain.checkpoint import Checkpoint
+from deltachain.store import open_store
 from tests.unit.cli.support import Pushed, invoke, ok, read_checkpoint, same, write_checkpoint
 
 
@@ -100,3 +103,24 @@ def test_a_chain_that_begins_at_a_base_checkpoint_goes_back(pushed: Pushed, tmp_
     assert invoke("revert", url, "--to", 0).code == 2
     done = ok("revert", url, "--to", 0, "--base", tmp_path / "moved", "--json").document
     assert done["state"] == str(Checkpoint(tmp_path / "moved").state(pushed.states[0]))
+
+
+def test_a_push_is_refused_where_a_publisher_is_at_work(
+    pushed: Pushed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, newer = open_store(pushed.url), tmp_path / "newer"
+    write_checkpoint(newer, pushed.states[1])
+    there = replace(new_record(None), host="gpu-7", machine="another")
+    renewed = [write_record(store, there)]
+
+    def renew(_: float) -> None:
+        renewed[:] = [write_record(store, renewed[0])]
+
+    monkeypatch.setattr("deltachain.publish.tenure.time.sleep", renew)
+    before = files(pushed.url / "manifests")
+    refused = invoke("push", newer, pushed.url)
+    assert refused.code == 4
+    assert "host gpu-7" in refused.stderr
+    assert "--take-over" in refused.stderr
+    assert files(pushed.url / "manifests") == before
+    assert ok("push", newer, pushed.url, "--take-over", "--json").document["version"] == 4

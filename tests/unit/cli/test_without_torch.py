@@ -49,6 +49,7 @@ COMMANDS: Final = {
     "inspect": ("inspect", "{chain}", "--table"),
     "diff": ("diff", "{old}", "{new}", "--out", "{out}/delta.safetensors"),
     "pull": ("pull", "{chain}", "--out", "{out}/pulled"),
+    "revert": ("revert", "{chain}", "--to", "1"),
     "follow": ("follow", "{chain}", "--out", "{out}/followed", "--once"),
 }
 

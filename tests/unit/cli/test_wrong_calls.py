@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -214,3 +215,24 @@ def test_usage_names_arguments_as_the_documents_do(
     monkeypatch.setenv("COLUMNS", "200")
     shown = next(line for line in ok(name, "--help").stdout.splitlines() if "Usage" in line)
     assert shown.split(" deltachain ")[1].strip() == usage
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "the option"])
+def test_a_wrong_endpoint_is_given_up_soon_and_its_variable_named(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(calls, "FIRST_S", 0.2)
+    options: dict[str, Any] = {"key": "key", "secret": "hunter2", "region": "us-east-1"}
+    if name == "the option":
+        options["endpoint_url"] = "http://127.0.0.1:9"
+    else:
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    store = open_store("s3://bucket/run", options | {"deadline_s": 3600.0})
+    with pytest.raises(StoreUnavailableError) as caught:
+        store.find("a")
+    where = "of the option" if name == "the option" else f"in {name}"
+    assert f"nothing answers at http://127.0.0.1:9, the endpoint {where}" in str(caught.value)
+    assert "check host and port of the endpoint" in caught.value.hint
+    store.close()

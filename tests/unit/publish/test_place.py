@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -358,3 +359,19 @@ def test_an_anchor_is_due_where_something_on_the_way_to_the_head_is_gone(
     head = Chain.open(store).head()
     assert head is not None
     assert Chain.open(store).plan(None, head).edges[0].version == head.version
+
+
+@pytest.mark.parametrize("level", ["WARNING", "INFO"])
+def test_attach_says_where_weights_go(
+    tmp_path: Path,
+    level: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(level, logger="deltachain")
+    Publisher("s3/chains/run1").attach(plain_model()).close()
+    line = f"publishing to {(tmp_path / 's3/chains/run1').as_uri()}"
+    assert (f"deltachain: {line}\n" in capsys.readouterr().err) == (level == "WARNING")
+    assert (line in caplog.messages) == (level == "INFO")

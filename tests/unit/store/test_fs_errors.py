@@ -3,7 +3,9 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -230,3 +232,43 @@ def test_wrong_url_is_refused_and_not_shown(url: str) -> None:
 def test_url_without_a_place_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="bucket"):
         open_fsspec(url)
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "127.0.0.1:9"])
+def test_a_web_server_that_does_not_answer_has_no_absent_objects(host: str) -> None:
+    pytest.importorskip("aiohttp")
+    store = open_store(f"http://{host}/chain")
+    for look in (
+        lambda: store.find("a"),
+        lambda: store.get("a"),
+        lambda: store.get_range("a", 0, 1),
+    ):
+        with pytest.raises(StoreUnavailableError) as caught:
+            look()
+    assert ("check the host in the URL" in caught.value.hint) == ("invalid" in host)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_absent"), [(404, True), (403, True), (503, False), (429, False)]
+)
+def test_what_a_web_server_answers_tells_absence_from_trouble(status: int, is_absent: bool) -> None:
+    pytest.importorskip("aiohttp")
+
+    class Answers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(status)
+
+        do_HEAD = do_GET  # noqa: N815 - a name of the library
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answers) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        store = open_store(f"http://127.0.0.1:{server.server_port}/chain")
+        if is_absent:
+            assert store.find("a") is None
+        else:
+            with pytest.raises(StoreUnavailableError):
+                store.find("a")
+        server.shutdown()

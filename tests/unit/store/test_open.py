@@ -49,6 +49,35 @@ def test_what_is_no_location_is_refused(place: Any) -> None:
     assert "s3://" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("s3//chains/run1", "S3//chains/run1", "s3:chains/run1", "s3;//chains/run1"),
+        *("hf//buckets/me/b/r", "gs//b/run", "az:c/run", "file:chains/run", "memory//a"),
+        *(" s3://user:secret@b/run", "'s3://b/secret'", "url=s3://b/secret"),
+        *("https//host/secret", Path("s3:b/run")),
+    ],
+)
+def test_what_is_nearly_a_url_is_no_folder(
+    place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="a store") as caught:
+        open_store(place)
+    assert "a URL begins with" in caught.value.hint
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "place", ["s3/run", "./s3//run", "runs//1", "a:b", "gs", "/a:b//c", "b/s3:c"]
+)
+def test_what_is_not_nearly_a_url_is_a_folder(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(open_store(place), FileStore)
+
+
 def test_a_file_is_no_store(tmp_path: Path) -> None:
     (tmp_path / "chain.json").write_bytes(b"{}")
     for place in (tmp_path / "chain.json", tmp_path / "chain.json" / "run"):
