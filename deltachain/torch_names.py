@@ -8,6 +8,15 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from deltachain.errors import ConfigError
+
+if not hasattr(
+    torch, "float8_e8m0fnu"
+):  # the newest name that is used; who imports torch comes here
+    raise ConfigError(
+        f"torch {torch.__version__} is older than 2.7", hint='pip install "torch>=2.7"'
+    )
+
 TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,

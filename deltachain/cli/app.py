@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from traceback import walk_tb
 from typing import Annotated, Any, Final
 
 import typer
@@ -71,6 +72,37 @@ _FILE_HINTS: Final = {
 """Hints for errors of the file system."""
 
 
+_LOG: Final = "`deltachain log URL`, which lists the versions of a chain"
+_PRUNE: Final = "`deltachain prune URL`, which deletes what nobody needs, or `maintain`"
+_BACK: Final = (
+    "`deltachain revert URL --version N` for all replicas and for good, or `deltachain fleet "
+)
+_BACK_SOME: Final = "rollback --version N ENGINE...` for some, until they are released"
+_STATUS: Final = (
+    "`deltachain fleet status ENGINE...` for replicas, or `deltachain log URL` for a chain"
+)
+
+MEANT: Final = {
+    **dict.fromkeys(("ls", "list", "versions", "history", "show", "head"), _LOG),
+    **dict.fromkeys(("gc", "clean", "cleanup", "delete", "rm"), _PRUNE),
+    **dict.fromkeys(("rollback", "reset", "checkout", "undo"), _BACK + _BACK_SOME),
+    **dict.fromkeys(("status", "ps", "replicas", "top"), _STATUS),
+    "watch": "`deltachain follow URL --out DIR`, or `deltachain fleet status ENGINE... --watch`",
+    **dict.fromkeys(("subscribe", "sync"), "`deltachain follow URL --out DIR`"),
+    **dict.fromkeys(("download", "get", "fetch", "clone"), "`deltachain pull URL --out DIR`"),
+    **dict.fromkeys(("upload", "publish", "put"), "`deltachain push CHECKPOINT URL`"),
+    **dict.fromkeys(("copy", "cp"), "`deltachain mirror SRC DST`"),
+    **dict.fromkeys(("info", "describe"), "`deltachain inspect URL`, or `log`"),
+    **dict.fromkeys(
+        ("check", "fsck"), "`deltachain verify URL` for a chain, `doctor` for a machine"
+    ),
+    **dict.fromkeys(("ui", "web"), "`deltachain dashboard URL`"),
+    "apply": "`deltachain patch BASE DELTA --out DIR`",
+    "version": "`deltachain --version`",
+}
+"""What to use, by the name that other programs have for it."""
+
+
 class Commands(TyperGroup):
     """Command group that prints library errors with their hints and exits with their exit codes."""
 
@@ -82,11 +114,18 @@ class Commands(TyperGroup):
         ctx.meta[_WORDS] = args[:end]
         return super().parse_args(ctx, args)
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own
+        """Find the command; name the one that has what another name stands for elsewhere."""
+        meant = MEANT.get(args[0].lower()) if args and args[0] not in self.commands else None
+        if meant is not None:
+            raise ConfigError(f"there is no command {args[0]!r}", hint=f"use {meant}")
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own
         """Run the command."""
         try:
             return super().invoke(ctx)
-        except (DeltaChainError, ModuleNotFoundError, OSError) as error:
+        except Exception as error:
             explained = explain(error)
             if explained is None or ctx.params.get("debug"):
                 raise
@@ -119,6 +158,11 @@ def explain(error: Exception) -> DeltaChainError | None:
     """Convert an exception to a library error; ``None`` for a bug."""
     if isinstance(error, DeltaChainError):
         return error
+    if (package := _broken(error)) is not None:
+        return ConfigError(
+            f"{package} is installed, and cannot be imported: {type(error).__name__}: {error}",
+            hint=f"pip install --force-reinstall {package}, then see `deltachain doctor`",
+        )
     if isinstance(error, ModuleNotFoundError):
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         hint = f"pip install 'deltachain[{extra}]'"
@@ -126,6 +170,15 @@ def explain(error: Exception) -> DeltaChainError | None:
     if isinstance(error, OSError) and error.errno != errno.EPIPE:
         said = f"{error.filename or 'a file'}: {error.strerror or error}"
         return DeltaChainError(said, hint=_FILE_HINTS.get(error.errno or 0, ""))
+    return None
+
+
+def _broken(error: Exception) -> str | None:
+    """Return the package of an extra in whose import an error was raised; ``None`` for others."""
+    for frame, _ in walk_tb(error.__traceback__):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package in EXTRAS:
+            return package
     return None
 
 

@@ -47,11 +47,18 @@ class Verb(StrEnum):
     SCRUB = "scrub"
 
 
+ACTIONS: Final = (
+    "`status` shows how they stand; `stage` fetches a version while the old one is served; "
+    "`update` swaps it in; `rollback` goes to an older version and stays there until `release`; "
+    "`pause` and `resume` hold requests and take them again; `scrub` proves the bits that are served."
+)
+"""Help of the actions."""
+
 VERSIONED = (Verb.STAGE, Verb.UPDATE, Verb.ROLLBACK)
 
 
 def fleet(  # noqa: PLR0913 - one argument an option
-    verb: Annotated[Verb, typer.Argument(help="The action.")],
+    verb: Annotated[Verb, typer.Argument(help=ACTIONS, metavar="VERB")],
     engines: Annotated[
         list[str] | None,
         typer.Argument(

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
 def revert(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
-    to: Annotated[int | None, typer.Option(min=0, metavar="N", help="The older version.")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option("--version", "--to", min=0, metavar="N", help="The older version."),
+    ] = None,
     step: AtStep = None,
     tag: TagName = "",
     dry_run: Annotated[
@@ -36,7 +39,7 @@ def revert(  # noqa: PLR0913 - one argument an option
     restart. Both states are proven before the commit. A publisher at work is fenced; one that
     starts later refuses other weights, unless it is told to continue.
 
-    Example: `deltachain revert /mnt/policy --to 40 --dry-run`
+    Example: `deltachain revert /mnt/policy --version 40 --dry-run`
 
     Example: `deltachain revert /mnt/policy --tag eval-step-4000`
     """
@@ -47,9 +50,9 @@ def revert(  # noqa: PLR0913 - one argument an option
     from deltachain.publish.revert import revert as go_back
     from deltachain.store import open_store
 
-    start, choice = time.perf_counter(), choice_of(to, step=step, tag=tag)
+    start, choice = time.perf_counter(), choice_of(version, step=step, tag=tag)
     if choice == VersionChoice():
-        raise ConfigError("which version?", hint="give --to, --step or --tag")
+        raise ConfigError("which version?", hint="give --version, --step or --tag")
     with watching(open_store(url, writer=True), "rebuilding two versions") as store:
         chain = Chain.open(store, Trust.of_writer())
         goal = choose(chain, choice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Final, NamedTuple
 
@@ -50,11 +51,25 @@ def check_packages(role: Role) -> Iterator[Finding]:
         if extra in absent:
             hint = f"pip install 'deltachain[{extra}]'"
             yield fault(PACKAGES, f"a {role} needs the extra {extra}, which is not installed", hint)
+    yield from _check_torch(role)
     whole = sorted(present - absent - {""})
     if whole:
         yield ok(PACKAGES, f"extras: {', '.join(whole)}")
     if absent - {""}:
         yield note(PACKAGES, f"extras that are not installed: {', '.join(sorted(absent - {''}))}")
+
+
+def _check_torch(role: Role) -> Iterator[Finding]:
+    """Import torch: an installed one may lack a library, or be built for another machine."""
+    if _installed("torch") is None:
+        return
+    try:
+        import_module("torch")
+    except Exception as exc:  # noqa: BLE001 - runs its code
+        said = f"torch {_installed('torch')} cannot be imported: {type(exc).__name__}: {exc}"
+        hint = "pip install --force-reinstall torch"
+        is_needed = "torch" in NEEDED[role]
+        yield fault(PACKAGES, said, hint) if is_needed else note(PACKAGES, said, hint)
 
 
 def _requirements() -> Iterator[_Requirement]:

@@ -42,10 +42,13 @@ class _Cache(_FunctionCache):  # type: ignore[misc]  # see there
     @override
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
-            return super().load_overload(sig, target_context)
+            found = super().load_overload(sig, target_context)
         except OSError as exc:
             _warn(exc)
-            return None
+            found = None
+        if found is None:
+            _tell()
+        return found
 
 
 def _warn(cause: Exception) -> None:
@@ -54,7 +57,14 @@ def _warn(cause: Exception) -> None:
         logger.warning("compiled kernels are not kept, each process compiles them anew: %s", cause)
 
 
+def _tell() -> None:
+    if not _told:
+        _told.append(True)
+        logger.info("compiling kernels, which takes seconds once on this machine")
+
+
 _warned: Final[list[bool]] = []
+_told: Final[list[bool]] = []
 
 
 def compiled(function: _F) -> _F:

@@ -9,6 +9,7 @@ from typing import Final, get_args
 
 import pytest
 
+from deltachain import publish
 from deltachain.cli.fleet import Verb
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.server.routes import router
@@ -132,3 +133,19 @@ def test_ranks_of_an_engine_pass_messages_to_the_service(package: str) -> None:
     text = "".join(s.read_text(encoding="utf-8") for s in (ROOT / package).glob("*.py"))
     assert "`RankService`" in row("engine")
     assert re.search(r"\.(answer|respond)\(\w", text)
+
+
+def test_a_trainer_framework_is_in_each_file_that_is_named() -> None:
+    named = files("trainer framework")
+    assert all((ROOT / path).is_file() for path in named)
+    homes = {
+        name: ROOT / "deltachain/publish" / f"{home.replace('.', '/')}.py"
+        for name, home in publish._HOME.items()
+        if home.startswith("integrations.")
+    }
+    folder = ROOT / "deltachain/publish/integrations"
+    assert set(homes.values()) == set(folder.glob("*.py")) - {folder / "__init__.py"}
+    places = (path for path in named if path.endswith(("__init__.py", "hook.py", "publish.md")))
+    for place in places:
+        text = (ROOT / place).read_text(encoding="utf-8")
+        assert all(name in text for name in homes), place

@@ -80,3 +80,22 @@ def test_kernels_compute_where_nothing_can_be_kept(tmp_path: Path) -> None:
     done = run_on_small_disk("tmpfs", disk, 1 << 20, COMPUTE, disk, disk / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("compiled kernels are not kept") == 1, done.stderr
+
+
+def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
+    code = "from deltachain.cli.console import show_warnings\nshow_warnings()\n"
+    code += "import numpy as np\nfrom deltachain.kernels import jit\n"
+    code += "jit.gather(np.arange(9, dtype=np.uint16), np.array([3, 5]))"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr.count("compiling kernels")
+        for _ in range(2)
+    ]
+    assert told == [1, 0]

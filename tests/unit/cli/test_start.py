@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import deltachain
-from deltachain.cli.app import PANELS
+from deltachain.cli.app import MEANT, PANELS
 from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
 from tests.unit.cli.support import (
     Pushed,
@@ -229,3 +230,13 @@ def test_a_time_of_another_year_shows_the_year() -> None:
     assert moment(today) == time.strftime("%d %b 09:05", now)
     then = time.mktime((now.tm_year - 2, 11, 24, 3, 49, 0, 0, 0, -1))
     assert moment(then) == f"24 Nov {now.tm_year - 2}"
+
+
+@pytest.mark.parametrize("word", MEANT)
+def test_a_guessed_command_is_answered_with_ours(word: str) -> None:
+    done = invoke(word, "/mnt/policy")
+    assert done.code == 2
+    assert f"there is no command '{word}'" in done.stderr
+    ours = set(re.findall(r"`(?:deltachain )?([a-z]+)", MEANT[word])) - {"deltachain"}
+    assert ours or "--version" in MEANT[word]
+    assert ours <= {function.__name__ for panel in PANELS.values() for function in panel}

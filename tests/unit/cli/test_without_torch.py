@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from tests.unit.cli.support import Pushed, read_checkpoint, same, write_checkpoint
+from tests.unit.cli.support import Pushed, random_state, read_checkpoint, same, write_checkpoint
 
 ROOT: Final = Path(__file__).parents[3]
 
@@ -101,3 +101,50 @@ def test_a_package_needs_no_torch(module: str) -> None:
 
 def test_torch_is_hidden() -> None:
     assert without_torch("import torch").returncode == 1
+
+
+BROKEN: Final = {
+    "missing library": 'raise ImportError("libcudart.so.12: cannot open shared object file")',
+    "loader": 'raise OSError("libcudnn.so.9: cannot open shared object file")',
+    "other numpy": 'raise AttributeError("_ARRAY_API not found")',
+    "missing package": "import no_such_package_of_torch",
+}
+
+
+def with_torch(folder: Path, body: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process with another torch."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(body)
+    there = {**environment(), "PYTHONPATH": f"{folder}{os.pathsep}{environment()['PYTHONPATH']}"}
+    command = [sys.executable, "-c", RUN, *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=there, check=False
+    )
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path, name: str) -> None:
+    checkpoint = write_checkpoint(tmp_path / "one", random_state())
+    done = with_torch(tmp_path, BROKEN[name], "push", checkpoint, tmp_path / "chain")
+    assert done.returncode == 2, done.stderr
+    assert "torch is installed, and cannot be imported" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_torch_that_cannot_be_imported_is_a_fault_of_a_publisher(tmp_path: Path) -> None:
+    body = BROKEN["missing library"]
+    done = with_torch(tmp_path, body, "doctor", tmp_path / "chain", "--as", "publisher")
+    assert done.returncode == 1
+    assert "cannot be imported: ImportError: libcudart.so.12" in done.stdout.replace("\n", " ")
+
+
+def test_a_torch_that_is_too_old_is_named() -> None:
+    code = "import torch\ndel torch.float8_e8m0fnu\ntorch.__version__ = '2.5.1'\n"
+    code += "import deltachain\ntry:\n    deltachain.attach\n"
+    code += "except deltachain.DeltaChainError as error:\n    print(error)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+    assert "torch 2.5.1 is older than 2.7" in done.stdout, done.stderr
+    assert 'pip install "torch>=2.7"' in done.stdout

@@ -6,6 +6,7 @@ import importlib.util
 import re
 import tomllib
 from collections.abc import Callable
+from inspect import signature
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -13,9 +14,17 @@ from typing import Any, Final
 import pytest
 from typer.main import get_command
 
-from deltachain.cli.app import app
+from deltachain.cli.app import PANELS, app
 from deltachain.environment import PREFIX, VARIABLES
-from tests.unit.documents.blocks import LANGUAGES, ROOT, Command, blocks, commands, languages
+from tests.unit.documents.blocks import (
+    DOCUMENTS,
+    LANGUAGES,
+    ROOT,
+    Command,
+    blocks,
+    commands,
+    languages,
+)
 
 KNOWN: Final[dict[str, Any]] = get_command(app).commands  # type: ignore[attr-defined]
 COMPLETION: Final = ("--install-completion", "--show-completion")
@@ -220,3 +229,20 @@ def test_hf_commands_of_all_documents_are_asked_of_the_client() -> None:
     assert {d.partition("/")[0] for d in documents} <= {"docs", "spaces"}
     assert '(ROOT / "docs").glob' in asked
     assert '(ROOT / "spaces").glob' in asked
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=str)
+def test_no_line_of_text_is_a_heading_by_mistake(page: Path) -> None:
+    text = re.sub(
+        r"^(```|~~~).*?^\1", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    assert not re.findall(r"^#+[^#\s].*", text, re.MULTILINE)
+
+
+def test_every_command_takes_json_but_those_that_are_named() -> None:
+    page = (ROOT / "docs/commands.md").read_text(encoding="utf-8")
+    named = re.search(r"Every command but ((?:`[a-z-]+`(?:, | and )?)+) takes `--json`", page)
+    assert named is not None
+    commands = {c.__name__.replace("_", "-"): c for panel in PANELS.values() for c in panel}
+    without = {name for name, c in commands.items() if "as_json" not in signature(c).parameters}
+    assert without == set(re.findall(r"`([a-z-]+)`", named[1]))
