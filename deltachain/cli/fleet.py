@@ -50,7 +50,7 @@ class Verb(StrEnum):
 ACTIONS: Final = (
     "`status` shows how they stand; `stage` fetches a version while the old one is served; "
     "`update` swaps it in; `rollback` goes to an older version and stays there until `release`; "
-    "`pause` and `resume` hold requests and take them again; `scrub` proves the bits that are served."
+    "`pause` and `resume` hold requests and take them again; `scrub` proves what is served."
 )
 """Help of the actions."""
 

@@ -145,6 +145,7 @@ def test_documents_show_the_chain(watcher: Watcher) -> None:
     assert len(chart["density"]) == len(chart["nbytes"]) == 3
     table = page.get("/api/versions?before=5&count=3").json()
     assert [row["version"] for row in table["versions"]] == [4, 3, 2]
+    assert [(row["pruned"], row["tags"]) for row in table["versions"]] == [(False, [])] * 3
     one = page.get("/api/versions/7").json()
     assert (one["version"], one["edges"][0]["base"]) == (7, 6)
     assert page.get("/api/versions/30").status_code == 404

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.documents import PHASES, chart_document, version_document
+from deltachain.dashboard.documents import (
+    PHASES,
+    chart_document,
+    page_document,
+    version_document,
+)
 from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTrack, middle, replica_phases
 from deltachain.dashboard.replica_report import answered
+from deltachain.format.prune_record import PrunedRange, PruneRecord
 from deltachain.format.publish_phases import phases_mark
+from deltachain.format.tag import Tag
 from deltachain.presence.statuses import follower_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
@@ -137,3 +145,16 @@ def test_a_follower_that_is_known_by_its_presence_has_phase_times() -> None:
         subscriber.update()
         after = follower_status(subscriber, {}, engine="follow", trouble=None)
     assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).phases.keys()
+
+
+def test_the_table_marks_what_is_pruned_and_tagged(chain: Chain) -> None:
+    view = view_of(chain)
+    newest = view.newest or 0
+    pruned = PrunedRange(kind="delta", span=1, first=1, last=1, after=0.0)
+    record = PruneRecord(
+        chain="one", number=0, head=newest, maintainer="m", time=0.0, pruned=(pruned,)
+    )
+    tag = Tag(chain="one", name="good", number=0, version=0, state="s", manifest="m", time=0.0)
+    rows = page_document(replace(view, prunes=record, tags=(tag,)), newest + 1, 50)["versions"]
+    assert [row["version"] for row in rows if row["pruned"]] == [1]
+    assert [row["version"] for row in rows if row["tags"] == ["good"]] == [0]
