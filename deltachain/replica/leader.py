@@ -7,7 +7,7 @@ from memory, without a request to the store or the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Final
@@ -164,14 +164,12 @@ class Leader:
         try:
             if self._is_past(version, manifest):
                 return None
-            receipt = self._swap_staged(version) or self.subscriber.update(version)
         except DeltaChainError as exc:
             self._failed(exc, version)
-            if not self.subscriber.poisoned:
-                raise
-            receipt = self._heal(version)
-        self._well()
-        return receipt
+            raise
+        return self._reach(
+            lambda: self._swap_staged(version) or self.subscriber.update(version), version
+        )
 
     def _is_past(self, version: Version | None, manifest: str) -> bool:
         held = self.subscriber.held
@@ -233,13 +231,16 @@ class Leader:
     def scrub(self) -> bool:
         """Recompute the state digest of the live weights; heal the replica if it is wrong.
 
+        A replica that follows is healed at the head, any other at the version it should hold.
+
         Returns:
             Whether the digest was right.
         """
         fine = self.subscriber.scrub()
         if not fine:
             self._troubled(ApplyError("the live weights are not what this replica should hold"))
-            self.update()
+            follows = self.settings.follow and not self.ended
+            self._reach(lambda: self.subscriber.heal(at_head=follows), None)
         return fine
 
     def status(self) -> ReplicaStatus:
@@ -284,13 +285,23 @@ class Leader:
         except Exception:
             logger.exception("following %s ended", self.settings.subscribe.url)
 
-    def _heal(self, version: Version | None) -> ApplyReceipt | None:
-        """Update again, now from nothing, since the held version is unknown."""
+    def _reach(
+        self, update: Callable[[], ApplyReceipt | None], asked: Version | None
+    ) -> ApplyReceipt | None:
+        """Update; if that shows that the held version is unknown, once more, now from nothing."""
         try:
-            return self.subscriber.update(version)
+            receipt = update()
         except DeltaChainError as exc:
-            self._troubled(exc)
-            raise
+            self._failed(exc, asked)
+            if not self.subscriber.poisoned:
+                raise
+            try:
+                receipt = update()
+            except DeltaChainError as again:
+                self._troubled(again)
+                raise
+        self._well()
+        return receipt
 
     def _failed(self, exc: DeltaChainError, asked: Version | None) -> None:
         """Keep the error of a failed request, unless only its version was at fault."""

@@ -111,10 +111,7 @@ class Subscriber(Closeable):
 
     @property
     def held(self) -> HeldVersion | None:
-        """The proven version that the target holds; ``None`` for none.
-
-        Known after the first call that reads the chain.
-        """
+        """The proven version that the target holds; ``None`` for none, or before :meth:`open`."""
         return None if self.poisoned else self._held
 
     @property
@@ -139,6 +136,12 @@ class Subscriber(Closeable):
         with self._updating:
             staged = self.stage(version)
             return self.swap(staged) if staged else None
+
+    def heal(self, *, at_head: bool = False) -> ApplyReceipt | None:
+        """Update a poisoned target from nothing, to the version held last or to the head."""
+        with self._updating:
+            last = None if at_head else self._held
+            return self.update(last and last.version)
 
     def stage(self, version: Version | Committed | None = None) -> Staged | None:
         """Fetch, decode and verify an update to a version; the target is only read.
@@ -257,14 +260,12 @@ class Subscriber(Closeable):
 
     def _take_back(self, version: Version | None) -> tuple[HeldVersion | None, Version]:
         """Go back by the undo log and pin, if it reaches; return the held version and the goal."""
-        held = self.held
+        held = self._held
         goal = self._undo.newest if version is None else version
         if goal is None or held is None or goal > held.version:
-            at = held.version if held else None
-            raise ChainError(
-                f"cannot roll back from version {at} to {goal}", hint="name an older version"
-            )
-        if goal != held.version and not self._undo.reaches(goal):
+            told = f"cannot roll back from version {self.version} to {goal}"
+            raise ChainError(told, hint="name an older version")
+        if self.poisoned or (goal != held.version and not self._undo.reaches(goal)):
             return None, goal
         while self._held is not None and self._held.version != goal:
             undo = self._undo.last()
@@ -315,9 +316,7 @@ class Subscriber(Closeable):
             if held is None:
                 return False
             if str(self.target.state()) != held.state:
-                logger.error(
-                    "target was modified externally; it no longer holds version %d", held.version
-                )
+                logger.error("the target was modified: it no longer holds version %d", held.version)
                 self._poison()
             return not self.poisoned
 

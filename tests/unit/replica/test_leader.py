@@ -102,6 +102,62 @@ def test_a_scrub_that_finds_something_heals(followed: Build) -> None:
         assert not here.engine.paused
 
 
+@pytest.mark.parametrize("ordered", [1, 3])
+def test_a_replica_that_does_not_follow_heals_where_it_was_ordered_to_be(
+    followed: Build, ordered: int
+) -> None:
+    """By a scrub, as after a wake-up or a reload of the engine's own; then all orders go on."""
+    here = followed()
+    here.publish(1, 2, 3, 4)
+    with led(here) as leader:
+        leader.update(ordered)
+        here.scribble(0, NORM)
+        assert not leader.scrub()
+        assert leader.subscriber.version == ordered
+        assert here.holds(ordered)
+        assert not here.engine.paused
+        leader.update(4)
+        assert here.holds(4)
+
+
+def test_a_replica_that_follows_heals_at_the_head(followed: Build) -> None:
+    here = followed()
+    here.publish(1)
+    with led(here, follow=True) as leader:
+        leader.update()
+        here.publish(2)
+        here.scribble(0, NORM)
+        assert not leader.scrub()
+        assert here.holds(2)
+
+
+def test_a_poisoned_replica_is_rolled_back(followed: Build) -> None:
+    """Nobody knows its bits, but which version it was to hold; the way back is from nothing."""
+    here = followed()
+    here.publish(1, 2, 3)
+    with led(here) as leader:
+        leader.update(3)
+        here.scribble(0, NORM)
+        assert not leader.subscriber.scrub()
+        with pytest.raises(ChainError, match="cannot roll back from version None to 4"):
+            leader.rollback(4)
+        assert leader.rollback(1).version == 1
+        assert here.holds(1)
+        assert (leader.status().pinned, leader.status().poisoned) == (True, False)
+
+
+def test_a_poisoned_replica_is_pinned_where_it_was(followed: Build) -> None:
+    here = followed()
+    here.publish(1, 2)
+    with led(here) as leader:
+        leader.update(1)
+        here.scribble(0, NORM)
+        assert not leader.subscriber.scrub()
+        assert leader.rollback(1).version == 1
+        assert here.holds(1)
+        assert leader.status().pinned
+
+
 def test_a_replica_in_doubt_does_not_resume(followed: Build) -> None:
     here = followed()
     here.publish(1)
