@@ -26,8 +26,8 @@ from deltachain.errors import (
     DeltaChainError,
     DigestMismatchError,
     EngineDamagedError,
-    LeaderReplacedError,
 )
+from deltachain.replica.attachments import Attachment, Attachments
 from deltachain.replica.call_id import addressed, call_id
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.fetcher import fill
@@ -92,16 +92,14 @@ class RankService:
         self.number = number
         self._model = model
         self._settings = settings
-        self._rank: Rank | None = None
+        self._attachments = Attachments()
+        self._attached = Attachment()  # of the leader whose request is handled
         self._version: int | None = None
         self._last_swap: RankReply | None = None
-        self._leader = ""
         self._jobs: dict[int, Future[RankReply]] = {}
         self._thread = Pool(1, "deltachain-stage")
         self._fetching = Pool(1, "deltachain-fetch")
         self._settling = Event()
-        self._url = settings.url
-        self._wanted: dict[str, tuple[int, int]] = {}
         self._spools: dict[str, Spool] = {}
         self._spool_names: dict[int, str] = {}
         self._handlers: dict[type[RankRequest], Handler] = {
@@ -122,9 +120,9 @@ class RankService:
     @property
     def rank(self) -> Rank:
         """The rank; an :class:`ApplyError` is raised before it is attached."""
-        if self._rank is None:
+        if self._attached.rank is None:
             raise ApplyError(f"rank {self.number} is not attached")
-        return self._rank
+        return self._attached.rank
 
     def answer(self, text: str | bytes) -> str:
         """Handle an encoded request; never raises."""
@@ -139,16 +137,8 @@ class RankService:
         return self.handle(request)
 
     def handle(self, request: RankRequest) -> RankReply:
-        """Handle a request; never raises. Refuse all leaders but the one that attached last."""
-        attaches = isinstance(request, AttachRequest)
-        if isinstance(request, AttachRequest) and self._settings.url in ("", request.url):
-            self._leader = request.leader  # a leader of another chain is refused below
-        if attaches or request.leader == self._leader:
-            reply = self._dispatch(request)
-        else:
-            reply = self._refusal(
-                LeaderReplacedError("another leader has attached this rank since")
-            )
+        """Handle a request; never raises. Refuse all leaders but one; see :class:`Attachments`."""
+        reply = self._dispatch(request)
         if reply.rank != self.number:  # the reply to an earlier swap is addressed already
             reply = addressed(reply, self.number, request)
         if isinstance(request, SwapRequest):
@@ -160,6 +150,8 @@ class RankService:
         if handler is None:
             return self._refusal(ConfigError(f"no handler for a {type(request).__name__}"))
         try:
+            if not isinstance(request, AttachRequest):
+                self._attached = self._attachments.of(request)
             return handler(request)
         except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
             return self._refusal(exc)
@@ -190,13 +182,13 @@ class RankService:
                 f"this replica was started to follow {self._settings.url}, not {request.url}"
             )
         folder = self._folder_id(*request.probe) if request.probe else ""
-        if self._rank is None or not self._rank.is_for(request.specs, request.aliases):
-            self._rank = Rank(
-                self._model(), request.specs, request.aliases, decode=self._settings.decode
-            )
-        self._url = request.url
-        host = socket.gethostname()
-        return AttachReply(tensors=self._rank.report(), host=host, folder=folder)
+        rank = self._attachments.rank_for(request.specs, request.aliases)
+        if rank is None:
+            self.settle()  # weights hold other bits while their layout is found
+            decode = self._settings.decode
+            rank = Rank(self._model(), request.specs, request.aliases, decode=decode)
+        self._attachments.add(Attachment(request.leader, rank, request.url))
+        return AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
 
     def _folder_id(self, name: str, word: str) -> str:
         """Return the id of this rank's folder of spools; empty if the leader's probe is in it."""
@@ -218,7 +210,7 @@ class RankService:
             compared=request.compared,
             alone=len(request.holders) == 1,
         )
-        self._wanted = request.wanted[self.number] if request.wanted else {}
+        self._attached.wanted = request.wanted[self.number] if request.wanted else {}
         return AgreeReply()
 
     def _find_unused(self, request: FindUnusedRequest) -> FindUnusedReply:
@@ -231,10 +223,11 @@ class RankService:
         return CheckLoadsReply(same=self.rank.loads_the_same())
 
     def _start_state(self, request: StateRequest) -> StartedReply:
-        self.rank.check_addresses()
+        rank = self.rank
+        rank.check_addresses()
 
         def job() -> StateReply:
-            state = self.rank.state()
+            state = rank.state()
             return StateReply(digests=tuple((who, digest) for (who, _), digest in state.items()))
 
         return self._start(request.ticket, job)
@@ -245,9 +238,10 @@ class RankService:
             return self._start(request.ticket, lambda: FetchedReply(nbytes=0), self._fetching)
         self._spool_of(name)  # checks the name
         spool = self._spools[name] = Spool.create(self._settings.spool, request.index, name)
+        attached = self._attached
 
         def job() -> FetchedReply:
-            fill(spool, request.index, self._url, self._wanted)
+            fill(spool, request.index, attached.url, attached.wanted)
             return FetchedReply(nbytes=spool.nbytes)
 
         return self._start(request.ticket, job, self._fetching)
@@ -257,7 +251,8 @@ class RankService:
         folder = self._spool_of(name)
         self._spool_names[request.ticket] = name
         self._keep(request.keep)
-        self.rank.check_addresses()
+        rank = self.rank
+        rank.check_addresses()
         threads = max(1, cores() // max(1, request.ranks_on_host[self.number]))
 
         handler = get_ident()
@@ -267,7 +262,7 @@ class RankService:
             return self._settling.is_set() or get_ident() == handler
 
         def job() -> StagedReply:
-            staged = self.rank.stage(
+            staged = rank.stage(
                 request.ticket,
                 folder,
                 request.budget,

@@ -92,6 +92,7 @@ class ReplicaTarget:
         self.ranks: Sequence[RankReply] = ()
         self._named: Version | None = None
         self._unused = UnusedState()
+        self._leads = False
 
     @property
     def engine(self) -> Engine:
@@ -109,6 +110,8 @@ class ReplicaTarget:
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and agree on a class for every tensor; see :class:`Target`.
+
+        An earlier leader of the engine stays in charge until all ranks have agreed.
 
         Raises:
             ConfigError: A rank neither sees the leader's spools nor can keep its own.
@@ -148,6 +151,8 @@ class ReplicaTarget:
         )
         self.ranks = self._client.ask(agreed, AgreeReply)
         self._client.count = len(ranks)
+        self._client.ask(StatusRequest(), StatusReply)  # takes over from an earlier leader
+        self._leads = True
         self._unused = self._state_of_unused()
         logger.info("%s", summary(len(ranks), self.classes()))
 
@@ -200,7 +205,7 @@ class ReplicaTarget:
         self._holds.doubt()
 
     def _check_leads(self) -> None:
-        if self.agreement is not None:
+        if self._leads:
             self._client.ask(StatusRequest(), StatusReply)
 
     def held(self) -> HeldVersion | None:
