@@ -118,6 +118,9 @@ class Engine(Protocol):
             ApplyError: A rank did not reply, or its reply cannot be read.
         """
 
+    def is_dead(self) -> bool:
+        """Return whether the engine, or one of its ranks, has ended; without a request to it."""
+
     def is_paused(self) -> bool:
         """Return whether generation is paused, by this or any other client."""
 

@@ -26,6 +26,7 @@ class Condition:
         silence_s: Seconds since its store last answered.
         max_lag: Largest lag of a ready replica, in versions; ``None`` for any.
         max_silence_s: Largest ``silence_s`` of a ready replica that follows; ``None`` for any.
+        dead: Whether its engine has ended.
     """
 
     version: Version | None
@@ -41,12 +42,13 @@ class Condition:
     silence_s: float
     max_lag: int | None
     max_silence_s: float | None
+    dead: bool = False
 
 
 def why_unready(now: Condition) -> str:
     """Return why a replica is not ready for requests; empty if it is ready."""
-    if now.poisoned:
-        return "poisoned: it cannot prove what it holds"
+    if now.dead or now.poisoned:
+        return "the engine is dead" if now.dead else "poisoned: it cannot prove what it holds"
     if now.version is None:
         return "it holds no version of the chain"
     if now.released:

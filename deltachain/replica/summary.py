@@ -40,6 +40,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
         silence_s=times.silence_s,
         max_lag=leader.settings.max_lag,
         max_silence_s=leader.settings.max_silence_s,
+        dead=leader.engine.is_dead(),
     )
     reason = why_unready(condition)
     committed_at = times.commit_of(held.manifest) if held else None

@@ -73,6 +73,7 @@ class FakeEngine:
         faults: Injected faults.
         events: Requests that concern its scheduler and its weights, oldest first.
         software: Name and version of no engine that exists.
+        dead: Whether it says that it has ended.
     """
 
     def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
@@ -85,7 +86,7 @@ class FakeEngine:
         self.faults = Faults()
         self.software = "fake/1.0"
         self.events: list[str] = []
-        self.paused = False
+        self.paused = self.dead = False
         self._before: list[str] = []
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
@@ -144,6 +145,10 @@ class FakeEngine:
 
         with mock.patch.object(target, "write_patch", write_or_fail):
             yield
+
+    def is_dead(self) -> bool:
+        """Return whether it has ended."""
+        return self.dead
 
     def is_paused(self) -> bool:
         """Return whether generation is paused."""

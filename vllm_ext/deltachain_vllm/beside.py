@@ -45,6 +45,10 @@ class BesideEngine:
         answer = self._ask("POST", "/collective_rpc", body)
         return [decode_reply(text) for text in answer["results"]]
 
+    def is_dead(self) -> bool:
+        """Return false: that is the server's to say."""
+        return False
+
     def is_paused(self) -> bool:
         """Return whether the scheduler is paused."""
         return bool(self._ask("GET", "/is_paused")["is_paused"])

@@ -64,6 +64,9 @@ class ProcessEngine:
             replies.append(decode_reply(answer))
         return replies
 
+    def is_dead(self) -> bool:
+        return False
+
     def is_paused(self) -> bool:
         return self.paused
 

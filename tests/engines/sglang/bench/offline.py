@@ -23,6 +23,10 @@ class Alone:
     def call(self, request: Any) -> Sequence[Any]:
         return [self.service.handle(request)]
 
+    def is_dead(self) -> bool:
+        """It is this process."""
+        return False
+
     def is_paused(self) -> bool:
         """Nothing generates unless it is called to."""
         return False
