@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deltachain.environment import is_strict, read, read_secret
+from deltachain.store import Location
 from deltachain.store.apart import check_apart
 from deltachain.subscribe.config import SubscribeConfig
 
@@ -82,6 +83,23 @@ class ReplicaSettings:
     max_silence_s: float | None = None
     spool: Path = field(default_factory=default_spool)
     presence: str = ""
+
+    @classmethod
+    def in_process(
+        cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
+    ) -> ReplicaSettings:
+        """Return the settings of an engine that a program holds, which names the chain itself.
+
+        Raises:
+            ConfigError: A ``DELTACHAIN_*`` variable is unknown, or its value is invalid.
+        """
+        given = read(environment)
+        return cls(
+            subscribe=SubscribeConfig.of(config),
+            pause=given.get("PAUSE", ""),
+            keep_cache=given.get("KEEP_CACHE", False),
+            spool=spool_folder(environment),
+        )
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing import parent_process
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-__all__ = ["PREFIX", "SCHEME", "register"]
+if TYPE_CHECKING:
+    from deltachain_sglang.offline import subscribe
+
+__all__ = ["PREFIX", "SCHEME", "register", "subscribe"]
 
 SCHEME: Final = "deltachain:"
 """Prefix of versions at SGLang's own endpoint: ``deltachain:7``, or ``deltachain:`` for the head.
@@ -47,10 +51,20 @@ def register() -> None:
     # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
         from deltachain_sglang.front import hook_server  # noqa: PLC0415
+        from deltachain_sglang.starting import hook_engine  # noqa: PLC0415
 
         hook_server()
+        hook_engine()
 
 
 def speak() -> None:
-    """Show deltachain's log messages among SGLang's, at SGLang's log level."""
-    logging.getLogger("deltachain").setLevel(logging.INFO)
+    """Show deltachain's log messages among SGLang's, whose handlers are those of all."""
+    from deltachain.log_lines import show  # noqa: PLC0415
+
+    show(logging.getLogger(), logging.INFO)
+
+
+def __getattr__(name: str) -> Any:  # noqa: ANN401
+    if name != "subscribe":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("deltachain_sglang.offline").subscribe

@@ -42,6 +42,9 @@ WOKEN: Final = f"{_TOKENIZER}.resume_memory_occupation"
 RUN: Final = "sglang.srt.entrypoints.http_server._setup_and_run_http_server"
 """Functions that are hooked, in the schedulers and in the server."""
 
+ENGINE: Final = "sglang.srt.entrypoints.engine.Engine._ensure_event_loop"
+"""Last step of the construction of an ``Engine``, which no server takes."""
+
 
 def check_version() -> str:
     """Return the version of the installed SGLang.
@@ -209,11 +212,16 @@ def serve(router: APIRouter, prefix: str) -> None:
             )
 
 
-def end(why: SystemExit) -> NoReturn:
-    """Exit this server and all of its processes: uvicorn would print the reason as a traceback."""
+def end_children() -> None:
+    """End all processes that this one has started."""
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
+
+
+def end(why: SystemExit) -> NoReturn:
+    """Exit this server and all of its processes: uvicorn would print the reason as a traceback."""
+    end_children()
     logging.shutdown()
     os._exit(why.code if isinstance(why.code, int) else 1)
 
@@ -283,6 +291,15 @@ class Server:
         self._manager.auto_create_handle_loop()
         found = await self._manager.check_weights_communicator(CheckWeightsReqInput(action=action))
         return str(found[0].message)
+
+    def is_dead(self) -> bool:
+        """Return whether a process of the engine has ended, or the server is about to.
+
+        SGLang itself looks once a second, and its ``/health`` waits for an answer meanwhile.
+        """
+        watchdog = self._manager._subprocess_watchdog
+        processes = watchdog._processes if watchdog is not None else ()
+        return self._manager.gracefully_exit or not all(one.is_alive() for one in processes)
 
     def is_paused(self) -> bool:
         """Return whether any client has paused it."""

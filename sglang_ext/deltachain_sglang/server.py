@@ -8,6 +8,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from deltachain.errors import ApplyError, PartialApplyError
+from deltachain.replica.event_loop import run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest
 from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
@@ -76,6 +77,10 @@ class SglangEngine:
                 raise PartialApplyError("requests are running that the pause did not end")
             time.sleep(BUSY_POLL_S)
 
+    def is_dead(self) -> bool:
+        """Return whether a process of the engine has ended, or the server is about to."""
+        return self._server.is_dead()
+
     def is_paused(self) -> bool:
         """Return whether generation is paused, by any client."""
         return self._server.is_paused()
@@ -96,9 +101,4 @@ class SglangEngine:
         self._doubted = False
 
     def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-        except ApplyError:
-            raise
-        except Exception as exc:  # SGLang raises plain exceptions
-            raise ApplyError(f"the engine did not answer: {exc}") from exc
+        return run_on(self._loop, coroutine)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
+from typing import Any
 
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
-from deltachain.errors import EngineVersionError
+from deltachain.errors import ConfigError, EngineVersionError
 from deltachain_sglang import compat
+
+logger = logging.getLogger(__name__)
 
 
 def check_start() -> None:
@@ -23,3 +28,27 @@ def check_start() -> None:
     except EngineVersionError as exc:
         if is_strict(os.environ):
             raise refused(exc) from exc
+
+
+def hook_engine() -> None:
+    """Make an ``Engine`` in process say that it follows nothing by itself."""
+    compat.hook(compat.ENGINE, on_engine)
+
+
+def on_engine(original: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - SGLang's
+    """Wrap the end of an engine's construction: without a server there is no leader.
+
+    Raises:
+        ConfigError: The engine is configured to follow a chain.
+    """
+    if os.environ.get("DELTACHAIN_URL"):
+        exc = ConfigError(
+            "DELTACHAIN_URL is set, but an Engine in process follows nothing by itself",
+            hint="unset it and call deltachain_sglang.subscribe(engine, url), or set "
+            "DELTACHAIN_STRICT=0",
+        )
+        if is_strict(os.environ):
+            compat.end_children()
+            raise exc
+        logger.warning("deltachain follows nothing: %s", exc)
+    return original(*args)

@@ -66,12 +66,11 @@ def register() -> None:
 
 def speak() -> None:
     """Show deltachain's log messages among vLLM's, which shows only its own."""
-    ours = logging.getLogger("deltachain")
+    from deltachain.log_lines import show  # noqa: PLC0415
+
     theirs = logging.getLogger("vllm")
-    if not ours.handlers and theirs.handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
-        ours.propagate = False
+    if theirs.handlers:
+        show(theirs, theirs.level)
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401

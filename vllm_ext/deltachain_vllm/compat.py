@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
@@ -40,19 +40,70 @@ def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - v
     Raises:
         ConfigError: The server has several engines or front ends.
     """
-    parallel = getattr(getattr(client, "vllm_config", None), "parallel_config", None)
-    engines = getattr(parallel, "data_parallel_size", 1)
+    config = getattr(client, "vllm_config", None)
+    check_counts(
+        getattr(getattr(config, "parallel_config", None), "data_parallel_size", 1),
+        getattr(arguments, "api_server_count", None) or 1,
+    )
+    check_experts(config)
+
+
+def check_counts(engines: int, front_ends: int) -> None:
+    """Refuse several engines, or several front ends; see :func:`check_layout`."""
     if engines > 1:
         raise ConfigError(
             f"this server has {engines} data-parallel engines, a replica has one",
             hint=f"start {engines} servers without --data-parallel-size, and a router before them",
         )
-    front_ends = getattr(arguments, "api_server_count", None) or 1
     if front_ends > 1:
         raise ConfigError(
             f"this server has {front_ends} front ends, a replica has one leader",
             hint="start it with --api-server-count 1",
         )
+
+
+def check_experts(config: Any) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse experts that are spread over ranks as a whole.
+
+    Raises:
+        ConfigError: The server is started so.
+    """
+    parallel, model = (getattr(config, name, None) for name in ("parallel_config", "model_config"))
+    spread = getattr(parallel, "enable_expert_parallel", False)
+    if spread and parallel.tensor_parallel_size > 1 and model.is_moe:
+        raise ConfigError(
+            "this server has --enable-expert-parallel: no rank holds a part of every expert",
+            hint="start it without that option; --tensor-parallel-size alone splits each expert",
+        )
+
+
+_CHECKS: Final = "deltachain_checks"
+"""Attribute that marks vLLM's configuration as hooked."""
+
+
+def check_configured(check: Callable[[int, int], None]) -> None:
+    """Hook the configuration of a server's first process, before it starts others; idempotent.
+
+    vLLM's first process turns the exit code of a front end that it started into 1.
+
+    Args:
+        check: Called with the numbers of engines and of front ends.
+    """
+    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+
+    original = EngineArgs.create_engine_config
+    if hasattr(original, _CHECKS):
+        return
+
+    @wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
+        config = original(self, *args, **kwargs)
+        parallel = config.parallel_config
+        check(parallel.data_parallel_size, parallel._api_process_count)
+        return config
+
+    setattr(create_engine_config, _CHECKS, True)
+    EngineArgs.create_engine_config = create_engine_config
 
 
 def layerwise() -> Any:  # noqa: ANN401 - vLLM's module

@@ -10,6 +10,7 @@ from typing import Any, Final
 import msgspec
 from torch import nn
 
+from deltachain.errors import ConfigError
 from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rpc import RankService, RankServices
 from deltachain.replica.settings import RankSettings
@@ -57,8 +58,31 @@ class WorkerExtension:
         _SERVICES.settle(worker.model_runner.get_model())
 
 
-def has_extension(named: str) -> bool:
-    """Return whether a worker extension is :class:`WorkerExtension`, or a subclass."""
+def check_extension(config: Any, option: str) -> None:  # noqa: ANN401 - vLLM's
+    """Refuse an engine whose workers have neither :class:`WorkerExtension` nor a subclass of it.
+
+    Args:
+        config: Configuration of the engine.
+        option: Option or argument that names the extension.
+
+    Raises:
+        ConfigError: Its workers have another extension, or none.
+    """
+    named = config.parallel_config.worker_extension_cls
+    if _has_extension(named):
+        return
+    if named:
+        raise ConfigError(
+            f"the worker extension {named} is not deltachain's",
+            hint=f"make that class a subclass of {EXTENSION}, and name it as before by {option}",
+        )
+    raise ConfigError(
+        "the workers of this engine have no deltachain extension",
+        hint=f"start it with {option}, {EXTENSION} or a subclass of it",
+    )
+
+
+def _has_extension(named: str) -> bool:
     module, _, name = named.rpartition(".")
     found = getattr(import_module(module), name, None) if module else None
     return isinstance(found, type) and issubclass(found, WorkerExtension)

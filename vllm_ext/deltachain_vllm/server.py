@@ -10,7 +10,8 @@ import msgspec
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
-from deltachain.errors import ApplyError, ConfigError, PartialApplyError
+from deltachain.errors import ApplyError, PartialApplyError
+from deltachain.replica.event_loop import run_on
 from deltachain.replica.messages import (
     LastSwapRequest,
     RankReply,
@@ -24,8 +25,11 @@ from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm import BACKEND, HANDLE
 from deltachain_vllm.compat import check_version, mode_in_doubt, pause
-from deltachain_vllm.extension import EXTENSION, has_extension
+from deltachain_vllm.extension import check_extension
 from deltachain_vllm.start_check import PAUSES
+
+OPTION: Final = "--worker-extension-cls"
+"""Option that names the extension of a server's workers."""
 
 _T = TypeVar("_T")
 
@@ -52,7 +56,7 @@ class VllmEngine:
     ) -> None:
         self.software: Final = f"vllm/{check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
-        _check(client)
+        check_extension(client.vllm_config, OPTION)
         transfer = client.vllm_config.weight_transfer_config
         self._in_session = transfer is not None and transfer.backend == BACKEND
         self._client = client
@@ -80,6 +84,10 @@ class VllmEngine:
                 hint="POST /finish_weight_update ends it",
             )
         return replies
+
+    def is_dead(self) -> bool:
+        """Return whether the engine has ended, as the server's own ``/health`` does."""
+        return bool(self._client.errored)
 
     def is_paused(self) -> bool:
         """Return whether the scheduler is paused."""
@@ -137,18 +145,4 @@ class VllmEngine:
         return done
 
     def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-        except ApplyError:
-            raise
-        except Exception as exc:  # vLLM raises plain exceptions, also for a dead engine
-            raise ApplyError(f"the engine did not answer: {exc}") from exc
-
-
-def _check(client: EngineClient) -> None:
-    parallel = client.vllm_config.parallel_config
-    if not has_extension(parallel.worker_extension_cls):
-        raise ConfigError(
-            "the workers of this server have no deltachain extension",
-            hint=f"start it with --worker-extension-cls {EXTENSION}",
-        )
+        return run_on(self._loop, coroutine)

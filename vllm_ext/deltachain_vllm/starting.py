@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import PurePath
 
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
 from deltachain.errors import ConfigError
-from deltachain_vllm.compat import check_version
+from deltachain_vllm.compat import check_configured, check_counts, check_version
 from deltachain_vllm.start_check import check_listed
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,25 @@ def check_start() -> None:
         if is_server(sys.argv):
             check_version()
             check_plugins(os.environ.get("VLLM_PLUGINS", ""))
+            check_front(sys.argv, os.environ)
+            check_configured(_check_counts)
+        elif "--headless" not in sys.argv:
+            logger.warning(
+                "DELTACHAIN_URL is set, but this is no server of vLLM's: unless it starts one, "
+                "call deltachain_vllm.subscribe(engine, url); nothing is followed by itself"
+            )
     except ConfigError as exc:
         if is_strict(os.environ):
             raise refused(exc) from exc
         logger.warning("deltachain follows nothing: %s", exc)
+
+
+def _check_counts(engines: int, front_ends: int) -> None:
+    try:
+        check_counts(engines, front_ends)
+    except ConfigError as exc:
+        if is_strict(os.environ):
+            raise refused(exc) from None
 
 
 def is_server(command: Sequence[str]) -> bool:
@@ -41,6 +56,25 @@ def is_server(command: Sequence[str]) -> bool:
     program = PurePath(command[0]).name if command else ""
     serves = program in ("vllm", "main.py") and [*command[1:2]] == ["serve"]
     return serves or program == "api_server.py"
+
+
+def check_front(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a server whose requests arrive where vLLM loads no plugins.
+
+    Args:
+        command: Command line of the server.
+        environment: Environment variables.
+
+    Raises:
+        ConfigError: The server has such a front end.
+    """
+    rust = environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false")
+    option = "VLLM_USE_RUST_FRONTEND" if rust else "--grpc" if "--grpc" in command else ""
+    if option:
+        raise ConfigError(
+            f"this server has a front end that loads no routes of deltachain: {option}",
+            hint=f"start it without {option}",
+        )
 
 
 def check_plugins(named: str) -> None:

@@ -167,3 +167,18 @@ def test_what_a_model_holds_before_it_runs_is_recorded() -> None:
     assert made_by_running(model) == frozenset()
     vars(model[0])["table"] = torch.ones(3)
     assert made_by_running(model) == {"0.table"}
+
+
+def test_a_server_is_dead_with_the_first_process_that_ended() -> None:
+    """At once: SGLang itself looks once a second."""
+    processes = [SimpleNamespace(is_alive=lambda: True), SimpleNamespace(is_alive=lambda: True)]
+    watchdog = SimpleNamespace(_processes=processes)
+    manager = SimpleNamespace(_subprocess_watchdog=watchdog, gracefully_exit=False)
+    server = compat.Server(manager)
+    assert not server.is_dead()
+    processes[1].is_alive = lambda: False
+    assert server.is_dead()
+    manager._subprocess_watchdog = None
+    assert not server.is_dead()
+    manager.gracefully_exit = True
+    assert server.is_dead()

@@ -36,6 +36,8 @@ PROGRAMS: Final = {str(block): block for block in blocks("python")}
 
 ENGINE: Final = {
     "vllm_ext/README.md:0": "tests/engines/vllm/offline.py",
+    "vllm_ext/README.md:1": "tests/engines/vllm/async_offline.py",
+    "sglang_ext/README.md:0": "tests/engines/sglang/offline.py",
     "spaces/environment/README.md:0": "tests/unit/spaces/openenv_player.py",
 }
 """Blocks that need an environment of their own, and what runs the same calls in one."""

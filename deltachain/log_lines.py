@@ -1,0 +1,45 @@
+"""Lines of deltachain in the log of an engine: each has its name, to be searched for."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Final
+
+from typing_extensions import override
+
+NAME: Final = "deltachain"
+
+LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
+"""Loggers above all others of this distribution."""
+
+
+def show(through: logging.Logger, level: int) -> None:
+    """Show our log messages among those of another logger; leave loggers with handlers alone.
+
+    Args:
+        through: Logger whose handlers show them.
+        level: Least level that is shown.
+    """
+    for name in LOGGERS:
+        ours = logging.getLogger(name)
+        if not ours.handlers:
+            ours.addHandler(_Named(through))
+            ours.setLevel(level)
+            ours.propagate = False
+
+
+class _Named(logging.Handler):
+    """Handler that passes records on, with our name before their messages."""
+
+    def __init__(self, through: logging.Logger) -> None:
+        super().__init__()
+        self._through = through
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        named = copy.copy(record)
+        named.msg = message if message.startswith(NAME) else f"{NAME}: {message}"
+        named.args = None
+        self._through.callHandlers(named)

@@ -1,0 +1,65 @@
+"""An ``Engine`` in this process that follows a chain: ``python -m`` this module.
+
+Prints one line of JSON; the arguments are the URL, the base, and versions to pull and compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+_ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "SGLANG_CPU_OMP_THREADS_BIND": "0",
+}
+
+
+def main(url: str, base: str) -> dict[str, Any]:
+    """Go to version 2 between two requests, and back to version 1."""
+    import sglang  # noqa: PLC0415
+
+    import deltachain_sglang  # noqa: PLC0415
+
+    engine = sglang.Engine(
+        model_path=base,
+        device="cpu",
+        attention_backend="torch_native",
+        dtype="bfloat16",
+        context_length=512,
+        max_total_tokens=8192,
+        mem_fraction_static=0.6,
+        max_running_requests=4,
+        disable_cuda_graph=True,
+        log_level="info",
+    )
+    try:
+        subscriber = deltachain_sglang.subscribe(engine, url)
+        seen: dict[str, Any] = {"labels": [_label(engine)]}
+        subscriber.update(2)
+        seen["labels"].append(_label(engine))
+        seen["scrubbed"] = [subscriber.scrub()]
+        subscriber.rollback(1)
+        seen["labels"].append(_label(engine))
+        seen["scrubbed"].append(subscriber.scrub())
+        seen["version"] = subscriber.version
+    finally:
+        engine.shutdown()
+    return seen
+
+
+def _label(engine: Any) -> str:
+    sampling = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    found = engine.generate(input_ids=[5, 6, 7], sampling_params=sampling)
+    return str(found["meta_info"]["weight_versions"][-1]["version"])
+
+
+if __name__ == "__main__":
+    os.environ.update(_ENVIRONMENT)
+    out = os.dup(1)
+    os.dup2(2, 1)  # SGLang's lines are no results
+    text = json.dumps(main(*sys.argv[1:3]))
+    Path(f"/dev/fd/{out}").write_text(text + "\n")
