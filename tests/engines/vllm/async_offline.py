@@ -10,16 +10,20 @@ import json
 import os
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError
+from deltachain.replica.target import ReplicaTarget
 from tests.engines.vllm.offline import _ENVIRONMENT, LENGTH
 
 
 async def main(url: str, base: str) -> dict[str, Any]:
-    """Go to version 2 while a request runs, and back to version 1."""
+    """Go to version 2 while a request runs, back to version 1, and let the engine be killed."""
     from vllm import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
@@ -50,6 +54,16 @@ async def main(url: str, base: str) -> dict[str, Any]:
                 seen["wrong"][version] = await llm.collective_rpc("tests_wrong", args=asked)
         seen["tokens"] = [await running, await _generate(llm, LENGTH)]
         seen["scrubbed"] = await asyncio.to_thread(subscriber.scrub)
+        target = subscriber.target
+        assert isinstance(target, ReplicaTarget)
+        engine = target.engine
+        seen["dead"] = [engine.is_dead()]
+        for child in psutil.Process().children(recursive=True):
+            if "EngineCore" in " ".join(child.cmdline()):
+                child.kill()
+        with suppress(Exception):  # of a class of vLLM's, which health is made of too
+            await _generate(llm, LENGTH)
+        seen["dead"].append(engine.is_dead())
     finally:
         llm.shutdown()
     return seen
