@@ -141,7 +141,7 @@ class Subscriber(Closeable):
         """Update a poisoned target from nothing, to the version held last or to the head."""
         with self._updating:
             last = None if at_head else self._held
-            return self.update(last and last.version)
+            return self.update(last.version if last else None)
 
     def stage(self, version: Version | Committed | None = None) -> Staged | None:
         """Fetch, decode and verify an update to a version; the target is only read.

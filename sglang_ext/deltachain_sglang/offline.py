@@ -18,7 +18,7 @@ from deltachain_sglang.server import SglangEngine
 _T = TypeVar("_T")
 
 
-class OfflineEngine(SglangEngine):
+class InProcessEngine(SglangEngine):
     """An ``Engine`` of SGLang, whose event loop may run only during its calls."""
 
     @override
@@ -52,6 +52,6 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:  # noqa
             f"this engine has {compat.front_ends()} tokenizer workers",
             hint="create it with tokenizer_worker_num=1",
         )
-    replica = OfflineEngine(engine.tokenizer_manager, engine.loop, settings)
+    replica = InProcessEngine(engine.tokenizer_manager, engine.loop, settings)
     target = ReplicaTarget(replica, settings.subscribe.url, settings.spool)
     return Subscriber(settings.subscribe, target)

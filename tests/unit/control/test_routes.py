@@ -271,17 +271,6 @@ def test_probes_need_no_token_and_say_nothing(leader: Leader) -> None:
         assert server.get("/readyz/deltachain").text == "ready"
 
 
-def test_a_replica_whose_engine_is_dead_is_not_ready(here: Followed, leader: Leader) -> None:
-    leader.start()
-    with client(leader, is_open=True) as http:
-        paths = (f"{PREFIX}/ready", f"{PREFIX}/readyz", "/readyz/deltachain")
-        assert [http.get(path).status_code for path in paths] == [200] * 3
-        here.engine.dead = True
-        assert [http.get(path).status_code for path in paths] == [503] * 3
-        assert http.get(paths[0]).json()["reason"] == "the engine is dead"
-        assert http.get(f"{PREFIX}/status").json()["ready"] is False
-
-
 def test_a_replica_that_lags_is_not_ready(here: Followed, leader: Leader) -> None:
     leader.update()
     leader.settings = replace(leader.settings, max_lag=1)
