@@ -16,7 +16,7 @@ ATTACHING: Final = (FindUnusedRequest, AgreeRequest)
 
 
 @dataclass(slots=True)
-class Attachment:
+class Lead:
     """What one leader has attached.
 
     Attributes:
@@ -40,17 +40,17 @@ class Attachments:
     """
 
     def __init__(self) -> None:
-        self._current = Attachment()
-        self._next: Attachment | None = None
+        self._current = Lead()
+        self._next: Lead | None = None
 
-    def add(self, attachment: Attachment) -> None:
+    def add(self, attachment: Lead) -> None:
         """Add the next leader; it is in charge at once if there was none."""
         if self._current.rank is None:
             self._current = attachment
         else:
             self._next = attachment
 
-    def of(self, request: RankRequest) -> Attachment:
+    def of(self, request: RankRequest) -> Lead:
         """Return what the leader of a request has attached.
 
         Raises:

@@ -27,7 +27,7 @@ from deltachain.errors import (
     DigestMismatchError,
     EngineDamagedError,
 )
-from deltachain.replica.attachments import Attachment, Attachments
+from deltachain.replica.attachments import Attachments, Lead
 from deltachain.replica.call_id import addressed, call_id
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.fetcher import fill
@@ -93,7 +93,7 @@ class RankService:
         self._model = model
         self._settings = settings
         self._attachments = Attachments()
-        self._attached = Attachment()  # of the leader whose request is handled
+        self._attached = Lead()  # of the leader whose request is handled
         self._version: int | None = None
         self._last_swap: RankReply | None = None
         self._jobs: dict[int, Future[RankReply]] = {}
@@ -187,7 +187,7 @@ class RankService:
             self.settle()  # weights hold other bits while their layout is found
             decode = self._settings.decode
             rank = Rank(self._model(), request.specs, request.aliases, decode=decode)
-        self._attachments.add(Attachment(request.leader, rank, request.url))
+        self._attachments.add(Lead(request.leader, rank, request.url))
         return AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
 
     def _folder_id(self, name: str, word: str) -> str:
