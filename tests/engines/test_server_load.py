@@ -76,7 +76,7 @@ class Trial:
 
     def receipts(self) -> list[int]:
         """The versions that the server says it wrote, in their order."""
-        found = re.findall(r"\] version (\d+) \(from \S+\) nnz", self.server.log())
+        found = re.findall(r"\] deltachain: version (\d+) \(from \S+\) nnz", self.server.log())
         return [int(version) for version in found]
 
     def wrong(self, answer: Generated, version: int | None = None) -> int:

@@ -13,6 +13,7 @@ from torch import nn
 from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.errors import TensorMismatchError
 from tests.engines.families import checkpoint
+from tests.engines.vllm.cpu import packed_linears
 from tests.engines.vllm.fresh import known, load_in_context
 
 pytestmark = pytest.mark.engine
@@ -22,7 +23,8 @@ UTILS: Final = "vllm.model_executor.layers.utils"
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    with load_in_context(checkpoint("qwen3_tied"), plain_linears=False) as (config, model):
+    folder = checkpoint("qwen3_tied")
+    with packed_linears(), load_in_context(folder, plain_linears=False) as (config, model):
         yield known(config, model)
 
 

@@ -19,6 +19,7 @@ from deltachain.publish.push import push
 from deltachain.store import open_store
 from tests.engines.chains import NAMES, train
 from tests.engines.families import make
+from tests.engines.vllm.cpu import packs_linears
 
 pytestmark = pytest.mark.engine
 
@@ -75,10 +76,10 @@ def check_tokens(seen: dict[str, Any]) -> None:
     assert noticed >= 0.75 * VERSIONS, seen["stale"]
 
 
-def test_packed_linears_are_reloaded_and_exact(tmp_path: Path) -> None:
-    """Stock vLLM on a CPU: nothing but tokens can be seen of what it computes from."""
+def test_linears_of_a_stock_engine_are_exact(tmp_path: Path) -> None:
+    """Where they are packed, nothing but tokens can be seen of what it computes from."""
     seen = follow("qwen3", tmp_path, "--stock")
-    assert seen["classes"]["reloaded"] >= 16
+    assert seen["classes"].get("reloaded", 0) >= (16 if packs_linears() else 0)
     check_tokens(seen)
     assert seen["scrubbed"] == [True] * 3
 

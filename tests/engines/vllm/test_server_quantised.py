@@ -12,6 +12,7 @@ from tests.engines.load import prompt
 from tests.engines.serving import Server, start
 from tests.engines.test_server_load import Trial, checked
 from tests.engines.trainer import Trainer
+from tests.engines.vllm.cpu import multiplies_codes_exactly
 
 pytestmark = pytest.mark.engine
 
@@ -43,6 +44,8 @@ def equals_a_fresh_load(
 
 def of_codes(folder: Path, recipe: str, versions: int) -> None:
     """Let versions of a quantised chain arrive under load."""
+    if recipe == "int8-row" and not multiplies_codes_exactly():
+        pytest.skip("int8 products saturate on a CPU without VNNI: no judge expects its tokens")
     with (
         Trainer(folder, family="llama", quantization=recipe) as trainer,
         start(trainer.base, folder / "server", trainer.url, requests=16) as server,
