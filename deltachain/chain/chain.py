@@ -390,7 +390,8 @@ class Chain:
         """
         known = frozenset(ENCODINGS) - set(without) if without else ENCODINGS
         own = target.manifest.summary()
-        if own.base == held and own not in avoid and all(name in known for name in own.encodings):
+        usable = own not in avoid and (pruned or not self.prunes.is_pruned(own))
+        if own.base == held and usable and all(name in known for name in own.encodings):
             return Plan(held=held, target=own.version, edges=(own,))  # no plan is cheaper
         return self._past.plan(held, target, encodings=known, avoid=avoid, pruned=pruned)
 

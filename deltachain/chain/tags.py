@@ -122,12 +122,14 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
     Raises:
         ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
             there is no signing key.
-        BrokenChainError: The version cannot be rebuilt from the store: the tag is as it was, or
-            removed if that came to light only after the record was written.
+        BrokenChainError: The version cannot be rebuilt from the store, or only over pruned edges:
+            the tag is as it was, or removed if that came to light only after the record was
+            written.
+        FormatError: The newest prune record is damaged.
     """
     check_name(name)
     check_write_access(chain)
-    if not is_reachable(chain, target.version):
+    if not _is_kept(chain, target):
         raise _unreachable(chain, name, target, "the tag was not set")
     before = _newest(chain, name)
     if before is not None and (before.version, before.manifest) == (target.version, target.digest):
@@ -142,7 +144,7 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
         time=time,
     )
     tag = _put_next(chain, name, record, after=before.number if before else NONE)
-    if not is_reachable(chain, target.version):
+    if not _is_kept(chain, target):
         _put(chain, _removal(chain, name, time, tag.number + 1))  # unless another one is newer
         raise _unreachable(chain, name, target, "the tag was removed")
     return tag
@@ -192,12 +194,22 @@ def unknown(chain: Chain, name: str) -> ChainError:
     return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
 
 
+def _is_kept(chain: Chain, target: Committed) -> bool:
+    """Return whether a version can be rebuilt over edges that nobody may delete.
+
+    Raises:
+        FormatError: The newest prune record, which says so, is damaged.
+    """
+    chain.prunes.newest_there()
+    return is_reachable(chain, target.version)
+
+
 def _unreachable(chain: Chain, name: str, target: Committed, outcome: str) -> BrokenChainError:
     return BrokenChainError(
         f"version {target.version} cannot be rebuilt from {chain.store.url}: payloads of every way "
-        f"to it are gone; {outcome} ({name!r})",
+        f"to it are gone, or pruned and may be deleted at any moment; {outcome} ({name!r})",
         version=target.version,
-        hint="tag a later version, or restore the payloads from a backup and set the tag again",
+        hint="tag a later version; `deltachain pull` may still get this one, for `deltachain push`",
     )
 
 

@@ -40,6 +40,17 @@ def times_of(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> dict[E
     return {edge: row.after for edge, row in found if row is not None}
 
 
+def ended_in(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> set[EdgeSummary]:
+    """Return the edges whose grace a record ended: no later record takes them back."""
+    times = times_of(record, edges)
+    return {edge for edge, after in times.items() if record is not None and after <= record.time}
+
+
+def ends_a_grace(record: PruneRecord, now: float) -> bool:
+    """Return whether a grace that was running when a record was made is over."""
+    return any(record.time < row.after <= now for row in record.pruned)
+
+
 def ranges(
     edges: Iterable[EdgeSummary],
     after: Mapping[EdgeSummary, float],

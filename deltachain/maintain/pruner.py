@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -13,17 +14,13 @@ from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.recent_edges import VERSIONS_LISTED
 from deltachain.chain.write_access import check_write_access
-from deltachain.errors import (
-    AlreadyExistsError,
-    ChainError,
-    ObjectNotFoundError,
-)
+from deltachain.errors import AlreadyExistsError, ChainError, ObjectNotFoundError
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.format.prune_record import PruneRecord
 from deltachain.maintain.keep import KeepRule, cut_off, newest_edges
 from deltachain.maintain.orphans import orphans
-from deltachain.maintain.prune_ranges import prunable, ranges, times_of
+from deltachain.maintain.prune_ranges import ended_in, ends_a_grace, prunable, ranges, times_of
 from deltachain.maintain.survey import Survey, by_version, with_objects, without_objects
 from deltachain.maintain.ways import ways_between, ways_to
 from deltachain.store import ObjectInfo
@@ -42,7 +39,6 @@ DELETES: Final = 8
 TRIES: Final = 5
 """Attempts to write a record while another maintainer writes records too."""
 
-
 AROUND: Final = 16
 """Largest number of lost payloads around which one plan looks for a way."""
 
@@ -54,12 +50,12 @@ class PrunePlan:
     Attributes:
         head: The newest version.
         before: The newest record.
-        time: Time of the store, in seconds since 1970.
+        time: Time of the store, in seconds since 1970; not before the newest record.
         retired: Edges that the next record adds.
         after: Earliest time of deletion of every pruned edge that is not forgotten.
         edges: All edges of the chain that are not forgotten.
         ended: Pruned edges whose objects are deleted.
-        due: Objects of pruned edges whose grace is over.
+        due: Objects of pruned edges whose grace is over, and that no way needs.
         waiting: Objects of pruned edges whose grace is not over.
         orphans: Objects that no document names.
     """
@@ -92,6 +88,10 @@ class Pruner:
     A record names the edges that planners must not use from now on. Their objects are deleted when
     the grace is over by the clock of the store, after a proof that the head and every kept version
     can still be reached from nothing.
+
+    The grace is over for good with a record made after it. Until then another record may take an
+    edge back, from then on none does, and objects are deleted only from then on: who was stopped
+    before a deletion deletes nothing that somebody relies on since.
 
     Args:
         survey: Survey of the chain.
@@ -130,16 +130,18 @@ class Pruner:
         if head is None:
             return None
         now = time.time() if dry else store_time(chain, head)
+        now = max(now, record.time if record else now)  # a clock that was set back ends no grace
         first = self._first(head)
-        edges, objects, ways = self._look(head, first)
-        past = times_of(record, edges)
-        gone = {edge for edge, after in past.items() if after <= now}
-        stay = newest_edges(edges, first=first)
-        gone -= self._whole(gone & (ways | stay), objects)  # taken back, since it is there
-        wanted = prunable(edges, ways | stay)
-        retired = tuple(sorted(wanted - past.keys() - gone, key=_order))
+        edges, objects, ways = self._look(head, first, record)
+        past, ended = times_of(record, edges), ended_in(record, edges)
+        stay = ways | newest_edges(edges, first=first)
+        wanted = prunable(edges, stay)
+        gone = ended | {edge for edge in wanted if edge in past and past[edge] <= now}
+        withheld = self._whole(ended & stay, objects)
+        self._say_withheld(ended & ways)
+        retired = tuple(sorted(wanted - past.keys(), key=_order))
         after = {edge: past[edge] for edge in past if edge in gone or edge in wanted}
-        after |= dict.fromkeys(retired, now + self.grace_s)
+        after |= dict.fromkeys(retired, max(now + self.grace_s, math.nextafter(now, math.inf)))
         return PrunePlan(
             head=head.version,
             before=record,
@@ -148,13 +150,13 @@ class Pruner:
             after=after,
             edges=edges,
             ended=without_objects(gone, objects),
-            due=self._objects(gone, objects),
+            due=self._objects(gone - withheld, objects),
             waiting=self._objects(after.keys() - gone, objects),
             orphans=orphans(self.survey, head, objects, gone),
         )
 
     def _look(
-        self, head: Committed, first: Version
+        self, head: Committed, first: Version, record: PruneRecord | None
     ) -> tuple[tuple[EdgeSummary, ...], dict[str, ObjectInfo], set[EdgeSummary]]:
         """Return edges, payload objects, and the edges of the ways to kept versions.
 
@@ -162,7 +164,8 @@ class Pruner:
         """
         while True:
             edges, objects = self.survey.edges(head), self.survey.objects()
-            ways = self._ways(head, first, edges, with_objects(edges, objects))
+            ended = ended_in(record, edges)
+            ways = self._ways(head, first, edges, with_objects(edges, objects), ended)
             if not self.survey.must_recall(ways, objects):
                 return edges, objects, ways
             self.survey.recall()
@@ -170,13 +173,17 @@ class Pruner:
     def record(self, plan: PrunePlan) -> PruneRecord | None:
         """Write the record of a plan; ``None`` if the newest one says the same.
 
+        With it the grace of each edge that is due is over for good.
+
         Raises:
             ChainError: Another maintainer prunes a store that cannot decide races.
             AlreadyExistsError: Another maintainer wrote a record meanwhile; plan again.
         """
         chain, newest = self._chain, self._newest()
         rows = ranges(plan.edges, plan.after, plan.time, self.survey.forgotten)
-        if rows == (newest.pruned if newest else ()):
+        if newest is None and not rows:
+            return None
+        if newest and rows == newest.pruned and not ends_a_grace(newest, plan.time):
             return None
         if newest != plan.before:  # which may name edges, or keep some, that the plan does not
             key = prune_key(newest.number if newest else 0)
@@ -208,6 +215,17 @@ class Pruner:
                 "version was tagged since; give all maintainers of a chain the same rule",
                 back,
                 newest.maintainer[:8],
+            )
+
+    def _say_withheld(self, edges: Collection[EdgeSummary]) -> None:
+        """Warn of edges that are needed, and that no record takes back."""
+        if edges:
+            logger.warning(
+                "%d edges are needed, to version %d first, and their grace is over: they are not "
+                "deleted here, another maintainer may delete them at any moment; pull what you "
+                "need from them, and restart the publisher, which adds an anchor",
+                len(edges),
+                min(edge.version for edge in edges),
             )
 
     def run(self, deleted: Callable[[ObjectInfo], None] = lambda _: None) -> PrunePlan | None:
@@ -273,15 +291,16 @@ class Pruner:
         first: Version,
         edges: Collection[EdgeSummary],
         there: Collection[EdgeSummary],
+        ended: Collection[EdgeSummary],
     ) -> set[EdgeSummary]:
         """Return the edges of the ways to every kept version, whose objects are all there."""
         kept = sorted(self.rule.kept(first, self._tagged(self._chain)))
-        ways = ways_to(self._chain, kept, head, edges)
+        ways = ways_to(self._chain, kept, head, edges, ended)
         ways |= ways_between(self._chain, first, edges)
         newest, tried = newest_edges(edges, first=first), set[Version]()
         while (cut := cut_off(there, ways | newest, first=first) - tried) and len(tried) < AROUND:
             tried.add(min(cut))  # later ones mostly follow over deltas
-            ways |= ways_to(self._chain, [min(cut)], head, edges)
+            ways |= ways_to(self._chain, [min(cut)], head, edges, ended)
         return ways
 
     def _whole(

@@ -17,7 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 def ways_to(
-    chain: Chain, versions: Iterable[Version], head: Committed, edges: Collection[EdgeSummary]
+    chain: Chain,
+    versions: Iterable[Version],
+    head: Committed,
+    edges: Collection[EdgeSummary],
+    ended: Collection[EdgeSummary] = (),
 ) -> set[EdgeSummary]:
     """Return the edges of the plans that lead readers from nothing to versions.
 
@@ -29,18 +33,19 @@ def ways_to(
         versions: Versions to keep; one that no plan leads to is left out, with a warning.
         head: The newest version.
         edges: All edges of the chain.
+        ended: Pruned edges whose grace is over, which are used only where nothing else leads on.
 
     Raises:
         BrokenChainError: No plan whose objects are there leads to the head.
     """
-    stay = set(_plan(chain, head, edges).edges) | set(_listed(chain, head, edges))
+    stay = set(_plan(chain, head, edges, ended).edges) | set(_listed(chain, head, edges))
     lost = []
     for version in versions:
         committed = chain.find(version)
         plan = None
         if committed is not None:
             with suppress(BrokenChainError):
-                plan = _plan(chain, committed, edges)
+                plan = _plan(chain, committed, edges, ended)
         if committed is None or plan is None:
             lost.append(version)
             continue
@@ -78,7 +83,12 @@ def ways_between(chain: Chain, first: Version, edges: Collection[EdgeSummary]) -
     return stay
 
 
-def _plan(chain: Chain, target: Committed, edges: Collection[EdgeSummary]) -> Plan:
+def _plan(
+    chain: Chain,
+    target: Committed,
+    edges: Collection[EdgeSummary],
+    ended: Collection[EdgeSummary],
+) -> Plan:
     """Return a reader's plan from nothing, if need be over pruned edges that are still there.
 
     Where that leads on, the plan starts at an anchor that manifests list for good: the head hint
@@ -89,7 +99,8 @@ def _plan(chain: Chain, target: Committed, edges: Collection[EdgeSummary]) -> Pl
     """
     listed = _listed(chain, target, edges)
     hinted = [edge for edge in edges if edge.base is None and edge not in listed]
-    for avoid, pruned in ((hinted, False), (hinted, True), ((), False)):
+    avoided = [*hinted, *ended]
+    for avoid, pruned in ((avoided, False), (avoided, True), (ended, False), (ended, True)):
         with suppress(BrokenChainError):
             return plan_present(chain, None, target, avoid=avoid, pruned=pruned)
     return plan_present(chain, None, target, pruned=True)

@@ -86,6 +86,7 @@ def delete_pruned(
     now = _time(chain.store, version)
     if now is None:
         return frozenset()
+    now = min(now, record.time)  # a grace that no record ended may be taken back
     due = pruned_payloads(keys, record, now)
     due |= {
         part
