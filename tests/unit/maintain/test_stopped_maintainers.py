@@ -6,7 +6,7 @@ one runs meanwhile and is stopped itself while a tag is set, and time passes or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Final, NamedTuple, cast
 
@@ -46,9 +46,9 @@ class Stopped(FaultyStore):
             self._meanwhile()
 
     @override
-    def put(self, key: str, data: Buffer) -> None:
+    def put(self, key: str, data: Buffer) -> str:
         self.step()
-        super().put(key, data)
+        return super().put(key, data)
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
@@ -69,7 +69,7 @@ class Stopped(FaultyStore):
         return super().list(prefix)
 
     @override
-    def find_all(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
         wanted = [*keys]
         if any(key.startswith(("prunes/", *PAYLOADS)) for key in wanted):
             self.step()
