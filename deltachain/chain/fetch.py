@@ -253,20 +253,28 @@ def fetching(
 def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     """Open the checkpoint of a base reference and verify the digests of its files.
 
+    A path that a store names is never opened: who writes there would choose what is read here.
+
     Args:
         reference: Base reference of the chain.
-        folder: Local folder; the publisher's path if ``None``.
+        folder: Local folder that the reader was given; ``None`` for none.
 
     Raises:
-        ConfigError: The folder does not exist.
+        ConfigError: No folder was given, or it does not exist.
         DigestMismatchError: A file is missing or has another digest.
     """
-    path = folder or Path(reference.path)
-    hint = f"give the folder of the base checkpoint ({reference.repo or reference.path})"
+    what = repr((reference.repo or reference.path)[:80])
+    hint = f"give the folder of the base checkpoint {what}: --base, or DELTACHAIN_BASE in engines"
+    if folder is None:
+        raise ConfigError(
+            f"the chain starts from a base checkpoint, {what}, and no folder of it was given",
+            hint=hint,
+        )
+    path = folder
     try:
         there = path.exists()
-    except OSError as exc:  # a path that is invalid on this machine, such as one too long
-        raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc.strerror}", hint=hint) from exc
+    except (OSError, ValueError) as exc:  # a path that is invalid on this machine
+        raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc}", hint=hint) from exc
     if not there:
         raise ConfigError(f"base checkpoint {path} does not exist", hint=hint)
     checkpoint = Checkpoint(path)

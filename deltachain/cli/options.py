@@ -69,7 +69,8 @@ Base: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where the base checkpoint lies here, if the chain starts from one and it moved.",
+        help="Where the base checkpoint lies here, if the chain starts from one: a path that the "
+        "store names is never opened.",
     ),
 ]
 TrustRemoteCode: TypeAlias = Annotated[

@@ -30,7 +30,7 @@ class SubscribeConfig:
     """URL of the chain."""
 
     base: Path | None = None
-    """Local folder of the chain's base checkpoint; the publisher's path if ``None``."""
+    """Local folder of the chain's base checkpoint; a path that the store names is never opened."""
 
     stage_budget: int = 4 << 30
     """Limit of staged and undo bits, in bytes. A larger update (an anchor of a large model) is

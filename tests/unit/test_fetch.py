@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from deltachain.chain import fetch as fetch_module
 from deltachain.chain import part as part_fetch
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
@@ -32,9 +34,19 @@ from deltachain.testing.models import TinyModel, bits_of, plain_model, same, ten
 
 @pytest.mark.parametrize("path", ["a" * 5000, "/not/there", "a\0b", "/dev/null", "/dev/zero"])
 def test_a_base_at_a_path_that_can_not_be_is_refused(path: str) -> None:
-    # The path is the publisher's: whatever it is, here it is a folder of weights or none.
     with pytest.raises(ConfigError, match=r"base checkpoint|no safetensors"):
-        open_base(BaseRef(path=path), None)
+        open_base(BaseRef(path=path), Path(path))
+
+
+def test_a_base_path_that_a_store_names_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever writes to the store would choose what is opened and hashed here."""
+    save_file(plain_model().state_dict(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(fetch_module, "Checkpoint", pytest.fail)
+    with pytest.raises(ConfigError, match="no folder of it was given") as caught:
+        open_base(BaseRef(path=str(tmp_path)), None)
+    assert "--base" in caught.value.hint
 
 
 def test_a_part_that_is_gone_is_named_with_a_way_out() -> None:

@@ -296,7 +296,7 @@ def test_a_base_that_is_not_there_is_refused_with_what_to_do(
     shutil.rmtree(base)
     tensors = tensors_of(based)
     with pytest.raises(ConfigError, match="does not exist") as caught:
-        subscribe(tensors).update()
+        subscribe(tensors, base=base).update()
     assert "give the folder of the base checkpoint" in caught.value.hint
     assert not any(bits.any() for bits in bits_of(tensors).values())
 
@@ -324,7 +324,7 @@ def test_a_base_that_is_not_the_one_referred_to_is_refused(
     damage(base)
     tensors = tensors_of(based)
     with pytest.raises(FormatError, match=r"model\.safetensors"):
-        subscribe(tensors).update()
+        subscribe(tensors, base=base).update()
     assert not any(bits.any() for bits in bits_of(tensors).values())
 
 
@@ -340,7 +340,7 @@ def test_a_base_that_is_gone_is_planned_around(
         publisher.flush()
         session.add_anchor(topic="")
     tensors = tensors_of(based)
-    receipt = subscribe(tensors).update()
+    receipt = subscribe(tensors, base=base).update()
     assert receipt is not None
     assert "anchor->" in receipt.plan
     assert same(bits_of(tensors), bits_of(based))
