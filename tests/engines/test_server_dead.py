@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,6 +19,9 @@ pytestmark = pytest.mark.engine
 
 RANK = {"vllm": "EngineCore", "sglang": "sglang::scheduler"}.get(ENGINE, "")
 """Part of the title of a process without which nothing is generated."""
+
+ENOUGH = 100
+"""Answers that are seen, where the server does not end by itself."""
 
 
 def is_unhealthy(server: Server) -> bool:
@@ -37,9 +41,12 @@ def test_a_replica_is_not_ready_once_its_engine_is_dead(tmp_path: Path) -> None:
             if RANK in " ".join(one.cmdline())
         )
         os.kill(victim.pid, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            while victim.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)
         paths = (f"{server.prefix}/ready", f"{server.prefix}/readyz", "/readyz/deltachain")
         asked = 0
-        while server.alive:
+        while server.alive and asked < ENOUGH:
             with suppress(httpx.TransportError):
                 if is_unhealthy(server):
                     assert {server.client.get(path).status_code for path in paths} == {503}

@@ -41,7 +41,7 @@ def test_an_engine_follows_between_its_calls(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_was_told_of_a_chain_says_that_it_does_not_follow(tmp_path: Path) -> None:
-    chain = train("qwen3", tmp_path, 1, rate=1e-2)
+    chain = train("qwen3", tmp_path, 3, rate=1e-2)
     done = run(chain.url, chain.base, DELTACHAIN_URL=chain.url)
     assert done.returncode != 0
     assert "ConfigError: DELTACHAIN_URL is set, but an Engine in process follows" in done.stderr
