@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import mmap
+import logging
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,29 +15,52 @@ from typing import Final
 
 import numpy as np
 
-from deltachain.codec.container import Entry, read_header, reader_of, write_header
+from deltachain.codec.container import Entry, read_header, write_header
 from deltachain.errors import ConfigError, MalformedError
-from deltachain.format.digest import digest_key, object_digest
+from deltachain.file_reader import FileReader
+from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import FileRef
 from deltachain.kernels import host
 from deltachain.remote_code import without_remote_code
 from deltachain.room import reserve
 from deltachain.store.base import is_segment
+from deltachain.threads import cores
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec
 
 WEIGHTS_FILE: Final = "model.safetensors"
 ADAPTER_FILE: Final = "adapter_model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
+_SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
+"""Name of a shard of the weights: its number, and how many there are."""
+
+_OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)\.).*")
+"""Names of files with the same tensors in another form, or with those of an optimizer."""
+
+_HASHED_NBYTES: Final = 16 << 20
+"""Bytes of a file that are read and hashed at a time."""
+
+logger = logging.getLogger(__name__)
+
 _PEFT_PREFIX: Final = "base_model.model."
 
 HELD_FILE: Final = "deltachain.json"
 """Status file of a folder that follows a chain; not an asset of the checkpoint."""
 
-ASSET_SUFFIXES: Final = (".json", ".txt", ".model", ".jinja")
-"""Suffixes of assets, the small files published with a chain. Code is excluded: write access to a
+_ASSET: Final = re.compile(
+    r".*\.(json|txt|model|jinja|spm|tiktoken|bpe|codes)|tokenizer\.model\.v\w+", re.DOTALL
+)
+"""Names of assets, the small files published with a chain. Code is excluded: write access to a
 store must not grant execution where a follower's folder is loaded. References to remote code are
 removed as well; see ``remote_code.py``."""
+
+_NO_ASSET: Final = re.compile(
+    r".*\.index\.json|trainer_state\.json|(all|eval|train)_results\.json", re.IGNORECASE
+)
+"""Names of files that describe other files, or a run."""
+
+_ASSET_FOLDER: Final = re.compile(r"additional_chat_templates|[0-9]+_\w+")
+"""Names of folders with assets: further templates, and modules of sentence-transformers."""
 
 ASSET_NBYTES: Final = 64 << 20
 """Size limit of an asset, in bytes."""
@@ -69,37 +93,62 @@ def named_folder(named: str, *, revision: str | None = None, cache: str | None =
 
 
 class Checkpoint:
-    """The tensors of one safetensors file, or of all safetensors files in a folder, memory-mapped.
+    """The tensors of one safetensors file, or of the weights in a folder.
+
+    Of several sets of weights in a folder, the files of ``model.safetensors.index.json`` count,
+    else ``model.safetensors``, else the shards ``model-i-of-n``, else the adapter. Files that are
+    left out are named in a warning. Nothing is mapped or kept open: files are read by calls.
 
     Args:
         path: The file or the folder.
 
+    Attributes:
+        specs: Specs of all tensors, sorted by name.
+        unnamed: Tensors in the files that the index does not name.
+
     Raises:
-        ConfigError: There is no safetensors file at ``path``, or two hold the same tensor.
+        ConfigError: There is no safetensors file at ``path``, one is missing, two hold the same
+            tensor, or the index names a tensor that its file does not hold.
         MalformedError: A file does not match its header.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = _weight_files(path)
-        self._maps: dict[str, memoryview] = {}
+        self._files, places = _weight_files(path)
+        self._readers: dict[str, FileReader] = {}
         self._entries: dict[str, tuple[str, Entry]] = {}
         for file in self._files:
-            view = self._maps[file.name] = _map(file)
-            header = read_header(reader_of(view), len(view), key=str(file))
+            reader = self._readers[file.name] = FileReader(file)
+            header = read_header(reader.read_at, reader.nbytes, key=str(file))
             for name, entry in header.entries.items():
                 if name in self._entries:
-                    raise ConfigError(f"{path}: {name!r} is in two files")
+                    raise ConfigError(
+                        f"{path}: {name!r} is in two files, {self._entries[name][0]} and "
+                        f"{file.name}",
+                        hint="remove the file that is not part of this checkpoint, or name one "
+                        "safetensors file",
+                    )
                 self._entries[name] = (file.name, entry)
+        for name, where in sorted(places.items()):
+            if name not in self._entries or self._entries[name][0] != where:
+                raise ConfigError(
+                    f"{path}: {INDEX_FILE} has {name!r} in {where}, which does not hold it",
+                    hint="the checkpoint is incomplete, or of two saves: save or download it again",
+                )
+        self.unnamed = sorted(self._entries.keys() - places.keys()) if places else []
         self.specs: Mapping[str, TensorSpec] = MappingProxyType(
             {n: TensorSpec(n, e.dtype, e.shape) for n, (_, e) in sorted(self._entries.items())}
         )
 
     def bits(self, name: str) -> Bits:
-        """Return the flat bits of one tensor, a read-only view of the mapped file."""
+        """Read the flat bits of one tensor, into new memory.
+
+        Raises:
+            MalformedError: Its file was cut, written to or replaced since it was opened.
+            ConfigError: Its file cannot be read any more.
+        """
         file, entry = self._entries[name]
-        data = self._maps[file][entry.start : entry.stop]
-        return np.frombuffer(data, self.specs[name].bits_dtype)
+        return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
 
     @property
     def paths(self) -> tuple[Path, ...]:
@@ -121,9 +170,12 @@ class Checkpoint:
 
     def files(self) -> Iterator[FileRef]:
         """Yield name, size and blake3 of each safetensors file; hashed lazily."""
-        for file in self._files:
-            view = self._maps[file.name]
-            yield FileRef(name=file.name, nbytes=len(view), blake3=object_digest(view))
+        for name, reader in self._readers.items():
+            starts = range(0, reader.nbytes, _HASHED_NBYTES)
+            pieces = (reader.read_at(start, _HASHED_NBYTES) for start in starts)
+            yield FileRef(
+                name=name, nbytes=reader.nbytes, blake3=digest_of_pieces(pieces, threads=cores())
+            )
 
     def assets(self, *, trusted: bool = False) -> dict[str, bytes]:
         """Return the assets of a folder, empty for a single file; see :func:`read_assets`."""
@@ -131,7 +183,7 @@ class Checkpoint:
 
 
 def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
-    """Read the configuration and tokenizer files of a checkpoint folder, by name.
+    """Read the configuration and tokenizer files of a checkpoint folder, by path in it.
 
     Args:
         folder: The checkpoint folder.
@@ -142,21 +194,31 @@ def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
-    return {
-        file.name: kept
-        for file in sorted(folder.iterdir())
-        if file.suffix in ASSET_SUFFIXES
-        and file.is_file()
-        and file.name not in (INDEX_FILE, HELD_FILE)
-        and is_segment(file.name)
-        and file.stat().st_size <= ASSET_NBYTES
-        and (
-            kept := without_remote_code(
-                file.name, file.read_bytes(), trusted=trusted, where=str(folder)
-            )
-        )
-        is not None
-    }
+    inner = [one for one in folder.iterdir() if one.is_dir() and _ASSET_FOLDER.fullmatch(one.name)]
+    found: dict[str, bytes] = {}
+    for file in sorted([*folder.iterdir(), *(file for one in inner for file in one.iterdir())]):
+        name = file.relative_to(folder).as_posix()
+        if not is_asset(name) or not file.is_file() or file.stat().st_size > ASSET_NBYTES:
+            if file.suffix == ".safetensors" and "/" in name:
+                logger.warning("%s: weights in folders are not published: %s", folder, name)
+            continue
+        data = file.read_bytes()
+        kept = without_remote_code(name, data, trusted=trusted, where=str(folder))
+        if kept is not None:
+            found[name] = kept
+    return found
+
+
+def is_asset(name: str) -> bool:
+    """Return whether a path in a checkpoint folder is that of an asset."""
+    folder, _, file = name.rpartition("/")
+    return (
+        _ASSET.fullmatch(file) is not None
+        and _NO_ASSET.fullmatch(file) is None
+        and file.lower() != HELD_FILE
+        and is_segment(file)
+        and (not folder or _ASSET_FOLDER.fullmatch(folder) is not None)
+    )
 
 
 def weights_file(names: Iterable[str]) -> str:
@@ -238,32 +300,68 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _map(file: Path) -> memoryview:
-    with file.open("rb") as opened:
-        if os.fstat(opened.fileno()).st_size == 0:
-            raise MalformedError(f"{file} is empty", key=str(file))
-        return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-
-
-def _weight_files(path: Path) -> list[Path]:
+def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the files of a checkpoint's weights, and the file of each tensor by an index."""
     if path.is_file():
-        return [path]
-    index = path / INDEX_FILE
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError, TypeError) as exc:
-            raise MalformedError(f"{index}: weight_map is missing", key=str(index)) from exc
-        if any(not isinstance(n, str) or "/" in n or n.startswith(".") for n in names):
-            raise MalformedError(f"{index}: names a file outside the folder", key=str(index))
-        files = [path / name for name in names]
-    else:
-        files = sorted(path.glob("*.safetensors")) if path.is_dir() else []
-    missing = [file.name for file in files if not file.is_file()]
-    if not files or missing:
+        return [path], {}
+    there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
+    places = _read_index(path / INDEX_FILE)
+    names = sorted(set(places.values())) or _chosen(path, there)
+    missing = [name for name in names if not (path / name).is_file()]
+    if not names or missing:
         raise ConfigError(
             f"{path}: no safetensors checkpoint"
             + (f", {missing[0]} is missing" if missing else ""),
             hint="give a folder with model.safetensors, or one safetensors file",
         )
-    return files
+    left_out = [name for name in there if name not in names]
+    if left_out:
+        logger.warning(
+            "%s: the weights are those of %s; left out: %s",
+            path,
+            INDEX_FILE if places else names[0] if len(names) == 1 else f"{len(names)} files",
+            ", ".join(left_out),
+        )
+    return [path / name for name in names], places
+
+
+def _listed(counts: Iterable[int]) -> str:
+    return " and ".join(map(str, sorted(counts)))
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index; empty without one."""
+    if not index.is_file():
+        return {}
+    try:
+        places = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
+        raise MalformedError(f"{index}: weight_map is missing", key=str(index)) from exc
+    for name in places.values():
+        if not isinstance(name, str) or "/" in name or name.startswith("."):
+            raise MalformedError(f"{index}: names a file outside the folder", key=str(index))
+    if not places:
+        raise MalformedError(f"{index}: weight_map is empty", key=str(index))
+    return places
+
+
+def _chosen(path: Path, there: list[str]) -> list[str]:
+    """Return those of a folder's safetensors files that are its weights, without an index.
+
+    Raises:
+        ConfigError: Not all shards are there, or those of two sets.
+    """
+    shards = [match for name in there if (match := _SHARD.fullmatch(name))]
+    if WEIGHTS_FILE in there:
+        return [WEIGHTS_FILE]
+    if shards:
+        counts = {int(shard[2]) for shard in shards}
+        if counts != {len(shards)}:
+            raise ConfigError(
+                f"{path} has {len(shards)} shards, whose names say {_listed(counts)}",
+                hint="the checkpoint is incomplete, or of two saves: save or download it again",
+            )
+        return [shard[0] for shard in shards]
+    if ADAPTER_FILE in there:
+        return [ADAPTER_FILE]
+    return [name for name in there if not _OTHER_SETS.fullmatch(name)] or there

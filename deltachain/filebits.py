@@ -1,19 +1,19 @@
-"""The bits of one tensor in a weights file: read through a memory map, written by ``pwrite``.
+"""The bits of one tensor in a weights file: read and written by calls.
 
-If the disk is full, a write through a memory map kills the process with SIGBUS, whereas ``pwrite``
-fails with an error. Holes, copy-on-write blocks and quotas cause this in files of full length as
-well, so every map here is read-only.
+Where the disk is full, or another process cut the file, access through a memory map kills the
+process with SIGBUS, whereas a call fails with an error.
 """
 
 from __future__ import annotations
 
 import os
-from functools import cached_property
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from deltachain.file_reader import FileRange
 from deltachain.kernels import host
 from deltachain.types import Bits, Indices, TensorSpec
 
@@ -32,15 +32,42 @@ class FileBits:
 
     def __init__(self, file: Path, offset: int, spec: TensorSpec) -> None:
         self.file = file
-        self._offset = offset
+        self._range = FileRange(file, offset)
         self._spec = spec
 
-    @cached_property
+    @property
     def bits(self) -> Bits:
-        """Read-only map of the current bits, later writes included."""
-        if not self._spec.numel:  # nothing to map
-            return np.empty(0, self._spec.bits_dtype)
-        return np.memmap(self.file, self._spec.bits_dtype, "r", self._offset, (self._spec.numel,))
+        """Read the current bits into new, read-only memory.
+
+        Raises:
+            MalformedError: The file ends before.
+            OSError: The file cannot be read.
+        """
+        bits = self._read(0, self._spec.numel)
+        bits.flags.writeable = False
+        return bits
+
+    def bits_near(self, indices: Indices) -> Bits:
+        """Read the bits of some elements and of those around them; the rest is any bits.
+
+        Memory is taken only for what is read.
+
+        Args:
+            indices: Flat int64 indices, increasing.
+        """
+        window = WINDOW_NBYTES // self._spec.itemsize
+        bits = np.empty(self._spec.numel, self._spec.bits_dtype)
+        for start, stop in _runs(np.unique(indices // window)):
+            block = bits[start * window : stop * window]
+            self._range.read_into(start * window * self._spec.itemsize, block.view(np.uint8).data)
+        bits.flags.writeable = False
+        return bits
+
+    def _read(self, start: int, stop: int) -> Bits:
+        bits = np.empty(min(stop, self._spec.numel) - start, self._spec.bits_dtype)
+        if bits.size:
+            self._range.read_into(start * self._spec.itemsize, bits.view(np.uint8).data)
+        return bits
 
     def put(self, indices: Indices | None, new: Bits) -> None:
         """Write elements, or all of them if ``indices`` is ``None``.
@@ -62,13 +89,21 @@ class FileBits:
             starts = np.unique(indices // window) * window
             first = np.searchsorted(indices, starts)
             for start, low, high in zip(starts, first, [*first[1:], indices.size], strict=True):
-                block = np.array(self.bits[start : start + window])
+                block = self._read(int(start), int(start) + window)
                 host.scatter_(block, indices[low:high] - start, new[low:high])
                 self._write(out.fileno(), int(start), block)
 
     def _write(self, descriptor: int, at: int, bits: Bits) -> None:
         left = np.ascontiguousarray(bits).view(np.uint8).data
-        where = self._offset + at * self._spec.itemsize
+        where = self._range.offset + at * self._spec.itemsize
         while left:
             done = os.pwrite(descriptor, left, where)
             left, where = left[done:], where + done
+
+
+def _runs(numbers: Indices) -> Iterator[tuple[int, int]]:
+    """Yield first number and end of each run of consecutive numbers."""
+    ends = np.flatnonzero(np.diff(numbers) != 1) + 1
+    for run in np.split(numbers, ends):
+        if run.size:
+            yield int(run[0]), int(run[-1]) + 1

@@ -1,4 +1,7 @@
-"""Memory-mapped files, for files larger than memory."""
+"""Memory-mapped files: objects of a spool, which no other program writes to.
+
+They stay readable after the spool is removed. See :mod:`deltachain.file_reader` for other files.
+"""
 
 from __future__ import annotations
 

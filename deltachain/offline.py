@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
 from deltachain.codec.encodings import Encoding
@@ -21,11 +19,11 @@ from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError, MalformedError
+from deltachain.file_reader import FileReader
 from deltachain.filebits import FileBits
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change, move
-from deltachain.mapped import map_file
 from deltachain.types import Bits, TensorSpec, check_spec
 from deltachain.verify import counted
 
@@ -93,7 +91,7 @@ def _change(
     spec: TensorSpec, old: Bits, new: Bits, encoding: Encoding
 ) -> tuple[Change, int] | None:
     """Encode one tensor, sparse or dense by size; return it with its number of changes."""
-    changes = host.diff_(np.array(old), new)
+    changes = host.diff_(old.copy(), new)
     if not changes.indices.size:
         return None
     if not encoding.suits(spec):
@@ -108,7 +106,7 @@ def _change(
     change = Change(sparse, digest_change(spec, *changes), encoding=encoding, old=before)
     nnz = changes.indices.size
     if MAYBE_DENSE * nnz >= spec.numel:
-        whole = Change(TensorDelta.dense(spec, np.array(new)), host.digest(digest_key(spec), new))
+        whole = Change(TensorDelta.dense(spec, new), host.digest(digest_key(spec), new))
         raw = encoding.own_arrays
         if len(encode_part([whole], raw=raw).content) < len(encode_part([change], raw=raw).content):
             change = whole
@@ -123,7 +121,7 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
         BaseMismatchError: The bits of the base differ from those the part was made from.
         FormatError: The part is corrupt.
     """
-    part = Part.from_bytes(map_file(file), key=str(file))
+    part = _open_part(file)
     part.verify()
     checkpoint = Checkpoint(base)
     for name, row in part.rows.items():
@@ -134,6 +132,11 @@ def apply(base: Path, file: Path, out: Path) -> Applied:
         for name in part.rows:
             _apply_row(checkpoint, part, name, digests, partial)
     return Applied(len(part.rows), part.nnz)
+
+
+def _open_part(file: Path) -> Part:
+    reader = FileReader(file)
+    return Part(reader.read_at, reader.nbytes, key=str(file))
 
 
 def _apply_row(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from deltachain.chain.ancestry import Past
-from deltachain.chain.checks import check_edge, check_record
+from deltachain.chain.checks import asset_path, check_edge, check_record
 from deltachain.chain.commits import Commits
 from deltachain.chain.head_hint import read_hint
 from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
@@ -183,11 +183,11 @@ class Chain:
         return looks.is_lost or looks.missed is not None
 
     def assets(self) -> Iterator[tuple[str, bytes]]:
-        """Read and verify the assets; yield name and content."""
+        """Read and verify the assets; yield path and content."""
         for ref in self.identity.assets:
             data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin))
             check_digest(data, ref.blake3, ref.key)
-            yield ref.key.rsplit("/", 1)[-1], data
+            yield asset_path(ref), data
 
     def read(self, version: Version) -> Committed:
         """Read the manifest of a version; see :meth:`Manifests.read`."""

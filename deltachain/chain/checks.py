@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from typing import Final
 
-from deltachain.errors import MalformedError
+from deltachain.errors import ConfigError, MalformedError
 from deltachain.format import keys
-from deltachain.format.documents import Edge, EdgeRecord, EdgeSummary, Identity
+from deltachain.format.documents import Edge, EdgeRecord, EdgeSummary, Identity, ObjectRef
+
+ASSET_PATH: Final = "path"
+"""Entry of an asset reference's ``ext``: path of a file that lies in a folder."""
+
+_PATH: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) -> Edge:
@@ -80,9 +87,38 @@ def check_assets(identity: Identity) -> Identity:
     names = set()
     for ref in identity.assets:
         name = ref.key.rsplit("/", 1)[-1]
-        if ref.key != keys.asset_key(ref.blake3, name) or name in names:
+        if ref.key != keys.asset_key(ref.blake3, asset_path(ref)) or name in names:
             raise MalformedError(
                 f"{keys.CHAIN_KEY}: names {ref.key!r} as a file", key=keys.CHAIN_KEY
             )
         names.add(name)
     return identity
+
+
+def asset_path(ref: ObjectRef) -> str:
+    """Return the path of an asset in a checkpoint folder: a name, or a folder's and a name.
+
+    Raises:
+        MalformedError: It is no such path.
+    """
+    path = ref.ext.get(ASSET_PATH, ref.key.rsplit("/", 1)[-1])
+    if not isinstance(path, str) or _PATH.fullmatch(path) is None:
+        raise MalformedError(f"{keys.CHAIN_KEY}: names {path!r} as a path", key=keys.CHAIN_KEY)
+    return path
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Check the paths of assets that a writer was given.
+
+    Raises:
+        ConfigError: One is no path of an asset, or two have the same key.
+    """
+    keyed: dict[str, str] = {}
+    for path in paths:
+        other = keyed.setdefault(keys.asset_key("", path), path)
+        if _PATH.fullmatch(path) is None or other != path:
+            raise ConfigError(
+                f"{path!r} cannot be an asset" + (f" beside {other!r}" if other != path else ""),
+                hint="an asset is config.json or 1_Pooling/config.json, for example: letters, "
+                "digits and . _ - in at most one folder",
+            )

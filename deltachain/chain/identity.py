@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from deltachain.chain.checks import check_assets
+from deltachain.chain.checks import ASSET_PATH, check_assets, check_paths
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
@@ -175,9 +175,10 @@ def put(
         document: Bytes of the table.
         chain_id: Id of the chain.
         time: Time of creation, in seconds since 1970.
-        assets: Assets of the checkpoint, by name.
+        assets: Assets of the checkpoint, by path.
         trust: Keys of the writer. The signature is put first, so that no reader misses it.
     """
+    check_paths(assets)
     refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
     identity = Identity(chain=chain_id, created=time, table=object_digest(document), assets=refs)
     data = dump(identity)
@@ -315,10 +316,18 @@ def _read_same(store: Store, document: bytes, trust: Trust) -> Model:
     return opened
 
 
-def _put_asset(store: Store, name: str, data: bytes) -> ObjectRef:
+def _put_asset(store: Store, path: str, data: bytes) -> ObjectRef:
     digest = object_digest(data)
-    key = asset_key(digest, name)
-    return ObjectRef(key=key, nbytes=len(data), blake3=digest, pin=store.put(key, data))
+    key = asset_key(digest, path)
+    ext = {ASSET_PATH: path} if "/" in path else {}
+    return ObjectRef(key=key, nbytes=len(data), blake3=digest, pin=store.put(key, data), ext=ext)
+
+
+def read_asset(store: Store, ref: ObjectRef) -> bytes:
+    """Read and verify an asset."""
+    data = bytes(store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin))
+    check_digest(data, ref.blake3, ref.key)
+    return data
 
 
 def check_recipe(url: str, there: Table, ext: Mapping[str, Any]) -> None:

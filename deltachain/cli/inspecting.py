@@ -68,14 +68,14 @@ def inspect(  # noqa: PLR0913 - one argument an option
 def _file(path: Path) -> dict[str, Any]:
     from deltachain.cli.anatomy import dissect
     from deltachain.codec import Part
-    from deltachain.mapped import map_file
+    from deltachain.file_reader import FileReader
 
-    data = map_file(path)
-    part = Part.from_bytes(data, key=str(path))
+    reader = FileReader(path)
+    part = Part(reader.read_at, reader.nbytes, key=str(path))
     return {
         "file": str(path),
         "directory": part.digest,
-        "contents": dissect([part], [len(data)]),
+        "contents": dissect([part], [reader.nbytes]),
     }
 
 

@@ -26,9 +26,9 @@ def object_digest(data: bytes | bytearray | memoryview) -> str:
     return blake3(data, max_threads=blake3.AUTO if len(data) > THREADED else 1).hexdigest()
 
 
-def digest_of_pieces(pieces: Iterable[bytes | memoryview]) -> str:
+def digest_of_pieces(pieces: Iterable[bytes | memoryview], *, threads: int = 1) -> str:
     """Return the blake3 of consecutive pieces of an object; each is hashed while it is in cache."""
-    digest = blake3()
+    digest = blake3(max_threads=threads)
     for piece in pieces:
         digest.update(piece)
     return digest.hexdigest()

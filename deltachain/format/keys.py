@@ -79,9 +79,12 @@ def prune_key(number: int) -> str:
     return f"{PRUNE_PREFIX}{number:08d}.json"
 
 
-def asset_key(digest: str, name: str) -> str:
-    """Return the content-addressed key of an asset such as ``config.json``."""
-    return f"assets/{digest[:32]}/{name}"
+def asset_key(digest: str, path: str) -> str:
+    """Return the content-addressed key of an asset such as ``config.json``.
+
+    A file in a folder has a name with ``--`` in place of the slash: ``1_Pooling--config.json``.
+    """
+    return f"assets/{digest[:32]}/{path.replace('/', '--')}"
 
 
 def signature_key(chain: str, key_id: str) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
-
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.reachable import is_reachable, plan_present
 from deltachain.checkpoint import Checkpoint
@@ -80,7 +78,7 @@ def _proven(
     """
     total = StateDigest()
     for spec in specs:
-        bits = np.array(checkpoint.bits(spec.name))
+        bits = checkpoint.bits(spec.name)
         change = Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
         total += change.digest
         yield change

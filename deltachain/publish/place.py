@@ -33,6 +33,7 @@ from deltachain.format.keys import (
     payload_prefix,
     version_of,
 )
+from deltachain.publish.model.kept_files import check_files
 from deltachain.store import Store
 from deltachain.types import Version
 
@@ -108,7 +109,7 @@ def open_or_make(
             aliases and order, so the model must always have the same table.
 
     Raises:
-        ChainMismatchError: The URL has the chain of another model.
+        ChainMismatchError: The URL has the chain of another model, or one with other files.
         BrokenChainError: The identity is lost, and the chain is not proven to be of this model.
         SignatureError: No trusted key signed the existing chain.
         ConfigError: The store is a mirror.
@@ -117,9 +118,11 @@ def open_or_make(
     now, files = time.time(), assets()
     found = _identity_of_versions(store, trust)
     if found is None:
-        return Chain.create(
+        chain = Chain.create(
             store, table, chain_id=uuid.uuid4().hex, time=now, assets=files, trust=trust
         )
+        check_files(chain, files)
+        return chain
     why = _why_not(store, table, found)
     if why and by_state and store.find(TABLE_KEY) is None:
         why = _why_not_rebuilt(store, table, found, base, trust)

@@ -7,8 +7,8 @@ is needed in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,17 +16,28 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.identity import check_recipe
 from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.trust import Trust
-from deltachain.checkpoint import Checkpoint
-from deltachain.errors import ChainMismatchError, ObjectNotFoundError, PublisherFencedError
+from deltachain.checkpoint import INDEX_FILE, Checkpoint
+from deltachain.errors import (
+    ChainMismatchError,
+    ConfigError,
+    ObjectNotFoundError,
+    PublisherFencedError,
+)
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
+from deltachain.kernels import host
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.encoding_choice import EncodingChoice
+from deltachain.publish.model.kept_files import check_files
+from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.place import newest, open_or_make
@@ -38,11 +49,12 @@ from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
+from deltachain.publish.snapshot_memory import Kept
 from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import TensorSpec, mismatch
+from deltachain.types import Bits, TensorSpec, mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +99,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher is at work, or committed at the same time.
     """
     checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
+    _refuse_unnamed(checkpoint)
     found = _find(store, checkpoint, config, trust)
     source = found.source
     source.agree("push")
@@ -115,6 +128,15 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
         encoding=session.encoding.present if session.encoding.is_auto else None,
     )
+
+
+def _refuse_unnamed(checkpoint: Checkpoint) -> None:
+    if checkpoint.unnamed:
+        raise ConfigError(
+            f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
+            f"{INDEX_FILE}",
+            hint="the index or the shards are of another save: save the checkpoint again",
+        )
 
 
 def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[Committed]:
@@ -183,6 +205,7 @@ def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Tr
         return _Found(source_of(checkpoint, table), create)
     check_recipe(store.url, chain.table, {})
     check_config(chain, assets)
+    check_files(chain, assets())
     return _Found(source_of(checkpoint, chain.table), chain)
 
 
@@ -217,9 +240,9 @@ def _own_table(checkpoint: Checkpoint) -> Table:
 
 
 def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
-    """Return the memory-mapped weights of a checkpoint, as input of a publisher.
+    """Return the weights of a checkpoint, as input of a publisher.
 
-    They count as frozen, since they do not change during the push, so they are not copied.
+    They count as frozen, since files that change during a push are refused, so no copy is kept.
 
     Raises:
         ChainMismatchError: The checkpoint's tensors differ from the table.
@@ -233,13 +256,13 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
             _check_spec(checkpoint, name, spec)
         for name in found[1:]:
             _check_tied(checkpoint, found[0], name)
-        tensor = _tensor(checkpoint, found[0], spec)
-        weights.append(Weight.straight(spec, tensor, frozen=True))
+        absent = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+        weight = Weight.straight(spec, absent, frozen=True)
+        weights.append(replace(weight, pending=_FileTensor(checkpoint, found[0], spec)))
     extra = checkpoint.specs.keys() - spare - {weight.spec.name for weight in weights}
     if extra:
         raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
-    tensors = {weight.spec.name: weight.tensor for weight in weights}
-    return ModelTensors(tuple(weights), table.specs(), table.aliases, tensors.items)
+    return ModelTensors(tuple(weights), table.specs(), table.aliases, partial(_made, weights))
 
 
 def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:
@@ -255,11 +278,41 @@ def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:
         )
 
 
-def _tensor(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
-    """Return a tensor of the checkpoint, in a private mapping that torch accepts as writable."""
-    file, offset = checkpoint.place(name)
-    signed = np.dtype("u1" if spec.itemsize == 1 else f"<i{spec.itemsize}")
-    bits = (
-        np.memmap(file, signed, "c", offset, (spec.numel,)) if spec.numel else np.empty(0, signed)
-    )
-    return torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+@dataclass(frozen=True, slots=True)
+class _FileTensor(Pending):
+    """A tensor of a checkpoint, read from its file whenever its bits are needed."""
+
+    checkpoint: Checkpoint
+    name: str
+    spec: TensorSpec
+
+    @property
+    @override
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    @override
+    def to(self, device: torch.device) -> Pending:
+        raise AssertionError("weights of a file are compared on the host")
+
+    @override
+    def make(self) -> Tensor:
+        bits = self.checkpoint.bits(self.name)
+        if bits.itemsize > 1:
+            bits = bits.view(f"<i{bits.itemsize}")
+        return torch.from_numpy(bits).view(TORCH_DTYPES[self.spec.dtype]).view(self.spec.shape)
+
+    @override
+    def diff_(self, snapshot: Bits) -> Changes:
+        return host.diff_(snapshot, self.checkpoint.bits(self.name))
+
+    @override
+    def compared(self, name: str, kept: Kept) -> Compared:
+        raise AssertionError("weights of a file are compared on the host")
+
+
+def _made(weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
+    """Read the tensors of a checkpoint, one at a time."""
+    for weight in weights:
+        if weight.pending is not None:
+            yield weight.spec.name, weight.pending.make()

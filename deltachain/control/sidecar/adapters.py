@@ -116,6 +116,7 @@ class AdapterServer(Reader):
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         for name, data in read_assets(folder).items():
+            (partial / name).parent.mkdir(exist_ok=True)
             (partial / name).write_bytes(data)
         shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
         shutil.rmtree(lies, ignore_errors=True)

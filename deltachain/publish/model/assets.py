@@ -2,53 +2,48 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from torch import nn
 
 from deltachain.checkpoint import read_assets
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.model.described import refuse_other_config
 from deltachain.publish.model.source import TensorSource, origin
+from deltachain.publish.model.touched import own_parts, saved, with_touched
 from deltachain.remote_code import without_remote_code
 from deltachain.torch_names import unwrapped
-
-
-@runtime_checkable
-class SavesItself(Protocol):
-    """A configuration or a tokenizer of transformers."""
-
-    def save_pretrained(self, save_directory: str) -> object:
-        """Write its files into a folder."""
 
 
 def collect_assets(
     model: nn.Module | TensorSource, config: PublishConfig, *others: object
 ) -> dict[str, bytes]:
-    """Return the files of the configured checkpoint, else those written by model and tokenizer.
+    """Return the files that belong to a model: those of its checkpoint, as they would be now.
 
-    The checkpoint's own files are preferred: a model loaded with fp32 master weights would write a
-    configuration with dtype fp32.
+    Files of the configured folder are taken as they are. Of the folder that the model was loaded
+    from, those count that model and tokenizer have not changed since, and of the others what they
+    write now: a tokenizer with further tokens, a configuration with another vocabulary.
 
     Args:
         model: The model; an export has no files of its own.
         config: Settings; ``assets`` or ``base`` may name the checkpoint.
         others: Tokenizer or processor of the model.
+
+    Raises:
+        ConfigError: The model's configuration does not describe its weights.
     """
     trusted = config.trust_remote_code
-    folder = config.assets or config.base
-    if folder is None and isinstance(model, nn.Module):
-        folder = origin(model)
-    if folder is not None:
-        return read_assets(folder, trusted=trusted)
-    with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
-        whole = unwrapped(model) if isinstance(model, nn.Module) else model
-        for thing in (getattr(whole, "config", None), *others):
-            if isinstance(thing, SavesItself):
-                thing.save_pretrained(scratch)
-        return read_assets(Path(scratch), trusted=trusted)
+    whole = unwrapped(model) if isinstance(model, nn.Module) else None
+    if config.assets is not None:
+        return read_assets(config.assets, trusted=trusted)
+    if whole is None:
+        return read_assets(config.base, trusted=trusted) if config.base else {}
+    refuse_other_config(whole)
+    folder = config.base or origin(whole)
+    if folder is None:
+        return saved(*own_parts(whole), *others, trusted=trusted)
+    files = read_assets(folder, trusted=trusted)
+    return with_touched(files, folder, whole, *others, trusted=trusted)
 
 
 def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:

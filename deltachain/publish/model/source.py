@@ -17,6 +17,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ConfigError, FormatError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
+from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
@@ -131,7 +132,8 @@ class ModelTensors:
                 local = _unchanged(weight, tensor)
                 if not self.has_own_checks:
                     refuse_scale(weight.spec, local)
-                yield replace(weight, tensor=local, writes=_writes_to(tensor, local))
+                writes = _writes_to(tensor, local)
+                yield replace(weight, tensor=local, pending=None, writes=writes)
             elif self.parameters and isinstance(tensor, nn.Parameter):
                 self._check_known(name)
         if missing:
@@ -235,7 +237,7 @@ def collect_weights(
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
     found = _compared_if_none_is_trained(weights) if alone else tuple(weights)
     parameters = frozenset(name for name, t in named_tensors(model) if isinstance(t, nn.Parameter))
-    live_now = partial(named_tensors, model)
+    live_now = with_config_watched(model, partial(named_tensors, model))
     return ModelTensors(found, specs, named, live_now, parameters=parameters)
 
 

@@ -76,7 +76,7 @@ class LoadedCheckpoint:
 
     def copy(self, name: str) -> npt.NDArray[Any]:
         """Return a writable copy of the flat bits of a tensor."""
-        return self.checkpoint.bits(self.names[name][0]).copy()
+        return self.checkpoint.bits(self.names[name][0])
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors for a loader, under every name in the checkpoint, one at a time.

@@ -194,7 +194,9 @@ class FolderTarget(PatchedTarget):
         live = self._live.get(delta.spec.name)
         with explained(self.folder):
             if live is not None:
-                return prepare(WholeTensor(live[0].bits), delta, base_too=base_too)
+                near = delta.indices
+                bits = live[0].bits if near is None else live[0].bits_near(near)
+                return prepare(WholeTensor(bits), delta, base_too=base_too)
         zeros = WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype))
         return prepare(zeros, delta, base_too=base_too)
 

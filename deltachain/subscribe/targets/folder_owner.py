@@ -10,14 +10,7 @@ from typing_extensions import override
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.identity import chain_around
-from deltachain.checkpoint import (
-    ADAPTER_FILE,
-    ASSET_SUFFIXES,
-    HELD_FILE,
-    INDEX_FILE,
-    weights_file,
-    write_atomic,
-)
+from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, is_asset, weights_file, write_atomic
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
 from deltachain.remote_code import without_remote_code
@@ -95,17 +88,24 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
         ApplyError: The folder cannot be written now.
     """
     written = []
-    refused = {HELD_FILE, INDEX_FILE}  # files of our own
+    refused = set[str]()
     if weights_file(name for name, *_ in chain.table.tensors) != ADAPTER_FILE:
         refused.add(ADAPTER_CONFIG)
     for name, data in chain.assets():
         file = folder / name
-        is_small_file = file.suffix in ASSET_SUFFIXES and name.lower() not in refused
         with explained(folder):
-            if is_small_file and not name.startswith(".") and not file.exists():
+            wanted = is_asset(name) and name.lower() not in refused
+            if wanted and not _is_elsewhere(file, folder) and not file.exists():
                 url = chain.store.url
                 kept = without_remote_code(name, data, trusted=trusted, where=url)
                 if kept is not None:
+                    if file.parent != folder:
+                        file.parent.mkdir(exist_ok=True)
                     write_atomic(file, kept)
                     written.append(name)
     return written
+
+
+def _is_elsewhere(file: Path, folder: Path) -> bool:
+    """Return whether a file lies in a folder that a link leads out to."""
+    return file.parent != folder and file.parent.is_symlink()

@@ -1,0 +1,111 @@
+"""Whether a model's configuration describes its weights, as loading them needs."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from deltachain.errors import ConfigError
+from deltachain.publish.model.touched import differing_fields, fields
+from deltachain.torch_names import named_tensors
+
+logger = logging.getLogger(__name__)
+
+_RUNTIME: Final = frozenset(
+    {"problem_type", "output_attentions", "output_hidden_states", "return_dict"}
+)
+"""Fields that a trainer or the model's own forward sets."""
+
+_OTHER_FILES: Final = (
+    "; or give PublishConfig.assets, a folder of the files to publish, if no follower loads them "
+    "with from_pretrained"
+)
+
+
+def refuse_other_config(model: nn.Module) -> None:
+    """Refuse a model of transformers that its own configuration does not describe.
+
+    Raises:
+        ConfigError: A weight has another shape than in a model made of the configuration, or the
+            output embedding is tied where the configuration says otherwise.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
+        return
+    _refuse_tie(model, config)
+    try:
+        with torch.device("meta"):
+            made = type(model)(copy.deepcopy(config))
+    except Exception as exc:  # noqa: BLE001 - of any model's code
+        logger.debug("%s cannot be made of its configuration: %s", type(model).__name__, exc)
+        return
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(made)}
+    for name, tensor in named_tensors(model):
+        expected = shapes.get(name)
+        if expected and tensor.numel() and tuple(tensor.shape) != expected:
+            raise ConfigError(
+                f"{name!r} has shape {tuple(tensor.shape)}, and by the model's configuration "
+                f"{expected}: what is published could not be loaded",
+                hint="set the fields of model.config to the model, such as num_labels or "
+                f"vocab_size{_OTHER_FILES}",
+            )
+
+
+def _refuse_tie(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - of transformers
+    told = {getattr(config, "tie_word_embeddings", None)}
+    if hasattr(config, "get_text_config"):
+        told.add(getattr(config.get_text_config(), "tie_word_embeddings", None))
+    try:
+        first = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+        last = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return
+    if first is None or last is None or len(told) > 1 or None in told:
+        return
+    if first.shape == last.shape and (first is last) not in told:
+        tied = first is last
+        raise ConfigError(
+            f"the output embedding is {'tied' if tied else 'a weight of its own'}, and the model's "
+            f"configuration says tie_word_embeddings={not tied}: what is published would load as "
+            "another model",
+            hint=f"set model.config.tie_word_embeddings = {tied}{_OTHER_FILES}",
+        )
+
+
+def with_config_watched(
+    model: nn.Module, live: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> Callable[[], Iterable[tuple[str, Tensor]]]:
+    """Return ``live`` with a look at the model's configuration before each iteration.
+
+    That function raises:
+        ConfigError: The configuration changed, of which followers have the files.
+    """
+    then = _settings(model)
+
+    def looked() -> Iterable[tuple[str, Tensor]]:
+        if changed := differing_fields(then, _settings(model)):
+            raise ConfigError(
+                f"the model's configuration changed in {changed} since the publisher was attached",
+                hint="followers have the files of that time: close this publisher, and attach "
+                "another one at a URL of its own; or set the fields back",
+            )
+        return live()
+
+    return looked
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a model's configuration that do not change while it is trained."""
+    config = getattr(model, "config", None)
+    told = getattr(config, "to_dict", None)
+    if not hasattr(model, "from_pretrained") or told is None:
+        return {}
+    found = fields(json.dumps(told(), default=str).encode())
+    kept = found.items() if isinstance(found, dict) else ()
+    return {k: v for k, v in kept if k not in _RUNTIME and not k.endswith("_token_id")}

@@ -1,0 +1,170 @@
+"""Files that a model and its tokenizer would write now, where these were changed since loading."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+from torch import nn
+
+from deltachain.checkpoint import read_assets
+from deltachain.publish.quantise.settings import CONFIG_FILE
+
+logger = logging.getLogger(__name__)
+
+_DTYPES: Final = ("dtype", "torch_dtype")
+
+RUN_FIELDS: Final = frozenset(
+    {
+        *_DTYPES,
+        "_name_or_path",
+        "transformers_version",
+        "use_cache",
+        "_commit_hash",
+        "_from_model_config",
+    }
+)
+"""Fields of configurations that tell of a run and not of what the weights compute; trainers keep
+fp32 masters of bf16 weights, and switch the cache off."""
+
+
+LIBRARY: Final = "quantization_config"
+"""Field of a configuration with its own check, which knows releases of libraries."""
+
+
+@runtime_checkable
+class SavesItself(Protocol):
+    """A configuration or a tokenizer of transformers."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write its files into a folder."""
+
+
+def saved(*things: object, trusted: bool) -> dict[str, bytes]:
+    """Return the files that these write, as far as they write any."""
+    with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
+        for thing in things:
+            if isinstance(thing, SavesItself):
+                try:
+                    thing.save_pretrained(scratch)
+                except ValueError as exc:  # a generation configuration that contradicts itself
+                    logger.warning("%s was not saved: %s", type(thing).__name__, exc)
+        return read_assets(Path(scratch), trusted=trusted)
+
+
+def own_parts(model: nn.Module) -> tuple[object, ...]:
+    """Return what writes the files of a model besides its weights."""
+    return tuple(getattr(model, name, None) for name in ("config", "generation_config"))
+
+
+def with_touched(
+    origin: Mapping[str, bytes], folder: Path, model: nn.Module, *others: object, trusted: bool
+) -> dict[str, bytes]:
+    """Return the files of the folder that a model was loaded from, and what was changed since.
+
+    A part that is loaded anew from there writes the same files as the model's, unless that was
+    changed. Files of changed parts are those that they write now.
+
+    Args:
+        origin: Files of the folder, by path.
+        folder: The folder.
+        model: The model, unwrapped.
+        others: Tokenizer or processor of the model.
+        trusted: Whether references to remote code are kept.
+    """
+    files = dict(origin)
+    for part in (*own_parts(model), *others):
+        if not isinstance(part, SavesItself) or not _is_written(part, origin):
+            continue
+        now, then = saved(part, trusted=trusted), _loaded_anew(part, folder, trusted=trusted)
+        if CONFIG_FILE in now:
+            now[CONFIG_FILE] = _with_architecture(now[CONFIG_FILE], model)
+        for name in now.keys() | then.keys():
+            if name not in now:
+                files.pop(name, None)
+            elif name not in then or _differ(name, now[name], then[name]):
+                logger.info("%s was changed since the model was loaded from %s", name, folder)
+                files[name] = _with_dtypes(now[name], origin.get(name), name)
+    return files
+
+
+def _is_written(part: SavesItself, origin: Mapping[str, bytes]) -> bool:
+    """Return whether a part is one of its own: models without a file have a derived generation."""
+    derived = getattr(part, "_from_model_config", False)
+    return not derived or "generation_config.json" in origin
+
+
+def _loaded_anew(part: SavesItself, folder: Path, *, trusted: bool) -> dict[str, bytes]:
+    load = getattr(type(part), "from_pretrained", None)
+    if load is None:
+        return {}
+    try:
+        return saved(load(str(folder)), trusted=trusted)
+    except Exception as exc:  # noqa: BLE001 - of any library; its files are then all its own
+        logger.debug("%s does not load as %s: %s", folder, type(part).__name__, exc)
+        return {}
+
+
+def fields(data: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Return a JSON document without the fields of a run; ``None`` if it is none."""
+    try:
+        return _without(json.loads(data))
+    except (ValueError, RecursionError):
+        return None
+
+
+def differing_fields(old: Any, new: Any) -> str:  # noqa: ANN401 - JSON
+    """Name the fields in which two configurations differ; a null is an absent field."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return "" if old == new else "other content"
+    found = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    return ", ".join(repr(key) for key in found if key != LIBRARY)
+
+
+def _without(value: Any) -> Any:  # noqa: ANN401 - JSON
+    if isinstance(value, dict):
+        return {key: _without(one) for key, one in value.items() if key not in RUN_FIELDS}
+    return [_without(one) for one in value] if isinstance(value, list) else value
+
+
+def _differ(name: str, one: bytes, other: bytes) -> bool:
+    if one == other:
+        return False
+    return not name.endswith("config.json") or fields(one) != fields(other)
+
+
+def _with_architecture(data: bytes, model: nn.Module) -> bytes:
+    """Return a configuration that names the model's class, as ``save_pretrained`` of it does.
+
+    Of subclasses, such as those that shard, the class that was named stays.
+    """
+    config = json.loads(data)
+    named = config.get("architectures") or []
+    if not hasattr(model, "save_pretrained") or any(
+        c.__name__ in named for c in type(model).__mro__
+    ):
+        return data
+    config["architectures"] = [type(model).__name__]
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _with_dtypes(data: bytes, origin: bytes | None, name: str) -> bytes:
+    """Return a configuration with the dtypes of the checkpoint's own: masters have others."""
+    known = None if origin is None else json.loads(origin) if name == CONFIG_FILE else None
+    if not isinstance(known, dict):
+        return data
+    made = _dtyped(json.loads(data), known)
+    return json.dumps(made, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def _dtyped(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in made.items() if key not in _DTYPES}
+    kept |= {key: known[key] for key in _DTYPES if key in known}
+    for key, value in kept.items():
+        if isinstance(value, dict) and isinstance(known.get(key), dict):
+            kept[key] = _dtyped(value, known[key])
+    return kept

@@ -1,0 +1,254 @@
+"""Checkpoint folders as other programs leave them: several sets, half of one, or still written."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from deltachain import PublishConfig
+from deltachain.chain.chain import Chain
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import ConfigError, DeltaChainError, MalformedError
+from deltachain.file_reader import FileReader
+from deltachain.filebits import FileBits
+from deltachain.offline import compare
+from deltachain.publish.push import push
+from deltachain.store.memory import MemoryStore
+from deltachain.types import Buffer, TensorSpec
+
+ROWS = 1 << 18
+
+
+def tensors(fill: float, count: int = 4, rows: int = 8) -> dict[str, torch.Tensor]:
+    return {f"w{n}": torch.full((rows, 4), fill + n, dtype=torch.bfloat16) for n in range(count)}
+
+
+def save(file: Path, fill: float = 1.0, *, count: int = 4, rows: int = 8) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors(fill, count, rows), file)
+    return file
+
+
+def index(folder: Path, places: dict[str, str]) -> None:
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+
+
+def first_of(folder: Path, name: str = "w0") -> float:
+    bits = Checkpoint(folder).bits(name)
+    return torch.from_numpy(bits.view("<i2")).view(torch.bfloat16)[0].item()
+
+
+class Meddled(MemoryStore):
+    """A store that lets another process at work once something is written to it."""
+
+    def __init__(self, meddle: Callable[[], None]) -> None:
+        super().__init__()
+        self._meddle: Callable[[], None] | None = meddle
+
+    def put(self, key: str, data: Buffer) -> str:
+        self._once()
+        return super().put(key, data)
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        self._once()
+        super().put_if_absent(key, data)
+
+    def _once(self) -> None:
+        meddle, self._meddle = self._meddle, None
+        if meddle is not None:
+            meddle()
+
+
+def cut(file: Path) -> None:
+    os.truncate(file, 4096)
+
+
+def rewrite(file: Path) -> None:
+    data = file.read_bytes()
+    with file.open("r+b") as out:
+        out.seek(len(data) // 2)
+        out.write(bytes(len(data) // 2))
+
+
+def replace_file(file: Path) -> None:
+    other = file.with_suffix(".tmp")
+    save_file(tensors(9.0, rows=ROWS), other)
+    other.replace(file)
+
+
+@pytest.mark.parametrize("meddle", [cut, rewrite, replace_file])
+def test_a_checkpoint_that_changes_during_a_push_is_refused_and_nothing_committed(
+    tmp_path: Path, meddle: Callable[[Path], None]
+) -> None:
+    file = save(tmp_path / "c/model.safetensors", rows=ROWS)
+    store = Meddled(lambda: meddle(file))
+    with pytest.raises(DeltaChainError, match=r"model\.safetensors was (cut|written)") as caught:
+        push(store, file.parent, PublishConfig(url=store.url))
+    assert "new folder" in caught.value.hint
+    assert not list(store.list("manifests/"))
+
+
+def test_a_checkpoint_that_was_cut_is_refused(tmp_path: Path) -> None:
+    file = save(tmp_path / "c/model.safetensors", rows=ROWS)
+    checkpoint = Checkpoint(file.parent)
+    cut(file)
+    with pytest.raises(MalformedError, match="was cut while it was read"):
+        checkpoint.bits("w3")
+    with pytest.raises(MalformedError):
+        list(checkpoint.files())
+
+
+def test_a_followed_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    file.write_bytes(bytes(1 << 20))
+    place = FileBits(file, 0, TensorSpec("w", "U8", (1 << 20,)))
+    cut(file)
+    with pytest.raises(MalformedError, match="was cut"):
+        place.bits.sum()
+
+
+def test_a_delta_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    file.write_bytes(bytes(1 << 20))
+    reader = FileReader(file)
+    cut(file)
+    with pytest.raises(MalformedError, match="was cut"):
+        bytes(reader.read_at(1 << 19, 100))
+    (tmp_path / "empty").touch()
+    with pytest.raises(MalformedError, match="is empty"):
+        FileReader(tmp_path / "empty")
+    with pytest.raises(ConfigError, match="No such file"):
+        FileReader(tmp_path / "none")
+
+
+@contextmanager
+def few_files(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = sum(1 for _ in Path("/proc/self/fd").iterdir())
+    resource.setrlimit(resource.RLIMIT_NOFILE, (there + count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_more_tensors_and_files_than_the_process_may_open(tmp_path: Path) -> None:
+    folder = tmp_path / "c"
+    places: dict[str, str] = {}
+    for n in range(1, 65):
+        name = f"model-{n:05}-of-00064.safetensors"
+        folder.mkdir(exist_ok=True)
+        values = {f"l{n}.w{k}": torch.ones(4, 4, dtype=torch.bfloat16) * k for k in range(4)}
+        save_file(values, folder / name)
+        places |= dict.fromkeys(values, name)
+    index(folder, places)
+    new = tmp_path / "new"
+    save(new / "model.safetensors", 2.0)
+    with few_files(32):
+        store = MemoryStore()
+        pushed = push(store, folder, PublishConfig(url=store.url))
+        assert pushed.head.version == 0
+        assert len(Chain.open(store).table.tensors) == 256
+        assert compare(folder, folder, "step").tensors == 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "consolidated.safetensors",
+        "model.fp32.safetensors",
+        "model-00001-of-00001.safetensors",
+        "adapter_model.safetensors",
+        "optimizer.safetensors",
+        "original/model.safetensors",
+    ],
+)
+def test_of_two_sets_the_models_own_is_published_and_the_other_named(
+    tmp_path: Path, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "c/model.safetensors", 1.0)
+    save(tmp_path / "c" / other, 5.0, count=6)
+    assert first_of(tmp_path / "c") == 1.0
+    assert set(Checkpoint(tmp_path / "c").specs) == set(tensors(1.0))
+    if "/" not in other:
+        assert f"left out: {other}" in caplog.text
+
+
+def test_the_index_wins_over_a_single_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "c/model-00001-of-00001.safetensors", 5.0)
+    save(tmp_path / "c/model.safetensors", 1.0)
+    index(tmp_path / "c", dict.fromkeys(tensors(1.0), "model-00001-of-00001.safetensors"))
+    assert first_of(tmp_path / "c") == 5.0
+    assert "left out: model.safetensors" in caplog.text
+
+
+def test_shards_without_an_index_are_one_set(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, save(tmp_path / "c/model-00001-of-00002.safetensors"))
+    save_file({"b": torch.ones(2)}, save(tmp_path / "c/model-00002-of-00002.safetensors"))
+    save(tmp_path / "c/consolidated.00.safetensors")
+    assert set(Checkpoint(tmp_path / "c").specs) == {"a", "b"}
+
+
+def test_one_set_of_another_name_is_read(tmp_path: Path) -> None:
+    save(tmp_path / "c/consolidated.safetensors", 3.0)
+    assert first_of(tmp_path / "c") == 3.0
+
+
+@pytest.mark.parametrize("there", [["1-of-00003", "2-of-00003"], ["1-of-00001", "1-of-00002"]])
+def test_shards_that_are_not_one_whole_set_are_refused(tmp_path: Path, there: list[str]) -> None:
+    for n, name in enumerate(there):
+        save(tmp_path / f"c/model-0000{name}.safetensors", n)
+    refused(tmp_path / "c", "2 shards, whose names say")
+
+
+def refused(folder: Path, why: str) -> None:
+    store = MemoryStore()
+    with pytest.raises(ConfigError, match=why) as caught:
+        push(store, folder, PublishConfig(url=store.url))
+    assert caught.value.hint
+    assert not list(store.list(""))
+
+
+def test_an_index_that_names_an_absent_tensor_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c/one.safetensors")
+    index(tmp_path / "c", dict.fromkeys([*tensors(1.0), "w9"], "one.safetensors"))
+    refused(tmp_path / "c", "'w9' in one.safetensors, which does not hold it")
+
+
+def test_an_index_that_names_an_absent_shard_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c/one.safetensors")
+    index(tmp_path / "c", dict.fromkeys(tensors(1.0), "one.safetensors") | {"x": "two.safetensors"})
+    refused(tmp_path / "c", "two.safetensors is missing")
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c/one.safetensors", 1.0)
+    save(tmp_path / "c/two.safetensors", 2.0)
+    places = dict.fromkeys(tensors(1.0), "one.safetensors") | {"w3": "two.safetensors"}
+    index(tmp_path / "c", places)
+    refused(tmp_path / "c", "is in two files, one.safetensors and two.safetensors")
+
+
+def test_tensors_that_the_index_does_not_name_are_refused(tmp_path: Path) -> None:
+    save(tmp_path / "c/one.safetensors")
+    index(tmp_path / "c", dict.fromkeys(["w0", "w1"], "one.safetensors"))
+    refused(tmp_path / "c", "hold 'w2', which is not in model")
+
+
+def test_a_half_downloaded_shard_is_refused(tmp_path: Path) -> None:
+    file = save(tmp_path / "c/model.safetensors", rows=ROWS)
+    cut(file)
+    store = MemoryStore()
+    with pytest.raises(MalformedError, match="the file has 4096"):
+        push(store, tmp_path / "c", PublishConfig(url=store.url))
+    assert not list(store.list(""))
