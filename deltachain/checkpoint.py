@@ -62,6 +62,9 @@ _NO_ASSET: Final = re.compile(
 _ASSET_FOLDER: Final = re.compile(r"additional_chat_templates|[0-9]+_\w+")
 """Names of folders with assets: further templates, and modules of sentence-transformers."""
 
+_PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")
+"""Names of unfinished files."""
+
 ASSET_NBYTES: Final = 64 << 20
 """Size limit of an asset, in bytes."""
 
@@ -275,6 +278,19 @@ def creating(file: Path) -> Iterator[Path]:
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(file.parent)
+
+
+def remove_partials(folder: Path, *patterns: str) -> None:
+    """Remove files that killed processes were creating; nobody may be creating one now.
+
+    Args:
+        folder: Their folder.
+        patterns: Patterns of their names.
+    """
+    for pattern in patterns:
+        for left in folder.glob(pattern):
+            if _PARTIAL.fullmatch(left.name):
+                left.unlink()
 
 
 def write_atomic(file: Path, data: Buffer) -> None:

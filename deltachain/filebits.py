@@ -77,11 +77,12 @@ class FileBits:
             new: New bits of these elements.
 
         Raises:
-            OSError: The disk is full, gone, or may not be written to.
+            OSError: The disk is full, gone, or may not be written to, or the file is now a link.
         """
         if not new.size:
             return
-        with self.file.open("r+b", buffering=0) as out:
+        descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "r+b", buffering=0) as out:
             if indices is None:
                 self._write(out.fileno(), 0, new)
                 return

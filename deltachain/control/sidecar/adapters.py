@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 import shutil
 from pathlib import Path
 from typing import Final
@@ -112,8 +113,9 @@ class AdapterServer(Reader):
                 hint="publish deltachain.publish.model.lora.adapter_tensors(model) "
                 "on a chain of its own",
             )
-        partial = lies.with_name(f".{lies.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in self._folder.glob(f".{self._name}-v*"):  # by a killed agent
+            shutil.rmtree(left, ignore_errors=True)
+        partial = lies.with_name(f".{lies.name}.{secrets.token_hex(8)}")
         partial.mkdir(parents=True)
         for name, data in read_assets(folder).items():
             (partial / name).parent.mkdir(exist_ok=True)

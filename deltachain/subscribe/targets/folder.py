@@ -26,6 +26,7 @@ from deltachain.checkpoint import (
     Checkpoint,
     allocate,
     creating,
+    remove_partials,
     sync,
     weights_file,
     write_atomic,
@@ -97,6 +98,7 @@ class FolderTarget(PatchedTarget):
             self._refuse_file()
             while not self._lock():
                 pass
+            remove_partials(self.folder, ".*.safetensors.*", f".{HELD_FILE}.*")
             self._map()
             self._recover()
 
@@ -132,7 +134,13 @@ class FolderTarget(PatchedTarget):
         self._made |= not self.folder.exists()
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / LOCK_FILE
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise ConfigError(
+                f"{file} is no file of its own, but a link or a device",
+                hint="see who writes to this folder, and remove it",
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(file, flags, 0o666)
         self._unlock = weakref.finalize(self, os.close, descriptor)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -225,8 +233,6 @@ class FolderTarget(PatchedTarget):
     def _create(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Create the weights file of a folder without one, with one patch in memory at a time."""
         file = weights_file(self._specs)
-        for left in self.folder.glob(f".{file}.*"):  # left by a killed process
-            left.unlink()
         absent = set(self._specs)
         with creating(self.folder / file) as partial:
             allocate(partial, self._specs.values())

@@ -56,13 +56,15 @@ class Journal:
         return seal
 
     def pending(self) -> Seal | None:
-        """Return the seal of a complete journal; ``None`` for an incomplete one, or none.
+        """Return the seal of a complete journal; ``None`` for an incomplete one, a link, or none.
 
         Raises:
             FormatError: The seal is corrupt.
         """
         file = self._folder / SEAL
-        return parse(file.read_bytes(), Seal, key=str(file)) if file.is_file() else None
+        if self._folder.is_symlink() or not file.is_file():
+            return None
+        return parse(file.read_bytes(), Seal, key=str(file))
 
     def read(self, seal: Seal) -> Iterator[TensorDelta]:
         """Yield the journal's tensors, verified.
@@ -79,7 +81,9 @@ class Journal:
             yield from Part.from_bytes(data, key=ref.key)
 
     def clear(self) -> None:
-        """Remove the journal."""
+        """Remove the journal, and nothing that a planted link leads to."""
+        if self._folder.is_symlink():
+            self._folder.unlink()
         (self._folder / SEAL).unlink(missing_ok=True)
         shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -7,12 +7,17 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from safetensors.torch import save_file
 
+from deltachain.checkpoint import HELD_FILE
 from deltachain.errors import ConfigError, FormatError, TensorMismatchError
+from deltachain.filebits import FileBits
 from deltachain.subscribe import Subscriber
+from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.testing.models import TinyModel
+from deltachain.types import TensorSpec
 
 Subscribe = Callable[..., Subscriber]
 
@@ -105,3 +110,62 @@ def test_files_that_a_backup_shares_are_copied_before_they_are_written(
     (subscribe(mirror) if reopened else subscriber).update()
     assert backup.read_bytes() == before
     assert file.read_bytes() != before
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_planted_lock_is_refused_and_not_followed(
+    mirror: Path, tmp_path: Path, subscribe: Subscribe
+) -> None:
+    mirror.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    (mirror / LOCK_FILE).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"\.deltachain-lock is no file of its own"):
+        subscribe(mirror).update()
+    assert not elsewhere.exists()
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_planted_journal_is_removed_and_not_followed(
+    mirror: Path, tmp_path: Path, subscribe: Subscribe
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "seal.json").write_text("theirs")
+    subscribe(mirror).update()
+    (mirror / ".deltachain-journal").symlink_to(elsewhere)
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    assert subscriber.version is not None
+    assert (elsewhere / "seal.json").read_text() == "theirs"
+    assert not (mirror / ".deltachain-journal").is_symlink()
+
+
+@pytest.mark.usefixtures("publisher")
+def test_bits_are_not_written_through_a_link_planted_meanwhile(
+    mirror: Path, tmp_path: Path, subscribe: Subscribe
+) -> None:
+    subscribe(mirror).update()
+    file, elsewhere = mirror / "model.safetensors", tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    before = elsewhere.read_bytes()
+    file.symlink_to(elsewhere)
+    spec = TensorSpec("embed.weight", "U8", (1,))
+    with pytest.raises(OSError, match="symbolic links"):
+        FileBits(file, 0, spec).put(None, np.array([before[0] ^ 1], np.uint8))
+    assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.usefixtures("publisher")
+def test_unfinished_copies_of_killed_processes_are_removed(
+    mirror: Path, subscribe: Subscribe
+) -> None:
+    with subscribe(mirror) as subscriber:
+        subscriber.update()
+    left = [mirror / f".{name}.0123456789abcdef" for name in ("model.safetensors", HELD_FILE)]
+    other = [mirror / name for name in (".model.safetensors.notes", ".keep.0123456789abcdef")]
+    for file in (*left, *other):
+        file.write_bytes(b"x")
+    with subscribe(mirror) as subscriber:
+        subscriber.update()
+    assert not any(file.exists() for file in left)
+    assert all(file.exists() for file in other)
