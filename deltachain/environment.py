@@ -130,7 +130,8 @@ def _unknown(full: str) -> ConfigError:
 
 
 def _invalid(name: str, text: str, why: ValueError) -> ConfigError:
-    shown = "set to another value" if name in SECRETS else f"{text!r}"
+    is_short = len(text) <= _SHOWN and name not in SECRETS
+    shown = f"{text!r}" if is_short else "set to another value"
     meaning = VARIABLES[name].meaning
     return ConfigError(f"{PREFIX}{name} is {shown}, expected {why}", hint=f"meaning: {meaning}")
 
@@ -224,6 +225,9 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "TEST_STRIKE": Variable("for tests: file with the faults to inject", str),
     "TEST_RENDEZVOUS": Variable("for tests: rendezvous address of ranks", str),
 }
+
+_SHOWN: Final = 5
+"""Characters of a wrong value that are shown: a longer one may be a secret of another variable."""
 
 PLACES: Final = ("host", "device")
 """Values of ``DECODE``; by default, changes are decoded where the weights are."""

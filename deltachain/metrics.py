@@ -5,6 +5,8 @@ Needs the package ``prometheus_client``, which is imported on first use.
 
 from __future__ import annotations
 
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -18,6 +20,7 @@ from typing_extensions import override
 from deltachain.closeable import Closeable
 from deltachain.errors import ConfigError
 from deltachain.figures import Figure, FigureSource
+from deltachain.redact import redacted_url
 from deltachain.threads import started
 
 if TYPE_CHECKING:
@@ -28,7 +31,10 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 
 REQUEST_S: Final = 10.0
-"""Seconds after which a connection that sends nothing is closed."""
+"""Seconds of a connection, from its start to the end of the answer."""
+
+CONNECTIONS: Final = 64
+"""Limit of open connections."""
 
 
 _REGISTERED: Final[list[Any]] = []
@@ -103,7 +109,7 @@ def parse_address(text: str) -> tuple[str, int]:
     host, _, port = text.strip().rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(
-            f"{text!r} is no address to serve at",
+            f"{redacted_url(text)!r} is no address to serve at",
             hint="give a port, 9095, or a host and a port, 0.0.0.0:9095",
         )
     return host.strip("[]") or LOOPBACK, int(port)
@@ -170,10 +176,46 @@ class MetricsServer(Closeable):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a request: one that hangs does not delay others, nor the end of the process."""
+    """A thread a request: one that hangs does not delay others, nor the end of the process.
+
+    A connection is closed when its time is over, whatever arrives on it; when all places are taken,
+    the oldest one gives its place to a new one.
+    """
 
     daemon_threads = True
     block_on_close = False
+    request_s = REQUEST_S
+    connections = CONNECTIONS
+
+    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - as its base
+        self._since: dict[socket.socket, float] = {}  # the oldest first
+        super().__init__(*arguments)
+
+    @override
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Note when a connection began, and make place for it."""
+        if len(self._since) >= self.connections:
+            self._end(next(iter(self._since)))
+        self._since[request] = time.monotonic()
+        return True
+
+    @override
+    def service_actions(self) -> None:
+        """End connections that have lasted too long; called every 0.1 s."""
+        before = time.monotonic() - self.request_s
+        for request in [one for one, since in list(self._since.items()) if since < before]:
+            self._end(request)
+
+    @override
+    def shutdown_request(self, request: Any) -> None:
+        self._since.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Let the thread of a connection read and write no more; it then closes the socket."""
+        self._since.pop(request, None)
+        with suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -182,8 +224,6 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 def _server_class(host: str) -> type[WSGIServer]:
     """Return the class of a server for IPv4, or for IPv6."""
-    import socket  # noqa: PLC0415 - one constant of it
-
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return type("_FamilyServer", (_Server,), {"address_family": family})
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from deltachain.environment import read
 from deltachain.errors import ConfigError
+from deltachain.redact import redacted_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +118,9 @@ def _context(files: TlsFiles, _: tuple[int, ...]) -> ssl.SSLContext:
 
 def _check(name: str, path: Path | None) -> None:
     if path is not None and not path.is_file():
-        raise ConfigError(f"{name} is {str(path)!r}, which is no file", hint="correct the path")
+        raise ConfigError(
+            f"{name} is {redacted_path(path)!r}, which is no file", hint="correct the path"
+        )
 
 
 def _refuse_password() -> str:

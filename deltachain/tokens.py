@@ -14,6 +14,7 @@ from threading import Lock
 from typing import Final
 
 from deltachain.errors import ConfigError
+from deltachain.redact import redacted_path
 
 LARGEST: Final = 1 << 16
 """Size limit of a file, in bytes."""
@@ -112,4 +113,4 @@ def _read(file: Path) -> tuple[str, ...]:
 
 def _unreadable(file: Path, exc: OSError | ValueError) -> ConfigError:
     why = getattr(exc, "strerror", None) or "it cannot be read"
-    return ConfigError(f"{file}: {why}", hint="name a file with one token a line")
+    return ConfigError(f"{redacted_path(file)}: {why}", hint="name a file with one token a line")

@@ -16,6 +16,7 @@ from deltachain.errors import ConfigError
 from deltachain.format.digest import object_digest
 from deltachain.format.documents import Document, Signature
 from deltachain.format.signed import signed_bytes
+from deltachain.redact import redacted_path
 
 ALGORITHM: Final = "ed25519"
 """The only algorithm of version 1 of the format (RFC 8032)."""
@@ -47,7 +48,9 @@ class PublicKey:
         """
         found = _PUBLIC.fullmatch(text)
         if found is None:
-            raise ConfigError(f"{text[:80]!r} is not a public key", hint=f"expected {_FORM}")
+            raise ConfigError(
+                f"a trusted key is not a public key of {ALGORITHM}", hint=f"expected {_FORM}"
+            )
         return cls(bytes.fromhex(found[1]))
 
     @property
@@ -133,12 +136,17 @@ class SigningKey:
         try:
             key = serialization.load_pem_private_key(file.read_bytes(), password=None)
         except OSError as exc:
-            raise ConfigError(f"signing key {file}: {exc.strerror or exc}", hint=hint) from exc
+            why = exc.strerror or "it cannot be read"
+            raise ConfigError(f"signing key {redacted_path(file)}: {why}", hint=hint) from exc
         except (ValueError, TypeError) as exc:  # TypeError: it is encrypted
-            message = f"signing key {file}: expected an unencrypted private key in PEM"
+            message = (
+                f"signing key {redacted_path(file)}: expected an unencrypted private key in PEM"
+            )
             raise ConfigError(message, hint=hint) from exc
         if not isinstance(key, ed25519.Ed25519PrivateKey):
-            raise ConfigError(f"signing key {file}: expected a key of {ALGORITHM}", hint=hint)
+            raise ConfigError(
+                f"signing key {redacted_path(file)}: expected a key of {ALGORITHM}", hint=hint
+            )
         return cls.of(key.private_bytes_raw())
 
     def pem(self) -> bytes:
@@ -254,7 +262,7 @@ def _lines(file: Path) -> list[str]:
     except (OSError, ValueError) as exc:
         why = getattr(exc, "strerror", None) or "it is no text"
         raise ConfigError(
-            f"trusted keys in {str(file)[:200]}: {why}",
+            f"trusted keys in {redacted_path(file)}: {why}",
             hint=f"name a file with one key a line, or list the keys: {_FORM}",
         ) from exc
     return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]

@@ -82,6 +82,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     from deltachain.dashboard.alerts import AlertLimits
     from deltachain.dashboard.app import create_app
     from deltachain.dashboard.chain_index import ChainIndex
+    from deltachain.dashboard.connections import limited
     from deltachain.dashboard.watcher import Watcher
     from deltachain.presence.board import PresenceBoard
     from deltachain.store import open_store
@@ -108,6 +109,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                http=limited(),
                 timeout_graceful_shutdown=1,
             )
             service = uvicorn.Server(config)

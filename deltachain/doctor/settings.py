@@ -13,10 +13,14 @@ from deltachain.chain.trust import Trust
 from deltachain.control.client.http import make_client
 from deltachain.control.client.inventory import parse_inventory
 from deltachain.doctor.finding import Finding, failed, note, ok
-from deltachain.environment import FROM_FILE, PREFIX, SECRETS, mistakes, read
+from deltachain.environment import FROM_FILE, PREFIX, mistakes, read
 from deltachain.errors import ConfigError
+from deltachain.redact import redacted_path, redacted_url
 from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
+
+_URLS: Final = ("URL", "PRESENCE_URL")
+"""Variables with one URL."""
 
 ENVIRONMENT: Final = "environment"
 FILES: Final = "files"
@@ -48,7 +52,9 @@ def check_files(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield from _tried(FILES, partial(_tokens, file))
     signing = given.get("SIGNING_KEY")
     if signing is not None:
-        yield from _tried(FILES, lambda: f"{signing}: key {SigningKey.load(signing).public}")
+        yield from _tried(
+            FILES, lambda: f"{redacted_path(signing)}: key {SigningKey.load(signing).public}"
+        )
         yield from _exposed(signing)
     if "TRUSTED_KEYS" in given or "MAX_HEARTBEAT_AGE_S" in given:
         yield from _tried(FILES, lambda: _trusted(environment))
@@ -57,7 +63,10 @@ def check_files(environment: Mapping[str, str]) -> Iterator[Finding]:
     base = given.get("BASE")
     if base is not None and not base.is_dir():
         hint = "name the folder of the base checkpoint on this machine"
-        yield failed(FILES, ConfigError(f"{PREFIX}BASE is {base}, which is no folder", hint=hint))
+        yield failed(
+            FILES,
+            ConfigError(f"{PREFIX}BASE is {redacted_path(base)}, which is no folder", hint=hint),
+        )
 
 
 def check_transport(environment: Mapping[str, str]) -> Iterator[Finding]:
@@ -119,6 +128,11 @@ def _tried(check: str, attempt: Callable[[], str]) -> Iterator[Finding]:
 
 
 def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - as it is parsed
-    if name in SECRETS:
-        return "(set)"
-    return str(int(value)) if isinstance(value, bool) else str(value)
+    """Return a value, unless it is a secret, or a text that may be one by mistake."""
+    if isinstance(value, Path):
+        return redacted_path(value)
+    if not isinstance(value, str):
+        return str(int(value)) if isinstance(value, bool) else str(value)
+    if name in _URLS:
+        return redacted_url(value)
+    return value if name == "DECODE" else "(set)"

@@ -18,6 +18,7 @@ from deltachain.doctor.probe import CLOCK, SKEW_S, compare_clocks
 from deltachain.environment import read
 from deltachain.errors import DeltaChainError, ObjectNotFoundError
 from deltachain.format.keys import manifest_key
+from deltachain.redact import redacted_url
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
 from deltachain.room import NoRoomError, check_room
@@ -166,7 +167,9 @@ def check_server(environment: Mapping[str, str]) -> Iterator[Finding]:
         yield failed(START, exc)
         return
     exits = "ends at its start" if settings.strict else "serves what it loaded"
-    yield ok(START, f"a server follows {settings.subscribe.url}, and {exits} if it cannot")
+    yield ok(
+        START, f"a server follows {redacted_url(settings.subscribe.url)}, and {exits} if it cannot"
+    )
     if not settings.follow:
         hint = "set DELTACHAIN_FOLLOW=1 to apply them as they are committed"
         yield note(START, "a server applies new versions only when it is told to", hint)

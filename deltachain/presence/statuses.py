@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from deltachain.redact import redacted_url
 from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.status import ReplicaStatus
 from deltachain.subscribe.status import lag
@@ -38,7 +39,7 @@ def follower_status(
     doubt, reason = subscriber.watch.doubt, _reason(subscriber, given)
     committed_at = times.commit_of(held.manifest) if held else None
     return _status(
-        url=chain.store.url if chain else subscriber.config.url,
+        url=chain.store.url if chain else redacted_url(subscriber.config.url),
         chain=chain.identity.chain if chain else None,
         version=version,
         manifest=held.manifest if held else None,

@@ -23,6 +23,7 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
+from deltachain.redact import redacted_url
 from deltachain.replica.engine import Engine
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
@@ -107,7 +108,9 @@ class Leader:
                     self.stop()
                     raise
                 self.ended = f"following ended: {exc}"
-            logger.warning("not caught up with %s: %s", self.settings.subscribe.url, exc)
+            logger.warning(
+                "not caught up with %s: %s", redacted_url(self.settings.subscribe.url), exc
+            )
         if self.settings.follow and not self.ended:
             self._follow_in_a_thread()
 
@@ -283,7 +286,7 @@ class Leader:
             for _ in self.follow():
                 pass  # logged by the subscriber, and part of the status
         except Exception:
-            logger.exception("following %s ended", self.settings.subscribe.url)
+            logger.exception("following %s ended", redacted_url(self.settings.subscribe.url))
 
     def _reach(
         self, update: Callable[[], ApplyReceipt | None], asked: Version | None

@@ -19,7 +19,7 @@ def pause_mode(named: str, modes: Sequence[str]) -> str:
     """
     if named and named not in modes:
         raise ConfigError(
-            f"pause mode {named!r} is none of {', '.join(modes)}",
+            f"the pause mode is none of {', '.join(modes)}",
             hint="name one of them in DELTACHAIN_PAUSE, or unset it for the first one",
         )
     return named or modes[0]

@@ -27,6 +27,7 @@ from deltachain.errors import (
     DigestMismatchError,
     EngineDamagedError,
 )
+from deltachain.redact import redacted_url
 from deltachain.replica.attachments import Attachments, Lead
 from deltachain.replica.call_id import addressed, call_id
 from deltachain.replica.engine import EngineModel
@@ -179,7 +180,8 @@ class RankService:
     def _attach(self, request: AttachRequest) -> AttachReply:
         if self._settings.url and request.url != self._settings.url:
             raise ConfigError(
-                f"this replica was started to follow {self._settings.url}, not {request.url}"
+                f"this replica was started to follow {redacted_url(self._settings.url)}, "
+                f"not {redacted_url(request.url)}"
             )
         folder = self._folder_id(*request.probe) if request.probe else ""
         rank = self._attachments.rank_for(request.specs, request.aliases)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from deltachain.errors import BrokenChainError
+from deltachain.redact import redacted_url
 from deltachain.replica.messages import status_row
 from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.status import ReplicaStatus
@@ -45,7 +46,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
     reason = why_unready(condition)
     committed_at = times.commit_of(held.manifest) if held else None
     return ReplicaStatus(
-        url=leader.settings.subscribe.url,
+        url=redacted_url(leader.settings.subscribe.url),
         chain=chain.identity.chain if chain else None,
         version=version,
         state=held.state if held else None,

@@ -8,6 +8,7 @@ from typing import Final
 from urllib.parse import unquote
 
 from deltachain.errors import ConfigError
+from deltachain.redact import redacted_url
 
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^?#]*)", re.DOTALL)
 
@@ -34,7 +35,8 @@ def check_apart(url: str, chain: str) -> None:
     else:
         relation = "is inside" if len(here) > len(there) else "contains"
     raise ConfigError(
-        f"{url} {relation} the chain {chain}, which only its publisher may write to",
+        f"{redacted_url(url)} {relation} the chain {redacted_url(chain)}, which only its publisher "
+        "may write to",
         hint="name a place beside the chain; on the Hub, a bucket of its own",
     )
 

@@ -95,7 +95,7 @@ def _follow(
             looked(exc)
             if str(exc) != logged:
                 logged = str(exc)
-                logger.warning("following %s: %s", subscriber.config.url, exc)
+                logger.warning("following %s: %s", subscriber.store.url, exc)
         if receipt is not None:
             yield receipt
         if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already

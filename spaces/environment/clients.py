@@ -24,7 +24,7 @@ def client_of(connection: HTTPConnection, proxies: int) -> str:
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:
-        return peer[:64] or "nobody"
+        return "nobody"  # all of them are one: else each could have a limit of its own
     if isinstance(address, ipaddress.IPv6Address):
         address = address.ipv4_mapped or address
     prefix = 64 if address.version == 6 else 32

@@ -6,6 +6,7 @@ does not start with Starlette 1.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 from contextlib import suppress
@@ -86,7 +87,7 @@ def add_openenv(app: FastAPI, sessions: Sessions, *, proxies: int, largest: int)
         await socket.accept()
         episode = Episode(sessions, client_of(socket, proxies))
         try:
-            while (raw := await _text_of(socket)) is not None:
+            while (raw := await _text_of(socket, sessions.idle_s)) is not None:
                 answer = _answer(episode, raw, largest)
                 if answer is None:
                     await socket.close()
@@ -164,9 +165,16 @@ class Episode:
         self.session = ""
 
 
-async def _text_of(socket: WebSocket) -> str | None:
-    """Return the next message, empty if it is binary; ``None`` at the end of the connection."""
-    event = await socket.receive()
+async def _text_of(socket: WebSocket, idle_s: float) -> str | None:
+    """Return the next message, empty if it is binary; ``None`` at the end of the connection.
+
+    A player who sends no whole message for as long as a session may be idle has left.
+    """
+    try:
+        event = await asyncio.wait_for(socket.receive(), idle_s)
+    except TimeoutError:
+        await socket.close()
+        return None
     return None if event["type"] == "websocket.disconnect" else event.get("text") or ""
 
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.exceptions import HTTPException
 
 from clients import client_of, no_page_of_others
+from connections import limited
 from game import LENGTH, PROMPT, TURNS
 from openenv_routes import add_openenv
 from sessions import IDLE_S, LIMIT, Refusal, Sessions
@@ -157,6 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log_level="warning",
         proxy_headers=False,
         ws_max_size=LARGEST,
+        http=limited(),
     )
     return 0
 

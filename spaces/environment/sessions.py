@@ -55,6 +55,9 @@ class Sessions:
         words: Valid words and possible secrets.
         idle_s: Idle seconds after which a session may be replaced.
         clock: Monotonic clock, in seconds.
+
+    Attributes:
+        idle_s: As given.
     """
 
     def __init__(
@@ -66,7 +69,7 @@ class Sessions:
     ) -> None:
         self._words = tuple(words)
         self._known = frozenset(words)
-        self._idle_s = idle_s
+        self.idle_s = idle_s
         self._clock = clock
         self._lock = Lock()
         self._open: OrderedDict[str, _Session] = OrderedDict()  # the longest unused one first
@@ -122,7 +125,7 @@ class Sessions:
     def _find(self, name: str) -> _Session:
         found = self._open.get(name)
         if found is None:
-            hint = f"open one; who is idle for {self._idle_s:g} s may lose theirs"
+            hint = f"open one; who is idle for {self.idle_s:g} s may lose theirs"
             raise Refusal(404, "there is no such session", hint)
         return found
 
@@ -154,7 +157,7 @@ class Sessions:
 
     def _drop_idle(self, client: str, now: float, message: str) -> None:
         oldest = self._oldest(client)
-        wait_s = self._open[oldest].used + self._idle_s - now
+        wait_s = self._open[oldest].used + self.idle_s - now
         if wait_s >= 0:
             raise Refusal(
                 429,

@@ -14,6 +14,7 @@ import msgspec
 
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.format.json_guards import decode
+from deltachain.redact import redacted_url
 from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
 
@@ -42,22 +43,30 @@ class Http:
     the loopback interface. Certificates and keys for TLS are those of :class:`TlsFiles`.
 
     Args:
-        url: Address of the server.
+        url: Address of the server; may have a user and a password.
         credentials: Ways to identify; the next one is tried if the server answers 401.
         timeout_s: Timeout of a request, in seconds, to its last byte.
+
+    Attributes:
+        url: Address of the server, without user and password.
 
     Raises:
         ConfigError: ``url``, a proxy or a file for TLS is invalid.
     """
 
     def __init__(self, url: str, credentials: Credentials, *, timeout_s: float) -> None:
-        self.url = url.rstrip("/")
+        self._address = url.rstrip("/")
+        self.url = redacted_url(self._address)
         try:
-            parsed = httpx.URL(self.url)
+            parsed = httpx.URL(self._address)
         except httpx.InvalidURL:
             parsed = httpx.URL()
-        if parsed.scheme not in ("http", "https") or not parsed.host:
-            raise ConfigError(f"{url!r} is not a server address", hint="use http://HOST:PORT")
+        is_http = parsed.scheme in ("http", "https") and parsed.host
+        if not is_http or parsed.query or parsed.fragment:
+            raise ConfigError(
+                f"{self.url!r} is not a server address",
+                hint="use http://HOST:PORT, without a query",
+            )
         self._credentials, self._timeout_s = credentials, timeout_s
         self._client = make_client(
             headers={"accept-encoding": "identity"},
@@ -81,7 +90,7 @@ class Http:
     def _send(
         self, method: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
     ) -> httpx.Response:
-        content, url, until = b"", self.url + path, time.monotonic() + self._timeout_s
+        content, url, until = b"", self._address + path, time.monotonic() + self._timeout_s
         try:
             with self._client.stream(method, url, json=body, headers=headers) as answer:
                 for chunk in answer.iter_raw():
@@ -94,7 +103,8 @@ class Http:
                             hint=UNREACHED,
                         )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
-            what = str(exc) or type(exc).__name__
+            is_ours = isinstance(exc, httpx.LocalProtocolError | httpx.InvalidURL)  # has a header
+            what = type(exc).__name__ if is_ours else str(exc) or type(exc).__name__
             hint = UNTRUSTED if is_untrusted(exc) else UNREACHED
             raise ControlPlaneError(f"{self.url} did not answer: {what}", hint=hint) from exc
         return httpx.Response(answer.status_code, content=content)
@@ -129,10 +139,11 @@ def make_client(**arguments: Any) -> httpx.Client:  # noqa: ANN401 - as httpx ta
     try:
         return httpx.Client(verify=context, limits=limits, mounts=local, **arguments)
     except (ValueError, ImportError, httpx.InvalidURL) as exc:
+        why = str(exc) if isinstance(exc, ImportError) else "it is no URL of a proxy"
         raise ConfigError(
-            f"a proxy of the environment is invalid: {exc}",
+            f"a proxy of the environment is invalid: {why}",
             hint="correct HTTP_PROXY, HTTPS_PROXY or ALL_PROXY, such as http://proxy:3128",
-        ) from exc
+        ) from None  # the cause has the URL, and with it a password
 
 
 def is_untrusted(exc: BaseException | None) -> bool:

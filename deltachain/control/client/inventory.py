@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from deltachain.errors import ConfigError, ControlPlaneError
+from deltachain.redact import redacted_path, redacted_url
 
 DNS: Final = "dns://"
 """Scheme of a name that stands for all replicas at its addresses: ``dns://policy.default:8000``."""
@@ -43,7 +44,7 @@ def read_inventory(file: Path) -> tuple[str, ...]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as exc:
         why = getattr(exc, "strerror", None) or "it is no text"
-        raise ConfigError(f"{file}: {why}", hint=_HINT) from exc
+        raise ConfigError(f"{redacted_path(file)}: {why}", hint=_HINT) from exc
     entries = (line.partition("#")[0].strip() for line in lines)
     return _checked(tuple(entry for entry in entries if entry), str(file))
 
@@ -51,9 +52,9 @@ def read_inventory(file: Path) -> tuple[str, ...]:
 def _checked(entries: tuple[str, ...], where: str) -> tuple[str, ...]:
     if not entries:
         raise ConfigError(f"{where} names no engine", hint=_HINT)
-    wrong = next((entry for entry in entries if "://" not in entry or " " in entry), None)
-    if wrong is not None:
-        raise ConfigError(f"{where}: {wrong[:80]!r} is no address", hint=_HINT)
+    for number, entry in enumerate(entries, 1):  # not shown: it may be a line of a file of keys
+        if "://" not in entry or " " in entry:
+            raise ConfigError(f"{where}: entry {number} is no address", hint=_HINT)
     return entries
 
 
@@ -87,11 +88,13 @@ def parse_name(entry: str) -> tuple[str, int]:
     """Parse ``dns://NAME:PORT``.
 
     Raises:
-        ConfigError: It has no name or no port.
+        ConfigError: It has no name, no port, or a user.
     """
     name, _, port = entry.removeprefix(DNS).rpartition(":")
-    if not name or not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
-        raise ConfigError(f"{entry!r} has no port", hint="write dns://NAME:PORT")
+    is_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
+    if not name or "@" in name or not is_port:
+        what = "has a user" if "@" in name else "has no port"
+        raise ConfigError(f"{redacted_url(entry)!r} {what}", hint="write dns://NAME:PORT")
     return name.strip("[]"), int(port)
 
 
@@ -100,14 +103,14 @@ def resolve(entry: str) -> Sequence[str]:
 
     Raises:
         ControlPlaneError: The name cannot be resolved.
-        ConfigError: It has no name or no port.
+        ConfigError: It has no name, no port, or a user.
     """
     name, port = parse_name(entry)
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as exc:
         raise ControlPlaneError(
-            f"{entry} cannot be resolved: {getattr(exc, 'strerror', None) or exc}",
+            f"{redacted_url(entry)} cannot be resolved: {getattr(exc, 'strerror', None) or exc}",
             hint="see whether the name has addresses from here",
         ) from exc
     hosts = sorted({str(address[0]) for *_, address in found})

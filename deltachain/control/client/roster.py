@@ -70,7 +70,8 @@ class Roster(Closeable):
             parse_name(name)
         self._connect = partial(ReplicaClient, token=token, key=key, timeout_s=timeout_s)
         self._timeout_s = timeout_s
-        self._clients = {url: self._connect(url) for url in addresses}
+        clients = map(self._connect, addresses)
+        self._clients = {client.url: client for client in clients}
         self._resolved: dict[str, ReplicaClient] = {}
         self._boards = _boards((*stores, *boards))
         self._busy: set[str] = set()

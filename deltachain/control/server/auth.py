@@ -26,6 +26,9 @@ from deltachain.replica.leader import Leader
 from deltachain.threads import started
 from deltachain.tokens import Tokens
 
+BODY_S: Final = 10.0
+"""Seconds in which a request body must arrive."""
+
 LARGEST: Final = 4096
 """Size limit of a request body, in bytes."""
 
@@ -204,10 +207,14 @@ async def _body(request: Request, kind: type[_T], expected: str) -> _T:
         raise HTTPException(422, "query parameters are not supported; send a JSON body")
     body = b""
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > LARGEST:
-                raise HTTPException(413, f"request body above {LARGEST} bytes")
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > LARGEST:
+                    raise HTTPException(413, f"request body above {LARGEST} bytes")
+    except TimeoutError as exc:
+        headers = {"connection": "close"}  # the rest of the body is not waited for
+        raise HTTPException(408, f"request body not there in {BODY_S:g} s", headers) from exc
     except ClientDisconnect as exc:
         raise HTTPException(400, "request body ended early") from exc
     try:

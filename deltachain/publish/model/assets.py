@@ -11,6 +11,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
 from deltachain.publish.model.source import TensorSource, origin
 from deltachain.publish.model.touched import own_parts, saved, with_touched
+from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code
 from deltachain.torch_names import unwrapped
 
@@ -52,5 +53,8 @@ def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, byte
     return {
         name: kept
         for name, data in files.items()
-        if (kept := without_remote_code(name, data, trusted=trusted, where=config.url)) is not None
+        if (
+            kept := without_remote_code(name, data, trusted=trusted, where=redacted_url(config.url))
+        )
+        is not None
     }

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.members import (
     ACTS,
     containers_of,
@@ -39,7 +40,8 @@ ADAPTER: Final = "LoRA"
 _TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
 """Attributes of every module."""
 
-_loaded: WeakKeyDictionary[nn.Module, LoadedState] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[nn.Module, LoadedState | str] = WeakKeyDictionary()
+"""What each model held when loaded, or why it could not be recorded."""
 
 
 class LoadedState:
@@ -75,11 +77,21 @@ def record_loaded_state(model: nn.Module) -> None:
         _loaded[model] = LoadedState(model)
     except Exception as exc:  # noqa: BLE001 - the engine must serve as it would without deltachain
         logger.warning("cannot record what %s holds: %r", type(model).__name__, exc)
+        _loaded[model] = repr(exc)
 
 
 def made_by_running(model: nn.Module) -> frozenset[str]:
-    """Return the live tensors computed or changed at run time; empty if nothing was recorded."""
+    """Return the live tensors computed or changed at run time; empty if nothing was to be recorded.
+
+    Raises:
+        TensorMismatchError: What the model held could not be recorded.
+    """
     found = _loaded.get(model)
+    if isinstance(found, str):  # a table made from old weights could not be told from a constant
+        raise TensorMismatchError(
+            f"what {type(model).__name__} held when it was loaded was not recorded: {found[:200]}",
+            hint="restart the engine; if it happens again, report it with the engine's version",
+        )
     return found.changed(model) if found is not None else frozenset()
 
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Final
+from typing import Any
 from urllib.parse import urlsplit
 
 from deltachain.errors import ConfigError
+from deltachain.redact import redacted_url
 from deltachain.store.fs.errors import failures, store_error
 from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS
 from deltachain.store.registry import schemes
-
-_PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
-"""Schemes with a container or a user name before an ``@`` in the URL, neither of them secret."""
 
 
 def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
@@ -50,7 +48,8 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
             hint="give credentials in the environment or as options",
         )
     try:
-        shown = _without_credentials(url)
+        urlsplit(url)
+        shown = redacted_url(url).rstrip("/")
     except ValueError as exc:
         raise ConfigError(f"{scheme}:// store URL whose host cannot be read") from exc
     try:
@@ -97,11 +96,3 @@ def _extra(scheme: str) -> str:
 def _install(scheme: str, error: ImportError) -> str:
     package = PROMISES.get(scheme, UNKNOWN).package
     return f"pip install '{package}'" if package else str(error)
-
-
-def _without_credentials(url: str) -> str:
-    parts = urlsplit(url)
-    who, at, host = parts.netloc.rpartition("@")
-    if at and parts.scheme in _PLACES:
-        host = f"{who.partition(':')[0]}@{host}"
-    return f"{parts.scheme}://{host}{parts.path}".rstrip("/")

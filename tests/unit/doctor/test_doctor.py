@@ -98,7 +98,7 @@ ENVIRONMENTS: list[tuple[str, Plant, str]] = [
     ("no CA", absent("SSL_CERT_FILE"), "SSL_CERT_FILE is"),
     ("no folder of CAs", absent("SSL_CERT_DIR"), "SSL_CERT_DIR is"),
     ("an absent inventory", absent("DELTACHAIN_ENGINES"), "DELTACHAIN_ENGINES"),
-    ("a list of engines", given(DELTACHAIN_ENGINES="http://a, b"), "'b' is no address"),
+    ("a list of engines", given(DELTACHAIN_ENGINES="http://a, b"), "entry 2 is no address"),
     ("a CA that is none", written("SSL_CERT_FILE", "-"), "has no certificates"),
     ("a key alone", absent("DELTACHAIN_CLIENT_KEY"), "without DELTACHAIN_CLIENT_CERT"),
     ("a proxy", given(HTTPS_PROXY="gopher://proxy"), "proxy of the environment is invalid"),

@@ -177,3 +177,15 @@ def test_a_client_of_openenv_plays_a_game(tmp_path: Path) -> None:
     assert (won["reward"], won["done"]) == (0.9, True)
     assert "this game is done" in refused
     assert again["observation"]["turns_left"] == TURNS
+
+
+def test_a_player_who_says_nothing_loses_the_connection() -> None:
+    sessions = Sessions(LIST, idle_s=0.2)
+    with (
+        TestClient(make_app(sessions), client=("192.0.2.1", 1)) as client,
+        client.websocket_connect("/ws") as socket,
+    ):
+        ask(socket, "reset", seed=SEED)
+        with pytest.raises(WebSocketDisconnect):
+            socket.receive_json()
+    assert len(sessions) == 0
