@@ -9,9 +9,10 @@ needed. Writes use ``index_copy_``, since ``scatter_`` costs as much as its whol
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -42,6 +43,34 @@ class DeviceChanges(NamedTuple):
 def bits_of(tensor: Tensor) -> Tensor:
     """Return a flat integer view of a contiguous tensor's bits; shares its memory."""
     return tensor.detach().view(-1).view(INT_DTYPES[tensor.element_size()])
+
+
+class _HostMemory:
+    """Memory of a tensor as numpy takes it: an array over it keeps this, and this the tensor."""
+
+    def __init__(self, tensor: Tensor, kind: np.dtype[Any]) -> None:
+        self.tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": tuple(tensor.shape),
+            "typestr": kind.str,
+            "version": 3,
+        }
+
+
+def host_array(tensor: Tensor, kind: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Return a contiguous tensor on the host as an array; shares its memory.
+
+    ``Tensor.numpy`` would forbid ``resize_`` to the owner of the tensor, for good. The array must
+    not outlive the call that asked for it: a storage that is resized leaves its memory.
+
+    Args:
+        tensor: The tensor.
+        kind: dtype of the array, as wide as that of the tensor.
+    """
+    if not tensor.numel():
+        return np.empty(tuple(tensor.shape), kind)
+    return np.asarray(_HostMemory(tensor, np.dtype(kind)))
 
 
 def storage_bits(tensor: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 import torch
@@ -11,10 +12,14 @@ from torch import Tensor
 from deltachain.kernels import device, host
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
+from deltachain.publish.model.refusals import refuse_tensor
 from deltachain.publish.model.source import Weight
 from deltachain.publish.snapshot_memory import Kept
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits
+
+PIECE: Final = 1 << 19
+"""Elements of a frozen weight copied by one operation: less than a millisecond."""
 
 
 def host_diff_(weight: Weight, snapshot: Bits) -> Changes:
@@ -23,7 +28,7 @@ def host_diff_(weight: Weight, snapshot: Bits) -> Changes:
         return weight.pending.diff_(snapshot)
     tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
     if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
-        return host.cast_diff_(snapshot, tensor.view(-1).numpy())
+        return host.cast_diff_(snapshot, device.host_array(tensor.view(-1), np.float32))
     return host.diff_(snapshot, wire_bits(weight))
 
 
@@ -42,13 +47,35 @@ def moved(weight: Weight, where: torch.device) -> Weight:
     return replace(weight, tensor=weight.tensor.detach().to(where))
 
 
+def copied(weight: Weight) -> Weight:
+    """Return a copy of a frozen weight, for any thread while the trainer goes on.
+
+    On the host a piece at a time, each by a single operation of the interpreter, after a look at
+    the storage: its owner may free it or move it.
+
+    Raises:
+        ConfigError: Its memory was freed or resized.
+    """
+    live = weight.tensor
+    refuse_tensor(weight.spec.name, live)
+    if not device.on_host(live):
+        return replace(weight, tensor=live.clone())
+    made = torch.empty_like(live)
+    target = unsigned(device.bits_of(made)).data
+    for at in range(0, live.numel(), PIECE):
+        refuse_tensor(weight.spec.name, live)
+        source = unsigned(device.bits_of(live)).data
+        target[at : at + PIECE] = source[at : at + PIECE]
+    return replace(weight, tensor=made)
+
+
 def wire_bits(weight: Weight) -> Bits:
     """Return flat bits of a live weight in its wire dtype; shares memory if no cast is needed."""
     if weight.pending is not None:
         return unsigned(device.bits_of(weight.pending.make()).cpu())
     tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
     if tensor.dtype == torch.float32 and wanted == torch.bfloat16 and not tensor.is_cuda:
-        return host.cast_bf16(tensor.view(-1).numpy())
+        return host.cast_bf16(device.host_array(tensor.view(-1), np.float32))
     return unsigned(device_bits(weight).cpu())
 
 
@@ -69,5 +96,4 @@ def signed(bits: Bits) -> Tensor:
 
 def unsigned(bits: Tensor) -> Bits:
     """Return the unsigned numpy view of integer bits on the host."""
-    array = bits.numpy()
-    return array.view(np.dtype(f"<u{array.itemsize}"))
+    return device.host_array(bits, f"<u{bits.element_size()}")

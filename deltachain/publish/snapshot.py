@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import cycle
 from typing import Final, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from deltachain.kernels.reference import Changes
 from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.live_bits import (
     compared,
+    copied,
     device_bits,
     host_diff_,
     moved,
@@ -52,6 +55,10 @@ logger = logging.getLogger(__name__)
 
 WINDOW_NUMEL: Final = 1 << 20
 """Elements copied and digested at a time by each thread: few enough to stay in cache."""
+
+
+TURN_NUMEL: Final = 4 * WINDOW_NUMEL
+"""Elements of the largest frozen weight that a diff reads when it is its turn: milliseconds."""
 
 
 class _Window(NamedTuple):
@@ -87,11 +94,29 @@ class _Frozen(NamedTuple):
 
     Attributes:
         digest: Its state digest.
-        writes: Writes in place to its tensor until then.
+        weight: The weight when its bits were last seen to be these. Its tensor shares the memory
+            of the live one, which no other tensor can have meanwhile.
+        address: Address of that memory, for comparison.
     """
 
     digest: StateDigest
-    writes: int
+    weight: Weight
+    address: int
+
+    @classmethod
+    def of(cls, weight: Weight, digest: StateDigest) -> _Frozen:
+        """Return what is kept of a weight with these bits."""
+        tensor = weight.tensor.detach()
+        return cls(digest, replace(weight, tensor=tensor), tensor.data_ptr())
+
+    def may_differ(self, weight: Weight) -> bool:
+        """Return whether the live weight was written in place, or is in other memory."""
+        storages = (one.tensor.untyped_storage()._cdata for one in (self.weight, weight))
+        return (
+            len(set(storages)) > 1
+            or weight.tensor.data_ptr() != self.address
+            or weight.writes != self.weight.writes
+        )
 
 
 class Snapshot:
@@ -124,6 +149,7 @@ class Snapshot:
         self._state = StateDigest()
         self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
         self._frozen: dict[str, _Frozen] = {}
+        self._in_turn = ""
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
         for weight in trained:
@@ -141,6 +167,8 @@ class Snapshot:
                     self._add_frozen(weight, digest)
                 else:
                     self._add_digest(weight, window, digest)
+        small = [name for name, one in self._frozen.items() if _numel(one.weight) <= TURN_NUMEL]
+        self._turns = cycle(small)
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
                 "snapshot='device', and all weights are on the host",
@@ -160,10 +188,15 @@ class Snapshot:
     def bits(self, weight: Weight) -> Bits:
         """Return the last published flat bits of one weight; must not be modified.
 
-        Bits on a device are copied to the host by each call.
+        Bits on a device, and live ones of a frozen weight, are copied to the host by each call.
+
+        Raises:
+            ConfigError: The memory of a frozen weight was freed or resized.
         """
         kept = self._kept.get(weight.spec.name)
-        return wire_bits(weight) if kept is None else _on_host(kept)
+        if kept is not None:
+            return _on_host(kept)
+        return wire_bits(copied(self._frozen[weight.spec.name].weight))
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
         """Return the state digest of a window in the snapshot, if it is known without computing it.
@@ -180,17 +213,19 @@ class Snapshot:
         self._digested[names] = _Digested(numel + len(window.indices), total + digest)
 
     def _add_frozen(self, weight: Weight, digest: StateDigest) -> None:
-        so_far = self._frozen.get(weight.spec.name, _Frozen(StateDigest(), 0)).digest
-        self._frozen[weight.spec.name] = _Frozen(so_far + digest, weight.writes)
+        so_far = self._frozen.get(weight.spec.name)
+        total = digest if so_far is None else so_far.digest + digest
+        self._frozen[weight.spec.name] = _Frozen.of(weight, total)
 
     def _check_frozen(self, weight: Weight) -> None:
         """Raise if a weight that is not compared has other bits than those published.
 
-        Writes are counted, so that bits are read again only after one: a checkpoint that is loaded
-        once more writes the same bits.
+        Bits are read again only if it was written in place or is in other memory: a checkpoint that
+        is loaded once more has the same bits. Writes by ``.data`` are not counted, so that one
+        weight of moderate size is read in each diff, in turn.
         """
         known = self._frozen.get(weight.spec.name)
-        if known is None or weight.writes == known.writes:
+        if known is None or not (known.may_differ(weight) or weight.spec.name == self._in_turn):
             return
         bits = wire_bits(weight)
         windows = weight.element_map.windows(WINDOW_NUMEL)
@@ -201,7 +236,7 @@ class Snapshot:
                 hint="let what changes require a gradient before attaching, or attach an export, "
                 "which is compared whole: attach(lambda: model.state_dict().items())",
             )
-        self._frozen[weight.spec.name] = known._replace(writes=weight.writes)
+        self._frozen[weight.spec.name] = _Frozen.of(weight, known.digest)
 
     def diff_(self) -> Diff:
         """Find the changes since the last call, and advance the snapshot: all or nothing.
@@ -211,6 +246,7 @@ class Snapshot:
                 dtype, whether it is frozen, or the bits of a frozen one.
         """
         found: dict[str, Changes] = {}
+        self._in_turn = next(self._turns, "")
         try:
             for weight in self._source.live_weights():
                 kept = self._kept.get(weight.spec.name)
@@ -320,6 +356,10 @@ def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
     if weight.element_map.table is not None:
         return threaded.copy(bits), None  # neighbours are in different windows
     return slab.empty(bits.size, bits.dtype), bits
+
+
+def _numel(weight: Weight) -> int:
+    return weight.element_map.box.numel
 
 
 def _is_small(one: _Window) -> bool:

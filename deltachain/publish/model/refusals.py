@@ -88,10 +88,20 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
         tensor: Its part on this rank.
 
     Raises:
-        ConfigError: It has no data, or its layout or dtype has no wire form.
+        ConfigError: It has no data, or less memory than elements, or its layout, class or dtype has
+            no wire form.
     """
     if tensor.is_meta:
-        raise ConfigError(f"{name!r} has no data yet (meta device)", hint="attach after loading")
+        raise ConfigError(
+            f"{name!r} has no data (meta device)", hint="attach and publish after loading"
+        )
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        raise ConfigError(
+            f"{name!r} is a {type(tensor).__name__}, a tensor subclass that keeps its elements "
+            "elsewhere",
+            hint="publish an export that yields it as plain tensors, for example by its "
+            f"`.dequantize()`, {_PUSH}",
+        )
     if tensor.layout != torch.strided:
         raise ConfigError(
             f"{name!r} has the layout {tensor.layout}: a checkpoint has dense tensors only",
@@ -108,6 +118,14 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
             hint="its elements lie in another order than in a checkpoint, as in channels_last: "
             "make it contiguous before attaching (`p.data = p.data.contiguous()`), publish an "
             f"export that yields its `.contiguous()`, {_PUSH}",
+        )
+    memory = tensor.untyped_storage().nbytes()
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.numel() and needed > memory:
+        raise ConfigError(
+            f"{name!r} needs {needed} bytes of memory, of which {memory} are there",
+            hint="its memory was freed or resized, as offloading does: publish while the weights "
+            "are loaded",
         )
 
 

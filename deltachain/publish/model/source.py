@@ -19,6 +19,7 @@ from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
+from deltachain.publish.model.look import SAME_TENSORS, ModelForm, refuse_changes
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
     refuse_adapters,
@@ -32,10 +33,6 @@ from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
 
-_SAME_TENSORS: Final = (
-    "all versions of a chain have the same tensors: attach another publisher, at a URL of its own"
-)
-
 _YIELD: Final = "yield names and torch tensors, as model.named_parameters() or tensors.items() do"
 
 
@@ -45,7 +42,8 @@ class Weight:
 
     Attributes:
         spec: Name in the model, wire dtype, and shape of the whole tensor.
-        tensor: Local part of the parameter or buffer when the weights were collected.
+        tensor: Local part of the live parameter or buffer; collected weights keep its shape and
+            dtype only, on the meta device.
         frozen: Whether it is not trained; it is then part of anchors and digests only.
         element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
@@ -97,7 +95,7 @@ class ModelTensors:
         agree: Function that every rank calls before each iteration over the live tensors, with a
             unique name of the version: tensors may depend on weights of other ranks.
         ext: Extension data of the chain's table, part of its identity.
-        parameters: Names of all parameters of the module on this rank; none for other sources.
+        attached: The module on this rank when it was attached; ``None`` for other sources.
         one_by_one: Whether each live tensor must be used before the next one is taken: an export
             makes its tensors anew each time, and may use their memory again at once.
         has_own_checks: Whether ``live`` refuses scales that are not finite.
@@ -109,42 +107,43 @@ class ModelTensors:
     live: PendingSource
     agree: Callable[[str], None] = _without_others
     ext: Mapping[str, Any] = field(default_factory=dict)
-    parameters: frozenset[str] = frozenset()
+    attached: ModelForm | None = None
     one_by_one: bool = False
     has_own_checks: bool = False
 
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
 
-        No references to tensors are kept, since loading a state may replace them, and an export
-        creates new ones each time.
+        A module is compared with the attached one before its first weight is yielded. No references
+        to tensors are kept, since loading a state may replace them, and an export creates new ones
+        each time.
 
         Raises:
-            ConfigError: A weight is missing, has another shape or dtype, or is no longer frozen; a
-                scale is not finite; or the module has a parameter that it had not.
+            ConfigError: The module or a yielded tensor is not as it was when it was attached, has
+                no bits of its own, or is a scale that is not finite.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
-        for name, tensor in self.live():
+        live: Iterable[tuple[str, Tensor | Pending]] = self.live()
+        if self.attached is not None:
+            live = list(live)
+            frozen = {name for name, weight in missing.items() if weight.frozen}
+            now = ModelForm.of((name, one) for name, one in live if isinstance(one, Tensor))
+            refuse_changes(self.attached, now, frozen=frozen)
+        for name, tensor in live:
             weight = missing.pop(name, None)
             if weight is not None and not isinstance(tensor, Tensor):
                 yield replace(weight, pending=tensor)
             elif weight is not None and isinstance(tensor, Tensor):
-                local = _unchanged(weight, tensor)
+                local = local_of(tensor)
+                if self.attached is None:
+                    _check_yielded(weight, local)
                 if not self.has_own_checks:
                     refuse_scale(weight.spec, local)
                 writes = _writes_to(tensor, local)
                 yield replace(weight, tensor=local, pending=None, writes=writes)
-            elif self.parameters and isinstance(tensor, nn.Parameter):
-                self._check_known(name)
         if missing:
             raise ConfigError(
-                f"{min(missing)!r} is gone since the publisher was attached", hint=_SAME_TENSORS
-            )
-
-    def _check_known(self, name: str) -> None:
-        if name not in self.parameters:
-            raise ConfigError(
-                f"{name!r} was not there when the publisher was attached", hint=_SAME_TENSORS
+                f"{min(missing)!r} is gone since the publisher was attached", hint=SAME_TENSORS
             )
 
     @property
@@ -169,23 +168,16 @@ class ModelTensors:
         return Table(ext=dict(self.ext), tensors=rows, aliases=aliases)
 
 
-def _unchanged(weight: Weight, tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor; check that it matches the attached one."""
+def _check_yielded(weight: Weight, local: Tensor) -> None:
+    """Check that a tensor of an export is like the first one of its name."""
     name, then = weight.spec.name, weight.tensor
-    local = local_of(tensor)
     if (local.shape, local.dtype) != (then.shape, then.dtype):
         raise ConfigError(
             f"{name!r} is {local.dtype}{tuple(local.shape)}, and was {then.dtype}"
             f"{tuple(then.shape)} when the publisher was attached",
-            hint=f"publish between steps, when FSDP has sharded everything again; {_SAME_TENSORS}",
+            hint=SAME_TENSORS,
         )
-    if weight.frozen and tensor.requires_grad:
-        raise ConfigError(
-            f"{name!r} was frozen when the publisher was attached, and is trained now",
-            hint="close the publisher before unfreezing, and attach another one after it: the "
-            "chain goes on from its head",
-        )
-    return local
+    refuse_tensor(name, local)
 
 
 def collect_weights(
@@ -235,10 +227,12 @@ def collect_weights(
         )
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
+    attached = ModelForm.of(named_tensors(model))
+    shared = attached.shared({weight.spec.name for weight in weights if weight.frozen})
+    weights = [replace(w, frozen=w.frozen and w.spec.name not in shared) for w in weights]
     found = _compared_if_none_is_trained(weights) if alone else tuple(weights)
-    parameters = frozenset(name for name, t in named_tensors(model) if isinstance(t, nn.Parameter))
     live_now = with_config_watched(model, partial(named_tensors, model))
-    return ModelTensors(found, specs, named, live_now, parameters=parameters)
+    return ModelTensors(found, specs, named, live_now, attached=attached)
 
 
 def _compared_if_none_is_trained(weights: list[Weight]) -> tuple[Weight, ...]:
@@ -271,8 +265,7 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
                 hint="tensors that the checkpoint has joined must be yielded joined, once",
             )
         weight = _weight(name, tensor.detach(), None, dtype, {})
-        gone = torch.empty_like(weight.tensor, device="meta")
-        weights[name] = replace(weight, tensor=gone, frozen=False)
+        weights[name] = replace(weight, frozen=False)
     found = tuple(weights[name] for name in sorted(weights))
     specs = specs_of(weight.element_map.slots[0].spec for weight in found)
     return ModelTensors(found, specs, {}, live, one_by_one=True)
@@ -311,7 +304,8 @@ def _weight(
     )
     frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     spec = TensorSpec(name, wanted, box.full)
-    return Weight(spec, local, frozen, ElementMap(box, slots, goes.table))
+    gone = torch.empty(local.shape, dtype=local.dtype, device="meta")
+    return Weight(spec, gone, frozen, ElementMap(box, slots, goes.table))
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import host
+from deltachain.kernels.device import host_array
 from deltachain.kernels.quantised import WindowBlocks
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import Box
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 LEAST: Final = 1 << 20
 """Elements of a thread, below which starting it costs more than it saves."""
 
-_BITS: Final = {torch.bfloat16: (torch.int16, np.uint16), torch.float32: (torch.int32, np.uint32)}
+_BITS: Final = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
 
 _T = TypeVar("_T")
 
@@ -170,9 +171,7 @@ def _unsigned(magnitudes: Tensor) -> npt.NDArray[np.uint16]:
 
 
 def _bits(values: Tensor) -> WeightBits:
-    signed, unsigned = _BITS[values.dtype]
-    bits: Any = values.detach().contiguous().view(signed).numpy().view(unsigned)
-    found: WeightBits = bits
+    found: WeightBits = host_array(values.detach().contiguous(), _BITS[values.dtype])
     return found
 
 

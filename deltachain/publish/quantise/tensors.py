@@ -6,7 +6,7 @@ kernels then; where there are none, the library makes them, one tensor at a time
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -268,7 +268,8 @@ def quantise(
         specs=specs_of(specs),
         aliases=aliases,
         has_own_checks=True,
-        one_by_one=source.one_by_one or not _all_wait(source.weights, held, recipe),
+        attached=None,
+        one_by_one=source.one_by_one or not _all_wait(source.live_weights(), held, recipe),
         live=made.tensors,
         agree=made.agree,
         ext={RECIPE: dict(recipe.record())},
@@ -276,7 +277,7 @@ def quantise(
 
 
 def _all_wait(
-    weights: Sequence[Weight], held: Mapping[str, Sequence[Matrix]], recipe: Recipe
+    weights: Iterable[Weight], held: Mapping[str, Sequence[Matrix]], recipe: Recipe
 ) -> bool:
     """Return whether no codes are made and no weights are cast: memory may not hold many."""
     return all(
