@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.look import Memory, ModelForm, TensorForm
+from deltachain.publish.model.look import MemoryRange, ModelForm, TensorForm
 from deltachain.publish.model.source import collect_weights
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same
@@ -308,7 +308,7 @@ def test_a_frozen_weight_that_moves_into_such_memory_is_refused(
 
 def form(start: int, stop: int, device: str = "cpu") -> TensorForm:
     return TensorForm(
-        torch.int8, (stop - start,), (stop - start,), None, False, Memory(device, start, stop)
+        torch.int8, (stop - start,), (stop - start,), None, False, MemoryRange(device, start, stop)
     )
 
 
@@ -325,7 +325,7 @@ def test_shared_memory_is_found_wherever_it_is(seed: int) -> None:
         forms[name] = form(start, start + number(6), "cpu" if number(2) else "cuda:0")
     frozen = {name for name in forms if number(2)}
 
-    def meet(one: Memory, other: Memory) -> bool:
+    def meet(one: MemoryRange, other: MemoryRange) -> bool:
         both = max(one.start, other.start) < min(one.stop, other.stop)
         return one.device == other.device and both
 
