@@ -11,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from threading import Lock
-from typing import Final
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
@@ -25,6 +24,7 @@ from deltachain.kernels import device, host
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.host_copies import HostCopies
+from deltachain.replica.late_ties import LateTies, find_late_ties
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import SavedBits, undisturbed
@@ -32,7 +32,8 @@ from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
-from deltachain.replica.spool_reader import SpoolReader
+from deltachain.replica.live_record import REPLACED, LiveRecord
+from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.replica.staged import NOTHING, HolderKey, RankStaged, Share, stage
 from deltachain.replica.streams import own_stream, settle, settled
 from deltachain.replica.windows import Placement, Window
@@ -40,10 +41,6 @@ from deltachain.subscribe.targets.base import take_back, write_all
 from deltachain.subscribe.targets.live import WholeTensor, state_of
 from deltachain.subscribe.targets.patch import warm_up
 from deltachain.types import StateDigest, TensorSpec, Version
-
-REPLACED: Final = (
-    "the engine replaced live tensors; where they are now is known, what they hold is not"
-)
 
 
 class Rank:
@@ -83,7 +80,8 @@ class Rank:
         self._classes: Mapping[str, TensorClass] = {}
         self._holders: Mapping[str, tuple[str, ...]] = {}
         self._copies = HostCopies(model, self._source, self._specs)
-        self._identity: dict[str, int] = self._addresses({})
+        self._ties = LateTies()
+        self._record = self._recorded(None)
         warm_up(self._specs.values())
 
     def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
@@ -123,9 +121,14 @@ class Rank:
             self._attached = self._attached.comparing(compared)
         self._stager = None
         self.keep(())
+        self._record = self._recorded(self._record)
         self._copies.keep(
             name for name, kind in classes.items() if kind in ON_HOST and holders[name]
         )
+        unused = {name for name, kind in classes.items() if kind == "unused"}
+        ignored = unused | self._attached.idle
+        used = [name for name in classes if name not in ignored]
+        self._ties = LateTies(find_late_ties(self._source, ignored, used))
         self._device_stager()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
@@ -206,12 +209,15 @@ class Rank:
         Raises:
             ApplyError: An object of the plan was not fetched.
             BaseMismatchError: The engine was found meanwhile to have replaced live tensors.
-            TensorMismatchError: The plan changes a tensor that cannot be updated.
+            TensorMismatchError: The plan changes a tensor that cannot be updated, or parts tensors
+                that the engine keeps as one.
         """
         attached = self._attached
         with own_stream(self.model):
-            plans = SpoolReader(folder, abandon).tensor_plans()
+            tied: dict[str, list[TensorPlan]] = {}
+            plans = self._ties.noted(SpoolReader(folder, abandon).tensor_plans(), tied)
             staged = stage(plans, self._share, budget, threads, self._device_stager())
+            self._ties.check(tied, self._share)
         with self._changing:
             if self._attached is not attached:
                 raise BaseMismatchError(REPLACED)
@@ -253,12 +259,15 @@ class Rank:
             return 0.0
         start = time.perf_counter()
         with settled():
-            if is_done:
-                changed = staged.names & self._copies.names
-                self._copies.load_old(self._attached, changed, version)
-                self._unloaded = None
-            else:
-                self._swap(staged, ticket, version, back=back)
+            try:
+                if is_done:
+                    changed = staged.names & self._copies.names
+                    self._copies.load_old(self._attached, changed, version)
+                    self._unloaded = None
+                else:
+                    self._swap(staged, ticket, version, back=back)
+            finally:
+                self._record = self._recorded(self._record)
         return time.perf_counter() - start
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> None:
@@ -347,6 +356,7 @@ class Rank:
             layers = self._attached.layers
             state = ModelState(self.model, SavedBits(self.model.tensors()), layers)
             self._copies.load(self._attached, self._copies.names)
+            self._record = self._recorded(self._record)
             try:
                 state.expect_same()
                 self._copies.read_back(self._attached, self._copies.names)
@@ -354,32 +364,29 @@ class Rank:
                 return False
         return True
 
-    def _addresses(self, known: Mapping[str, int]) -> dict[str, int]:
-        """Return addresses of live tensors: those named in ``known``, or else written in place."""
-        ours = {
-            place.live.untyped_storage().data_ptr()
-            for places in self._attached.places.values()
-            for place in places
-        }
-        found = {n: t.untyped_storage().data_ptr() for n, t in self.model.tensors().items()}
-        watched = known or {n: at for n, at in found.items() if at in ours}
-        return {name: found.get(name, 0) for name in watched}
+    def _recorded(self, first: LiveRecord | None) -> LiveRecord:
+        """Return a record of the live tensors as they are, and of maps as they were at first."""
+        placed = (place for places in self._attached.places.values() for place in places)
+        storages = {one.live.untyped_storage().data_ptr() for one in placed}
+        return LiveRecord(self.model, storages, first)
 
     def check_addresses(self) -> None:
-        """Check whether the engine has replaced tensors; if so, discover the layout again.
+        """Check whether the engine moved or replaced tensors; if so, find their places again.
 
         Call it in the engine's own thread only: the engine must neither run nor load meanwhile.
 
         Raises:
-            BaseMismatchError: Tensors were replaced, and their content is unknown.
+            BaseMismatchError: Tensors were replaced or moved, and their content is unknown.
+            EngineDamagedError: The engine arranged its experts anew.
         """
-        if self._addresses(self._identity) == self._identity:
+        why = self._record.difference(self.model)
+        if not why:
             return
         with settled():
             found = rediscover(self.model, self._source, self._attached)
         with self._changing:
             self._attached = found
-            self._identity = self._addresses(self._identity)
+            self._record = self._recorded(self._record)
             self.staged.clear()
             self._written.clear()
-        raise BaseMismatchError(REPLACED)
+        raise BaseMismatchError(why)

@@ -19,6 +19,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
+    EngineDamagedError,
     LeaderReplacedError,
     OldBitsError,
     PartialApplyError,
@@ -215,16 +216,17 @@ class ReplicaTarget:
     def state(self) -> StateDigest | None:
         """Recompute the state digest from the live bits of every rank; see :class:`Target`."""
         self._check_leads()  # another leader's version cannot be judged here
-        if any(kind in ON_HOST for kind in self._agreed().values()):
-            checks = self._client.call(CheckLoadsRequest(), CheckLoadsReply)
-            if not all(isinstance(reply, CheckLoadsReply) and reply.same for reply in checks):
-                return None  # another process wrote to loaded tensors, or the engine cannot load
+        if not self._loads_the_same():
+            return None  # another process wrote to loaded tensors, or the engine cannot load
         number = next(self._numbers)
         try:
             self._client.ask(StateRequest(ticket=number), StartedReply)
             found = self._client.wait(number, StateReply)
         except BaseMismatchError:
-            return None  # the engine replaced its tensors
+            return None  # the engine replaced its tensors, or others wrote to them
+        except EngineDamagedError:
+            self.stop_serving()
+            raise
         digests: dict[str, StateDigest] = {}
         for reply in found:
             for holders, digest in reply.digests:
@@ -233,6 +235,12 @@ class ReplicaTarget:
         if self._unused.total is None:
             return None
         return sum(digests.values(), self._unused.total)
+
+    def _loads_the_same(self) -> bool:
+        if all(kind not in ON_HOST for kind in self._agreed().values()):
+            return True
+        checks = self._client.call(CheckLoadsRequest(), CheckLoadsReply)
+        return all(isinstance(reply, CheckLoadsReply) and reply.same for reply in checks)
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int

@@ -23,6 +23,15 @@ ABORT_LOOK_S: Final = 0.01
 OUTLIVING: Final = ("enable_hierarchical_cache", "enable_lmcache")
 """Options with which cached prefixes outlive a flush, or prevent the scheduler from flushing."""
 
+MOVING: Final = {
+    "ep_num_redundant_experts": 0,
+    "init_expert_location": "trivial",
+    "enable_eplb": False,
+    "elastic_ep_backend": None,
+    "enable_elastic_expert_backup": False,
+}
+"""Options with which experts are copied or moved between slots, and their usual values."""
+
 WEIGHTS: Final = "weights"
 """SGLang's tag for weights in requests to release memory."""
 
@@ -252,6 +261,7 @@ def check_layout(*, keep_cache: bool) -> None:
     ):
         if getattr(get_parallel(), name) > 1:
             raise ConfigError(f"this server has {name} {getattr(get_parallel(), name)}", hint=hint)
+    check_experts()
     _check_speculation(get_spec().speculative_algorithm)
     if get_disagg().disaggregation_mode != "null":
         raise ConfigError(
@@ -263,6 +273,26 @@ def check_layout(*, keep_cache: bool) -> None:
             raise ConfigError(
                 "cached prefixes of this server would outlive the weights that made them",
                 hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_KEEP_CACHE=1",
+            )
+
+
+def check_experts() -> None:
+    """Refuse experts in other slots than in the checkpoint, copied, or moved while SGLang serves.
+
+    Raises:
+        ConfigError: This server has such experts.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    moe = get_exec().moe
+    for name, usual in MOVING.items():
+        found = getattr(moe, name)
+        if found != usual:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"this server copies or moves experts ({option} {found}), where no update finds "
+                "them",
+                hint=f"start it without {option}; see docs/troubleshooting.md#experts-that-move",
             )
 
 

@@ -35,11 +35,12 @@ class SglangModel:
 
     Raises:
         EngineVersionError: This SGLang was not tested.
-        ConfigError: The model's weights must not be written.
+        ConfigError: The model's weights must not be written, or the server moves experts.
     """
 
     def __init__(self, model: nn.Module, config: Any, device: str) -> None:  # noqa: ANN401
         compat.check_version()
+        compat.check_experts()
         loading.guard(model)
         self.model = model
         self._config = config

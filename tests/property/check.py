@@ -7,12 +7,16 @@ from pathlib import Path
 from typing import Final
 
 from tests.property.alternatives import Alternatives
-from tests.property.generate import loaders, modules, smaller
+from tests.property.generate import loaders, modules, shares, smaller
 from tests.property.recipe import Recipe
 from tests.property.refusals import unexplained
 from tests.property.trial_run import Outcome, run
 
-KINDS: Final[Mapping[str, Callable[[int], Recipe]]] = {"loaders": loaders, "modules": modules}
+KINDS: Final[Mapping[str, Callable[[int], Recipe]]] = {
+    "loaders": loaders,
+    "modules": modules,
+    "shares": shares,
+}
 
 MORE: Final = 6
 """Faults that are listed; the first few say enough."""

@@ -34,6 +34,7 @@ class RandomEngine:
         targets: Where each tensor of the checkpoint is loaded to.
         hidden: What its loader keeps in a closure.
         trip: After how many tensors the loader raises; never if negative.
+        kept_as_one: Layers that share a weight because their bits were equal.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RandomEngine:
         self.root, self.draft = nn.Module(), nn.Module()
         self.hidden: dict[str, dict[str, Tensor]] = defaultdict(dict)
         self.trip = -1
+        self.kept_as_one: set[str] = set()
         self.layers_by_path: dict[str, Layer] = {}
         self.targets: dict[str, list[tuple[str, Source]]] = {}
         for number, unit in enumerate(recipe.units):
@@ -53,6 +55,7 @@ class RandomEngine:
                 self._add(number, unit)
         with torch.no_grad():
             self.load((name, tensor.clone()) for name, tensor in tensors.items())
+            self._tie_equal()
             for layer in self.layers_by_path.values():
                 process(layer)
 
@@ -95,7 +98,24 @@ class RandomEngine:
 
     def base_of(self, layer: Layer) -> Layer | None:
         """The layer that one is tied to."""
+        if layer.unit.equal >= 0:
+            is_tied = any(self.layers_by_path[path] is layer for path in self.kept_as_one)
+            return self.layers_by_path[f"layers_{layer.unit.equal}"] if is_tied else None
         return self.layers_by_path.get(f"layers_{layer.unit.tie}")
+
+    def _tie_equal(self) -> None:
+        """Share weights that turned out to be equal, as vLLM does with a head."""
+        for path, layer in self.layers_by_path.items():
+            base = self.layers_by_path.get(f"layers_{layer.unit.equal}")
+            if base is not None and torch.equal(base.weight, layer.weight):
+                self.kept_as_one.add(path)
+                self.tie(layer)
+
+    def move(self) -> None:
+        """Turn stacked weights around where they are, as engines balance the load of experts."""
+        for layer in self.layers_by_path.values():
+            if layer.unit.layout == "experts" and "weight" in layer._parameters:
+                layer.weight.data.copy_(layer.weight.data.flip(0).clone())
 
     # What deltachain asks for
 
@@ -133,7 +153,7 @@ class RandomEngine:
             seen.add(name)
             for path, source in self.targets[name]:
                 layer = self.layers_by_path[path]
-                if only is None or path in only:
+                if path not in self.kept_as_one and (only is None or path in only):
                     self._take(layer, path, source, w, waiting, late)
         for layer, source, w in late:
             self._write(layer, source, w)

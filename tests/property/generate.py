@@ -56,6 +56,33 @@ def modules(seed: int) -> Recipe:
     )
 
 
+def shares(seed: int) -> Recipe:
+    """An engine with weights that it keeps as one if they are equal, or stacked ones that move."""
+    random = Random(f"shares {seed}")
+    if random.random() < 0.4:
+        styles = tuple(random.choice(sorted(PURE)) for _ in range(random.choice((2, 3))))
+        process = random.choice(("", "nothing", "prepack", "derive"))
+        stack = Unit(
+            styles=styles, rows=(2,) * len(styles), layout="experts", process=process, tryable=True
+        )
+        return Recipe(seed=seed, units=(stack, Unit()), share=0.5, moves=True)
+    base = replace(_unit(random, random.choice(("", "nothing", "derive"))), equal=-1)
+    base = replace(base, only=-1, shadow="", collect="", scale=False, draft=False, tryable=True)
+    kinds = {n: getattr(base, n) for n in ("styles", "rows", "cols", "layout", "shard")}
+    kinds |= {n: getattr(base, n) for n in ("stored", "live", "padded")}
+    heads = [
+        Unit(**kinds, equal=0, tryable=True, process=random.choice(("", "nothing", "pack")))
+        for _ in range(random.choice((1, 1, 2)))
+    ]
+    return Recipe(
+        seed=seed,
+        units=(base, *heads),
+        ranks=random.choice((1, 1, 2)),
+        reload=random.choice(("right", "right", *RELOADS)),
+        repack=random.choice(("right", "right", *REPACKS)),
+    )
+
+
 def _style(random: Random) -> str:
     kind = random.choices((PURE, COMPUTED, STATEFUL), (5, 4, 1))[0]
     return random.choice(sorted(kind))
@@ -182,10 +209,11 @@ def _without(units: tuple[Unit, ...], number: int) -> tuple[Unit, ...]:
     """The units short of one, and of those that share with it."""
     left = []
     for at, unit in enumerate(units):
-        if at == number or number in (unit.tie, unit.twin):
+        if at == number or number in (unit.tie, unit.twin, unit.equal):
             continue
         tie, twin = unit.tie - (unit.tie > number), unit.twin - (unit.twin > number)
-        left.append(replace(unit, tie=tie, twin=twin))
+        equal = unit.equal - (unit.equal > number)
+        left.append(replace(unit, tie=tie, twin=twin, equal=equal))
     return tuple(left)
 
 
@@ -212,6 +240,8 @@ def _plainer(unit: Unit) -> Iterator[Unit]:
         yield replace(unit, rows=unit.rows[:1], styles=unit.styles[:1], collect="")
     shaping = {"rows", "styles", "tie", "twin", "cols", "stored", "live", "only", "shard", "padded"}
     for name in Unit.__dataclass_fields__:
+        if name == "equal" or (unit.equal >= 0 and name in ("bias", "layout")):
+            continue
         if name in shaping and not (alone and name in ("only", "shard", "padded")):
             continue
         if getattr(unit, name) != getattr(usual, name):

@@ -64,6 +64,7 @@ class Unit:
         tie: Unit whose weight is this one's too; -1 for none.
         tie_kind: ``same`` parameter, another of the same ``data``, or a ``view`` of it.
         twin: Unit whose tensors are loaded into this one as well; -1 for none.
+        equal: Unit whose weight it shares if they are equal as the engine starts; -1 for none.
         constants: What it has that comes from no checkpoint.
         alias: The module is there under a second name.
     """
@@ -93,6 +94,7 @@ class Unit:
     tie: int = -1
     tie_kind: str = "same"
     twin: int = -1
+    equal: int = -1
     constants: tuple[str, ...] = ()
     alias: bool = False
 
@@ -122,6 +124,7 @@ class Recipe:
         repack: One of ``REPACKS``.
         share: Of the tensors that the next version changes.
         trips: The loader raises once in the middle of a swap.
+        moves: The engine turns its stacked weights around after the first version.
     """
 
     seed: int = 0
@@ -132,6 +135,7 @@ class Recipe:
     repack: str = "right"
     share: float = 1.0
     trips: bool = False
+    moves: bool = False
 
     def __str__(self) -> str:
         """Only what is not as usual, a line a unit."""

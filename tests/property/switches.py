@@ -10,6 +10,8 @@ from typing import Any, Final, TypeAlias
 import pytest
 from torch import Tensor
 
+from deltachain.replica import live_record
+from deltachain.replica.late_ties import LateTies
 from deltachain.replica.layout import (
     discover,
     engine_loads,
@@ -166,6 +168,11 @@ def modules(seed: int) -> Recipe:
     return replace(recipe, units=tuple(units))
 
 
+def shares(seed: int) -> Recipe:
+    """An engine with weights that it keeps as one, or moves."""
+    return KINDS["shares"](seed)
+
+
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
 """Computes from a copy, and has no output to test; random engines of the kind have."""
 
@@ -183,6 +190,12 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "the change back is followed": (partial(_off, ModelState, "expect_same"), loaders(6)),
     "members are put back": (partial(_off, Members, "put_back"), loaders(0)),
     "what is derived is found": (partial(_skip, "find_derived"), modules(76)),
+    "what is kept as one stays equal": (partial(_off, LateTies, "check"), shares(12)),
+    "slots that move are seen": (
+        lambda patch: patch.setattr(live_record, "slots_of", lambda _: {}),
+        shares(0),
+    ),
+    "equal matrices are kept as one, too": (partial(_off, LateTies, "check"), shares(20)),
 }
 """Switches, and an engine that is then followed wrong or damaged, by what they switch off."""
 

@@ -17,7 +17,7 @@ import pytest
 from tests.property.check import KINDS, examine
 from tests.property.trial_run import run
 
-COUNTS = {"loaders": 20_000, "modules": 2_000}
+COUNTS = {"loaders": 20_000, "modules": 2_000, "shares": 1_000}
 """Engines of each kind in the longest of these tests."""
 
 SOME = 300
@@ -32,11 +32,11 @@ SHARE = 1000
 MANY = [(kind, 1000 + at) for kind, count in COUNTS.items() for at in range(0, count, SHARE)]
 
 
-LEAST: Final = {"loaders": 0.6, "modules": 0.2}
+LEAST: Final = {"loaders": 0.6, "modules": 0.2, "shares": 0.2}
 """Share of the engines that is followed, at least: who refuses everything is never wrong either."""
 
 
-TELLS: Final = "python -m tests.property loaders|modules SEED tells more"
+TELLS: Final = "python -m tests.property loaders|modules|shares SEED tells more"
 
 
 class Tally(NamedTuple):
@@ -79,6 +79,13 @@ def test_some_random_loaders_are_never_followed_wrong_nor_damaged(first: int) ->
     found = tally("loaders", first)
     assert not found.faults, TELLS
     assert found.followed >= LEAST["loaders"] * BLOCK
+
+
+@pytest.mark.parametrize("first", range(0, 50, BLOCK))
+def test_engines_that_share_or_move_weights_are_never_followed_wrong(first: int) -> None:
+    found = tally("shares", first)
+    assert not found.faults, TELLS
+    assert found.followed >= LEAST["shares"] * BLOCK
 
 
 @pytest.mark.slow

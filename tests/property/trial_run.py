@@ -13,7 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltachain.delta import TensorDelta
-from deltachain.errors import DeltaChainError, PartialApplyError
+from deltachain.errors import (
+    BaseMismatchError,
+    DeltaChainError,
+    PartialApplyError,
+    TensorMismatchError,
+)
 from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.replica.layout.update_path import agree, orphans
@@ -24,7 +29,7 @@ from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.property.engine import RandomEngine
 from tests.property.recipe import Recipe
 from tests.property.snapshot import Seen, addresses, differences, look, served
-from tests.property.values import first, later
+from tests.property.values import are_parted, first, later
 
 BUDGET = 1 << 30
 
@@ -39,6 +44,7 @@ class Outcome:
         wrong: What the live engine held otherwise than a fresh one.
         damaged: What was not put back.
         broke: What raised though it must not.
+        told: Why a version was refused, or what was found to have been moved.
     """
 
     classes: dict[str, str] = field(default_factory=dict)
@@ -46,6 +52,7 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     broke: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     @property
     def is_told(self) -> bool:
@@ -164,11 +171,11 @@ class _Chain:
         two = later(recipe, one, 2, self.fixed)
         steps = [(1, base, one, False), (1, base, one, True), (2, base, two, False)]
         for ticket, old, new, back in steps:
-            if self.stage.outcome.is_fault:
+            if ticket == 2 and recipe.moves:
+                for engine in self.stage.engines:
+                    engine.move()
+            if self.stage.outcome.is_fault or not (back or self._stage(ticket, old, new)):
                 return
-            if not back:
-                self._stage(ticket, old, new)
-                self._stumble(ticket, old)
             self._swap(ticket, back=back)
             self._judge(f"version {ticket}{' taken back' * back}", old if back else new)
         for rank in self.ranks:
@@ -177,11 +184,23 @@ class _Chain:
         if not self.stage.outcome.is_fault:
             self._judge("version 2 loaded again", two)
 
-    def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:
+        """Whether all ranks have staged a version; if not, they say why and hold the old one."""
         deltas = _Plan(self.stage.specs, old, new).deltas()
         spool = spool_of(self.stage.folder / "spool", deltas)
+        outcome = self.stage.outcome
         for rank in self.ranks:
-            rank.stage(ticket, spool.folder, BUDGET)
+            try:
+                rank.check_addresses()
+                rank.stage(ticket, spool.folder, BUDGET)
+            except (TensorMismatchError, BaseMismatchError) as exc:
+                is_mine = self.stage.recipe.moves or are_parted(self.stage.recipe, new)
+                (outcome.told if is_mine else outcome.broke).append(str(exc))
+        if outcome.told and not self.stage.recipe.moves:
+            self._judge("a version that was refused", old)
+        if not outcome.told:
+            self._stumble(ticket, old)
+        return not outcome.told
 
     def _stumble(self, ticket: int, old: Mapping[str, Tensor]) -> None:
         """Let a swap fail in the middle, wherever the engine loads anything for it."""

@@ -27,6 +27,8 @@ def first(recipe: Recipe) -> dict[str, Tensor]:
         if source.part == "order" and random.random() < 0.3:
             tensor = torch.arange(len(tensor), dtype=tensor.dtype)
         found[name] = tensor
+    for name, other in equals(recipe).items():
+        found[name] = found[other].clone()
     return _with_aliases(recipe, found)
 
 
@@ -57,7 +59,24 @@ def later(
             few = torch.rand(tensor.shape, generator=drawn) < 0.3
             tensor = torch.where(few, tensor, before[name])
         found[name] = tensor
+    if random.random() < 0.5:
+        for name, base in equals(recipe).items():
+            found[name] = found[base].clone()
     return _with_aliases(recipe, found)
+
+
+def equals(recipe: Recipe) -> dict[str, str]:
+    """Tensors that equal another one at first, and that one."""
+    return {
+        f"model.{number}.w{at}": f"model.{unit.equal}.w{at}"
+        for number, unit in enumerate(recipe.units)
+        for at in range(len(unit.rows) if unit.equal >= 0 else 0)
+    }
+
+
+def are_parted(recipe: Recipe, tensors: Mapping[str, Tensor]) -> bool:
+    """Whether a version has different bits for tensors that were equal at first."""
+    return any(not torch.equal(tensors[n], tensors[o]) for n, o in equals(recipe).items())
 
 
 def other(recipe: Recipe, name: str, turn: int) -> Tensor:

@@ -29,7 +29,7 @@ def check_version() -> str:
 
 
 def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - vLLM's client
-    """Refuse a server with several engines, or with several processes that accept requests.
+    """Refuse a server with several engines or front ends, or whose experts move.
 
     Several engines imply several such processes by default, so the engines are reported first.
 
@@ -38,7 +38,7 @@ def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - v
         arguments: Arguments of the server's command line.
 
     Raises:
-        ConfigError: The server has several engines or front ends.
+        ConfigError: The server has several engines or front ends, or moves experts.
     """
     config = getattr(client, "vllm_config", None)
     check_counts(
@@ -62,13 +62,20 @@ def check_counts(engines: int, front_ends: int) -> None:
         )
 
 
-def check_experts(config: Any) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse experts that are spread over ranks as a whole.
+def check_experts(config: Any) -> None:  # noqa: ANN401 - a VllmConfig
+    """Refuse experts that vLLM moves between slots, or spreads over ranks as a whole.
 
     Raises:
-        ConfigError: The server is started so.
+        ConfigError: The engine is configured so.
     """
     parallel: Any = getattr(config, "parallel_config", None)
+    for name in ("enable_eplb", "enable_elastic_ep"):
+        if getattr(parallel, name, False):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"this engine moves experts while it serves ({option}), where no update finds them",
+                hint=f"start it without {option}; see docs/troubleshooting.md#experts-that-move",
+            )
     spread = getattr(parallel, "enable_expert_parallel", False)
     if spread and parallel.tensor_parallel_size > 1 and config.model_config.is_moe:
         raise ConfigError(

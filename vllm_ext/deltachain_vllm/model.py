@@ -22,7 +22,7 @@ from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_vllm.apart import loaded_apart
 from deltachain_vllm.captured import uncaptured
 from deltachain_vllm.columns import compared, is_compared
-from deltachain_vllm.compat import check_version, layerwise, linears, own_loader
+from deltachain_vllm.compat import check_experts, check_version, layerwise, linears, own_loader
 from deltachain_vllm.computing import computed, probe, taken_over
 from deltachain_vllm.reloading import reload
 from deltachain_vllm.repacking import repack
@@ -49,12 +49,14 @@ class VllmModel:
 
     Raises:
         EngineVersionError: This vLLM was not tested.
+        ConfigError: It moves experts while it serves.
     """
 
     def __init__(
         self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
     ) -> None:
         check_version()
+        check_experts(config)
         self.model = model
         self.config = config
         self.draft = draft

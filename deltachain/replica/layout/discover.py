@@ -43,6 +43,7 @@ class Layout:
         groups: Groups of the tensors that the engine loads, with the method.
         readable: Places of loaded tensors that are also stored bit by bit, and can be read back.
         comparable: Groups whose layers can be compared with a fresh load apart from the model.
+        idle: Tensors that the engine loads with others, and that changed nothing by themselves.
     """
 
     classes: Mapping[str, TensorClass]
@@ -51,6 +52,7 @@ class Layout:
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     comparable: frozenset[LoadGroup] = frozenset()
+    idle: frozenset[str] = frozenset()
 
     def comparing(self, compared: Container[str]) -> Layout:
         """Return the layout with the comparable groups that have the given tensors alone."""
@@ -176,4 +178,5 @@ def _layout(
         groups=findings.groups,
         readable={n: placements[n] for n in findings.readable if classes[n] in ON_HOST},
         comparable=comparable,
+        idle=findings.idle,
     )

@@ -150,8 +150,8 @@ def _try_each(
         first = group.names[0]
         if first in refused:
             continue
-        why = _doubt(source, findings, outcome, group)
-        silent = _silent(findings, outcome, group)
+        why = _doubt(source, outcome, group)
+        silent = _silent(outcome, group)
         if not why and silent and method == "reloaded":
             so_far = _proven(findings, method, proven, outcome)
             why = _unconfirmed(state, source, so_far, group, silent)
@@ -162,15 +162,15 @@ def _try_each(
     return _proven(findings, method, proven, outcome), refused
 
 
-def _doubt(source: LoadedCheckpoint, findings: Findings, outcome: Outcome, group: LoadGroup) -> str:
+def _doubt(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> str:
     """Return why a trial without failure proves nothing about a group; empty if it does."""
-    silent = _silent(findings, outcome, group)
+    silent = _silent(outcome, group)
     blank = [
         name for name in outcome.idle & silent & source.uniform if source.specs[name].numel > 1
     ]
     if blank:
         return f"nothing changes with {min(blank)}, whose elements are all equal"
-    stray = _stray(source, findings, outcome, group)
+    stray = _stray(source, outcome, group)
     return (
         f"other values loaded into {min(stray)} do not arrive where it was recorded"
         if stray
@@ -178,16 +178,14 @@ def _doubt(source: LoadedCheckpoint, findings: Findings, outcome: Outcome, group
     )
 
 
-def _silent(findings: Findings, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
+def _silent(outcome: Outcome, group: LoadGroup) -> frozenset[str]:
     """Return the tensors of a group that changed no output."""
-    return (outcome.idle | outcome.beside).intersection(group.names) - findings.overlapping
+    return (outcome.idle | outcome.beside).intersection(group.names)
 
 
-def _stray(
-    source: LoadedCheckpoint, findings: Findings, outcome: Outcome, group: LoadGroup
-) -> frozenset[str]:
+def _stray(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
     """Return the tensors whose other bits did not arrive where their first ones are stored."""
-    return outcome.moved.intersection(group.names) - source.uniform - findings.overlapping
+    return outcome.moved.intersection(group.names) - source.uniform
 
 
 def _unconfirmed(
@@ -199,7 +197,7 @@ def _unconfirmed(
 ) -> str:
     """Return why a reload may have left out tensors: a repack shows that they change something."""
     again = _trial(state, source, findings, "repacked", [group]).run([group])
-    if again.refused or _silent(findings, again, group) != silent:
+    if again.refused or _silent(again, group) != silent:
         return f"nothing changes with {min(silent)}"
     return ""
 
@@ -214,6 +212,7 @@ def _proven(
         findings,
         readable=findings.readable - outcome.moved.intersection(names),
         touched=findings.touched | (outcome.touched if method == "loaded" else frozenset()),
+        idle=findings.idle.difference(names) | outcome.idle.intersection(names),
         classes={**findings.classes, **classes},
         groups=(*findings.groups, *((method, group) for group in groups)),
     )
@@ -236,7 +235,6 @@ def _trial(
         derived=findings.derived,
         vectors={name for name in links if len(source.specs[name].shape) < 2},
         placed={name for name, found in findings.placements.items() if found},
-        overlapping=findings.overlapping,
         displaced=partial(_displaced, source, findings),
         untouched=_untouched(state, source, findings, links),
     )

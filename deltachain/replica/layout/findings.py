@@ -34,6 +34,7 @@ class Findings:
         untestable: Layers that may compute from memory that cannot be inspected.
         derived: Live tensors and numbers that are derived from each tensor.
         touched: Live tensors that the engine's own loader was seen to change.
+        idle: Tensors that are loaded with others, and changed nothing by themselves.
         classes: Classes of the tensors decided so far.
         groups: Tensors that the engine loads, with the method.
     """
@@ -50,6 +51,7 @@ class Findings:
     untestable: frozenset[str] = frozenset()
     derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
     touched: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
     classes: Mapping[str, TensorClass] = field(default_factory=dict)
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
 

@@ -64,7 +64,6 @@ class Trial:
         derived: Live tensors and numbers that must follow each tensor.
         vectors: Tensors of one dimension or none.
         placed: Tensors that are stored in the model bit by bit.
-        overlapping: Tensors among these that other tensors may overwrite.
         displaced: Function that returns the tensors not at their recorded places, given the names
             of tensors and of those among them that were loaded with other bits.
     """
@@ -77,7 +76,6 @@ class Trial:
     derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
     vectors: Container[str] = ()
     placed: Container[str] = ()
-    overlapping: Container[str] = ()
     displaced: Callable[[Iterable[str], Container[str]], frozenset[str]] = lambda *_: frozenset()
 
     def run(self, groups: Sequence[LoadGroup]) -> Outcome:
@@ -288,7 +286,7 @@ class _Seen:
         if not found & layers and not live:
             self.idle.add(name)
             must = name in trial.placed or trial.method == "loaded"
-            return f"nothing changes with {name}" if must and name not in trial.overlapping else ""
+            return f"nothing changes with {name}" if must else ""
         left = trial.derived.get(name, frozenset()) - changed
         if left:
             return f"{min(left)} does not change with {name}"

@@ -87,13 +87,17 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "enable_hierarchical_cache": False,
         "enable_lmcache": False,
         "weight_cache_mode": "off",
+        **compat.MOVING,
     }
 
     class Bag:
         def __getattr__(self, name: str) -> Any:
             return options[name]
 
-    for getter in ("get_parallel", "get_spec", "get_disagg", "get_memory", "get_model"):
+    options["moe"] = Bag()
+    for getter in (
+        "get_parallel", "get_spec", "get_disagg", "get_memory", "get_model", "get_exec"
+    ):  # fmt: skip
         assert callable(getattr(runtime_context, getter))
         monkeypatch.setattr(runtime_context, getter, Bag)
     return options
@@ -110,6 +114,11 @@ def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ("disaggregation_mode", "prefill", "other servers fill its caches"),
         ("enable_hierarchical_cache", True, "outlive the weights"),
         ("enable_lmcache", True, "outlive the weights"),
+        ("ep_num_redundant_experts", 2, r"moves experts \(--ep-num-redundant-experts 2\)"),
+        ("init_expert_location", "location.json", "--init-expert-location location.json"),
+        ("enable_eplb", True, r"moves experts \(--enable-eplb"),
+        ("elastic_ep_backend", "mooncake", r"moves experts \(--elastic-ep-backend"),
+        ("enable_elastic_expert_backup", True, "--enable-elastic-expert-backup"),
     ],
 )
 def test_servers_that_are_refused(

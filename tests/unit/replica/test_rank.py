@@ -12,6 +12,7 @@ import torch
 
 from deltachain.errors import (
     BaseMismatchError,
+    EngineDamagedError,
     PartialApplyError,
     PoisonedError,
     TensorMismatchError,
@@ -69,6 +70,7 @@ def test_a_ticket_that_is_given_again_is_written_again(bench: Bench) -> None:
     bench.rank.swap(1, 1, back=False)
     with torch.no_grad():
         bench.model.load((name, tensor.clone()) for name, tensor in bench.old.items())
+    assert bench.rank.loads_the_same()
     bench.stage(1)
     bench.rank.swap(1, 1, back=False)
     assert bench.model.holds(bench.new)
@@ -110,6 +112,35 @@ def test_replaced_tensors_void_what_was_staged(bench: Bench) -> None:
     assert bench.model.holds(bench.new)
 
 
+def test_experts_that_others_moved_void_what_was_staged(bench: Bench) -> None:
+    bench.stage(1)
+    live = bench.model.root.get_parameter("layers.0.experts.weight")
+    live.data.copy_(live.data.flip(0).clone())
+    with pytest.raises(BaseMismatchError, match=r"'layers\.0\.experts\.weight' holds other bits"):
+        bench.rank.swap(1, 1, back=False)
+    assert bench.rank.staged == {}
+    bench.rank.check_addresses()  # it is told once: what comes next is planned from nothing
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_an_engine_that_arranged_its_experts_anew_is_written_to_no_more(
+    bench: Bench, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if the experts themselves were loaded again since, as by a repack."""
+    tensors, maps = bench.model.tensors, {"expert_map": torch.arange(4)}
+    monkeypatch.setattr(bench.model, "tensors", lambda: {**tensors(), **maps})
+    rank = Rank(bench.model, bench.rank._specs.values(), bench.rank._aliases)
+    rank.check_addresses()
+    if how == "in place":
+        maps["expert_map"].copy_(maps["expert_map"].flip(0).clone())
+    else:
+        maps["expert_map"] = torch.arange(4).flip(0)
+    assert rank.loads_the_same()
+    for _ in range(2):
+        with pytest.raises(EngineDamagedError, match="arranged its experts anew: 'expert_map'"):
+            rank.check_addresses()
+
+
 def test_a_stage_that_began_before_tensors_were_replaced_is_void(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,10 +166,10 @@ def test_a_stage_never_looks_where_tensors_are(
 ) -> None:
     """A reload beside it puts them elsewhere for a while."""
 
-    def moving() -> None:
+    def moving(_: object) -> str:
         raise AssertionError("asked in the thread that stages")
 
-    monkeypatch.setattr(bench.rank, "_addresses", moving)
+    monkeypatch.setattr(bench.rank._record, "difference", moving)
     bench.stage(1)
     bench.rank.state()
 

@@ -15,9 +15,11 @@ from deltachain.control.server.auth import Control
 from deltachain_vllm.endpoint import EndpointPlugin
 
 
-async def _started(environment: dict[str, str], engines: int = 1, **arguments: Any) -> Control:
+async def _started(
+    environment: dict[str, str], engines: int = 1, mode: str = "", **arguments: Any
+) -> Control:
     app = FastAPI()
-    parallel = SimpleNamespace(data_parallel_size=engines)
+    parallel = SimpleNamespace(data_parallel_size=engines, **({mode: True} if mode else {}))
     client = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=parallel))
     with mock.patch.dict("os.environ", environment):
         await EndpointPlugin().init_state(client, app.state, Namespace(**arguments))
@@ -31,6 +33,8 @@ async def _started(environment: dict[str, str], engines: int = 1, **arguments: A
         ({"DELTACHAIN_MAX_LAG": "y"}, {}, "expected a number"),
         ({}, {"api_server_count": 2}, "--api-server-count 1"),
         ({}, {"engines": 2, "api_server_count": 2}, "2 servers without --data-parallel-size"),
+        ({}, {"mode": "enable_eplb"}, "moves experts while it serves (--enable-eplb)"),
+        ({}, {"mode": "enable_elastic_ep"}, "start it without --enable-elastic-ep"),
     ],
 )
 def test_what_can_not_be_led_ends_or_says_why_where_it_was_told_to_serve(
