@@ -10,7 +10,13 @@ from deltachain.chain.reachable import is_reachable, plan_present
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Change
 from deltachain.delta import TensorDelta
-from deltachain.errors import BrokenChainError, FormatError, ObjectNotFoundError
+from deltachain.errors import (
+    BrokenChainError,
+    ConfigError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.format.digest import digest_key
 from deltachain.format.documents import EdgeSummary
 from deltachain.kernels import host
@@ -72,22 +78,27 @@ def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None
 def _proven(
     checkpoint: Checkpoint, specs: Iterable[TensorSpec], held: Committed
 ) -> Iterator[Change]:
-    """Yield the bits of a copy; raise at the end if they are not those of the version.
+    """Yield the bits of a copy, which may change while it is read.
 
-    The copy may change while it is read.
+    Raises:
+        BrokenChainError: It did, or its bits are not those of the version, seen at the end.
     """
+    changed = BrokenChainError(
+        f"{checkpoint.path} changed while it was read, and is not version {held.version} now",
+        version=held.version,
+        hint="run this again, or stop `deltachain follow` meanwhile",
+    )
     total = StateDigest()
     for spec in specs:
-        bits = checkpoint.bits(spec.name)
+        try:
+            bits = checkpoint.bits(spec.name)
+        except (ConfigError, MalformedError) as exc:
+            raise changed from exc
         change = Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
         total += change.digest
         yield change
     if total != held.state:
-        raise BrokenChainError(
-            f"{checkpoint.path} changed while it was read, and is not version {held.version} now",
-            version=held.version,
-            hint="run this again, or stop `deltachain follow` meanwhile",
-        )
+        raise changed
 
 
 def _lost_object(chain: Chain, head: Committed) -> str:
