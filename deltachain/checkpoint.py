@@ -35,7 +35,7 @@ _SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 """Name of a shard of the weights: its number, and how many there are."""
 
 _OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)\.).*")
-"""Names of files with the same tensors in another form, or with those of an optimizer."""
+"""Names of files with tensors in another form, or with tensors of an optimizer."""
 
 _HASHED_NBYTES: Final = 16 << 20
 """Bytes of a file that are read and hashed at a time."""
@@ -333,7 +333,7 @@ def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
     left_out = [name for name in there if name not in names]
     if left_out:
         logger.warning(
-            "%s: the weights are those of %s; left out: %s",
+            "%s: reading weights from %s; ignoring %s",
             path,
             INDEX_FILE if places else names[0] if len(names) == 1 else f"{len(names)} files",
             ", ".join(left_out),
@@ -362,10 +362,10 @@ def _read_index(index: Path) -> dict[str, str]:
 
 
 def _chosen(path: Path, there: list[str]) -> list[str]:
-    """Return those of a folder's safetensors files that are its weights, without an index.
+    """Return the weight files of a folder without an index.
 
     Raises:
-        ConfigError: Not all shards are there, or those of two sets.
+        ConfigError: Shards are missing, or belong to two sets.
     """
     shards = [match for name in there if (match := _SHARD.fullmatch(name))]
     if WEIGHTS_FILE in there:

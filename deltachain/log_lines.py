@@ -15,7 +15,7 @@ LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
 
 
 def show(through: logging.Logger, level: int) -> None:
-    """Show our log messages among those of another logger; leave loggers with handlers alone.
+    """Send our log messages through another logger; leave loggers with handlers alone.
 
     Args:
         through: Logger whose handlers show them.

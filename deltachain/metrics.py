@@ -194,8 +194,9 @@ class _Server(ThreadingMixIn, WSGIServer):
     @override
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Note when a connection began, and make place for it."""
-        if len(self._since) >= self.connections:
-            self._end(next(iter(self._since)))
+        open_now = list(self._since)  # threads of ended connections remove theirs
+        for oldest in open_now[: len(open_now) + 1 - self.connections]:
+            self._end(oldest)
         self._since[request] = time.monotonic()
         return True
 

@@ -95,7 +95,7 @@ def new_record(before: PublisherRecord | None) -> PublisherRecord:
 
 
 def read_record(store: Store) -> PublisherRecord | None:
-    """Read the record; ``None`` if there is none, or an unreadable one.
+    """Return the record; ``None`` if it is absent or unreadable.
 
     Raises:
         StoreError: The store did not answer.
@@ -127,7 +127,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return when a process of this machine started; empty if there is none, or it has ended."""
+    """Return the start time of a process of this machine; empty if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

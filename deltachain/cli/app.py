@@ -118,7 +118,7 @@ class Commands(TyperGroup):
         """Find the command; name the one that has what another name stands for elsewhere."""
         meant = MEANT.get(args[0].lower()) if args and args[0] not in self.commands else None
         if meant is not None:
-            raise ConfigError(f"there is no command {args[0]!r}", hint=f"use {meant}")
+            raise ConfigError(f"unknown command {args[0]!r}", hint=f"use {meant}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own

@@ -66,7 +66,7 @@ def host_array(tensor: Tensor, kind: npt.DTypeLike) -> npt.NDArray[Any]:
 
     Args:
         tensor: The tensor.
-        kind: dtype of the array, as wide as that of the tensor.
+        kind: dtype of the array, with the itemsize of the tensor's dtype.
     """
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), kind)

@@ -149,6 +149,7 @@ class Snapshot:
         self._state = StateDigest()
         self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
         self._frozen: dict[str, _Frozen] = {}
+        self._files = {one.spec.name: one for one in source.weights if one.pending is not None}
         self._in_turn = ""
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
@@ -196,7 +197,8 @@ class Snapshot:
         kept = self._kept.get(weight.spec.name)
         if kept is not None:
             return _on_host(kept)
-        return wire_bits(copied(self._frozen[weight.spec.name].weight))
+        frozen = self._frozen[weight.spec.name].weight
+        return wire_bits(copied(frozen) if frozen.pending is None else frozen)
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
         """Return the state digest of a window in the snapshot, if it is known without computing it.
@@ -214,8 +216,12 @@ class Snapshot:
 
     def _add_frozen(self, weight: Weight, digest: StateDigest) -> None:
         so_far = self._frozen.get(weight.spec.name)
-        total = digest if so_far is None else so_far.digest + digest
-        self._frozen[weight.spec.name] = _Frozen.of(weight, total)
+        self._note(weight, digest if so_far is None else so_far.digest + digest)
+
+    def _note(self, weight: Weight, digest: StateDigest) -> None:
+        """Keep what is known of a frozen weight; of one in a file no tensor, which is memory."""
+        name = weight.spec.name
+        self._frozen[name] = _Frozen.of(self._files.get(name, weight), digest)
 
     def _check_frozen(self, weight: Weight) -> None:
         """Raise if a weight that is not compared has other bits than those published.
@@ -236,7 +242,7 @@ class Snapshot:
                 hint="let what changes require a gradient before attaching, or attach an export, "
                 "which is compared whole: attach(lambda: model.state_dict().items())",
             )
-        self._frozen[weight.spec.name] = _Frozen.of(weight, known.digest)
+        self._note(weight, known.digest)
 
     def diff_(self) -> Diff:
         """Find the changes since the last call, and advance the snapshot: all or nothing.

@@ -179,7 +179,7 @@ def test_of_two_sets_the_models_own_is_published_and_the_other_named(
     assert first_of(tmp_path / "c") == 1.0
     assert set(Checkpoint(tmp_path / "c").specs) == set(tensors(1.0))
     if "/" not in other:
-        assert f"left out: {other}" in caplog.text
+        assert f"ignoring {other}" in caplog.text
 
 
 def test_the_index_wins_over_a_single_file(
@@ -189,7 +189,7 @@ def test_the_index_wins_over_a_single_file(
     save(tmp_path / "c/model.safetensors", 1.0)
     index(tmp_path / "c", dict.fromkeys(tensors(1.0), "model-00001-of-00001.safetensors"))
     assert first_of(tmp_path / "c") == 5.0
-    assert "left out: model.safetensors" in caplog.text
+    assert "ignoring model.safetensors" in caplog.text
 
 
 def test_shards_without_an_index_are_one_set(tmp_path: Path) -> None:

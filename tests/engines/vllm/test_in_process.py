@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,28 +12,14 @@ from deltachain.publish.push import push
 from deltachain.store import open_store
 from tests.engines.chains import train
 from tests.engines.families import make
+from tests.engines.program import run_program
 
 pytestmark = pytest.mark.engine
-
-ROOT = Path(__file__).resolve().parents[3]
-
-
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
 
 
 def test_an_asynchronous_engine_follows_while_it_generates(tmp_path: Path) -> None:
     chain = train("qwen3", tmp_path, 3, rate=1e-2)
-    done = run("tests.engines.vllm.async_offline", chain.url, str(chain.base))
+    done = run_program("tests.engines.vllm.async_offline", chain.url, str(chain.base))
     assert done.returncode == 0, done.stderr[-4000:]
     seen = json.loads(done.stdout.splitlines()[-1])
     assert seen["wrong"] == {"2": [[]], "1": [[]]}
@@ -59,7 +42,7 @@ def test_options_that_no_leader_can_follow_end_a_server_with_2(
     """Though vLLM starts further processes, and ends with 1 where one of them fails."""
     base, url = make("qwen3", tmp_path / "base"), (tmp_path / "chain").as_uri()
     push(open_store(url), base, PublishConfig(url=url))
-    done = run(
+    done = run_program(
         *("vllm.entrypoints.cli.main", "serve", str(base), "--host", "127.0.0.1", "--port", "0"),
         *("--worker-extension-cls", "deltachain_vllm.WorkerExtension", *options),
         DELTACHAIN_URL=url,

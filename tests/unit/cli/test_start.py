@@ -56,7 +56,9 @@ def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, enc
             env={**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"},
             check=False,
         )
-        assert (done.returncode, done.stderr) == (0, b""), done.stderr.decode()
+        told = b"info  compiling kernels, which takes seconds once on this machine\n"
+        assert done.returncode == 0, done.stderr.decode()
+        assert done.stderr in {b"", told}
         return done.stdout
 
     folder = tmp_path / "é 名"
@@ -236,7 +238,7 @@ def test_a_time_of_another_year_shows_the_year() -> None:
 def test_a_guessed_command_is_answered_with_ours(word: str) -> None:
     done = invoke(word, "/mnt/policy")
     assert done.code == 2
-    assert f"there is no command '{word}'" in done.stderr
+    assert f"unknown command '{word}'" in done.stderr
     ours = set(re.findall(r"`(?:deltachain )?([a-z]+)", MEANT[word])) - {"deltachain"}
     assert ours or "--version" in MEANT[word]
     assert ours <= {function.__name__ for panel in PANELS.values() for function in panel}
