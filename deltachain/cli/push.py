@@ -54,7 +54,7 @@ def push(  # noqa: PLR0913 - one argument an option
         typer.Option(
             metavar="DIR",
             help="Folder of a base checkpoint that all followers have. A new chain refers to it "
-            "instead of uploading it; give it again if the folder has moved.",
+            "instead of uploading it; give it in each later push too.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
