@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from threading import Barrier
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import pytest
-from torch import nn
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import PublisherFencedError
@@ -102,26 +101,30 @@ def test_of_two_racing_writers_exactly_one_commits(fresh: Iterator[Store]) -> No
         assert [c.manifest.epoch for c in chain.history(0, 3)] == [0, 0, 0, 1]
 
 
-def attach(store: Store) -> Callable[[], Publisher]:
-    return lambda: Publisher(PublishConfig(url=store.url), store=store).attach(plain_model())
+class Trainer:
+    """A model and its publisher."""
+
+    def __init__(self, store: Store) -> None:
+        self.model = plain_model()
+        self.publisher = Publisher(PublishConfig(url=store.url), store=store).attach(self.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.publisher.close()
+
+    def publish(self, seed: int) -> int:
+        """Train and publish one version."""
+        train_(self.model, seed)
+        self.publisher.publish(step=seed)
+        receipt = self.publisher.flush()
+        assert receipt is not None
+        return receipt.version
 
 
-def model_of(publisher: Publisher) -> nn.Module:
-    session = publisher._session
-    assert session is not None
-    live = session.source.live
-    assert isinstance(live, partial)
-    model: nn.Module = live.args[0]
-    return model
-
-
-def publish(publisher: Publisher, seed: int) -> int:
-    """Train and publish one version."""
-    train_(model_of(publisher), seed)
-    publisher.publish(step=seed)
-    receipt = publisher.flush()
-    assert receipt is not None
-    return receipt.version
+def attach(store: Store) -> Callable[[], Trainer]:
+    return partial(Trainer, store)
 
 
 @pytest.mark.parametrize("number", range(200))
@@ -139,16 +142,19 @@ def race_for_a_chain(store: Store, number: int) -> None:
     """Race for a new chain, and then for taking it over."""
     one, two = at_once(store)
     with race(attach(one), attach(two)) as owner:
-        publish(owner, number)
+        owner.publish(number)
         found = recompute(store)
         assert list(found) == [0, 1]
         one, two = at_once(store)
         with race(attach(one), attach(two)) as successor:
-            assert (successor.version, successor.epoch) == (3, 1)  # took over, then went back
+            assert (successor.publisher.version, successor.publisher.epoch) == (
+                3,
+                1,
+            )  # took over, then went back
             with pytest.raises(PublisherFencedError):
-                publish(owner, 7)
+                owner.publish(7)
     found = recompute(store)
-    assert same(found[max(found)].state, bits_of(model_of(successor)))
+    assert same(found[max(found)].state, bits_of(successor.model))
 
 
 @pytest.mark.parametrize("number", range(10))
@@ -157,16 +163,16 @@ def test_a_last_publish_that_races_a_takeover_is_whole_or_not_there(number: int)
     barrier = Barrier(2, timeout=60)
     old = FaultyStore(store, Fault(barrier.wait, "manifests/", nth=2))
     new = FaultyStore(store, Fault(barrier.wait, "manifests/", nth=1))
-    with attach(old)() as publisher, ThreadPoolExecutor(1) as pool:
+    with Trainer(old) as trainer, ThreadPoolExecutor(1) as pool:
         takeover = pool.submit(attach(new))
         with suppress(PublisherFencedError):
-            publish(publisher, number)
+            trainer.publish(number)
         with takeover.result(60) as successor:
             with pytest.raises(PublisherFencedError):
-                publish(publisher, 99)
-            publish(successor, 3)
+                trainer.publish(99)
+            successor.publish(3)
     found = recompute(store)
     epochs = [found[v].committed.manifest.epoch for v in found]
     assert epochs == sorted(epochs)
     assert epochs.count(0) in (1, 2)
-    assert same(found[max(found)].state, bits_of(model_of(successor)))
+    assert same(found[max(found)].state, bits_of(successor.model))

@@ -268,7 +268,7 @@ def test_what_a_killed_process_left_behind_is_removed(
 ) -> None:
     publish(1)
     mirror.mkdir()
-    left = mirror / ".model.safetensors.4711"
+    left = mirror / ".model.safetensors.0123456789abcdef"
     left.write_bytes(b"half a file")
     subscribe(mirror).update()
     assert not left.exists()
