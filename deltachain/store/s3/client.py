@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from botocore.awsrequest import (
     AWSHTTPSConnectionPool,
 )
 from botocore.config import Config
+from botocore.credentials import Credentials, ReadOnlyCredentials
 from botocore.exceptions import BotoCoreError
 
 from deltachain.errors import ConfigError
@@ -35,6 +37,9 @@ _KNOWN: Final = (*_TEXTS, *_TABLES, "anon", "deadline_s")
 _CONNECTIONS: Final = 64
 _CONNECT_S: Final = 5.0
 _READ_S: Final = 30.0
+
+_CREDENTIAL_FILES: Final = ("credentials_file", "config_file")
+"""Settings of botocore that name the files with credentials."""
 
 _CHECKSUMS: Final = ("request_checksum_calculation", "response_checksum_validation")
 
@@ -81,6 +86,8 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
     try:
         core = botocore.session.Session(profile=options.get("profile") or None)
         core.register_component("data_loader", _loader())
+        if "aws_access_key_id" not in arguments:
+            _reread_credentials(core)
         own_endpoint = "endpoint_url" in arguments or _configures_endpoint(core)
         config = _config(core, own_endpoint=own_endpoint, deadline_s=deadline_s)
         arguments = _tls(core, arguments) | arguments
@@ -113,6 +120,53 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
 
 
 # botocore is untyped, so these base classes are too.
+class _RereadCredentials(Credentials):  # type: ignore[misc]
+    """Credentials that are resolved anew once the files that name them have changed.
+
+    botocore reads them once. Tools that hand out temporary keys replace the file before these end.
+    While the files cannot be read or name none, the last ones stay in use.
+    """
+
+    def __init__(self, found: Credentials, core: botocore.session.Session) -> None:
+        super().__init__("", "", method=found.method)
+        self._files = [core.get_config_variable(name) for name in _CREDENTIAL_FILES]
+        self._profile = core.profile
+        self._lock = threading.Lock()
+        self._found = found
+        self._read = self._stamps()
+
+    def get_frozen_credentials(self) -> ReadOnlyCredentials:
+        """Return the credentials to sign one request with."""
+        with self._lock:
+            now = self._stamps()
+            if now != self._read:
+                try:
+                    found = botocore.session.Session(profile=self._profile).get_credentials()
+                except BotoCoreError:  # half written
+                    found = None
+                if found is not None and found.method == self.method:
+                    self._found, self._read = found, now
+            return self._found.get_frozen_credentials()
+
+    def _stamps(self) -> list[tuple[int, int, int] | None]:
+        return [_stamp(Path(file).expanduser()) for file in self._files]
+
+
+def _reread_credentials(core: botocore.session.Session) -> None:
+    """Make a session read its credentials again once their files have changed."""
+    found = core.get_credentials()
+    if found is not None and found.method != "env":
+        core._credentials = _RereadCredentials(found, core)
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class _Connection(AWSHTTPConnection):  # type: ignore[misc]
     sock: Any
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deltachain.errors import ConfigError, StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.s3.client import make_client
 from deltachain.store.s3.store import S3Store, open_s3
+from deltachain.testing.seaweed import Seaweed
 
 SERVER = "http://127.0.0.1:1"
 KEYS = {"key": "k", "secret": "s"}
@@ -125,6 +127,32 @@ def test_credentials_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     client, _ = make_client({}, deadline_s=1)
     assert client._request_signer._credentials.access_key == "from-environment"
+
+
+def test_credentials_of_a_file_are_read_again_once_it_is_replaced(
+    seaweed: Seaweed, s3_url: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
+
+    def hand_out(key: str, secret: str) -> None:
+        new = tmp_path / "new"
+        new.write_text(f"[default]\naws_access_key_id={key}\naws_secret_access_key={secret}\n")
+        new.replace(file)
+
+    valid = seaweed.options["key"], seaweed.options["secret"]
+    hand_out(*valid)
+    with closing(open_store(s3_url(), {"endpoint_url": seaweed.options["endpoint_url"]})) as store:
+        store.put("a", b"first")
+        hand_out("ended", "ended")
+        with pytest.raises(StorePermissionError):
+            store.put("a", b"refused")
+        hand_out(*valid)
+        store.put("a", b"second")
+        file.write_text("[default]\naws_access_key_id=half")  # the last ones stay in use
+        store.put("a", b"third")
+        file.unlink()
+        assert store.get("a") == b"third"
 
 
 def test_client_does_not_retry_whatever_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
