@@ -54,7 +54,7 @@ class DeltaChainError(Exception):
         message: The object concerned, the expected value and the found value.
         hint: The action that resolves the error, printed on a second line.
 
-    Example:
+    Examples:
         >>> try:
         ...     deltachain.Subscriber(new_url, weights).update()
         ... except deltachain.DeltaChainError as error:

@@ -77,6 +77,17 @@ def test_no_file_is_above_400_lines() -> None:
     assert {name: n for name, n in lengths.items() if n > 400} == {}
 
 
+def test_examples_are_a_section_that_the_documents_know() -> None:
+    # Under "Example:" the lines of a doctest are rendered as one paragraph.
+    wrong = [
+        f"{path}:{number}"
+        for path in (ROOT / "deltachain").rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if line.strip() == "Example:"
+    ]
+    assert not wrong
+
+
 def test_import_contracts_hold() -> None:
     lint = Path(sysconfig.get_path("scripts")) / "lint-imports"
     done = subprocess.run([lint], cwd=ROOT, capture_output=True, text=True, check=False)

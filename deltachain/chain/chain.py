@@ -63,7 +63,7 @@ class Chain:
         latest: The newest version seen by this object; ``None`` before the first look.
         prunes: Its prune records.
 
-    Example:
+    Examples:
         >>> chain = deltachain.Chain.open(deltachain.open_store(url))
         >>> head = chain.head()
         >>> head.version, head.manifest.nnz, head.manifest.numel

@@ -52,7 +52,7 @@ class DeltaChainWeightTransfer:
         receipts: Receipts of the published versions, oldest first.
         announced: Result of the last announcement, if any.
 
-    Example:
+    Examples:
         >>> transfer = deltachain.DeltaChainWeightTransfer(new_url, engines=["http://a:8000"])
         >>> trainer = AsyncGRPOTrainer(model, weight_transfer=transfer)    # doctest: +SKIP
         >>> transfer.attach(trainer)    # doctest: +SKIP

@@ -33,7 +33,7 @@ class PublishConfig:
     Raises:
         ConfigError: A value is of another type than its field, or not allowed.
 
-    Example:
+    Examples:
         >>> config = deltachain.PublishConfig(url=new_url, encoding="overwrite")
         >>> publisher = deltachain.Publisher(config)
     """

@@ -91,7 +91,7 @@ def attach(
         ConfigError: ``optimizer`` is not an optimizer, or that of another model, or the model
             cannot be published.
 
-    Example:
+    Examples:
         >>> attachment = deltachain.attach(model, optimizer, url=new_url)
         >>> train_step(model, optimizer)     # calls optimizer.step(), which publishes version 1
         >>> attachment.detach()              # waits for the commit

@@ -70,7 +70,7 @@ class Publisher(Closeable):
         last: The newest receipt, if any.
         totals: Totals of all versions so far, for metrics.
 
-    Example:
+    Examples:
         >>> with deltachain.Publisher(new_url).attach(model) as publisher:
         ...     train_step(model, optimizer)
         ...     receipt = publisher.publish(step=1).result()

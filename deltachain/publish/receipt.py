@@ -34,7 +34,7 @@ class PublishReceipt:
             a change, by encoding; empty unless ``encoding="auto"``.
         kept_nbytes: Size of the old bits that rank 0 keeps for an anchor on its way, in bytes.
 
-    Example:
+    Examples:
         >>> with deltachain.Publisher(new_url).attach(model) as publisher:
         ...     train_step(model, optimizer)
         ...     receipt = publisher.publish(step=1).result()

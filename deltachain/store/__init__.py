@@ -77,7 +77,7 @@ def open_store(
         ConfigError: The scheme is not supported, the URL names no location, or the store does not
             take these options.
 
-    Example:
+    Examples:
         >>> store = deltachain.open_store(new_url)
         >>> store.put_if_absent("notes/1.txt", b"first")
         >>> store.get("notes/1.txt")

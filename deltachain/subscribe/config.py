@@ -21,7 +21,7 @@ class SubscribeConfig:
     Raises:
         ConfigError: A value is of another type than its field, or out of range.
 
-    Example:
+    Examples:
         >>> config = deltachain.SubscribeConfig(url=url, poll_s=5)
         >>> subscriber = deltachain.Subscriber(config, weights)
     """

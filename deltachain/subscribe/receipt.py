@@ -35,7 +35,7 @@ class ApplyReceipt:
         pause_s: Seconds in which the target was unavailable: the swap, and for an engine the pause
             around it.
 
-    Example:
+    Examples:
         >>> receipt = deltachain.Subscriber(url, weights).update()
         >>> receipt.previous, receipt.version, receipt.nnz
         (None, 1, 6)

@@ -55,7 +55,7 @@ class Subscriber(Closeable):
         target: Torch module, dict of tensors by name, path of a folder, or any :class:`Target`.
         store: The store; opened from the URL if ``None``.
 
-    Example:
+    Examples:
         >>> subscriber = deltachain.Subscriber(url, weights)  # a dict of tensors, or a module
         >>> subscriber.update().version
         1

@@ -89,7 +89,7 @@ class Fleet(Closeable):
     Raises:
         ConfigError: An address occurs twice or is invalid, or a file of tokens is.
 
-    Example:
+    Examples:
         >>> with deltachain.Fleet(["http://127.0.0.1:8000", "http://127.0.0.1:30000"]) as fleet:
         ...     announced = fleet.announce(version=1, wait="quorum", deadline=0.1)
         >>> announced.enough    # no server answers at these addresses

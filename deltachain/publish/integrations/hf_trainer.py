@@ -31,7 +31,7 @@ class DeltaChainCallback(TrainerCallback):
         receipts: Receipts of the published versions, oldest first.
         publisher: The publisher during training; otherwise ``None``.
 
-    Example:
+    Examples:
         >>> callback = deltachain.DeltaChainCallback(new_url, every_steps=4)
         >>> trainer = transformers.Trainer(model, callbacks=[callback])    # doctest: +SKIP
     """

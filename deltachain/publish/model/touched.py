@@ -7,12 +7,13 @@ import logging
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
-
-from torch import nn
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from deltachain.checkpoint import read_assets
 from deltachain.publish.quantise.settings import CONFIG_FILE
+
+if TYPE_CHECKING:
+    from torch import nn
 
 logger = logging.getLogger(__name__)
 

@@ -34,7 +34,7 @@ class Quantization:
         ConfigError: There is no such recipe, ``ignore`` is no tuple of texts, or an entry is not a
             regular expression.
 
-    Example:
+    Examples:
         >>> chosen = deltachain.Quantization("fp8-block", ignore=("lm_head", "re:visual"))
         >>> config = deltachain.PublishConfig(url=new_url, quantization=chosen)
 

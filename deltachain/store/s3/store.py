@@ -244,8 +244,9 @@ def open_s3(
 
     Credentials, region and endpoint come from the options, else from the usual sources of AWS
     tools: ``AWS_*`` with ``AWS_ENDPOINT_URL`` and ``AWS_ENDPOINT_URL_S3``, profiles, and the
-    machine's own credentials; files are read again once they change. With an endpoint of the user, boto3's additional checksums are off,
-    unless enabled by ``AWS_REQUEST_CHECKSUM_CALCULATION`` or ``AWS_RESPONSE_CHECKSUM_VALIDATION``.
+    machine's own credentials; files are read again once they change. With an endpoint of the user,
+    boto3's additional checksums are off, unless enabled by ``AWS_REQUEST_CHECKSUM_CALCULATION`` or
+    ``AWS_RESPONSE_CHECKSUM_VALIDATION``.
 
     Args:
         url: URL of the store.
