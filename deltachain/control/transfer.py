@@ -194,8 +194,8 @@ class DeltaChainWeightTransfer:
         flight = self._flight
         if flight is None:
             return True
-        if self.publisher is not None and self.publisher.is_left(flight):
-            return False  # the publisher has logged why; the next sync covers it
+        if not (flight.running() or flight.done()):
+            return False  # left to the next sync; the publisher has logged why
         try:
             self._note(flight.result(self._deadline))
         except TimeoutError:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 from weakref import WeakKeyDictionary
 
@@ -15,16 +17,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_open: Final[WeakKeyDictionary[Publisher, int]] = WeakKeyDictionary()
-"""Process that attached each open publisher: a forked child must not commit its versions."""
+_open: Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]] = (
+    WeakKeyDictionary()
+)
+"""Process that attached each open publisher, and what closes it: a forked child must not commit its
+versions."""
 
 
-def close_at_exit(publisher: Publisher) -> None:
+def close_at_exit(publisher: Publisher, close: Callable[[], None] | None = None) -> None:
     """Close a publisher when Python ends, so that its last version is committed.
 
     One of several ranks is not closed: the others may have ended, or wait for something else.
+
+    Args:
+        publisher: The publisher.
+        close: Closes it unless an error ends Python; by default, and after an error, its ``close``.
     """
-    _open[publisher] = os.getpid()
+    _open[publisher] = os.getpid(), close
 
 
 def is_closed(publisher: Publisher) -> None:
@@ -34,7 +43,8 @@ def is_closed(publisher: Publisher) -> None:
 
 @atexit.register
 def _close_all() -> None:
-    for publisher, process in list(_open.items()):
+    has_failed = getattr(sys, "last_value", None) is not None
+    for publisher, (process, close) in list(_open.items()):
         if process != os.getpid():
             continue
         if not publisher.is_alone:
@@ -44,6 +54,6 @@ def _close_all() -> None:
             )
             continue
         try:
-            publisher.close()
+            (publisher.close if has_failed or close is None else close)()
         except DeltaChainError as error:
             logger.warning("closing the publisher at %s as Python ended: %s", publisher.url, error)

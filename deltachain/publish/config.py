@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -166,8 +167,14 @@ class PublishConfig:
             settings: Single settings, by field name.
 
         Raises:
-            ConfigError: ``config`` is something else, or a value is not allowed.
+            ConfigError: ``config`` is something else, there is no such setting, or its value is not
+                allowed.
         """
+        known = [one.name for one in fields(cls)]
+        for name in settings.keys() - set(known):
+            near = get_close_matches(name, ["every_steps", *known], 1)
+            hint = f"did you mean {near[0]!r}?" if near else "settings are fields of PublishConfig"
+            raise ConfigError(f"there is no setting {name!r}", hint=hint)
         if config is None:
             return cls(url=url, **settings)
         if not isinstance(config, cls):

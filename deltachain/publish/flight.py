@@ -60,6 +60,16 @@ class Flight:
     covered: Sequence[Published]
     outcome: Future[PublishReceipt] = field(default_factory=Future)
 
+    def land(self, receipt: PublishReceipt) -> None:
+        """Give all futures the receipt."""
+        for future in (self.outcome, *self.covered):
+            future.set_result(receipt)
+
+    def fail(self, error: BaseException) -> None:
+        """Give all futures an error."""
+        for future in (self.outcome, *self.covered):
+            future.set_exception(error)
+
 
 def whole_step(step: SupportsIndex | None) -> int | None:
     """Return the trainer's step as an ``int``: a reader would refuse any other in a manifest.

@@ -4,16 +4,21 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from deltachain.errors import ConfigError
+from deltachain.publish.at_exit import close_at_exit
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.flight import check_every_steps
+from deltachain.publish.optimizer_steps import (
+    OptimizerSteps,
+    check_optimizers,
+    unwrap_optimizers,
+)
 from deltachain.publish.publisher import Publisher
 
 if TYPE_CHECKING:
@@ -24,19 +29,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """A publisher triggered by an optimizer.
+    """A publisher triggered by the optimizers of a model.
 
     Attributes:
         publisher: The publisher, for its version or to wait on it.
     """
 
     publisher: Publisher
-    _handle: RemovableHandle
+    _steps: OptimizerSteps
 
     def detach(self) -> None:
-        """Commit the last version, and stop publishing."""
-        self._handle.remove()
-        self.publisher.close()
+        """Commit the last version, and stop publishing.
+
+        Changes since then are a version too: steps that ``every_steps`` left out, a state that was
+        loaded. They are not while an error is handled or after a step that raised one, which may be
+        half in the weights.
+        """
+        self._steps.remove()
+        try:
+            if sys.exception() is None and not self._steps.is_broken:
+                self.publisher.publish_rest(step=self._steps.count)
+        finally:
+            self.publisher.close()
 
 
 @overload
@@ -74,22 +88,24 @@ def attach(
     """Publish a model after every step of its optimizer or trainer.
 
     Each diff is taken against the last published bits, so other changes to the weights, and several
-    optimizer steps between two versions, are included. With several ranks, call this on each rank,
-    after the model is wrapped.
+    optimizer steps between two versions, are included. A step of the model by an optimizer that was
+    not given is refused before it begins. With several ranks, call this on each rank, after the
+    model is wrapped.
 
     Args:
         model: Model on any device, wrapped or not; or a trainer of transformers or TRL, which gets
             a callback.
-        optimizer: A torch optimizer of some or all of the model's parameters, or a wrapper of one
-            such as Accelerate's; none with a trainer.
+        optimizer: The torch optimizer of all parameters that require a gradient, or a list of
+            several, of which all step for each version; Accelerate's wrappers too. None with a
+            trainer.
         url: Location of the chain.
         every_steps: Number of optimizer steps for each version.
         config: All settings; ``url`` replaces the one in it.
         settings: Single settings, as fields of :class:`PublishConfig`.
 
     Raises:
-        ConfigError: ``optimizer`` is not an optimizer, or that of another model, or the model
-            cannot be published.
+        ConfigError: ``optimizer`` is not an optimizer, or that of another model, or leaves out a
+            parameter that requires a gradient; or the model cannot be published.
 
     Examples:
         >>> attachment = deltachain.attach(model, optimizer, url=new_url)
@@ -112,58 +128,18 @@ def attach(
         model.add_callback(callback.bind(model))
         return callback
     check_every_steps(every_steps)
-    inner = unwrap_optimizer(optimizer)
-    _check_same(model, inner)
+    optimizers = unwrap_optimizers(optimizer)
+    check_optimizers(model, optimizers)
     publisher = Publisher(PublishConfig.at(url, config, **settings))
     publisher.attach(model, common={"every_steps": every_steps})
-    steps = 0
 
-    def after_step(*_: object) -> None:
-        nonlocal steps
-        steps += 1
-        if steps % every_steps == 0:
-            publisher.publish(step=steps)
+    def after_step(count: int) -> None:
+        if count % every_steps == 0:
+            steps.check()
+            publisher.publish(step=count)
 
-    return Attachment(publisher, inner.register_step_post_hook(after_step))
-
-
-def _check_same(model: nn.Module, optimizer: Optimizer) -> None:
-    """Check that the optimizer changes at least one parameter of the model."""
-    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in stepped for parameter in model.parameters()):
-        raise ConfigError(
-            f"{type(optimizer).__name__} has no parameter of this model: its steps do not train it",
-            hint="make the optimizer from model.parameters() once the model is wrapped; for a copy "
-            "that something else writes to, such as an average, call Publisher.publish after that",
-        )
-
-
-def unwrap_optimizer(optimizer: object) -> Optimizer:
-    """Return the torch optimizer inside Accelerate's wrapper.
-
-    The wrapper is an Optimizer by class but lacks the attributes of hooks, so that registering one
-    raises AttributeError. Other wrappers (DeepSpeed's, Megatron's) copy master weights into the
-    model after the inner step: a hook there would see the previous step.
-
-    Raises:
-        ConfigError: There is no torch optimizer inside, or the wrapper may do more than step.
-    """
-    if optimizer is None:
-        raise ConfigError(
-            "attach needs the optimizer whose steps it publishes",
-            hint="attach(model, optimizer, url=...); without one, Publisher(url).attach(model), "
-            "and call its publish after each step",
-        )
-    while hasattr(optimizer, "optimizer"):
-        if type(optimizer).__module__.partition(".")[0] != "accelerate":
-            raise ConfigError(
-                f"{type(optimizer).__name__} wraps an optimizer, and may change weights after it",
-                hint="call Publisher.publish yourself after its step",
-            )
-        optimizer = optimizer.optimizer
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"{type(optimizer).__name__} is no torch optimizer",
-            hint="DeepSpeed steps inside its engine: call Publisher.publish yourself after it",
-        )
-    return optimizer
+    warns = publisher.config.on_error == "warn"
+    steps = OptimizerSteps(model, optimizers, after_step, warns=warns)
+    attachment = Attachment(publisher, steps)
+    close_at_exit(publisher, attachment.detach)
+    return attachment

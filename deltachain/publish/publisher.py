@@ -54,9 +54,8 @@ class Publisher(Closeable):
 
     Call ``attach`` once, ``publish`` after every optimizer step, and ``close`` at the end (or use
     ``with``). ``publish`` returns once the diff is taken; one version is in flight at a time,
-    encoded and uploaded by a separate thread. Anchors are added by another thread while later
-    versions are published. A failed publish changes nothing: the next diff finds its changes again.
-    Not thread-safe.
+    encoded and uploaded by another thread. After a failed one, the next diff finds its changes
+    again. Not thread-safe.
 
     With ``torch.distributed`` initialised, every rank creates a publisher and calls the same
     methods; each publishes a part of the weights, and rank 0 commits. Ranks exchange small messages
@@ -78,10 +77,9 @@ class Publisher(Closeable):
         (1, 'delta')
     """
 
-    # No lock: all attributes except ``last`` belong to the caller's thread. The publisher's thread
-    # uses a session and a frozen flight; the caller's thread uses neither before the flight's
-    # outcome is done, except for reading the number ``session.head``. ``last`` is one reference,
-    # replaced atomically. The thread of anchors uses what ``Session.begin_anchor`` returned.
+    # No lock: all attributes except ``last``, one reference, belong to the caller's thread. The
+    # publisher's thread uses a session and a frozen flight; the caller's uses neither before the
+    # flight's outcome is done, except ``session.head``. Anchors use ``Session.begin_anchor``'s.
 
     def __init__(self, config: PublishConfig | Location, *, store: Store | None = None) -> None:
         self.config = PublishConfig.of(config)
@@ -205,9 +203,17 @@ class Publisher(Closeable):
         self._try(session, free=not self._is_busy or self.config.when_busy == "wait")
         return future
 
-    def is_left(self, published: Published) -> bool:
-        """Return whether a ``publish`` call was left to the next one, which resolves its future."""
-        return published in self._waiting
+    def publish_rest(self, *, step: int | None = None) -> None:
+        """Publish the changes since the last version, if any; all ranks call it after training.
+
+        Raises:
+            DeltaChainError: A publish failed and ``on_error`` is ``raise``.
+        """
+        self.flush()
+        if self._fenced is None or not self.is_alone:
+            self._waiting.add(Published(self._cover), whole_step(step))
+            self._barrier.call(step)
+            self._try(self._require_session(), free=True, only_changes=True)
 
     def flush(self) -> PublishReceipt | None:
         """Wait until every call of ``publish`` is covered by a committed version, and for anchors.
@@ -317,7 +323,7 @@ class Publisher(Closeable):
         if self.is_alone and get_ident() == self._caller and published in self._waiting:
             self._try(self._require_session(), free=True)
 
-    def _try(self, session: Session, *, free: bool) -> None:
+    def _try(self, session: Session, *, free: bool, only_changes: bool = False) -> None:
         """Launch a version, if no rank has one in flight."""
         try:
             decision = self._agree(session, free=free)
@@ -328,7 +334,7 @@ class Publisher(Closeable):
         else:
             if decision.go:
                 self._land()
-                self._launch(session, decision.head)
+                self._launch(session, decision.head, only_changes=only_changes)
 
     def _agree(self, session: Session, *, free: bool) -> Decision:
         """Agree with all ranks whether to publish now; rank 0 first settles earlier commits."""
@@ -343,7 +349,7 @@ class Publisher(Closeable):
                 decision = Decision(go=True, head=session.settle())
             return collective.broadcast(decision, Decision)
 
-    def _launch(self, session: Session, head: Version) -> None:
+    def _launch(self, session: Session, head: Version, *, only_changes: bool) -> None:
         """Take the diff, and start its commit after the newest version."""
         if self._fenced is not None:
             self._stop(self._fenced)
@@ -352,25 +358,24 @@ class Publisher(Closeable):
         if failed is not None and failed.version <= head:
             session.redo(failed.diff)  # it was committed after all
         session.head = head
-        span = VersionSpan("publish", records=self._ranks.leads)
+        span, topic = VersionSpan("publish", records=self._ranks.leads), self._barrier.topic
         start, diff, failure = time.perf_counter(), NO_CHANGES, None
         try:
-            diff = session.diff_(self._barrier.topic)
+            diff = session.diff_(topic)
         except FAILURES as error:
             if self._ranks.count == 1:
                 span.end(error=error)
                 raise
             failure = error
+        diff_s = time.perf_counter() - start
+        if only_changes and not session.has_changes(topic, diff, failure):
+            self._waiting.take()
+            return
+        step, covered = self._waiting.step, self._waiting.take()
         attempt = Attempt(
-            topic=self._barrier.topic,
-            diff=diff,
-            failure=failure,
-            step=self._waiting.step,
-            diff_s=time.perf_counter() - start,
-            span=span,
+            topic=topic, diff=diff, failure=failure, step=step, diff_s=diff_s, span=span
         )
-        flight = Flight(head + 1, diff, attempt, self._waiting.take())
-        self._flight = flight
+        self._flight = flight = Flight(head + 1, diff, attempt, covered)
         self._landed = self._pool.submit(self._run, session, flight)
 
     def _run(self, session: Session, flight: Flight) -> None:
@@ -380,8 +385,7 @@ class Publisher(Closeable):
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.totals.failures += 1
             flight.attempt.span.end(error=error)
-            for future in (flight.outcome, *flight.covered):
-                future.set_exception(error)
+            flight.fail(error)
             return
         receipt = self.last = conclusion.receipt
         self.totals.count(receipt)
@@ -393,5 +397,4 @@ class Publisher(Closeable):
                     f"{flight.attempt.topic}/anchor", due=conclusion.anchor_due
                 )
         finally:
-            for future in (flight.outcome, *flight.covered):
-                future.set_result(receipt)
+            flight.land(receipt)

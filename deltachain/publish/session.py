@@ -16,7 +16,7 @@ from deltachain.chain.anchor_cost import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
-from deltachain.errors import ChainError, ConfigError
+from deltachain.errors import ChainError, ConfigError, DeltaChainError
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.format.publish_phases import phases_mark
@@ -142,6 +142,16 @@ class Session:
             for late in self._late:
                 late.bits.keep(diff)
         return diff
+
+    def has_changes(self, topic: str, diff: Diff, failure: Exception | None) -> bool:
+        """Return whether any rank has changes or a failure; if that is unknown, revert the diff."""
+        try:
+            with Collective(self.ranks, f"{topic}/changes") as collective:
+                found = collective.gather(bool(diff.nnz or failure), bool)
+                return collective.broadcast(any(found), bool)
+        except DeltaChainError:
+            self.restore(diff)
+            raise
 
     def restore(self, diff: Diff) -> None:
         """Revert an uncommitted diff in the snapshot."""

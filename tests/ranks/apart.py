@@ -7,17 +7,20 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed
 
+import deltachain
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.errors import RankError, StoreUnavailableError, StoreWentBackError
 from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.model.shard import local_of
 from deltachain.store import open_store
 from deltachain.testing.faults import Fault, FaultyStore
 from tests.ranks.layouts import LAYOUTS, train_step, whole
@@ -87,6 +90,30 @@ def misses_one(rank: int, url: str, folder: str) -> None:
             distributed.barrier()
         check(rank, publisher.version, model, url, folder)
     assert publisher.version == 3
+
+
+def leaves_steps(rank: int, url: str, folder: str) -> None:
+    """Steps after the last version are one more at the end, also if one rank alone changed."""
+    model = LAYOUTS["rows"]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    settings: dict[str, Any] = {"url": url, "dtype": "BF16", "deadline_s": 60}
+    attachment = deltachain.attach(model, optimizer, every_steps=2, **settings)
+    for number in range(3):
+        train_step("rows", model, optimizer, number)
+    attachment.detach()
+    assert attachment.publisher.version == 2
+    check(rank, 2, model, url, folder)
+    for changes in (True, False):
+        attachment = deltachain.attach(model, optimizer, **settings)
+        version = attachment.publisher.version
+        if changes and rank == 1:
+            with torch.no_grad():
+                local_of(trained[0]).mul_(2.0)
+        attachment.detach()
+        assert attachment.publisher.version - version == changes
+        check(rank, attachment.publisher.version, model, url, folder)
+        distributed.barrier()
 
 
 def store_goes_back(rank: int, url: str, folder: str) -> None:

@@ -87,12 +87,16 @@ class DeltaChainCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Commit the last version, and close the publisher."""
+        """Publish what no version has yet, such as the best model loaded at the end; then close."""
         del control
         if self.publisher is None:
             return
-        self.publisher.close()
+        try:
+            self.publisher.publish_rest(step=state.global_step)
+        finally:
+            self.publisher.close()
         self._report(args, state)
+        self._add(self.publisher.last, args, state)
         self.publisher = None
 
     def _report(self, args: TrainingArguments, state: TrainerState) -> None:
@@ -100,12 +104,15 @@ class DeltaChainCallback(TrainerCallback):
         arrived = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if not future.done()]
         for future in arrived:
-            if future.exception() is not None:  # the publisher raises or logs it
-                continue
-            receipt = future.result()
-            if receipt not in self.receipts:
-                self.receipts.append(receipt)
-                self._log(receipt.metrics(), args, state)
+            if future.exception() is None:  # the publisher raises or logs it
+                self._add(future.result(), args, state)
+
+    def _add(
+        self, receipt: PublishReceipt | None, args: TrainingArguments, state: TrainerState
+    ) -> None:
+        if receipt is not None and receipt not in self.receipts:
+            self.receipts.append(receipt)
+            self._log(receipt.metrics(), args, state)
 
     def _log(self, metrics: dict[str, float], args: TrainingArguments, state: TrainerState) -> None:
         # TRL averages these into its next log entry. A plain Trainer has no such buffer, and an

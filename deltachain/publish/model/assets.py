@@ -10,7 +10,8 @@ from deltachain.checkpoint import read_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
 from deltachain.publish.model.source import TensorSource, origin
-from deltachain.publish.model.touched import own_parts, saved, with_touched
+from deltachain.publish.model.touched import own_parts, saved, with_architecture, with_touched
+from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code
 from deltachain.torch_names import unwrapped
@@ -42,7 +43,10 @@ def collect_assets(
     refuse_other_config(whole)
     folder = config.base or origin(whole)
     if folder is None:
-        return saved(*own_parts(whole), *others, trusted=trusted)
+        files = saved(*own_parts(whole), *others, trusted=trusted)
+        if CONFIG_FILE in files:
+            files[CONFIG_FILE] = with_architecture(files[CONFIG_FILE], whole)
+        return files
     files = read_assets(folder, trusted=trusted)
     return with_touched(files, folder, whole, *others, trusted=trusted)
 

@@ -18,9 +18,15 @@ from deltachain.torch_names import named_tensors
 logger = logging.getLogger(__name__)
 
 _RUNTIME: Final = frozenset(
-    {"problem_type", "output_attentions", "output_hidden_states", "return_dict"}
+    {
+        "architectures",
+        "problem_type",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
 )
-"""Fields that a trainer or the model's own forward sets."""
+"""Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
 
 _OTHER_FILES: Final = (
     "; or give PublishConfig.assets, a folder of the files to publish, if no follower loads them "

@@ -83,7 +83,7 @@ def with_touched(
             continue
         now, then = saved(part, trusted=trusted), _loaded_anew(part, folder, trusted=trusted)
         if CONFIG_FILE in now:
-            now[CONFIG_FILE] = _with_architecture(now[CONFIG_FILE], model)
+            now[CONFIG_FILE] = with_architecture(now[CONFIG_FILE], model)
         for name in now.keys() | then.keys():
             if name not in now:
                 files.pop(name, None)
@@ -138,7 +138,7 @@ def _differ(name: str, one: bytes, other: bytes) -> bool:
     return not name.endswith("config.json") or fields(one) != fields(other)
 
 
-def _with_architecture(data: bytes, model: nn.Module) -> bytes:
+def with_architecture(data: bytes, model: nn.Module) -> bytes:
     """Return a configuration that names the model's class, as ``save_pretrained`` of it does.
 
     Of subclasses, such as those that shard, the class that was named stays.

@@ -60,6 +60,17 @@ def test_the_last_version_is_committed(
     assert same(found[max(found)].state, bits_of(model))
 
 
+@pytest.mark.parametrize(("end", "last"), [("", 4), ("raise SystemExit(3)", 4), ("1 / 0", 3)])
+def test_steps_after_the_last_version_are_committed_unless_an_error_ends_the_process(
+    tmp_path: Path, end: str, last: int
+) -> None:
+    made = BY_STEPS[0].replace("url=", "every_steps=3, url=")
+    done = run(str(tmp_path), (made, BY_STEPS[1]), end)
+    assert "Exception ignored" not in done.stderr
+    found = recompute(open_store(tmp_path))
+    assert found[max(found)].committed.manifest.step == last
+
+
 @pytest.mark.parametrize("kind", ["s3", "hf"])
 def test_the_last_version_is_committed_over_a_network(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

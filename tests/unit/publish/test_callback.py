@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -71,11 +72,16 @@ def trainer(tmp_path: Path) -> Callable[..., Trainer]:
             use_cpu=True,
             report_to=[],
             disable_tqdm=True,
-            save_strategy="no",
             dataloader_pin_memory=False,
-            **settings,
+            **{"save_strategy": "no", **settings},
         )
-        return Trainer(model, arguments, train_dataset=Sentences(), callbacks=[*callbacks])
+        return Trainer(
+            model,
+            arguments,
+            train_dataset=Sentences(),
+            eval_dataset=Sentences(),
+            callbacks=[*callbacks],
+        )
 
     return build
 
@@ -90,9 +96,55 @@ def test_steps_below_one_are_refused(url: str) -> None:
         DeltaChainCallback(url, every_steps=0)
 
 
-def test_unknown_settings_are_refused(url: str) -> None:
-    with pytest.raises(TypeError):
-        DeltaChainCallback(url, cadence=3)
+@pytest.mark.parametrize(
+    ("name", "hint"), [("evry_steps", "'every_steps'"), ("encodin", "'encoding'"), ("q", "fields")]
+)
+def test_unknown_settings_are_refused_with_the_nearest(url: str, name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"no setting '{name}'") as caught:
+        DeltaChainCallback(url, config=None, **{name: 3})
+    assert hint in caught.value.hint
+
+
+def test_the_best_model_loaded_at_the_end_is_the_last_version(
+    trainer: Callable[..., Trainer], url: str
+) -> None:
+    model, truth = llama(), Truth()
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "save_steps": 1}
+    trained = trainer(
+        model,
+        DeltaChainCallback(url, dtype="F32"),
+        truth,
+        **settings,
+        save_strategy="steps",
+        load_best_model_at_end=True,
+        metric_for_best_model="steps_left",
+    )
+    left = iter(range(9, 0, -1))
+    evaluate = trained.evaluate
+
+    def evaluated(*args: Any, **kwargs: Any) -> dict[str, float]:
+        """The first step is the best: ``greater_is_better`` is the default for such a metric."""
+        return {**evaluate(*args, **kwargs), "eval_steps_left": float(next(left))}
+
+    trained.evaluate = evaluated  # type: ignore[method-assign]
+    trained.train()
+    found = recompute(FileStore(url))
+    assert same(bits_of(model), truth.steps[1])
+    assert not same(truth.steps[1], truth.steps[STEPS])
+    assert same(found[max(found)].state, bits_of(model))
+
+
+def test_the_steps_after_the_last_version_are_a_version(
+    trainer: Callable[..., Trainer], url: str
+) -> None:
+    model, truth = llama(), Truth()
+    callback = DeltaChainCallback(url, every_steps=3, dtype="F32", when_busy="wait")
+    trainer(model, truth, callback).train()
+    found = recompute(FileStore(url))
+    steps = {found[v].committed.manifest.step: found[v].state for v in found}
+    assert list(steps) == [None, 3, 4]
+    assert same(steps[4], truth.steps[4])
+    assert [receipt.step for receipt in callback.receipts] == [3, 4]
 
 
 def test_every_step_of_the_trainer_is_a_version(trainer: Callable[..., Trainer], url: str) -> None:
@@ -167,6 +219,9 @@ def test_the_last_version_is_the_trained_model_and_loads_from_its_chain(
     subscriber.update()
     for name, data in subscriber.chain.assets():
         (pulled / name).write_bytes(data)
+    assert json.loads((pulled / "config.json").read_bytes())["architectures"] == [
+        "LlamaForCausalLM"
+    ]
     loaded = LlamaForCausalLM.from_pretrained(pulled)
     assert same(bits_of(loaded), bits_of(model))
 

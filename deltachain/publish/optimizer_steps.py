@@ -1,0 +1,212 @@
+"""Steps of the optimizers that train a model: when one is complete, and which is not theirs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
+from typing import Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from deltachain.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
+
+
+class OptimizerSteps:
+    """Counts the steps of a model's optimizers, and calls a function after each.
+
+    With several optimizers, a step is complete once all have stepped; the one that completes the
+    first step completes each later one. Steps inside another step, as in SAM or Lookahead, are
+    part of it.
+
+    Args:
+        model: The model.
+        optimizers: All optimizers that step it.
+        each: Called after each complete step with its number, from 1, in the thread of the step.
+        warns: Whether a step that cannot be followed is logged, once, and not raised.
+
+    Attributes:
+        count: Number of complete steps.
+    """
+
+    # torch calls global hooks for each optimizer of the process, also for one that is made later.
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        each: Callable[[int], None],
+        *,
+        warns: bool,
+    ) -> None:
+        self.count = 0
+        self._model, self._optimizers, self._each = model, optimizers, each
+        self._warns = warns
+        self._told: set[str] = set()
+        self._stepped: set[int] = set()
+        self._last: Optimizer | None = None
+        self._outermost: FrameType | None = None
+        self._depth = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(torch.compiler.disable(self._before)),
+            register_optimizer_step_post_hook(torch.compiler.disable(self._after)),
+        ]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the newest step raised an error, so that a part of it may be in the weights."""
+        return self._depth > 0
+
+    def remove(self) -> None:
+        """Stop counting."""
+        for handle in self._handles:
+            handle.remove()
+
+    def check(self) -> None:
+        """Check that the optimizers still step the model.
+
+        Raises:
+            ConfigError: They do not.
+        """
+        try:
+            check_optimizers(self._model, self._optimizers)
+        except ConfigError as error:
+            self._refuse(error)
+
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
+        if self._depth and _is_running(self._outermost):
+            self._depth += 1
+            return
+        self._outermost, self._depth = None, 0  # an earlier step may have raised an error
+        if any(optimizer is one for one in self._optimizers):
+            self._outermost, self._depth = _caller(), 1
+        elif not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
+            self._refuse(
+                ConfigError(
+                    f"{type(optimizer).__name__}, which attach was not given, steps the model",
+                    hint="give attach all optimizers of the model, "
+                    "attach(model, [one, other], url=...), and of one that wraps another (SAM, "
+                    "Lookahead) the outer; after an optimizer was replaced, detach and attach "
+                    f"with the new one; {_BY_HAND}",
+                )
+            )
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._depth:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._outermost = None
+        self._stepped.add(id(optimizer))
+        if self._last is None and len(self._stepped) == len(self._optimizers):
+            self._last = optimizer
+        if optimizer is self._last:
+            self.count += 1
+            self._each(self.count)
+
+    def _refuse(self, error: ConfigError) -> None:
+        if not self._warns:
+            raise error
+        if str(error) not in self._told:
+            self._told.add(str(error))
+            logger.warning("steps that are not followed: %s", error)
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that some optimizers step all of a model that requires a gradient.
+
+    Raises:
+        ConfigError: One has no parameter of the model, or they leave one out.
+    """
+    parameters = _parameters(model.parameters())
+    for optimizer in optimizers:
+        if parameters.isdisjoint(_stepped_by([optimizer])):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no parameter of this model: its steps do not "
+                "train it",
+                hint="make the optimizer from model.parameters() once the model is wrapped; for a "
+                "copy that something else writes to, such as an average, call Publisher.publish "
+                "after that",
+            )
+    stepped = _stepped_by(optimizers)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in stepped:
+            raise ConfigError(
+                f"{name!r} requires a gradient, and no optimizer given to attach steps it",
+                hint="give attach all optimizers of the model, attach(model, [one, other], "
+                "url=...), or call requires_grad_(False) on parameters that are not trained; "
+                f"{_BY_HAND}",
+            )
+
+
+def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
+    """Return the torch optimizers inside one or several, without Accelerate's wrapper.
+
+    The wrapper is an Optimizer by class but calls no hooks. Other wrappers (DeepSpeed's,
+    Megatron's) copy master weights into the model after the inner step: a hook there would see the
+    previous step.
+
+    Raises:
+        ConfigError: There is no torch optimizer inside, or the wrapper may do more than step.
+    """
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    if optimizers is None or not several:
+        raise ConfigError(
+            "attach needs the optimizer whose steps it publishes",
+            hint="attach(model, optimizer, url=...); without one, Publisher(url).attach(model), "
+            "and call its publish after each step",
+        )
+    return tuple(_unwrapped(one) for one in several)
+
+
+def _unwrapped(optimizer: object) -> Optimizer:
+    while hasattr(optimizer, "optimizer"):
+        if type(optimizer).__module__.partition(".")[0] != "accelerate":
+            raise ConfigError(
+                f"{type(optimizer).__name__} wraps an optimizer, and may change weights after it",
+                hint="call Publisher.publish yourself after its step",
+            )
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__} is no torch optimizer",
+            hint="DeepSpeed steps inside its engine: call Publisher.publish yourself after it",
+        )
+    return optimizer
+
+
+def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return {id(parameter) for group in groups for parameter in group["params"]}
+
+
+def _parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
+    return {id(parameter) for parameter in parameters}
+
+
+def _caller() -> FrameType | None:
+    """Return the frame of the step that calls a hook, outside what ``torch.compiler`` adds."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "_dynamo" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    """Return whether a frame is one of this thread's callers."""
+    at: FrameType | None = sys._getframe()
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
