@@ -43,24 +43,36 @@ WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_m
 """Name components inserted by ``torch.compile``, FSDP and activation checkpointing."""
 
 
+_WRAPPED: Final = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "OptimizedModule": "_orig_mod",
+    "AveragedModel": "module",
+    "_FabricModule": "_original_module",
+}
+"""Child that is the model, by the class of a wrapper: of torch, Megatron, Lightning Fabric."""
+
+
 def normalise(name: str) -> str:
     """Remove the name components of wrappers; return the name in the checkpoint."""
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return name
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside ``DistributedDataParallel``, which does not forward attributes."""
-    while isinstance(inner := getattr(model, "module", None), nn.Module) and (
-        type(model).__name__ in ("DistributedDataParallel", "DataParallel")
-    ):
+    """Return the model inside wrappers, most of which do not forward its attributes."""
+    while True:
+        kinds = (_WRAPPED.get(kind.__name__, "") for kind in type(model).__mro__)
+        inner = getattr(model, next(filter(None, kinds), ""), None)
+        if not isinstance(inner, nn.Module):
+            return model
         model = inner
-    return model
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, then persistent buffers; tied tensors under each of their names."""
+    model = unwrapped(model)
     kept = {normalise(name) for name in model.state_dict(keep_vars=True)}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         yield normalise(name), parameter

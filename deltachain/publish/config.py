@@ -70,7 +70,9 @@ class PublishConfig:
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``); a torch dtype, such
     as ``torch.bfloat16``, is turned into that name. By default, each weight's dtype in the
-    checkpoint that the model was loaded from, else its own."""
+    checkpoint that the model was loaded from, else its own: fp32, of which nearly all elements
+    change in a step, for masters without a checkpoint. A finite value that it cannot have is
+    refused."""
 
     quantization: str | Quantization | None = None
     """Recipe that quantises the weights of linear layers and experts before they are published, by

@@ -17,6 +17,7 @@ from deltachain.publish.flight import check_every_steps
 from deltachain.publish.optimizer_steps import (
     OptimizerSteps,
     check_optimizers,
+    say_averaged,
     unwrap_optimizers,
 )
 from deltachain.publish.publisher import Publisher
@@ -130,6 +131,7 @@ def attach(
     check_every_steps(every_steps)
     optimizers = unwrap_optimizers(optimizer)
     check_optimizers(model, optimizers)
+    say_averaged(optimizers)
     publisher = Publisher(PublishConfig.at(url, config, **settings))
     publisher.attach(model, common={"every_steps": every_steps})
 

@@ -124,6 +124,17 @@ class OptimizerSteps:
             logger.warning("steps that are not followed: %s", error)
 
 
+def say_averaged(optimizers: Iterable[object]) -> None:
+    """Log optimizers that train other weights than they evaluate with, as schedule-free ones do."""
+    for one in optimizers:
+        if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)):
+            logger.warning(
+                "%s has other weights for evaluation: versions have the trained ones; to publish "
+                "the others, call its eval(), Publisher.publish, and its train() again",
+                type(one).__name__,
+            )
+
+
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Check that some optimizers step all of a model that requires a gradient.
 

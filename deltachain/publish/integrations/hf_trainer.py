@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.flight import Published, check_every_steps
 from deltachain.publish.model.assets import collect_assets
+from deltachain.publish.optimizer_steps import say_averaged
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
 
@@ -64,12 +65,14 @@ class DeltaChainCallback(TrainerCallback):
         control: TrainerControl,
         model: nn.Module | None = None,
         processing_class: object = None,
+        optimizer: object = None,
         **_: object,
     ) -> None:
         """Create or continue the chain; the model is wrapped and its weights are loaded by now."""
         del args, state, control
         if model is None:
             return
+        say_averaged([getattr(optimizer, "optimizer", optimizer)])
         self.publisher = Publisher(self.config)
         assets = collect_assets(model, self.config, processing_class)
         self.publisher.attach(model, assets=assets, common={"every_steps": self.every_steps})

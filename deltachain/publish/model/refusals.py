@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deltachain.errors import ConfigError
-from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, normalise
 from deltachain.types import TensorSpec
 
 RESERVED: Final = "__metadata__"
@@ -35,15 +35,42 @@ def refuse_adapters(model: nn.Module) -> None:
     """Refuse a model with adapters.
 
     Raises:
-        ConfigError: A parameter is one of a LoRA adapter.
+        ConfigError: A module is one of PEFT's, or a parameter is one of a LoRA adapter.
     """
-    for name, _ in model.named_parameters():
-        if ".lora_" in name:
-            raise ConfigError(
-                f"{name!r} is an adapter: its base weights do not change",
-                hint="Publisher(url).attach(lambda: adapter_tensors(model)), or merged_tensors for "
-                "what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
-            )
+    ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if _is_of_peft(one))
+    factors = (repr(name) for name, _ in model.named_parameters() if ".lora_" in name)
+    for found in (*ours, *factors):
+        raise ConfigError(
+            f"{found} is an adapter: its base weights do not change",
+            hint="Publisher(url).attach(lambda: adapter_tensors(model)), or of LoRA merged_tensors "
+            "for what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
+        )
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
+
+
+def refuse_other_names(model: nn.Module) -> None:
+    """Refuse a model whose ``state_dict`` has other names or tensors than it has itself.
+
+    Raises:
+        ConfigError: Hooks of the state dict rename, replace or leave out a tensor, or a module has
+            extra state.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    own = parameters | dict(model.named_buffers(remove_duplicate=False))
+    live = {normalise(name): tensor for name, tensor in own.items()}
+    saved = {normalise(k): value for k, value in model.state_dict(keep_vars=True).items()}
+    other = [name for name, value in saved.items() if live.get(name) is not value]
+    other += [name for name in map(normalise, parameters) if name not in saved]
+    if other:
+        raise ConfigError(
+            f"{other[0]!r} is not the same in the model's state_dict() as in its parameters and "
+            "buffers: a hook renames, replaces or removes it, or it is extra state",
+            hint="publish what its checkpoints have: Publisher(url).attach(lambda: "
+            "model.state_dict().items()), without what is no tensor; publish by hand",
+        )
 
 
 def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -126,6 +153,30 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
             f"{name!r} needs {needed} bytes of memory, of which {memory} are there",
             hint="its memory was freed or resized, as offloading does: publish while the weights "
             "are loaded",
+        )
+
+
+def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
+    """Refuse finite values that the wire dtype cannot have: they would be published as infinite.
+
+    Args:
+        spec: Name and wire dtype of the tensor.
+        values: The part of it on this rank, before the cast.
+
+    Raises:
+        ConfigError: A value is too large.
+    """
+    wanted = TORCH_DTYPES[spec.dtype]
+    if not values.is_floating_point() or wanted == values.dtype:
+        return
+    if torch.finfo(values.dtype).max < 2 * torch.finfo(wanted).max:  # fp32 and bf16 too
+        return
+    limit = torch.finfo(wanted).max
+    values = values.float() if values.itemsize == 1 else values
+    if bool((values.isfinite() & (values.abs() > limit)).any()):
+        raise ConfigError(
+            f"{spec.name!r} has values above {limit:g}, which {spec.dtype} cannot have",
+            hint="publish it in a dtype of a wider range, such as dtype='BF16'",
         )
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.checkpoint import Checkpoint
-from deltachain.errors import ConfigError, FormatError
+from deltachain.errors import ConfigError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.described import with_config_watched
@@ -24,14 +22,15 @@ from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
     refuse_adapters,
     refuse_lazy,
+    refuse_other_names,
+    refuse_overflow,
     refuse_scale,
     refuse_tensor,
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
-from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
+from deltachain.publish.model.wire_dtypes import checkpoint_dtypes, origin, say_dtypes, wire_dtype
+from deltachain.torch_names import named_tensors, unwrapped
 from deltachain.types import TensorSpec
-
-logger = logging.getLogger(__name__)
 
 _YIELD: Final = "yield names and torch tensors, as model.named_parameters() or tensors.items() do"
 
@@ -139,6 +138,7 @@ class ModelTensors:
                     _check_yielded(weight, local)
                 if not self.has_own_checks:
                     refuse_scale(weight.spec, local)
+                    refuse_overflow(weight.spec, local)
                 writes = _writes_to(tensor, local)
                 yield replace(weight, tensor=local, pending=None, writes=writes)
         if missing:
@@ -207,7 +207,9 @@ def collect_weights(
     refuse_foreign(model)
     refuse_adapters(model)
     refuse_lazy(named_tensors(model))
-    wire = {} if dtype else _checkpoint_dtypes(checkpoint or origin(model))
+    refuse_other_names(model)
+    known = checkpoint_dtypes(checkpoint or origin(model))
+    wire = {} if dtype else known
     live, aliases = _distinct(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
@@ -220,11 +222,7 @@ def collect_weights(
         for name in sorted(live)
     ]
     specs = specs_of(slot.spec for weight in weights for slot in weight.element_map.slots)
-    if not dtype and not wire and any(spec.dtype == "F32" for spec in specs):
-        logger.warning(
-            "no checkpoint says otherwise: fp32 weights are published as fp32, nearly all of which "
-            "change in a step; give dtype='BF16' if they are masters of a bf16 model"
-        )
+    say_dtypes(((one.spec, one.tensor.dtype) for one in weights), dtype, known)
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
     attached = ModelForm.of(named_tensors(model))
@@ -297,7 +295,7 @@ def _weight(
     local, box = local_shard(name, tensor)
     refuse_tensor(name, local)
     goes = conversion or Conversion((Destination(name, box.full, 0, 0, tensor.numel()),))
-    wanted = _wire_dtype(goes.targets, local, dtype, wire)
+    wanted = wire_dtype([t.name for t in goes.targets], local, dtype, wire)
     slots = tuple(
         ElementRun(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel)
         for t in goes.targets
@@ -340,55 +338,3 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
         chosen = next((name for name in tied if name not in left_out), tied[0])
         aliases |= {name: chosen for name in tied if name != chosen}
     return {name: live[name] for name in live if name not in aliases}, aliases
-
-
-def origin(model: nn.Module) -> Path | None:
-    """Return the folder the model was loaded from: a path, or the cache of its Hub repository."""
-    config = getattr(unwrapped(model), "config", None)
-    name = getattr(config, "_name_or_path", "")
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    try:
-        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - if it is there
-        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
-    except ImportError:
-        return None
-    try:
-        commit = getattr(config, "_commit_hash", None)
-        cached = try_to_load_from_cache(name, "config.json", revision=commit)
-    except HFValidationError:  # neither a folder nor a repository
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
-
-
-def _checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
-    if folder is None:
-        return {}
-    try:
-        checkpoint = Checkpoint(folder)
-    except (ConfigError, FormatError):  # a folder without usable dtypes
-        return {}
-    return {name: spec.dtype for name, spec in checkpoint.specs.items()}
-
-
-def _wire_dtype(
-    targets: Sequence[Destination], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
-) -> str:
-    """Return the wire dtype of all checkpoint tensors of a live tensor."""
-    own, name = WIRE_NAMES[tensor.dtype], targets[0].name
-    found = {wire.get(target.name, own) for target in targets}
-    if len(found) > 1:
-        raise ConfigError(
-            f"{name!r} and tensors fused with it are {sorted(found)} in the checkpoint",
-            hint="give dtype= explicitly",
-        )
-    wanted = dtype if dtype and tensor.is_floating_point() else found.pop()
-    if wanted not in TORCH_DTYPES:
-        raise ConfigError(f"dtype {wanted!r} has no wire form", hint="for example dtype='BF16'")
-    narrows = tensor.is_floating_point() and TORCH_DTYPES[wanted].is_floating_point
-    if wanted != own and not (narrows and TORCH_DTYPES[wanted].itemsize <= tensor.element_size()):
-        raise ConfigError(
-            f"{name!r} is {own} in the model and {wanted} in its checkpoint",
-            hint="give dtype= explicitly",
-        )
-    return wanted

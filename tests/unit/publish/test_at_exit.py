@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.store import open_store
+from deltachain.publish import Publisher
+from deltachain.store import MemoryStore, open_store
 from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
 from tests.crash.places import open_place
 
@@ -98,3 +99,18 @@ def test_what_fails_at_the_end_is_told(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert f"closing the publisher at {Path(folder).as_uri()} as Python ended" in done.stderr
     assert "hint" in done.stderr
+
+
+def test_the_rest_is_a_version_only_if_something_changed() -> None:
+    model, store = plain_model(), MemoryStore()
+    publisher = Publisher("memory://unused", store=store).attach(model)
+    publisher.publish_rest(step=0)
+    assert publisher.version == 0
+    train_(model, 1)
+    publisher.publish_rest(step=1)
+    publisher.flush()
+    assert (publisher.version, publisher.last.step if publisher.last else None) == (1, 1)
+    publisher.publish_rest(step=1)
+    publisher.close()
+    assert list(recompute(store)) == [0, 1]
+    assert same(recompute(store)[1].state, bits_of(model))

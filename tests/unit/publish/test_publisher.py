@@ -383,21 +383,6 @@ def test_closing_commits_what_is_left(store: MemoryStore) -> None:
     assert found[max(found)].committed.manifest.step == 3
 
 
-def test_the_rest_is_a_version_only_if_something_changed(store: MemoryStore) -> None:
-    model = plain_model()
-    publisher = Publisher("memory://unused", store=store).attach(model)
-    publisher.publish_rest(step=0)
-    assert publisher.version == 0
-    train_(model, 1)
-    publisher.publish_rest(step=1)
-    publisher.flush()
-    assert (publisher.version, publisher.last.step if publisher.last else None) == (1, 1)
-    publisher.publish_rest(step=1)
-    publisher.close()
-    assert list(recompute(store)) == [0, 1]
-    assert same(recompute(store)[1].state, bits_of(model))
-
-
 def test_wrapping_the_model_later_changes_nothing(attach: Attach, store: MemoryStore) -> None:
     model = plain_model()
     publisher = attach(model)

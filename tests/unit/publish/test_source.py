@@ -2,33 +2,43 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from transformers import CamembertConfig, CamembertForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import CamembertConfig, CamembertForCausalLM
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import ConfigError
-from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.conversion import Destination
-from deltachain.publish.model.source import _wire_dtype, collect_weights, specs_of
+from deltachain.publish import Publisher
+from deltachain.publish.model.source import collect_weights, specs_of
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from deltachain.types import TensorSpec
 
 
-class Wrapped(nn.Module):
-    """As DistributedDataParallel holds its module."""
+class DistributedDataParallel(nn.Module):
+    """Holds its module as torch's class of this name does, which needs a process group."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+
+
+class _FabricModule(nn.Module):
+    """Holds its module as that of Lightning Fabric does: its state dict is the module's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._forward_module = DistributedDataParallel(module)
+        self._original_module = module
+
+    def state_dict(self, **settings: Any) -> dict[str, Any]:  # type: ignore[override]
+        return self._original_module.state_dict(**settings)
 
 
 def dtypes(model: nn.Module, **settings: str) -> dict[str, str]:
@@ -149,24 +159,83 @@ def test_a_model_without_weights_is_refused() -> None:
         Publisher("memory://nothing").attach(nn.ReLU())
 
 
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no wire form"):
-        collect_weights(plain_model(), dtype="bfloat16")
-
-
 def test_two_weights_of_one_name_are_refused() -> None:
     model = nn.Module()
     model.weight = nn.Parameter(torch.zeros(2))
-    model.module = nn.Linear(2, 2, bias=False)  # module.weight, as DDP would name it
-    with pytest.raises(ConfigError, match=r"two weights .* called 'weight'"):
+    model._orig_mod = nn.Linear(2, 2, bias=False)  # as a compiled module would name its own
+    with pytest.raises(ConfigError, match=r"two weights .* called 'weight'|'weight' is not the"):
         collect_weights(model)
 
 
-def test_a_wire_dtype_wider_than_the_model_is_refused(tmp_path: Path) -> None:
-    folder = folder_of({"0.weight": torch.zeros(40, 24)}, tmp_path / "fp32")
-    with pytest.raises(ConfigError, match="BF16 in the model and F32") as caught:
-        collect_weights(plain_model(), checkpoint=folder)
-    assert "dtype=" in caught.value.hint
+class Renamed(nn.Linear):
+    """Saves its weight under another name."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_state_dict_post_hook(self.rename)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def rename(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        del module
+        state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+class Transposed(Renamed):
+    """Saves another tensor under its name."""
+
+    @staticmethod
+    def rename(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        del module
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].T
+
+
+class Forgetful(Renamed):
+    """Saves no bias."""
+
+    @staticmethod
+    def rename(module: nn.Module, state: Any, prefix: str, *_: Any) -> None:
+        del module
+        del state[f"{prefix}bias"]
+
+
+class Counting(nn.Linear):
+    """Saves more than tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+
+    def get_extra_state(self) -> Any:
+        return {"calls": 7}
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (Renamed, "1.kernel"),
+        (Transposed, "1.weight"),
+        (Forgetful, "1.bias"),
+        (Counting, "1._extra_state"),
+    ],
+)
+def test_a_state_dict_that_is_not_the_tensors_of_the_model_is_refused(
+    kind: type[nn.Module], name: str
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), kind())
+    with pytest.raises(ConfigError, match=f"'{name}' is not the same in the model's") as caught:
+        collect_weights(model)
+    assert "model.state_dict().items()" in caught.value.hint
+
+
+@pytest.mark.parametrize("kind", ["IA3", "LOHA", "VERA", "OFT", "LORA", "LN_TUNING"])
+def test_adapters_of_each_kind_are_refused(kind: str) -> None:
+    settings: dict[str, Any] = {"target_modules": ["0"]}
+    settings |= {"feedforward_modules": []} if kind == "IA3" else {}
+    settings |= {"oft_block_size": 8} if kind == "OFT" else {}
+    of_kind = peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
+    made = peft.get_peft_model(plain_model(dtype=torch.float32), of_kind(**settings))
+    for model in (made, made.get_base_model()):
+        with pytest.raises(ConfigError, match="is an adapter"):
+            collect_weights(model)
 
 
 # Names
@@ -177,10 +246,26 @@ def test_wrappers_do_not_show_in_names() -> None:
     assert plain == ["0.bias", "0.weight", "1.bias", "1.weight"]
     compiled: nn.Module = torch.compile(plain_model(), backend="eager")  # type: ignore[assignment]
     assert [w.spec.name for w in collect_weights(compiled).weights] == plain
-    assert [w.spec.name for w in collect_weights(Wrapped(compiled)).weights] == plain
+    assert [
+        w.spec.name for w in collect_weights(DistributedDataParallel(compiled)).weights
+    ] == plain
     checkpointed = plain_model()
     checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # type: ignore[operator,index]
     assert [w.spec.name for w in collect_weights(checkpointed).weights] == plain
+
+
+def test_a_wrapper_that_hides_buffers_is_unwrapped() -> None:
+    wrapped, plain = _FabricModule(TinyModel()), collect_weights(TinyModel())
+    assert collect_weights(wrapped).specs == plain.specs
+    assert "steps" in dtypes(wrapped)
+    averaged = torch.optim.swa_utils.AveragedModel(TinyModel())
+    assert collect_weights(averaged).specs == plain.specs
+
+
+def test_a_child_of_its_own_that_is_called_module_keeps_its_name() -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    assert list(dtypes(model)) == ["module.bias", "module.weight"]
 
 
 def test_tied_weights_are_published_once_under_their_first_name() -> None:
@@ -216,73 +301,7 @@ def test_weights_are_sorted_by_name() -> None:
     assert names == sorted(names)
 
 
-# Wire dtypes
-
-
-def test_each_weight_has_its_own_dtype_by_default() -> None:
-    found = dtypes(TinyModel())
-    assert found["layer.weight"] == "BF16"
-    assert found["norm.weight"] == "F32"
-
-
-def test_dtypes_come_from_the_checkpoint_that_the_model_was_loaded_from(tmp_path: Path) -> None:
-    model = plain_model(dtype=torch.float32)
-    folder = folder_of(plain_model().state_dict(), tmp_path / "bf16")
-    assert set(dtypes(model).values()) == {"F32"}
-    model.config = SimpleNamespace(_name_or_path=str(folder))  # type: ignore[assignment]
-    assert set(dtypes(model).values()) == {"BF16"}
-
-
-def test_dtypes_of_single_tensors_differ_as_in_the_checkpoint(tmp_path: Path) -> None:
-    tensors = plain_model().state_dict()
-    tensors["1.bias"] = tensors["1.bias"].float()
-    source = collect_weights(
-        plain_model(dtype=torch.float32), checkpoint=folder_of(tensors, tmp_path / "mix")
-    )
-    assert {w.spec.name for w in source.weights if w.spec.dtype == "F32"} == {"1.bias"}
-
-
-def test_a_folder_of_other_files_says_nothing_about_dtypes(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
-    assert set(dtypes(plain_model(), checkpoint=tmp_path).values()) == {"BF16"}  # type: ignore[arg-type]
-
-
-def test_a_dtype_given_outright_wins_for_floats_and_leaves_integers(tmp_path: Path) -> None:
-    model = TinyModel()
-    model.config = SimpleNamespace(_name_or_path=str(tmp_path))  # type: ignore[assignment]
-    assert set(dtypes(model, dtype="BF16").values()) == {"BF16", "I64"}
-
-
 # What arrives in the chain
-
-
-def test_fp32_masters_are_rounded_to_nearest_even(
-    attach: Callable[..., Publisher], store: MemoryStore
-) -> None:
-    model = plain_model(dtype=torch.float32)
-    publisher = attach(model, dtype="BF16")
-    train_(model, 1, share=0.1)
-    publisher.publish()
-    publisher.flush()
-    bf16 = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    assert same(recompute(store)[1].state, bits_of(bf16))
-
-
-def test_updates_below_half_a_bf16_step_are_not_published(
-    attach: Callable[..., Publisher],
-) -> None:
-    model = plain_model(dtype=torch.float32)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(parameter.to(torch.bfloat16).float())
-    publisher = attach(model, dtype="BF16")
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.view(-1).view(torch.int32).add_(1)
-    publisher.publish()
-    receipt = publisher.flush()
-    assert receipt is not None
-    assert receipt.nnz == 0
 
 
 def test_every_kind_of_weight_arrives_with_its_bits(
@@ -323,31 +342,3 @@ def test_the_table_in_the_store_names_every_tensor(
 def test_two_tensors_of_one_name_are_refused() -> None:
     with pytest.raises(ConfigError, match="'a' is both"):
         specs_of([TensorSpec("a", "F32", (1,)), TensorSpec("a", "BF16", (1,))])
-
-
-def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
-    targets = [Destination(name, (1,), 0, 0, 1) for name in ("gate", "up")]
-    wire = {"gate": "BF16", "up": "F32"}
-    with pytest.raises(ConfigError, match="tensors fused with it") as caught:
-        _wire_dtype(targets, torch.zeros(2), None, wire)
-    assert "dtype=" in caught.value.hint
-
-
-def test_a_model_wrapped_for_ddp_keeps_its_dtypes_and_its_configuration(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "base"
-    config = Qwen3Config(
-        vocab_size=16,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        head_dim=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-    )
-    Qwen3ForCausalLM(config).bfloat16().save_pretrained(checkpoint)
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    wrapped = type("DistributedDataParallel", (nn.Module,), {})()
-    wrapped.module = model
-    assert {spec.dtype for spec in collect_weights(wrapped).specs} == {"BF16"}
-    assert collect_weights(wrapped).specs == collect_weights(model).specs
-    assert "config.json" in collect_assets(wrapped, PublishConfig(url="memory://x"))

@@ -1,0 +1,291 @@
+"""Steps of optimizers that are several, inside one another, replaced, compiled, or fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from deltachain.errors import ConfigError
+from deltachain.testing.models import bits_of, same
+from tests.unit.publish.test_hook import Hook, fp32_model, hook, step, versions
+
+__all__ = ["hook"]  # a fixture
+
+
+def test_one_optimizer_of_several_is_refused_before_anything_is_committed(
+    hook: Hook, tmp_path: Path
+) -> None:
+    model = fp32_model()
+    with pytest.raises(ConfigError, match="requires a gradient, and no optimizer") as caught:
+        hook(model, SGD([next(model.parameters())]))
+    assert "attach(model, [one, other], url=...)" in caught.value.hint
+    assert not (tmp_path / "chain").exists()
+
+
+def test_a_version_follows_the_step_of_the_last_of_several_optimizers(
+    hook: Hook, tmp_path: Path
+) -> None:
+    model = fp32_model()
+    first, *others = model.parameters()
+    one, other = SGD([first], lr=0.1), AdamW(others, lr=0.1)
+    attachment = hook(model, [other, one], when_busy="wait")  # in any order
+    truth = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model(torch.randn(4, 24)).square().mean().backward()
+        one.step()
+        other.step()
+        truth.append(bits_of(model))
+        model.zero_grad()
+    attachment.detach()
+    found = versions(tmp_path)
+    assert len(found) == 4
+    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+
+
+def test_optimizers_that_step_inside_backward_make_one_version_a_step(
+    hook: Hook, tmp_path: Path
+) -> None:
+    model = fp32_model()
+    mine = {parameter: SGD([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step_it(parameter: Any) -> None:
+        mine[parameter].step()
+        parameter.grad = None
+
+    for parameter in mine:
+        parameter.register_post_accumulate_grad_hook(step_it)
+    attachment = hook(model, list(mine.values()), when_busy="wait")
+    truth = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model(torch.randn(4, 24)).square().mean().backward()
+        truth.append(bits_of(model))
+    attachment.detach()
+    found = versions(tmp_path)
+    assert len(found) == 4
+    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+
+
+def replaced(model: nn.Module, optimizer: Any) -> Any:
+    del optimizer
+    return AdamW(model.parameters(), lr=0.1)
+
+
+def prepared_again(model: nn.Module, optimizer: Any) -> Any:
+    del optimizer
+    return Accelerator(cpu=True).prepare(SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("change", [replaced, prepared_again])
+@pytest.mark.parametrize("on_error", ["raise", "warn"])
+def test_the_first_step_of_an_optimizer_that_was_not_given_is_told(
+    hook: Hook,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    change: Callable[..., Any],
+    on_error: str,
+) -> None:
+    model = fp32_model()
+    optimizer: Any = SGD(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer, on_error=on_error)
+    step(model, optimizer, 0)
+    optimizer = change(model, optimizer)
+    before = bits_of(model)
+    if on_error == "raise":
+        with pytest.raises(ConfigError, match="which attach was not given, steps the model"):
+            step(model, optimizer, 1)
+        assert same(bits_of(model), before)
+    else:
+        step(model, optimizer, 1)
+        step(model, optimizer, 2)
+        assert caplog.text.count("which attach was not given, steps the model") == 1
+    attachment.detach()
+    found = versions(tmp_path)
+    assert same(found[max(found)].state, bits_of(model))
+
+
+def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
+    hook: Hook,
+) -> None:
+    model = fp32_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    hook(model, optimizer)
+    step(model, optimizer, 0)
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(parameter.detach().clone()))
+    with pytest.raises(ConfigError, match="SGD has no parameter of this model"):
+        optimizer.step()
+
+
+def test_optimizers_of_other_models_step_as_they_like(hook: Hook) -> None:
+    model, other = fp32_model(), fp32_model()
+    attachment = hook(model, SGD(model.parameters(), lr=0.1))
+    step(other, SGD(other.parameters(), lr=0.1), 0)
+    attachment.detach()
+    assert attachment.publisher.version == 0
+
+
+class Sam(torch.optim.Optimizer):
+    """Sharpness-aware minimisation, as in its reference: two passes, and an optimizer inside."""
+
+    def __init__(self, params: Any, lr: float, radius: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr})
+        self.radius = radius
+        self.base_optimizer = SGD(self.param_groups, lr=lr)
+        self.old: dict[Any, Any] = {}
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.old[p] = p.data.clone()
+                p.add_(p.grad, alpha=self.radius)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.old[p]
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.first_step()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+def test_a_step_inside_a_step_is_part_of_it(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = Sam(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer, when_busy="wait")
+
+    def loss() -> None:
+        model.zero_grad()
+        model(torch.ones(4, 24)).square().mean().backward()
+
+    truth = []
+    for _ in range(2):
+        loss()
+        optimizer.step(loss)
+        truth.append(bits_of(model))
+    attachment.detach()
+    found = versions(tmp_path)
+    assert len(found) == 3
+    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+
+
+def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(hook: Hook) -> None:
+    model = fp32_model()
+    optimizer = Sam(model.parameters(), lr=0.1)
+    hook(model, optimizer)
+    model(torch.ones(4, 24)).square().mean().backward()
+    optimizer.first_step()
+    with pytest.raises(ConfigError, match="SGD, which attach was not given"):
+        optimizer.second_step()
+
+
+def test_the_outer_optimizer_of_a_given_one_is_refused_before_its_step(
+    hook: Hook, tmp_path: Path
+) -> None:
+    model = fp32_model()
+    optimizer = Sam(model.parameters(), lr=0.1)
+    hook(model, optimizer.base_optimizer)
+    with pytest.raises(ConfigError, match="Sam, which attach was not given"):
+        optimizer.step()
+    assert list(versions(tmp_path)) == [0]
+
+
+class Clipped(SGD):
+    """An optimizer that changes the weights once more after the step that it inherits."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        if self.fails:
+            raise ValueError("half a step")
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.clamp_(-0.01, 0.01)
+
+
+def test_what_a_step_does_after_the_one_it_inherits_is_part_of_it(
+    hook: Hook, tmp_path: Path
+) -> None:
+    SGD(fp32_model().parameters())  # torch adds hooks to a class when the first of it is made
+    model = fp32_model()
+    optimizer = Clipped(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer)
+    step(model, optimizer, 0)
+    attachment.detach()
+    found = versions(tmp_path)
+    assert len(found) == 2
+    assert same(found[1].state, bits_of(model))
+
+
+def test_a_step_that_fails_is_not_published_and_the_next_is(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = Clipped(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer, when_busy="wait")
+    optimizer.fails = True
+    with pytest.raises(ValueError, match="half a step"):
+        step(model, optimizer, 0)
+    attachment.publisher.flush()
+    assert attachment.publisher.version == 0
+    optimizer.fails = False
+    step(model, optimizer, 1)
+    attachment.publisher.flush()
+    assert same(versions(tmp_path)[1].state, bits_of(model))
+    optimizer.fails = True
+    with pytest.raises(ValueError, match="half a step"):
+        step(model, optimizer, 2)
+    attachment.detach()
+    assert max(versions(tmp_path)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
+def test_a_compiled_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
+    model = fp32_model()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    attachment = hook(model, optimizer, when_busy="wait")
+    compiled = torch.compile(optimizer.step, backend="eager")
+    truth = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model(torch.randn(4, 24)).square().mean().backward()
+        compiled()
+        truth.append(bits_of(model))
+        optimizer.zero_grad()
+    attachment.detach()
+    found = versions(tmp_path)
+    assert len(found) == 4
+    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+
+
+class Averaged(SGD):
+    """As schedule-free optimizers: the weights are others between ``eval`` and ``train``."""
+
+    def eval(self) -> None:
+        pass
+
+    def train(self) -> None:
+        pass
+
+
+def test_weights_that_are_not_those_for_evaluation_are_named(
+    hook: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = fp32_model()
+    hook(model, Averaged(model.parameters()))
+    assert "Averaged has other weights for evaluation" in caplog.text
