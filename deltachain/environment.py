@@ -204,6 +204,9 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "TRUSTED_KEYS": Variable(
         "public keys that readers trust: a list with commas, or a file with one key a line", _line
     ),
+    "MIRROR": Variable(
+        "whether the URL is a mirror, which may not have the held version yet", _switch
+    ),
     "MAX_HEARTBEAT_AGE_S": Variable(
         "largest age, in seconds, of the publisher's last sign: its newest version or heartbeat",
         _seconds,

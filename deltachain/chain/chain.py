@@ -16,7 +16,6 @@ from deltachain.chain.head_hint import read_hint
 from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
 from deltachain.chain.log import Committed, Manifests
 from deltachain.chain.lookup import SEEN, Standing
-from deltachain.chain.mirror_record import mirrored_from
 from deltachain.chain.plan import Plan
 from deltachain.chain.prunes import Prunes
 from deltachain.chain.recent_edges import VERSIONS_LISTED
@@ -169,7 +168,7 @@ class Chain:
         if beyond is None and digest is None:
             head = self.head()
             newest = head.version if head else None
-            return Standing(digest, identity, newest, mirrored_from(self.store))
+            return Standing(digest, identity, newest, lags=self.trust.mirror)
         return Standing(digest, identity, version if beyond is None else beyond)
 
     def went_back(self, version: Version) -> None:

@@ -36,14 +36,13 @@ class Standing(NamedTuple):
         manifest: Digest of the version's manifest; ``None`` if it is gone.
         chain: Id of the chain in the store; ``None`` if its identity is gone.
         newest: The newest version found: a later one only behind a gap; ``None`` for no version.
-        source: URL that the store mirrors, if the version is later than all found; ``None`` in a
-            store that is no mirror.
+        lags: Whether the version is later than all found, in a mirror.
     """
 
     manifest: str | None
     chain: str | None
     newest: Version | None
-    source: str | None = None
+    lags: bool = False
 
 
 class Looks:

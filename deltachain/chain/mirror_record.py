@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deltachain.errors import ConfigError, FormatError, ObjectNotFoundError
+from deltachain.errors import ConfigError, ObjectNotFoundError
 from deltachain.format.documents import Count, Document, parse
 from deltachain.format.keys import MIRROR_KEY
 from deltachain.store import Store
@@ -34,15 +34,6 @@ def read_mirror(store: Store) -> MirrorRecord | None:
         return parse(store.get(MIRROR_KEY), MirrorRecord, key=MIRROR_KEY)
     except ObjectNotFoundError:
         return None
-
-
-def mirrored_from(store: Store) -> str | None:
-    """Return the URL that a store mirrors; ``None`` without a readable record."""
-    try:
-        record = read_mirror(store)
-    except FormatError:
-        return None
-    return record.source if record else None
 
 
 def refuse_mirror(store: Store) -> None:

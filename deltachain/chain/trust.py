@@ -33,17 +33,20 @@ BEGIN: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """The keys of one reader or writer of a chain.
+    """What one reader or writer of a chain accepts: its keys, and what it was told of the store.
 
     Attributes:
         key: The key that signs what is written; ``None`` for no signatures.
         trusted: The keys whose signatures count; ``None`` to accept every document.
         max_age_s: Largest age of the publisher's last sign, in seconds; ``None`` for no limit.
+        mirror: Whether the store is a mirror, so that it may be behind the version that is held.
+            Nothing in a store decides that.
     """
 
     key: SigningKey | None = None
     trusted: TrustedKeys | None = None
     max_age_s: float | None = None
+    mirror: bool = False
 
     @classmethod
     def of_reader(
@@ -51,6 +54,8 @@ class Trust:
         trusted_keys: str | None = None,
         max_age_s: float | None = None,
         environment: Mapping[str, str] = os.environ,
+        *,
+        mirror: bool | None = None,
     ) -> Trust:
         """Return the keys of a reader.
 
@@ -58,6 +63,7 @@ class Trust:
             trusted_keys: As in ``DELTACHAIN_TRUSTED_KEYS``, which is read if it is ``None``.
             max_age_s: As in ``DELTACHAIN_MAX_HEARTBEAT_AGE_S``, which is read if it is ``None``.
             environment: The environment variables.
+            mirror: As in ``DELTACHAIN_MIRROR``, which is read if it is ``None``.
 
         Raises:
             ConfigError: A key is invalid, or a limit of age is given without trusted keys.
@@ -69,7 +75,8 @@ class Trust:
                 "DELTACHAIN_MAX_HEARTBEAT_AGE_S is set without DELTACHAIN_TRUSTED_KEYS",
                 hint="a heartbeat counts only if a trusted key signed it",
             )
-        return cls(trusted=trusted, max_age_s=most_s)
+        told = read_one(environment, "MIRROR") if mirror is None else mirror
+        return cls(trusted=trusted, max_age_s=most_s, mirror=bool(told))
 
     @classmethod
     def of_writer(

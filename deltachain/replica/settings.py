@@ -120,6 +120,7 @@ class ReplicaSettings:
             poll_s=given.get("POLL_S"),
             trusted_keys=given.get("TRUSTED_KEYS"),
             max_heartbeat_age_s=given.get("MAX_HEARTBEAT_AGE_S"),
+            mirror=given.get("MIRROR"),
         )
         if "STAGE_BUDGET" in given:
             subscribe = replace(subscribe, stage_budget=given["STAGE_BUDGET"])

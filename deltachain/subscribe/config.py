@@ -59,17 +59,21 @@ class SubscribeConfig:
     it the store may withhold versions, and none is applied. Needs trusted keys. ``None``: as in
     ``DELTACHAIN_MAX_HEARTBEAT_AGE_S``, if set."""
 
+    mirror: bool | None = None
+    """Whether the URL is a mirror: a held version that it does not have is then waited for, and is
+    no sign of a store that went back. ``None``: as in ``DELTACHAIN_MIRROR``, else not."""
+
     trust_remote_code: bool = False
     """Keep references to remote code in assets (``auto_map``: ``repo--modeling.Class``), which run
     when the folder is loaded. By default they are removed with a warning."""
 
     def trust(self) -> Trust:
-        """Return the trusted keys and the largest age.
+        """Return the trusted keys, the largest age, and whether the URL is a mirror.
 
         Raises:
             ConfigError: A key is invalid, or an age is given without trusted keys.
         """
-        return Trust.of_reader(self.trusted_keys, self.max_heartbeat_age_s)
+        return Trust.of_reader(self.trusted_keys, self.max_heartbeat_age_s, mirror=self.mirror)
 
     @classmethod
     def of(cls, config: SubscribeConfig | Location) -> SubscribeConfig:

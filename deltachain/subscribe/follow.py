@@ -18,6 +18,7 @@ from deltachain.errors import (
     ForkedChainError,
     FormatError,
     LeaderReplacedError,
+    MirrorLagsError,
     ObjectNotFoundError,
     TensorMismatchError,
     UnsupportedFormatError,
@@ -114,6 +115,10 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
         return None, True
     try:
         is_there = watch.look(chain, held)
+    except MirrorLagsError:
+        if (newest := chain.head()) is not None:
+            check_age(chain, newest)
+        raise
     except BrokenChainError as exc:
         receipt = None if subscriber.pinned else _around(subscriber, exc)
         if receipt is None:

@@ -53,17 +53,17 @@ def _gone(held: HeldVersion, found: Standing, url: str) -> DeltaChainError:
     if newest is not None and newest > held.version:
         return _missing(held.version, newest)
     there = "none is there" if newest is None else f"the newest there is {newest}"
-    if found.source is not None:
+    if found.lags:
         return MirrorLagsError(
-            f"the mirror lags: version {held.version} is held, {there} at {url}, a mirror of "
-            f"{found.source}",
+            f"the mirror lags: version {held.version} is held, {there} at {url}",
             version=held.version,
         )
     back = "" if newest is None else f" (`rollback` to {newest}, then `release`)"
     return StoreWentBackError(
         f"the store went back: version {held.version} is held, {there} at {url}",
         version=held.version,
-        hint=f"{StoreWentBackError.default_hint}{back}",
+        hint=f"{StoreWentBackError.default_hint}{back}. Of a mirror that is behind what is held, "
+        "set DELTACHAIN_MIRROR=1",
     )
 
 

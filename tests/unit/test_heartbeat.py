@@ -17,6 +17,7 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     FormatError,
+    MirrorLagsError,
     SignatureError,
     StaleChainError,
 )
@@ -39,7 +40,7 @@ def eventually(check: Callable[[], object]) -> None:
         time.sleep(0.005)
 
 
-def follower_of(store: MemoryStore) -> Follower:
+def follower_of(store: MemoryStore, *, mirror: bool = False) -> Follower:
     """A follower that trusts the owner, and for a minute."""
     follower = Follower(store, 1)
     config = SubscribeConfig(
@@ -47,6 +48,7 @@ def follower_of(store: MemoryStore) -> Follower:
         trusted_keys=str(key_of(1).public),
         max_heartbeat_age_s=LIMIT_S,
         poll_s=0.001,
+        mirror=mirror,
     )
     follower.subscriber = Subscriber(config, {SPEC.name: follower.tensor}, store=store)
     return follower
@@ -135,6 +137,28 @@ def test_a_follower_serves_on_and_says_that_the_chain_is_stale() -> None:
     assert len(list(follower.subscriber.follow(stop=stop, looked=looked))) == 1
     assert seen[:20] == [None] * 20
     assert follower.holds(bits_of(1))
+
+
+def test_a_mirror_that_is_behind_is_stale_once_its_sign_is_too_old() -> None:
+    author = Author().grow(2)
+    beat(author)
+    follower, stop = follower_of(author.store, mirror=True), Event()
+    follower.subscriber.update()
+    older = author.chain.read(0)
+    author.store.delete(manifest_key(1))  # as if it were not copied yet
+    beat(author, head=older)
+    seen: list[DeltaChainError | None] = []
+
+    def looked(error: DeltaChainError | None) -> None:
+        seen.append(error)
+        if isinstance(error, StaleChainError):
+            stop.set()
+        elif isinstance(error, MirrorLagsError):
+            beat(author, age=LIMIT_S + 1, head=older)
+        assert len(seen) < 1000
+
+    list(follower.subscriber.follow(stop=stop, looked=looked))
+    assert [type(one) for one in seen if one is not None] == [MirrorLagsError, StaleChainError]
 
 
 def test_an_older_version_that_is_asked_for_needs_no_sign() -> None:

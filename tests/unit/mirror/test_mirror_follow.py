@@ -158,7 +158,7 @@ def test_a_follower_ahead_of_its_mirror_waits(
     folder = f"{tmp_path}/weights"
     with Subscriber("memory://unused", folder, store=source) as first:
         first.update()
-    config = SubscribeConfig(url="memory://unused", poll_s=0.001)
+    config = SubscribeConfig(url="memory://unused", poll_s=0.001, mirror=True)
     follower = Subscriber(config, folder, store=mirror_store)
     told = Told(follower, Clock(follower, monkeypatch))
     with pytest.raises(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 from torch import Tensor
@@ -14,7 +15,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreWentBackError,
 )
-from deltachain.format.keys import CHAIN_KEY, manifest_key
+from deltachain.format.keys import CHAIN_KEY, MIRROR_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.follow import LOOK_BACK
@@ -31,6 +32,8 @@ from tests.unit.subscribe.accidents import Told, copy, nothing, restore, rewrite
 from tests.unit.subscribe.clock import Clock
 
 Publish = Callable[..., None]
+
+MIRRORED: Final = b'{"format":"deltachain/1","chain":"0","source":"s3://elsewhere"}'
 Subscribe = Callable[..., Subscriber]
 
 
@@ -63,10 +66,14 @@ def told(subscriber: Subscriber, clock: Clock) -> Told:
 # The store goes back
 
 
+@pytest.mark.parametrize("record", [b"", b"{", MIRRORED])
 @pytest.mark.parametrize("back", [1, 5])
 def test_a_store_that_went_back_is_said_to_and_heals(
-    told: Told, publish: Publish, store: MemoryStore, back: int
+    told: Told, publish: Publish, store: MemoryStore, back: int, record: bytes
 ) -> None:
+    """Also one that calls itself a mirror: anybody who can write there could say so."""
+    if record:
+        store.put(MIRROR_KEY, record)
     publish(*range(1, 7 - back))
     earlier = copy(store)
     publish(*range(7 - back, 7))
