@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.store.base import is_segment
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
@@ -47,6 +47,40 @@ def open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> 
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+class ReadRoot:
+    """Root of a store for reading: one that was there and is gone is an outage, not an empty store.
+
+    As on a shared file system that is not mounted any more.
+
+    Args:
+        root: Its path.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._was_there = root, False
+
+    @contextmanager
+    def folder(self, folders: Sequence[str]) -> Iterator[int]:
+        """Open a folder below it as :func:`open_folder`.
+
+        Raises:
+            StoreUnavailableError: The root is gone.
+        """
+        try:
+            with open_folder(self._root, folders) as folder:
+                self._was_there = True
+                yield folder
+        except FileNotFoundError as exc:
+            if self._was_there and not self._root.exists():
+                url = self._root.as_uri()
+                raise StoreUnavailableError(
+                    f"{url}: the folder was there, and is not any more",
+                    url=url,
+                    hint="mount its file system again, or put the folder back",
+                ) from exc
+            raise
 
 
 def open_file(name: str, folder: int) -> tuple[int, os.stat_result]:

@@ -41,6 +41,7 @@ from deltachain.store.base import (
     too_short,
 )
 from deltachain.store.file.posix import (
+    ReadRoot,
     fsync_folder,
     is_same_file,
     open_file,
@@ -101,6 +102,7 @@ class FileStore(SimpleStore):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
+        self._reading = ReadRoot(self._root)
         self._swept: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._sweeping = Lock()
 
@@ -145,7 +147,7 @@ class FileStore(SimpleStore):
         folders, leaf = _split(check_key(key))
         with self._errors_named(key):
             try:
-                with open_folder(self._root, folders) as folder:
+                with self._reading.folder(folders) as folder:
                     status = stat_file(leaf, folder)
             except (FileNotFoundError, NotADirectoryError):
                 return None
@@ -286,7 +288,7 @@ class FileStore(SimpleStore):
         """Open an object for reading; yield its descriptor and its size in bytes."""
         folders, leaf = _split(key)
         try:
-            with open_folder(self._root, folders) as folder:
+            with self._reading.folder(folders) as folder:
                 file, status = open_file(leaf, folder)
         except (FileNotFoundError, NotADirectoryError) as exc:
             raise not_found(key, self.url) from exc
@@ -311,7 +313,7 @@ class FileStore(SimpleStore):
         """Yield the objects of a folder whose names begin with a prefix, and all of subfolders."""
         with self._errors_named("/".join(folders)):
             try:
-                with open_folder(self._root, folders) as folder:
+                with self._reading.folder(folders) as folder:
                     names = scan(folder, prefix)
             except (FileNotFoundError, NotADirectoryError):
                 return

@@ -213,6 +213,31 @@ def test_other_things_in_the_folder_are_not_objects(store: FileStore) -> None:
         store.get("fifo")
 
 
+@pytest.mark.parametrize("root", ["chain", "mount/chain"])
+def test_root_that_was_taken_away_is_an_outage(tmp_path: Path, root: str) -> None:
+    store = FileStore(tmp_path / root)
+    assert (store.find("a/b"), list(store.list())) == (None, [])  # nobody has written yet
+    store.put("a/b", b"x")
+    reads: list[Callable[[], object]] = [
+        lambda: store.find("a/b"),
+        lambda: store.find("c"),
+        lambda: store.get("a/b"),
+        lambda: list(store.list()),
+        lambda: list(store.list("a/")),
+    ]
+    for read in reads[:-1]:
+        read()
+    top = tmp_path / root.split("/")[0]
+    top.rename(tmp_path / "away")
+    for read in reads:
+        with pytest.raises(StoreUnavailableError, match="was there, and is not any more") as caught:
+            read()
+        assert "mount" in caught.value.hint
+    (tmp_path / "away").rename(top)
+    assert store.get("a/b") == b"x"
+    assert store.find("c") is None
+
+
 def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chain").write_bytes(b"")
     store = FileStore(tmp_path / "chain")
