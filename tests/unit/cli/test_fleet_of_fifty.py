@@ -62,7 +62,9 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetOfFifty]:
         leaders, stores = [], []
         for number in range(HEALTHY + CUT_OFF + 1):
             spool, store = folder / f"spool{number}", FaultyStore(here.store)
-            subscribe = SubscribeConfig(url=here.store.url, poll_s=0.1)
+            subscribe = SubscribeConfig(
+                url=here.store.url, poll_s=0.5
+            )  # each is a thread of this process
             settings = ReplicaSettings(subscribe=subscribe, spool=spool, follow=True)
             engine = FakeEngine(here.shape, folder / "model", spool)
             leader = Leader(settings, engine, store=store)
