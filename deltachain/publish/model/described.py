@@ -49,7 +49,11 @@ def refuse_other_config(model: nn.Module) -> None:
         with torch.device("meta"):
             made = type(model)(copy.deepcopy(config))
     except Exception as exc:  # noqa: BLE001 - of any model's code
-        logger.debug("%s cannot be made of its configuration: %s", type(model).__name__, exc)
+        logger.warning(
+            "%s cannot be made of its configuration, so that they are not compared: %s",
+            type(model).__name__,
+            exc,
+        )
         return
     shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(made)}
     for name, tensor in named_tensors(model):

@@ -227,7 +227,7 @@ def test_root_that_was_taken_away_is_an_outage(tmp_path: Path, root: str) -> Non
     ]
     for read in reads[:-1]:
         read()
-    top = tmp_path / root.split("/")[0]
+    top = tmp_path / root.split("/", maxsplit=1)[0]
     top.rename(tmp_path / "away")
     for read in reads:
         with pytest.raises(StoreUnavailableError, match="was there, and is not any more") as caught:
