@@ -97,7 +97,8 @@ def test_steps_below_one_are_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("evry_steps", "'every_steps'"), ("encodin", "'encoding'"), ("q", "fields")]
+    ("name", "hint"),
+    [("evry_steps", "'every_steps'"), ("encodings", "'encoding'"), ("q", "fields")],
 )
 def test_unknown_settings_are_refused_with_the_nearest(url: str, name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"no setting '{name}'") as caught:
