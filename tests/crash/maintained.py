@@ -21,7 +21,9 @@ KEPT = 24
 GRACE_S = 1.5
 
 
-def publish_until(url: str, stop: Path, environment: Mapping[str, str], printed: Path) -> None:
+def publish_until(
+    url: str, stop: Path, environment: Mapping[str, str], printed: Path, pause_s: float
+) -> None:
     """Publish version after version until a file is there."""
     _begin(environment, printed)
     model = TinyModel()
@@ -33,24 +35,28 @@ def publish_until(url: str, stop: Path, environment: Mapping[str, str], printed:
             train_(model, step)
             publisher.publish(step=step)
             publisher.flush()
-            time.sleep(0.02)
+            time.sleep(pause_s)
 
 
-def maintain_for_ever(url: str, environment: Mapping[str, str], printed: Path) -> None:
-    """Maintain a chain until somebody kills this process; a failed round is printed."""
+def maintain_for_ever(
+    url: str, environment: Mapping[str, str], printed: Path, last: int = KEPT
+) -> None:
+    """Maintain a chain until somebody kills this process; print failed rounds, and prunes."""
     _begin(environment, printed)
-    maintainer = maintainer_of(url)
+    maintainer = maintainer_of(url, last=last)
     while True:
         try:
-            maintainer.round()
+            done = maintainer.round()
+            if done is not None and done.pruned is not None and done.pruned.due:
+                print(f"pruned {len(done.pruned.due)}", flush=True)  # noqa: T201 - read by the test
         except DeltaChainError as error:
             print(f"{type(error).__name__}: {error}", flush=True)  # noqa: T201 - read by the test
         time.sleep(0.05)
 
 
-def maintainer_of(url: str, grace_s: float = GRACE_S) -> Maintainer:
+def maintainer_of(url: str, grace_s: float = GRACE_S, last: int = KEPT) -> Maintainer:
     chain = Chain.open(open_store(url, writer=True))
-    pruner = Pruner(Survey(chain), KeepRule(last=KEPT), grace_s=grace_s)
+    pruner = Pruner(Survey(chain), KeepRule(last=last), grace_s=grace_s)
     return Maintainer(chain, pruner, anchor_every=64)
 
 

@@ -77,10 +77,10 @@ class Reader(Thread):
 
 
 @contextmanager
-def publishing(url: str, folder: Path) -> Iterator[Callable[[], None]]:
+def publishing(url: str, folder: Path, pause_s: float = 0.02) -> Iterator[Callable[[], None]]:
     """Publish in another process; yield what ends it, at the end of the block at the latest."""
     stop, printed = folder / "stop", folder / "publisher"
-    arguments = (url, stop, dict(os.environ), printed)
+    arguments = (url, stop, dict(os.environ), printed, pause_s)
     process = PROCESSES.Process(target=publish_until, args=arguments)
     process.start()
     with closing(open_store(url)) as store:

@@ -1,0 +1,141 @@
+"""Maintainers of different rules that are stopped, continued and killed, while tags are set.
+
+No acknowledged tag is lost, and none of the newest versions, whoever stood still for how long.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from deltachain.chain import tags
+from deltachain.chain.chain import Chain
+from deltachain.chain.reachable import is_reachable
+from deltachain.errors import BrokenChainError
+from deltachain.store import open_store
+from deltachain.subscribe import Subscriber
+from deltachain.testing.models import TinyModel, tensors_of
+from tests.crash.conftest import PROCESSES
+from tests.crash.maintained import GRACE_S, maintain_for_ever
+from tests.crash.places import Place
+from tests.crash.test_maintainers import kill, publishing
+
+ROUNDS: Final = {"file": 150, "s3": 250, "hf": 100}
+PRUNES: Final = {"file": 50, "s3": 100, "hf": 20}
+"""Rounds of maintainers that deleted something, at least: a slow machine has more rounds."""
+
+RULES: Final = (17, 48)
+"""Newest versions that the maintainers keep."""
+
+KEPT_TAGS: Final = 12
+
+
+@dataclass
+class Tagger:
+    """Sets and removes tags; knows which were acknowledged."""
+
+    url: str
+    chance: random.Random
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    refused: int = 0
+
+    def set_one(self, number: int) -> None:
+        """Tag a version that a rule, both rules or none keeps; remove the oldest of many tags."""
+        with closing(open_store(self.url, writer=True)) as store:
+            chain = Chain.open(store)
+            head = chain.head()
+            assert head is not None
+            back = self.chance.randrange(self.chance.choice([*RULES, 10 * RULES[1]]))
+            version = max(0, head.version - back)
+            name = f"tag-{number}"
+            try:
+                tags.set_(chain, name, chain.read(version), time=time.time())
+                self.acknowledged[name] = version
+            except BrokenChainError:
+                self.refused += 1
+            if len(self.acknowledged) > KEPT_TAGS:
+                oldest = next(iter(self.acknowledged))
+                del self.acknowledged[oldest]
+                tags.remove(chain, oldest, time=time.time())
+
+    def check(self) -> None:
+        """Load every tagged version from nothing: an apply proves its bits."""
+        with closing(open_store(self.url)) as store:
+            there = {tag.name: tag.version for tag in tags.read_all(Chain.open(store))}
+        assert there == self.acknowledged
+        for version in set(self.acknowledged.values()):
+            with closing(Subscriber(self.url, tensors_of(TinyModel(seed=9)))) as subscriber:
+                receipt = subscriber.update(version)
+                assert receipt is not None
+                assert receipt.version == version
+
+
+def check_versions(url: str) -> None:
+    """Every version is there, and the newest can be rebuilt."""
+    with closing(open_store(url)) as store:
+        chain = Chain.open(store)
+        head = chain.head()
+        assert head is not None
+        newest = range(head.version - RULES[0] + 1, head.version + 1)
+        assert all(is_reachable(chain, version) for version in newest)
+        assert all(chain.find(version) is not None for version in range(head.version + 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ROUNDS)
+def test_no_acknowledged_tag_is_lost_to_maintainers_of_different_rules(
+    kind: str, place_of: Callable[[str], Place], tmp_path: Path
+) -> None:
+    url, chance = place_of(kind).url(), random.Random(kind)
+    tagger, printed = Tagger(url, chance), tmp_path / "maintainers"
+    alone = kind == "hf"  # a bucket without keys cannot decide between two: one after the other
+
+    def start(rule: int) -> Any:
+        process = PROCESSES.Process(
+            target=maintain_for_ever, args=(url, dict(os.environ), printed, rule)
+        )
+        process.start()
+        return process
+
+    def prunes() -> int:
+        return printed.read_text("utf-8").count("pruned ") if printed.exists() else 0
+
+    with publishing(url, tmp_path, pause_s=0.2) as end:
+        running = [start(rule) for rule in RULES[: 1 if alone else 2]]
+        for number in count():
+            if number >= ROUNDS[kind] and prunes() >= PRUNES[kind]:
+                break
+            time.sleep(chance.uniform(0.0, 0.3))
+            victim, dies = chance.randrange(len(running)), chance.random() < 0.4
+            stop = signal.SIGKILL if dies else signal.SIGSTOP
+            os.kill(running[victim].pid, stop)
+            tagger.set_one(number)
+            time.sleep(chance.choice([0.0, GRACE_S / 2, GRACE_S * 1.1]))
+            if dies:
+                running[victim].join(60)
+                running[victim] = start(RULES[number % 2 if alone else victim])
+            else:
+                os.kill(running[victim].pid, signal.SIGCONT)
+            if number % 10 == 9:
+                tagger.check()
+        end()
+        time.sleep(4 * GRACE_S)
+        for process in running:
+            kill(process)
+    tagger.check()
+    told = printed.read_text("utf-8")
+    assert "Error" not in told, told
+    print(f"{kind}: {number} rounds, {prunes()} prunes, {tagger.refused} tags refused")  # noqa: T201
+    assert len(tagger.acknowledged) == KEPT_TAGS
+    assert tagger.refused > 0
+    check_versions(url)
