@@ -97,8 +97,8 @@ def attach(
         model: Model on any device, wrapped or not; or a trainer of transformers or TRL, which gets
             a callback.
         optimizer: The torch optimizer of all parameters that require a gradient, or a list of
-            several, of which all step for each version; Accelerate's wrappers too. None with a
-            trainer.
+            several, of which all step for each version; also in wrappers of Accelerate and
+            Lightning Fabric. None with a trainer.
         url: Location of the chain.
         every_steps: Number of optimizer steps for each version.
         config: All settings; ``url`` replaces the one in it.

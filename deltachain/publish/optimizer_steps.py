@@ -20,6 +20,9 @@ from deltachain.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric"})
+"""Packages whose wrappers change no weight after the step that they call."""
+
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
 
 
@@ -163,9 +166,9 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers inside one or several, without Accelerate's wrapper.
+    """Return the torch optimizers inside one or several, without wrappers that only call them.
 
-    The wrapper is an Optimizer by class but calls no hooks. Other wrappers (DeepSpeed's,
+    Those are an Optimizer by class but call no hooks. Other wrappers (DeepSpeed's,
     Megatron's) copy master weights into the model after the inner step: a hook there would see the
     previous step.
 
@@ -184,7 +187,7 @@ def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
 
 def _unwrapped(optimizer: object) -> Optimizer:
     while hasattr(optimizer, "optimizer"):
-        if type(optimizer).__module__.partition(".")[0] != "accelerate":
+        if type(optimizer).__module__.partition(".")[0] not in _THIN:
             raise ConfigError(
                 f"{type(optimizer).__name__} wraps an optimizer, and may change weights after it",
                 hint="call Publisher.publish yourself after its step",
