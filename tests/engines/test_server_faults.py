@@ -256,8 +256,8 @@ def test_a_store_that_is_away_changes_nothing(replica: Replica) -> None:
     shutil.move(replica.store, away)
     try:
         error = error_of(replica.server.post("update", version=head + 1), 503)
-        assert error["type"] == "ObjectNotFoundError"
-        assert "is gone" in error["message"]
+        assert (error["type"], error["retryable"]) == ("StoreUnavailableError", True)
+        assert "the folder was there, and is not any more" in error["message"]
         assert replica.serves(head)
     finally:
         shutil.move(away, replica.store)
