@@ -71,14 +71,14 @@ class Follower:
         self.looks = 0
         self.ended: BaseException | None = None
         self._now = ""
-        self._stop = Event()
+        self._stop, self._over = Event(), Event()
         self._thread = Thread(target=self._run, name=who, daemon=True)
         self._thread.start()
 
     def look(self, times: int = 1) -> Self:
         """Let it look so many times, or until it ends."""
         for _ in range(times):
-            if not self._thread.is_alive():
+            if self._over.is_set():  # the thread is alive for a moment longer
                 break
             self.turns.go.release()
             assert self.turns.done.acquire(timeout=TURN_S), f"{self.who} hangs"
@@ -121,6 +121,7 @@ class Follower:
             self.ended = exc
             self.said.append(words(exc))
         finally:
+            self._over.set()
             self.turns.done.release()
 
     def _looked(self, exc: DeltaChainError | None) -> None:
