@@ -182,12 +182,12 @@ class MirrorLagsError(ChainError):
 
 
 class StaleChainError(ChainError):
-    """The newest version that the store shows, and the heartbeat, are older than allowed."""
+    """The store shows older versions or records than its heartbeat names, or than is allowed."""
 
     retryable = True
     default_hint = (
-        "the publisher does not run, or the store withholds its newer versions; see which, or "
-        "raise DELTACHAIN_MAX_HEARTBEAT_AGE_S"
+        "the publisher does not run, or the store withholds what is newer; see which, or raise "
+        "DELTACHAIN_MAX_HEARTBEAT_AGE_S"
     )
 
 

@@ -1,39 +1,64 @@
-"""The heartbeat of a signed chain: a publisher's word for which version is the newest, and when.
+"""The heartbeat of a signed chain: a publisher's word for which records are the newest, and when.
 
-A store that withholds new versions shows true, signed, old ones. A reader with a limit of age
-notices: the newest manifest or a heartbeat that names it must be younger.
+A store that withholds new versions, tags or prune records shows true, signed, old ones. The
+heartbeat names the newest of each. A reader with a limit of age notices a heartbeat that is
+withheld as well: for versions, the newest manifest or a heartbeat that names it must be younger.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.errors import ObjectNotFoundError, StaleChainError
+from deltachain.chain.numbered import NONE
+from deltachain.errors import ChainError, ObjectNotFoundError, StaleChainError
 from deltachain.format.documents import unseal
 from deltachain.format.keys import HEARTBEAT_KEY
+from deltachain.format.prune_record import PruneRecord
 from deltachain.format.signed import Heartbeat
 
-MAX_HEARTBEAT: Final = 1 << 16
-"""Size limit of a heartbeat, in bytes; it is read before it is trusted."""
+MAX_HEARTBEAT: Final = 1 << 22
+"""Size limit of a heartbeat, in bytes: 28,000 tags of the longest name. It is read before it is
+trusted."""
+
+_WITHHELD: Final = (
+    "the store withholds records, or an older copy of it was restored; in that case set the tag "
+    "again, or delete heartbeat.json and restart the publisher"
+)
 
 
-def write_heartbeat(chain: Chain, committed: Committed, *, now: float) -> None:
-    """Write that a version is the newest.
+def write_heartbeat(
+    chain: Chain, committed: Committed, *, now: float, tags: Mapping[str, int], prune: int = NONE
+) -> None:
+    """Write which records are the newest.
 
     Args:
         chain: The chain, with a signing key.
         committed: Its newest version.
         now: Seconds since 1970.
+        tags: Number of the newest record of each tag, by name.
+        prune: Number of the newest prune record; -1 for none.
+
+    Raises:
+        ChainError: There are more tags than a heartbeat can name.
     """
     heartbeat = Heartbeat(
         chain=chain.identity.chain,
         version=committed.version,
         manifest=committed.digest,
         time=now,
+        tags=dict(tags),
+        prunes=prune + 1,
     )
-    chain.store.put(HEARTBEAT_KEY, chain.trust.seal(heartbeat, chain.identity.chain))
+    data = chain.trust.seal(heartbeat, chain.identity.chain)
+    if len(data) > MAX_HEARTBEAT:
+        raise ChainError(
+            f"{len(tags)} tags do not fit into a heartbeat of {MAX_HEARTBEAT} bytes",
+            hint="use fewer names of tags: a removed tag keeps its name",
+        )
+    chain.store.put(HEARTBEAT_KEY, data)
 
 
 def read_heartbeat(chain: Chain) -> Heartbeat | None:
@@ -50,6 +75,75 @@ def read_heartbeat(chain: Chain) -> Heartbeat | None:
     found = unseal(data, Heartbeat, key=HEARTBEAT_KEY)
     chain.trust.check(data, Heartbeat, chain=chain.identity.chain, key=HEARTBEAT_KEY)
     return found
+
+
+def named(chain: Chain) -> Heartbeat | None:
+    """Read the heartbeat before tags or prune records, to compare these with it.
+
+    Without trusted keys nothing is read.
+
+    Returns:
+        The heartbeat; ``None`` if there is none, or no trusted keys are given.
+
+    Raises:
+        StaleChainError: The reader has a limit of age, and the heartbeat is older, missing, or
+            names no tags.
+        SignatureError: No trusted key signed it.
+        MalformedError: It is not a heartbeat.
+    """
+    if chain.trust.trusted is None:
+        return None
+    found, most_s, url = read_heartbeat(chain), chain.trust.max_age_s, chain.store.url
+    if most_s is None:
+        return found
+    if found is None or found.tags is None:
+        what = "has no heartbeat" if found is None else "has a heartbeat that names no tags"
+        raise StaleChainError(f"{url} {what}: tags and prune records may be old")
+    age = time.time() - found.time
+    if age > most_s:
+        raise StaleChainError(
+            f"the heartbeat of {url} is {age:.0f} s old, more than {most_s:g} s: tags and prune "
+            "records may be old"
+        )
+    return found
+
+
+def check_tags(chain: Chain, heartbeat: Heartbeat | None, shown: Mapping[str, int]) -> None:
+    """Raise if a store shows older records of tags than its heartbeat names.
+
+    Args:
+        chain: The chain.
+        heartbeat: As :func:`named` returned it before the store was asked.
+        shown: Number of the newest record that the store shows of each tag, by name; -1 for none.
+
+    Raises:
+        StaleChainError: It does.
+    """
+    for name, number in ((heartbeat and heartbeat.tags) or {}).items():
+        if number > shown.get(name, number):
+            raise _withheld(chain, f"record {shown[name]} of tag {name!r}", number)
+
+
+def newest_prune(chain: Chain) -> PruneRecord | None:
+    """Read the newest prune record of a store, for who sets tags or deletes.
+
+    Raises:
+        StaleChainError: The heartbeat names a later one, or is too old for this process.
+        FormatError: The record or the heartbeat is damaged.
+    """
+    heartbeat = named(chain)
+    record = chain.prunes.newest_there()
+    number = record.number if record else NONE
+    if heartbeat is not None and heartbeat.prunes > number + 1:
+        raise _withheld(chain, f"prune record {number}", heartbeat.prunes - 1)
+    return record
+
+
+def _withheld(chain: Chain, shown: str, number: int) -> StaleChainError:
+    return StaleChainError(
+        f"{chain.store.url} shows {shown} as the newest, its heartbeat names {number}",
+        hint=_WITHHELD,
+    )
 
 
 def check_age(chain: Chain, newest: Committed) -> None:

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.heartbeat import check_tags, named, newest_prune
 from deltachain.chain.numbered import NONE, newest_number
 from deltachain.chain.reachable import is_reachable
 from deltachain.chain.write_access import check_write_access
@@ -26,6 +27,7 @@ from deltachain.errors import (
     ForkedChainError,
     FormatError,
     MalformedError,
+    ObjectNotFoundError,
     StoreUnavailableError,
     StoreWentBackError,
 )
@@ -46,10 +48,24 @@ def read(chain: Chain, name: str) -> Tag | None:
 
     Raises:
         ConfigError: No tag can have that name.
+        StaleChainError: The chain is signed, and the store shows an older record than the heartbeat
+            names, or the heartbeat is older than this process allows.
         FormatError: The newest record is damaged, or of another tag.
     """
+    heartbeat = named(chain)
     record = _newest(chain, check_name(name))
-    return record if record is not None and record.version is not None else None
+    check_tags(chain, heartbeat, {name: record.number if record else NONE})
+    return _standing(record)
+
+
+def shown(chain: Chain, name: str) -> Tag | None:
+    """Read a tag that may be older than the heartbeat names, for who sets or removes it.
+
+    Raises:
+        ConfigError: No tag can have that name.
+        FormatError: The newest record is damaged, or of another tag.
+    """
+    return _standing(_newest(chain, check_name(name)))
 
 
 def committed(chain: Chain, tag: Tag) -> Committed:
@@ -80,6 +96,7 @@ def read_all(chain: Chain) -> tuple[Tag, ...]:
     """List the tags that stand for a version, by name.
 
     Raises:
+        StaleChainError: As :func:`read`, of any tag.
         FormatError: A newest record is damaged, or of another tag.
     """
     return tuple(record for record in newest_records(chain) if record.version is not None)
@@ -89,16 +106,36 @@ def newest_records(chain: Chain) -> tuple[Tag, ...]:
     """Read the newest record of every tag, of removed ones too, by name.
 
     Raises:
+        StaleChainError: As :func:`read`, of any tag.
         FormatError: A record is damaged, or of another tag.
     """
+    heartbeat = named(chain)
+    listed = numbers(chain)
+    with Pool(READS) as pool:
+        newest = pool.map(lambda one: _newest(chain, one[0], known=one[1]), sorted(listed.items()))
+        records = tuple(record for record in newest if record is not None)
+    known = dict.fromkeys((heartbeat and heartbeat.tags) or (), NONE)
+    check_tags(chain, heartbeat, known | {record.name: record.number for record in records})
+    return records
+
+
+def numbers(chain: Chain) -> dict[str, int]:
+    """List the number of the newest record of every tag, by name; no record is read."""
     listed: dict[str, int] = {}
     for info in chain.store.list(TAG_PREFIX):
         if (found := tag_of(info.key)) is not None:
             name, number = found
             listed[name] = max(number, listed.get(name, NONE))
-    with Pool(READS) as pool:
-        records = pool.map(lambda one: _newest(chain, one[0], known=one[1]), sorted(listed.items()))
-        return tuple(record for record in records if record is not None)
+    return listed
+
+
+def is_accepted(chain: Chain, name: str, number: int) -> bool:
+    """Return whether a record is there that readers with the trusted keys of this chain accept."""
+    try:
+        _record(chain, name, number)
+    except (FormatError, ObjectNotFoundError):
+        return False
+    return True
 
 
 def put_after(chain: Chain, record: Tag) -> bool:
@@ -131,8 +168,9 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
     check_write_access(chain)
     if not _is_kept(chain, target):
         raise _unreachable(chain, name, target, "the tag was not set")
-    before = _newest(chain, name)
-    if before is not None and (before.version, before.manifest) == (target.version, target.digest):
+    before, beyond = _newest(chain, name), _named(chain, name)
+    here = (target.version, target.digest)
+    if before and before.number >= beyond and (before.version, before.manifest) == here:
         return before
     record = partial(
         Tag,
@@ -143,7 +181,8 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
         manifest=target.digest,
         time=time,
     )
-    tag = _put_next(chain, name, record, after=before.number if before else NONE)
+    after = before.number if before else NONE
+    tag = _put_next(chain, name, record, after=after, beyond=beyond)
     if not _is_kept(chain, target):
         _put(chain, _removal(chain, name, time, tag.number + 1))  # unless another one is newer
         raise _unreachable(chain, name, target, "the tag was removed")
@@ -164,10 +203,11 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
         ChainError: There is no such tag.
     """
     check_write_access(chain)
-    tag = read(chain, name)
+    tag = shown(chain, name)
     if tag is None:
         raise unknown(chain, name)
-    _put_next(chain, name, partial(_removal, chain, name, time), after=tag.number)
+    removal, beyond = partial(_removal, chain, name, time), _named(chain, name)
+    _put_next(chain, name, removal, after=tag.number, beyond=beyond)
     return tag
 
 
@@ -194,13 +234,19 @@ def unknown(chain: Chain, name: str) -> ChainError:
     return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
 
 
+def _standing(record: Tag | None) -> Tag | None:
+    """Return a record that stands for a version; ``None`` for one that removes the tag."""
+    return record if record is not None and record.version is not None else None
+
+
 def _is_kept(chain: Chain, target: Committed) -> bool:
     """Return whether a version can be rebuilt over edges that nobody may delete.
 
     Raises:
         FormatError: The newest prune record, which says so, is damaged.
+        StaleChainError: The store shows an older one than its heartbeat names.
     """
-    chain.prunes.newest_there()
+    newest_prune(chain)
     return is_reachable(chain, target.version)
 
 
@@ -253,15 +299,26 @@ def _read(chain: Chain, key: str) -> Tag:
     return record
 
 
-def _put_next(chain: Chain, name: str, record: Callable[..., Tag], *, after: int) -> Tag:
+def _named(chain: Chain, name: str) -> int:
+    """Return the number of a tag's newest record by the heartbeat; -1 if it names none."""
+    heartbeat = named(chain)
+    return ((heartbeat and heartbeat.tags) or {}).get(name, NONE)
+
+
+def _put_next(
+    chain: Chain, name: str, record: Callable[..., Tag], *, after: int, beyond: int
+) -> Tag:
     """Write a record under the first free number after ``after``.
+
+    Where the heartbeat names a later record, which the store lost or withholds, the record is also
+    written under every number up to the one after that: numbers have no gaps.
 
     Raises:
         ChainError: Other writers took every number that was tried.
     """
-    for number in range(after + 1, after + 1 + TRIES):
+    for number in range(after + 1, max(after, beyond) + 1 + TRIES):
         made = record(number=number)
-        if _put(chain, made):
+        if _put(chain, made) and number > beyond:
             return made
     raise ChainError(
         f"tag {name!r} was set by others {TRIES} times while it was to be set here",

@@ -65,7 +65,7 @@ def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_
     from deltachain.chain import tags
     from deltachain.chain.choose import choose
 
-    before = tags.read(chain, name)
+    before = tags.shown(chain, name)
     if delete:
         after, record = None, tags.remove(chain, name, time=time.time())
     else:

@@ -22,19 +22,24 @@ from deltachain.format.tag import Tag
 
 
 class Heartbeat(Document, frozen=True, kw_only=True):
-    """A publisher's word that a version is the newest at a time.
+    """A publisher's word that a version, and records of tags and pruning, are the newest at a time.
 
     Attributes:
         chain: Id of the chain.
         version: The version.
         manifest: blake3 of the exact bytes of its manifest.
         time: Seconds since 1970 on the publisher's clock.
+        tags: Number of the newest record of each tag, of removed ones too, by name; ``None`` if
+            nothing is said of tags.
+        prunes: How many prune records there are.
     """
 
     chain: str
     version: Count
     manifest: str
     time: float
+    tags: dict[str, Count] | None = None
+    prunes: Count = 0
 
 
 RECORD_TYPES: Final[Mapping[type[Document], str]] = {

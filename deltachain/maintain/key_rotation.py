@@ -6,6 +6,7 @@ from msgspec.structs import replace
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
+from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.write_access import check_write_access
 from deltachain.errors import AlreadyExistsError, ConfigError
 from deltachain.format.documents import Document
@@ -29,6 +30,7 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
     Raises:
         ConfigError: There is no signing key, or the store is a mirror.
         SignatureError: No trusted key signed a record.
+        StaleChainError: The store shows an older record than its heartbeat names.
     """
     check_write_access(chain)
     if chain.trust.key is None:
@@ -38,7 +40,7 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
         for tag in tags.newest_records(chain)
         if not _is_own(chain, tag_key(tag.name, tag.number), Tag) and tags.put_after(chain, tag)
     ]
-    record = chain.prunes.newest()
+    record = newest_prune(chain)
     if record is not None and not _is_own(chain, prune_key(record.number), PruneRecord):
         key = prune_key(record.number + 1)
         again = replace(record, number=record.number + 1)

@@ -12,6 +12,7 @@ from typing import Final
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.recent_edges import VERSIONS_LISTED
 from deltachain.chain.write_access import check_write_access
 from deltachain.errors import AlreadyExistsError, ChainError, ObjectNotFoundError
@@ -346,7 +347,7 @@ class Pruner:
 
     def _newest(self) -> PruneRecord | None:
         """Read the newest record; find a second maintainer where the store cannot decide."""
-        record = self._chain.prunes.newest_there()
+        record = newest_prune(self._chain)
         decides = self._chain.store.capabilities.conditional_put
         if record is not None and not decides and -1 < self._known < record.number:
             raise self._another(record)

@@ -139,6 +139,8 @@ class Mirror:
                 f"{self._destination.url} is not this mirror any more: {MIRROR_KEY} has changed",
                 hint="it was promoted: a publisher may be at work there",
             )
+        if not self._is_whole or not (self.rounds + 1) % LOOK_BACK:
+            records.read_heartbeat()  # before the records that it names
         hint = self._read_hint(documents)
         head = self._newest(chain)
         before = documents.identity  # of which a mirror lacks none
@@ -160,6 +162,7 @@ class Mirror:
             return
         self._is_whole, self.version = True, self._contents.newest
         self._put_hint(*hint)
+        records.put_heartbeat(self._destination, self.version)
         self._check_newcomers()
         if is_survey:
             self._follow_prunes(records)

@@ -1,4 +1,4 @@
-"""Records of a mirror's source beside its versions: signatures, prune records and tags."""
+"""Records of a mirror's source beside its versions: signatures, prunes, tags, heartbeat."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.heartbeat import MAX_HEARTBEAT
 from deltachain.chain.numbered import NONE, newest_number
 from deltachain.chain.trust import MAX_SIGNATURE
 from deltachain.errors import (
@@ -21,6 +22,7 @@ from deltachain.errors import (
 from deltachain.format.documents import Identity, parse, unseal
 from deltachain.format.keys import (
     CHAIN_KEY,
+    HEARTBEAT_KEY,
     TAG_PREFIX,
     prune_key,
     signature_key,
@@ -28,7 +30,7 @@ from deltachain.format.keys import (
     tag_of,
 )
 from deltachain.format.prune_record import PruneRecord
-from deltachain.format.signed import CHAIN_ID, IdentitySignature
+from deltachain.format.signed import CHAIN_ID, Heartbeat, IdentitySignature
 from deltachain.format.tag import Tag
 from deltachain.mirror.plan import ObjectCopy
 from deltachain.store import Store
@@ -58,6 +60,8 @@ class SourceRecords:
         self._number = NONE
         self._left_out: set[str] = set()
         self._signed: dict[str, bytes] = {}
+        self._heartbeat: tuple[Version, bytes] | None = None
+        self._beaten = b""
 
     def newest_prune(self) -> PruneRecord | None:
         """Read the newest prune record; ``None`` if there is none that counts."""
@@ -65,6 +69,30 @@ class SourceRecords:
             return self._chain.prunes.newest()
         except (FormatError, ObjectNotFoundError, ChainMismatchError):
             return None
+
+    def read_heartbeat(self) -> None:
+        """Read the heartbeat of the source; one that does not count is not copied."""
+        try:
+            data = self._store.get(HEARTBEAT_KEY, limit=MAX_HEARTBEAT)
+            found = unseal(data, Heartbeat, key=HEARTBEAT_KEY)
+            self._chain.trust.check(data, Heartbeat, chain=self._id, key=HEARTBEAT_KEY)
+        except (ObjectNotFoundError, FormatError):
+            return
+        self._heartbeat = (found.version, data)
+
+    def put_heartbeat(self, there: Store, version: Version) -> None:
+        """Copy the heartbeat that was read, once all that it names is in the mirror.
+
+        Args:
+            there: Store of the mirror, with the tag and prune records of the source.
+            version: Its newest version.
+        """
+        if self._heartbeat is None or self._heartbeat[0] > version:
+            return
+        _, data = self._heartbeat
+        if data != self._beaten:
+            there.put(HEARTBEAT_KEY, data)
+        self._heartbeat, self._beaten = None, data
 
     def signatures(self) -> dict[str, bytes]:
         """Read the signatures of ``chain.json``, by key; those of trusted keys must be true."""

@@ -1,4 +1,4 @@
-"""Thread of a publisher that renews the heartbeat while training is idle."""
+"""Thread of a publisher that renews the heartbeat of a signed chain."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ import time
 from threading import Event, Thread
 from typing import Final
 
-from deltachain.chain.heartbeat import write_heartbeat
-from deltachain.errors import DeltaChainError
+from deltachain.chain import tags
+from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
+from deltachain.chain.numbered import NONE
+from deltachain.chain.prunes import Prunes
+from deltachain.errors import (
+    ChainMismatchError,
+    DeltaChainError,
+    FormatError,
+    ObjectNotFoundError,
+)
 from deltachain.format.keys import manifest_key
 from deltachain.publish.writer import Writer
 from deltachain.threads import started
@@ -16,22 +24,90 @@ from deltachain.threads import started
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S: Final = 30.0
-"""Seconds after a commit or heartbeat until the next heartbeat."""
+"""Seconds from one heartbeat to the next."""
+
+
+class NewestRecords:
+    """Numbers of the newest tag and prune records, which never fall while the publisher is at work.
+
+    A record counts once it was read: nobody but a holder of a trusted key can make a heartbeat name
+    one. Names of the heartbeat that is there at the start are taken over.
+
+    Args:
+        writer: Writer of a signed chain.
+
+    Attributes:
+        tags: Number of the newest record of each tag, by name.
+        prune: Number of the newest prune record; -1 for none.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self.tags: dict[str, int] = {}
+        self.prune = NONE
+        self._chain = chain = writer.chain
+        self._prunes = Prunes(chain.store, chain.identity.chain, chain.trust)
+        self._is_begun = False
+        self._lost: set[str] = set()
+
+    def look(self) -> None:
+        """Read the records that came since the last look; log those that the store lost.
+
+        Raises:
+            StoreError: The store did not answer.
+        """
+        if not self._is_begun:
+            self._begin()
+        listed = tags.numbers(self._chain)
+        for name, number in listed.items():
+            if number > self.tags.get(name, NONE) and tags.is_accepted(self._chain, name, number):
+                self.tags[name] = number
+        there = self._newest_prune()
+        lost = {f"tag {n!r}" for n, known in self.tags.items() if known > listed.get(n, NONE)}
+        if there < self.prune:
+            lost.add(f"prune record {self.prune}")
+        if new := sorted(lost - self._lost):
+            logger.warning(
+                "%s lost or withholds the newest record of %s%s: readers with trusted keys refuse "
+                "the older one",
+                self._chain.store.url,
+                ", ".join(new[:4]),
+                f" and {len(new) - 4} others" if new[4:] else "",
+            )
+        self._lost, self.prune = lost, max(self.prune, there)
+
+    def _newest_prune(self) -> int:
+        """Return the number of the newest prune record; an unreadable one changes nothing."""
+        try:
+            record = self._prunes.newest_there()
+        except (FormatError, ObjectNotFoundError, ChainMismatchError):
+            return self.prune
+        return record.number if record else NONE
+
+    def _begin(self) -> None:
+        try:
+            before = read_heartbeat(self._chain)
+        except FormatError as error:  # the next heartbeat replaces it
+            logger.warning("the heartbeat of an earlier publisher does not count: %s", error)
+            before = None
+        if before is not None:
+            self.tags, self.prune = dict(before.tags or {}), before.prunes - 1
+        self._is_begun = True
 
 
 class HeartbeatThread:
-    """Writes heartbeats between commits, if the writer has a signing key.
+    """Writes heartbeats, if the writer has a signing key.
 
     A failed heartbeat is logged once; the next one is due as before.
 
     Args:
         writer: Writer of the chain.
         leads: Whether this rank commits.
-        every_s: Seconds after a commit or heartbeat until the next heartbeat.
+        every_s: Seconds from one heartbeat to the next.
     """
 
     def __init__(self, writer: Writer, *, leads: bool, every_s: float = HEARTBEAT_S) -> None:
         self._writer = writer
+        self._records = NewestRecords(writer)
         self._every_s = every_s
         self._last = 0.0
         self._failed = False
@@ -63,9 +139,11 @@ class HeartbeatThread:
         head = writer.parent
         if head is None or writer.uncertain:
             return
-        if now - max(head.manifest.time, self._last) < self._every_s:
+        if now - self._last < self._every_s:
             return
+        self._records.look()
         if writer.chain.store.find(manifest_key(head.version + 1)) is not None:
             return  # of a version in flight, or of a publisher that fenced this one
-        write_heartbeat(writer.chain, head, now=now)
+        newest = self._records
+        write_heartbeat(writer.chain, head, now=now, tags=newest.tags, prune=newest.prune)
         self._last, self._failed = now, False
