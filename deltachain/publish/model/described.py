@@ -28,6 +28,8 @@ _RUNTIME: Final = frozenset(
 )
 """Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
 
+_ID: Final = "_token_id"
+
 _OTHER_FILES: Final = (
     "; or give PublishConfig.assets, a folder of the files to publish, if no follower loads them "
     "with from_pretrained"
@@ -93,10 +95,14 @@ def with_config_watched(
 ) -> Callable[[], Iterable[tuple[str, Tensor]]]:
     """Return ``live`` with a look at the model's configuration before each iteration.
 
+    Generation settings that changed are logged: trainers change them as well, and weights do not
+    depend on them.
+
     That function raises:
         ConfigError: The configuration changed, of which followers have the files.
     """
-    then = _settings(model)
+    then, generation = _settings(model), _generation(model)
+    said: set[str] = set()
 
     def looked() -> Iterable[tuple[str, Tensor]]:
         if changed := differing_fields(then, _settings(model)):
@@ -105,6 +111,14 @@ def with_config_watched(
                 hint="followers have the files of that time: close this publisher, and attach "
                 "another one at a URL of its own; or set the fields back",
             )
+        changed = differing_fields(generation, _generation(model))
+        if changed and changed not in said:
+            said.add(changed)
+            logger.warning(
+                "the model's generation settings changed in %s since the publisher was attached: "
+                "followers keep those of that time",
+                changed,
+            )
         return live()
 
     return looked
@@ -112,10 +126,20 @@ def with_config_watched(
 
 def _settings(model: nn.Module) -> dict[str, Any]:
     """Return the fields of a model's configuration that do not change while it is trained."""
-    config = getattr(model, "config", None)
-    told = getattr(config, "to_dict", None)
-    if not hasattr(model, "from_pretrained") or told is None:
+    if not hasattr(model, "from_pretrained"):
         return {}
-    found = fields(json.dumps(told(), default=str).encode())
-    kept = found.items() if isinstance(found, dict) else ()
-    return {k: v for k, v in kept if k not in _RUNTIME and not k.endswith("_token_id")}
+    found = _fields(getattr(model, "config", None))
+    return {k: v for k, v in found.items() if k not in _RUNTIME and not k.endswith(_ID)}
+
+
+def _generation(model: nn.Module) -> dict[str, Any]:
+    """Return what decides which tokens a model's followers sample, and where they stop."""
+    ids = {k: v for k, v in _fields(getattr(model, "config", None)).items() if k.endswith(_ID)}
+    return ids | _fields(getattr(model, "generation_config", None))
+
+
+def _fields(settings: object) -> dict[str, Any]:
+    """Return the fields of a configuration of transformers; none of anything else."""
+    told = getattr(settings, "to_dict", None)
+    found = fields(json.dumps(told(), default=str).encode()) if callable(told) else None
+    return found if isinstance(found, dict) else {}

@@ -240,3 +240,20 @@ def test_a_configuration_that_changes_between_two_publishes_is_refused(
         with pytest.raises(ConfigError, match="rms_norm_eps"):
             publisher.publish(step=2).result()
         model.config.rms_norm_eps = known
+
+
+def test_generation_settings_that_change_while_a_model_is_trained_are_told_once(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
+        publisher.attach(model, alone=True)
+        publisher.publish(step=1).result()
+        assert "generation settings" not in caplog.text
+        model.generation_config.eos_token_id = model.config.eos_token_id = 5
+        for step in (2, 3):
+            publisher.publish(step=step).result()
+        assert caplog.text.count("generation settings changed in 'eos_token_id'") == 1
+        model.generation_config.temperature = 0.25
+        publisher.publish(step=4).result()
+        assert "changed in 'eos_token_id', 'temperature'" in caplog.text
