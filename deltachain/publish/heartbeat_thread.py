@@ -19,7 +19,7 @@ from deltachain.errors import (
 )
 from deltachain.format.keys import manifest_key
 from deltachain.publish.writer import Writer
-from deltachain.threads import started
+from deltachain.threads import Pool, started
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,12 @@ class NewestRecords:
         if not self._is_begun:
             self._begin()
         listed = tags.numbers(self._chain)
-        for name, number in listed.items():
-            if number > self.tags.get(name, NONE) and tags.is_accepted(self._chain, name, number):
-                self.tags[name] = number
+        came = [one for one in listed.items() if one[1] > self.tags.get(one[0], NONE)]
+        with Pool(min(tags.READS, len(came))) as pool:
+            accepted = pool.map(lambda one: tags.is_accepted(self._chain, *one), came)
+            self.tags |= {
+                name: number for (name, number), is_so in zip(came, accepted, strict=True) if is_so
+            }
         there = self._newest_prune()
         lost = {f"tag {n!r}" for n, known in self.tags.items() if known > listed.get(n, NONE)}
         if there < self.prune:
