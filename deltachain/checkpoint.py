@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 
 from deltachain.codec.container import Entry, read_header, write_header
-from deltachain.errors import ConfigError, MalformedError
+from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
 from deltachain.file_reader import FileReader
 from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import FileRef
@@ -125,7 +125,7 @@ class Checkpoint:
             header = read_header(reader.read_at, reader.nbytes, key=str(file))
             for name, entry in header.entries.items():
                 if name in self._entries:
-                    raise ConfigError(
+                    raise UnsupportedModelError(
                         f"{path}: {name!r} is in two files, {self._entries[name][0]} and "
                         f"{file.name}",
                         hint="remove the file that is not part of this checkpoint, or name one "
@@ -134,7 +134,7 @@ class Checkpoint:
                 self._entries[name] = (file.name, entry)
         for name, where in sorted(places.items()):
             if name not in self._entries or self._entries[name][0] != where:
-                raise ConfigError(
+                raise UnsupportedModelError(
                     f"{path}: {INDEX_FILE} has {name!r} in {where}, which does not hold it",
                     hint="the checkpoint is incomplete, or of two saves: save or download it again",
                 )
@@ -373,7 +373,7 @@ def _chosen(path: Path, there: list[str]) -> list[str]:
     if shards:
         counts = {int(shard[2]) for shard in shards}
         if counts != {len(shards)}:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{path} has {len(shards)} shards, whose names say {_listed(counts)}",
                 hint="the checkpoint is incomplete, or of two saves: save or download it again",
             )

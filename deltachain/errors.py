@@ -5,6 +5,8 @@
     DeltaChainError                          base; carries .hint
     ├── ConfigError          (ValueError)    wrong argument, URL or extra        -> fix the call
     │   ├── EngineVersionError               engine outside the tested range     -> change version
+    │   ├── UnsupportedEngineError           engine in a mode that is refused    -> start it otherwise
+    │   ├── UnsupportedModelError            model or optimizer that is refused  -> change it, or export
     │   └── OldBitsError                     a delta needs bits not held here    -> plan around it
     ├── StoreError                           .key, .url
     │   ├── ObjectNotFoundError (FileNotFoundError)                              -> replan
@@ -44,6 +46,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, TypeVar
 
+DOCS: Final = "https://github.com/OWNER/deltachain/tree/HEAD/docs"
+"""Where the documents lie."""
+
 _E = TypeVar("_E", bound="DeltaChainError")
 
 
@@ -53,6 +58,10 @@ class DeltaChainError(Exception):
     Args:
         message: The object concerned, the expected value and the found value.
         hint: The action that resolves the error, printed on a second line.
+
+    Attributes:
+        page: URL of the page that lists what is refused, printed on a line of its own; may be
+            empty.
 
     Examples:
         >>> try:
@@ -65,6 +74,7 @@ class DeltaChainError(Exception):
     exit_code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
     default_hint: ClassVar[str] = ""
+    page: ClassVar[str] = ""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -75,9 +85,11 @@ class DeltaChainError(Exception):
         return _remade, (type(self), self.args), self.__dict__
 
     def __str__(self) -> str:
-        """Return the message, followed by the hint on a line of its own."""
-        message = super().__str__()
-        return f"{message}\n  hint: {self.hint}" if self.hint else message
+        """Return the message, followed by hint and page on lines of their own."""
+        lines = [super().__str__()]
+        lines += [f"  hint: {self.hint}"] if self.hint else []
+        lines += [f"  page: {self.page}"] if self.page else []
+        return "\n".join(lines)
 
 
 class ConfigError(DeltaChainError, ValueError):
@@ -88,6 +100,18 @@ class ConfigError(DeltaChainError, ValueError):
 
 class EngineVersionError(ConfigError):
     """The inference engine is outside the tested range."""
+
+
+class UnsupportedEngineError(ConfigError):
+    """The inference engine runs in a mode in which versions cannot be proven or applied."""
+
+    page = f"{DOCS}/troubleshooting.md#engines-that-are-refused"
+
+
+class UnsupportedModelError(ConfigError):
+    """The model, its checkpoint or its optimizer cannot be published as it is."""
+
+    page = f"{DOCS}/trainers.md#what-is-refused"
 
 
 class OldBitsError(ConfigError):

@@ -80,7 +80,7 @@ def say(words: str, style: str = "") -> None:
 
 
 def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
-    """Print an error and its hint on stderr; with ``as_json``, as one JSON object on one line."""
+    """Print an error, hint and page on stderr; with ``as_json``, as one JSON object on one line."""
     if as_json:
         sys.stderr.write(json.dumps({"error": error_row(error)}) + "\n")
         return
@@ -88,6 +88,8 @@ def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
     text = Text.assemble(("error  ", "bold red"), (message, "red"))
     if error.hint:
         text.append_text(Text.assemble("\n", ("hint   ", "bold red"), (clean(error.hint), "red")))
+    if error.page:
+        text.append_text(Text.assemble("\n", ("page   ", "bold red"), (error.page, "red")))
     err().print(text, soft_wrap=True)
 
 
@@ -97,6 +99,7 @@ def error_row(error: DeltaChainError) -> dict[str, Any]:
         "type": type(error).__name__,
         "message": str(error.args[0]) if error.args else "",
         "hint": error.hint,
+        "page": error.page,
         "exit_code": error.exit_code,
         "retryable": error.retryable,
     }

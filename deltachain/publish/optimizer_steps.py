@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class OptimizerSteps:
             self._outermost, self._depth = _caller(), 1
         elif not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
             self._refuse(
-                ConfigError(
+                UnsupportedModelError(
                     f"{type(optimizer).__name__}, which attach was not given, steps the model",
                     hint="give attach all optimizers of the model, "
                     "attach(model, [one, other], url=...), and of one that wraps another (SAM, "
@@ -147,7 +147,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     parameters = _parameters(model.parameters())
     for optimizer in optimizers:
         if parameters.isdisjoint(_stepped_by([optimizer])):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{type(optimizer).__name__} has no parameter of this model: its steps do not "
                 "train it",
                 hint="make the optimizer from model.parameters() once the model is wrapped; for a "
@@ -157,7 +157,7 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     stepped = _stepped_by(optimizers)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in stepped:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} requires a gradient, and no optimizer given to attach steps it",
                 hint="give attach all optimizers of the model, attach(model, [one, other], "
                 "url=...), or call requires_grad_(False) on parameters that are not trained; "
@@ -188,13 +188,13 @@ def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
 def _unwrapped(optimizer: object) -> Optimizer:
     while hasattr(optimizer, "optimizer"):
         if type(optimizer).__module__.partition(".")[0] not in _THIN:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{type(optimizer).__name__} wraps an optimizer, and may change weights after it",
                 hint="call Publisher.publish yourself after its step",
             )
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{type(optimizer).__name__} is no torch optimizer",
             hint="DeepSpeed steps inside its engine: call Publisher.publish yourself after it",
         )

@@ -25,9 +25,9 @@ from deltachain.chain.trust import Trust
 from deltachain.checkpoint import INDEX_FILE, Checkpoint
 from deltachain.errors import (
     ChainMismatchError,
-    ConfigError,
     ObjectNotFoundError,
     PublisherFencedError,
+    UnsupportedModelError,
 )
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
@@ -132,7 +132,7 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
 
 def _refuse_unnamed(checkpoint: Checkpoint) -> None:
     if checkpoint.unnamed:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
             f"{INDEX_FILE}",
             hint="the index or the shards are of another save: save the checkpoint again",

@@ -14,7 +14,7 @@ import torch
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedEngineError
 from deltachain_sglang.start_check import TESTED
 
 ABORT_LOOK_S: Final = 0.01
@@ -251,7 +251,7 @@ def check_layout(*, keep_cache: bool) -> None:
     from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_spec
 
     if get_parallel().nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"this server spans {get_parallel().nnodes} nodes, and its spool lies on this one",
             hint="set DELTACHAIN_SPOOL, on each node, to a folder that all of them share",
         )
@@ -260,17 +260,19 @@ def check_layout(*, keep_cache: bool) -> None:
         ("pp_size", "pipeline stages are not supported: use --tp-size"),
     ):
         if getattr(get_parallel(), name) > 1:
-            raise ConfigError(f"this server has {name} {getattr(get_parallel(), name)}", hint=hint)
+            raise UnsupportedEngineError(
+                f"this server has {name} {getattr(get_parallel(), name)}", hint=hint
+            )
     check_experts()
     _check_speculation(get_spec().speculative_algorithm)
     if get_disagg().disaggregation_mode != "null":
-        raise ConfigError(
+        raise UnsupportedEngineError(
             "this server has other servers fill its caches, or fills theirs",
             hint="start it without --disaggregation-mode",
         )
     for name in OUTLIVING:
         if getattr(get_memory(), name) and not keep_cache:
-            raise ConfigError(
+            raise UnsupportedEngineError(
                 "cached prefixes of this server would outlive the weights that made them",
                 hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_KEEP_CACHE=1",
             )
@@ -289,17 +291,17 @@ def check_experts() -> None:
         found = getattr(moe, name)
         if found != usual:
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
+            raise UnsupportedEngineError(
                 f"this server copies or moves experts ({option} {found}), where no update finds "
                 "them",
-                hint=f"start it without {option}; see docs/troubleshooting.md#experts-that-move",
+                hint=f"start it without {option}",
             )
 
 
 def _check_speculation(algorithm: str | None) -> None:
     if not algorithm:
         return
-    raise ConfigError(
+    raise UnsupportedEngineError(
         "this server speculates by n-grams: one step makes several tokens, and those under way at "
         "a swap cannot be labelled with their version"
         if algorithm.upper() == "NGRAM"

@@ -22,7 +22,7 @@ from deltachain.control.server.origin import LOOPBACK
 from deltachain.control.server.refusal import refused
 from deltachain.control.server.routes import probes, router
 from deltachain.environment import is_strict
-from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.errors import DeltaChainError, UnsupportedEngineError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_sglang import PREFIX, SCHEME, compat, loading
@@ -129,7 +129,7 @@ def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # n
     """Wrap the start of the server: other front ends load no plugins, so would have no leader."""
     count = compat.front_ends()
     if count > 1 and os.environ.get("DELTACHAIN_URL"):
-        exc = ConfigError(
+        exc = UnsupportedEngineError(
             f"this server has {count} tokenizer workers, and they load no routes of deltachain",
             hint="start it with --tokenizer-worker-num 1",
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.checkpoint import named_folder
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedEngineError
 
 
 def guard(model: nn.Module) -> None:
@@ -29,13 +29,13 @@ def guard(model: nn.Module) -> None:
 
     mode = get_model().weight_cache_mode
     if mode != "off":
-        raise ConfigError(
+        raise UnsupportedEngineError(
             "the weights are shared with other engines by SGLang's weight cache",
             hint="start it with --weight-cache-mode off",
         )
     error = weight_updater._unsupported_derived_weight_cache_error(model)
     if error:
-        raise ConfigError(f"SGLang refuses to update these weights: {error}")
+        raise UnsupportedEngineError(f"SGLang refuses to update these weights: {error}")
 
 
 def in_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedEngineError
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -48,7 +48,7 @@ def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:  # noqa
     """
     settings = ReplicaSettings.in_process(config, os.environ)
     if compat.front_ends() > 1:
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"this engine has {compat.front_ends()} tokenizer workers",
             hint="create it with tokenizer_worker_num=1",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedEngineError
 from deltachain.replica.engine_version import VersionRange
 from deltachain.replica.pause import pause_mode
 
@@ -32,7 +32,7 @@ def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigErro
         yield exc
     named = [name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",")]
     if any(named) and "deltachain" not in named and environment.get("DELTACHAIN_URL"):
-        yield ConfigError(
+        yield UnsupportedEngineError(
             f"SGLang does not load deltachain: SGLANG_PLUGINS is {','.join(named)!r}",
             hint="add deltachain to it, or unset it",
         )

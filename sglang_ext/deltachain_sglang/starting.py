@@ -9,7 +9,7 @@ from typing import Any
 
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
-from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain_sglang import compat
 
 logger = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def on_engine(original: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 
         ConfigError: The engine is configured to follow a chain.
     """
     if os.environ.get("DELTACHAIN_URL"):
-        exc = ConfigError(
+        exc = UnsupportedEngineError(
             "DELTACHAIN_URL is set, but an Engine in process follows nothing by itself",
             hint="unset it and call deltachain_sglang.subscribe(engine, url), or set "
             "DELTACHAIN_STRICT=0",

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import json
 import pickle
+import re
+import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from deltachain import errors
+from deltachain.cli import console
 from deltachain.errors import DeltaChainError, DigestMismatchError
 
 
@@ -51,3 +56,28 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
         if kind is not DeltaChainError:
             parents = [base for base in kind.__mro__ if base.__name__ in names]
             assert depths[kind.__name__] == len(parents), kind
+
+
+ROOT = Path(__file__).parents[2]
+WITH_PAGE = [kind for kind in family(DeltaChainError) if kind.page]
+
+
+@pytest.mark.parametrize("kind", WITH_PAGE)
+def test_the_page_of_an_error_is_there_and_names_the_error(kind: type[DeltaChainError]) -> None:
+    page, heading = kind.page.removeprefix(f"{errors.DOCS}/").split("#")
+    text = (ROOT / "docs" / page).read_text("utf-8")
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    title = next(one for one in headings if one.lower().replace(" ", "-") == heading)
+    assert kind.__name__ in text.split(f"# {title}\n")[1].split("\n#")[0]
+    assert str(kind("m", hint="h")) == f"m\n  hint: h\n  page: {kind.page}"
+
+
+def test_pages_lie_where_the_package_says(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    assert project["urls"]["Documentation"] == errors.DOCS
+    assert len(WITH_PAGE) == 2
+    error = WITH_PAGE[0]("m", hint="h")
+    console.say_error(error)
+    assert capsys.readouterr().err == f"error  m\nhint   h\npage   {error.page}\n"
+    console.say_error(error, as_json=True)
+    assert json.loads(capsys.readouterr().err)["error"]["page"] == error.page

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import ConfigError, EngineVersionError
+from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain_vllm.start_check import TESTED
 
@@ -51,12 +51,12 @@ def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - v
 def check_counts(engines: int, front_ends: int) -> None:
     """Refuse several engines, or several front ends; see :func:`check_layout`."""
     if engines > 1:
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"this server has {engines} data-parallel engines, a replica has one",
             hint=f"start {engines} servers without --data-parallel-size, and a router before them",
         )
     if front_ends > 1:
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"this server has {front_ends} front ends, a replica has one leader",
             hint="start it with --api-server-count 1",
         )
@@ -72,13 +72,13 @@ def check_experts(config: Any) -> None:  # noqa: ANN401 - a VllmConfig
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(parallel, name, False):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
+            raise UnsupportedEngineError(
                 f"this engine moves experts while it serves ({option}), where no update finds them",
-                hint=f"start it without {option}; see docs/troubleshooting.md#experts-that-move",
+                hint=f"start it without {option}",
             )
     spread = getattr(parallel, "enable_expert_parallel", False)
     if spread and parallel.tensor_parallel_size > 1 and config.model_config.is_moe:
-        raise ConfigError(
+        raise UnsupportedEngineError(
             "this server has --enable-expert-parallel: no rank holds a part of every expert",
             hint="start it without that option; --tensor-parallel-size alone splits each expert",
         )

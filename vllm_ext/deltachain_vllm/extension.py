@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 from torch import nn
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedEngineError
 from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rpc import RankService, RankServices
 from deltachain.replica.settings import RankSettings
@@ -72,11 +72,11 @@ def check_extension(config: Any, option: str) -> None:  # noqa: ANN401 - vLLM's
     if _has_extension(named):
         return
     if named:
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"the worker extension {named} is not deltachain's",
             hint=f"make that class a subclass of {EXTENSION}, and name it as before by {option}",
         )
-    raise ConfigError(
+    raise UnsupportedEngineError(
         "the workers of this engine have no deltachain extension",
         hint=f"start it with {option}, {EXTENSION} or a subclass of it",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedEngineError
 from deltachain.replica.engine_version import VersionRange
 from deltachain.replica.pause import pause_mode
 
@@ -51,7 +51,7 @@ def check_listed(named: str) -> None:
         ConfigError: The routes are not listed.
     """
     if ROUTES not in named.split(","):
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"vLLM loads no routes of deltachain: VLLM_PLUGINS is {named!r}",
             hint=f"VLLM_PLUGINS=deltachain,{ROUTES}; or DELTACHAIN_STRICT=0, where "
             "`python -m deltachain_vllm` leads this server",

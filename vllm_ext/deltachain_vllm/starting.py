@@ -11,7 +11,7 @@ from pathlib import PurePath
 
 from deltachain.control.server.refusal import refused
 from deltachain.environment import is_strict
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedEngineError
 from deltachain_vllm.compat import check_configured, check_counts, check_version
 from deltachain_vllm.start_check import check_listed
 
@@ -71,7 +71,7 @@ def check_front(command: Sequence[str], environment: Mapping[str, str]) -> None:
     rust = environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false")
     option = "VLLM_USE_RUST_FRONTEND" if rust else "--grpc" if "--grpc" in command else ""
     if option:
-        raise ConfigError(
+        raise UnsupportedEngineError(
             f"this server has a front end that loads no routes of deltachain: {option}",
             hint=f"start it without {option}",
         )
@@ -88,4 +88,6 @@ def check_plugins(named: str) -> None:
     """
     check_listed(named)
     if find_spec("vllm.plugins.endpoint_plugins") is None:
-        raise ConfigError("this vLLM has no endpoint plugins", hint="take a tested version of it")
+        raise UnsupportedEngineError(
+            "this vLLM has no endpoint plugins", hint="take a tested version of it"
+        )

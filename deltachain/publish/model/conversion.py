@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.layout import NUMBER_BIT, PLACE
 from deltachain.publish.model.shard import INSTEAD
 from deltachain.types import Indices
@@ -120,7 +120,7 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
         for name, conversion in zip(group, known[alike], strict=True):
             found[name] = _renamed(conversion, list(there))
     if names != saving.names:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"the checkpoint of the model has {sorted(saving.names - names)[:3]}, and "
             f"{sorted(names - saving.names)[:3]} were found instead",
             hint=INSTEAD,
@@ -201,7 +201,7 @@ def _numbered(saving: SaveConversion, shapes: Shapes) -> list[Conversion]:
     everything = np.sort(np.concatenate(codes))
     before = np.concatenate([tensor.reshape(-1).numpy() for tensor in numbered.values()])
     if everything.dtype != np.int64 or not np.array_equal(everything, before):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{next(iter(shapes))!r} is computed anew when the model is saved, not only moved",
             hint=INSTEAD,
         )

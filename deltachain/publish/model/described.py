@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.touched import differing_fields, fields
 from deltachain.torch_names import named_tensors
 
@@ -61,7 +61,7 @@ def refuse_other_config(model: nn.Module) -> None:
     for name, tensor in named_tensors(model):
         expected = shapes.get(name)
         if expected and tensor.numel() and tuple(tensor.shape) != expected:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} has shape {tuple(tensor.shape)}, and by the model's configuration "
                 f"{expected}: what is published could not be loaded",
                 hint="set the fields of model.config to the model, such as num_labels or "
@@ -82,7 +82,7 @@ def _refuse_tie(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - of tra
         return
     if first.shape == last.shape and (first is last) not in told:
         tied = first is last
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"the output embedding is {'tied' if tied else 'a weight of its own'}, and the model's "
             f"configuration says tie_word_embeddings={not tied}: what is published would load as "
             "another model",
@@ -106,7 +106,7 @@ def with_config_watched(
 
     def looked() -> Iterable[tuple[str, Tensor]]:
         if changed := differing_fields(then, _settings(model)):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"the model's configuration changed in {changed} since the publisher was attached",
                 hint="followers have the files of that time: close this publisher, and attach "
                 "another one at a URL of its own; or set the fields back",

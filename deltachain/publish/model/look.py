@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.refusals import refuse_tensor
 from deltachain.publish.model.shard import is_sharded, local_of
 
@@ -159,25 +159,25 @@ def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) 
     """
     for name in (*then.tensors, *now.tensors):
         if name not in now.tensors:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} is gone since the publisher was attached", hint=SAME_TENSORS
             )
         if name not in then.tensors:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} was not there when the publisher was attached", hint=SAME_TENSORS
             )
     for name, form in now.tensors.items():
         _refuse_change(name, then.tensors[name], form, is_frozen=name in frozen)
     for name, other in then.ties.items():
         if now.tensors[name].memory != now.tensors[other].memory:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} and {other!r} were one tensor when the publisher was attached, and are "
                 "two now",
                 hint="tie them again (`model.tie_weights()`), or attach another publisher, at a "
                 "URL of its own",
             )
     for name in sorted(now.shared(frozen)):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} was frozen when the publisher was attached, and is now in the memory of a "
             "weight that is trained",
             hint="close this publisher, and attach another one: the chain goes on from its head",
@@ -186,11 +186,11 @@ def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) 
 
 def _refuse_change(name: str, then: TensorForm, now: TensorForm, *, is_frozen: bool) -> None:
     if now.kept != then.kept:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is {now}, and was {then} when the publisher was attached", hint=_BETWEEN
         )
     if is_frozen and now.is_trained:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} was frozen when the publisher was attached, and is trained now",
             hint="close the publisher before unfreezing, and attach another one after it: the "
             "chain goes on from its head",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from deltachain.checkpoint import read_assets
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish.model.conversion import SaveConversion
 from deltachain.torch_names import named_tensors
 
@@ -126,7 +126,7 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
 
 
 def _unmerged(adapter: str, more: str) -> ConfigError:
-    return ConfigError(
+    return UnsupportedModelError(
         f"adapter {adapter!r} has {more}, which is not merged here",
         hint="publish the adapter by itself (adapter_tensors), or a merged copy of the model",
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedModelError
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, normalise
 from deltachain.types import TensorSpec
 
@@ -40,7 +40,7 @@ def refuse_adapters(model: nn.Module) -> None:
     ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if _is_of_peft(one))
     factors = (repr(name) for name, _ in model.named_parameters() if ".lora_" in name)
     for found in (*ours, *factors):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{found} is an adapter: its base weights do not change",
             hint="Publisher(url).attach(lambda: adapter_tensors(model)), or of LoRA merged_tensors "
             "for what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
@@ -65,7 +65,7 @@ def refuse_other_names(model: nn.Module) -> None:
     other = [name for name, value in saved.items() if live.get(name) is not value]
     other += [name for name in map(normalise, parameters) if name not in saved]
     if other:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{other[0]!r} is not the same in the model's state_dict() as in its parameters and "
             "buffers: a hook renames, replaces or removes it, or it is extra state",
             hint="publish what its checkpoints have: Publisher(url).attach(lambda: "
@@ -81,7 +81,7 @@ def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
     """
     for name, tensor in tensors:
         if is_lazy(tensor):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} has no shape yet: its module is lazy, and has seen no input",
                 hint="call the model once, with an input of the right size, then attach",
             )
@@ -95,12 +95,12 @@ def refuse_specs(specs: Iterable[TensorSpec]) -> None:
     """
     for spec in specs:
         if spec.name == RESERVED:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"a weight is called {RESERVED!r}, a reserved key of safetensors files",
                 hint="rename it, or publish an export that yields it under another name",
             )
         if not spec.numel:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{spec.name!r} is empty: its shape is {spec.shape}",
                 hint="attach once the model has its weights; leave a tensor that stays empty out: "
                 "register_buffer(..., persistent=False), or publish an export without it",
@@ -119,28 +119,28 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
             no wire form.
     """
     if tensor.is_meta:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} has no data (meta device)", hint="attach and publish after loading"
         )
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is a {type(tensor).__name__}, a tensor subclass that keeps its elements "
             "elsewhere",
             hint="publish an export that yields it as plain tensors, for example by its "
             f"`.dequantize()`, {_PUSH}",
         )
     if tensor.layout != torch.strided:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} has the layout {tensor.layout}: a checkpoint has dense tensors only",
             hint=f"publish an export that yields its `.to_dense()`, {_PUSH}",
         )
     if tensor.dtype not in WIRE_NAMES:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is {tensor.dtype}, which has no wire form",
             hint=_dtype_hint(tensor.dtype),
         )
     if not tensor.is_contiguous():
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is {tensor.dtype}, contiguous: False",
             hint="its elements lie in another order than in a checkpoint, as in channels_last: "
             "make it contiguous before attaching (`p.data = p.data.contiguous()`), publish an "
@@ -149,7 +149,7 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
     memory = tensor.untyped_storage().nbytes()
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.numel() and needed > memory:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} needs {needed} bytes of memory, of which {memory} are there",
             hint="its memory was freed or resized, as offloading does: publish while the weights "
             "are loaded",
@@ -174,7 +174,7 @@ def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
     limit = torch.finfo(wanted).max
     values = values.float() if values.itemsize == 1 else values
     if bool((values.isfinite() & (values.abs() > limit)).any()):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{spec.name!r} has values above {limit:g}, which {spec.dtype} cannot have",
             hint="publish it in a dtype of a wider range, such as dtype='BF16'",
         )
@@ -201,7 +201,7 @@ def refuse_scale(spec: TensorSpec, values: Tensor) -> None:
     else:
         fine = True
     if not fine:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{spec.name!r} is a scale that is not finite",
             hint="calibrate the scales or quantise the weights again, or remove them from the "
             "model; nothing was published",

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import ConfigError
+from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.layout import Box
 
 INSTEAD: Final = "publish checkpoints with `deltachain push`, or an iterator of whole tensors"
@@ -28,7 +28,7 @@ def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
         return tensor, Box.whole(tuple(tensor.shape))
     sharded: Any = tensor
     if any(placement.is_partial() for placement in sharded.placements):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is a partial sum on every rank: no rank has bits of it",
             hint="redistribute it before attaching",
         )
@@ -39,12 +39,12 @@ def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
     offset = tuple(int(kept[0]) if len(kept) else 0 for kept in rows)
     shape = tuple(len(kept) for kept in rows)
     if any(len(kept) and int(kept[-1] - kept[0]) + 1 != len(kept) for kept in rows):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r}: {sharded.placements} gives a rank rows that are not neighbours",
             hint=INSTEAD,
         )
     if tuple(local.shape) != shape:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r}: this rank holds {tuple(local.shape)}, {sharded.placements} says {shape}",
             hint="attach and publish between steps, when everything is sharded again",
         )
@@ -88,13 +88,13 @@ def refuse_foreign(model: nn.Module) -> None:
     """
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 "the model is wrapped in FSDP1, which does not say where a piece belongs",
                 hint=f"use FSDP2 (`fully_shard`; in Accelerate `fsdp_version: 2`), or {INSTEAD}",
             )
     for name, parameter in model.named_parameters():
         if hasattr(parameter, "ds_id"):
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{name!r} is partitioned by DeepSpeed, which does not say where a piece belongs",
                 hint=INSTEAD,
             )

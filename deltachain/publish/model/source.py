@@ -12,7 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.described import with_config_watched
@@ -142,7 +142,7 @@ class ModelTensors:
                 writes = _writes_to(tensor, local)
                 yield replace(weight, tensor=local, pending=None, writes=writes)
         if missing:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{min(missing)!r} is gone since the publisher was attached", hint=SAME_TENSORS
             )
 
@@ -172,7 +172,7 @@ def _check_yielded(weight: Weight, local: Tensor) -> None:
     """Check that a tensor of an export is like the first one of its name."""
     name, then = weight.spec.name, weight.tensor
     if (local.shape, local.dtype) != (then.shape, then.dtype):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is {local.dtype}{tuple(local.shape)}, and was {then.dtype}"
             f"{tuple(then.shape)} when the publisher was attached",
             hint=SAME_TENSORS,
@@ -258,7 +258,7 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
     weights: dict[str, Weight] = {}
     for name, tensor in _yielded(live):
         if name in weights:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"the export gives {name!r} twice",
                 hint="tensors that the checkpoint has joined must be yielded joined, once",
             )
@@ -316,7 +316,7 @@ def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
     for spec in specs:
         have = found.setdefault(spec.name, spec)
         if have != spec:
-            raise ConfigError(f"{spec.name!r} is both {have} and {spec}")
+            raise UnsupportedModelError(f"{spec.name!r} is both {have} and {spec}")
     return tuple(sorted(found.values(), key=lambda spec: spec.name))
 
 
@@ -331,7 +331,9 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     live: dict[str, Tensor] = {}
     for name, tensor in named_tensors(model):
         if live.setdefault(name, tensor) is not tensor:
-            raise ConfigError(f"two weights of the model are called {name!r} once unwrapped")
+            raise UnsupportedModelError(
+                f"two weights of the model are called {name!r} once unwrapped"
+            )
         names.setdefault(id(tensor), []).append(name)
     aliases: dict[str, str] = {}
     for tied in names.values():

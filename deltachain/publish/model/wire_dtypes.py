@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.errors import ConfigError, FormatError
+from deltachain.errors import ConfigError, FormatError, UnsupportedModelError
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
 from deltachain.types import TensorSpec
 
@@ -104,7 +104,7 @@ def wire_dtype(
     own, name = WIRE_NAMES[tensor.dtype], names[0]
     found = {wire.get(one, own) for one in names}
     if len(found) > 1:
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} and tensors fused with it are {sorted(found)} in the checkpoint",
             hint="give dtype= explicitly",
         )
@@ -115,7 +115,7 @@ def wire_dtype(
     # fp16 as bf16, or the reverse, loses bits or range: only if it was asked for.
     limit = tensor.element_size() + (wanted == dtype)
     if wanted != own and not (narrows and TORCH_DTYPES[wanted].itemsize < limit):
-        raise ConfigError(
+        raise UnsupportedModelError(
             f"{name!r} is {own} in the model and {wanted} in its checkpoint",
             hint=f"give dtype= explicitly: dtype={own!r} publishes what is trained",
         )
