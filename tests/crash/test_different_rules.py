@@ -34,6 +34,9 @@ ROUNDS: Final = {"file": 150, "s3": 250, "hf": 100}
 PRUNES: Final = {"file": 50, "s3": 100, "hf": 20}
 """Rounds of maintainers that deleted something, at least: a slow machine has more rounds."""
 
+CHAIN: Final = 50
+"""Rounds on one chain."""
+
 RULES: Final = (17, 48)
 """Newest versions that the maintainers keep."""
 
@@ -91,51 +94,81 @@ def check_versions(url: str) -> None:
         assert all(chain.find(version) is not None for version in range(head.version + 1))
 
 
+class Chaos:
+    """A publisher, and maintainers that are stopped, continued and killed while tags are set.
+
+    Args:
+        url: Where the chain is.
+        folder: For what the processes print.
+        chance: Decides who is stopped, for how long, and which tags are set.
+        alone: Whether one maintainer runs at a time, of one rule and then the other.
+    """
+
+    def __init__(self, url: str, folder: Path, chance: random.Random, *, alone: bool) -> None:
+        self.url, self.folder, self.chance, self.alone = url, folder, chance, alone
+        self.tagger, self.printed = Tagger(url, chance), folder / "maintainers"
+
+    def prunes(self) -> int:
+        """Rounds of maintainers that deleted something so far."""
+        return self.printed.read_text("utf-8").count("pruned ") if self.printed.exists() else 0
+
+    def run(self, rounds: int) -> None:
+        """Stop or kill a maintainer so many times, then look at everything."""
+        with publishing(self.url, self.folder, pause_s=0.2) as end:
+            running = [self._start(rule) for rule in RULES[: 1 if self.alone else 2]]
+            for number in range(rounds):
+                self._round(number, running)
+                if number % 10 == 9:
+                    self.tagger.check()
+            end()
+            time.sleep(4 * GRACE_S)
+            for process in running:
+                kill(process)
+        self.tagger.check()
+        told = self.printed.read_text("utf-8")
+        assert "Error" not in told, told
+        assert len(self.tagger.acknowledged) == KEPT_TAGS
+        check_versions(self.url)
+
+    def _round(self, number: int, running: list[Any]) -> None:
+        time.sleep(self.chance.uniform(0.0, 0.3))
+        victim = self.chance.randrange(len(running))
+        dies = self.chance.random() < (0.15 if self.alone else 0.4)
+        os.kill(running[victim].pid, signal.SIGKILL if dies else signal.SIGSTOP)
+        self.tagger.set_one(number)
+        time.sleep(self.chance.choice([0.0, GRACE_S / 2, GRACE_S * 1.1]))
+        if dies:
+            running[victim].join(60)
+            running[victim] = self._start(RULES[number % 2 if self.alone else victim])
+        else:
+            os.kill(running[victim].pid, signal.SIGCONT)
+        if self.alone:  # long enough for a prune: a record, its grace, a record after that, deletes
+            time.sleep(self.chance.choice([0.0, 2 * GRACE_S, 4 * GRACE_S]))
+
+    def _start(self, rule: int) -> Any:
+        process = PROCESSES.Process(
+            target=maintain_for_ever, args=(self.url, dict(os.environ), self.printed, rule)
+        )
+        process.start()
+        return process
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUNDS)
 def test_no_acknowledged_tag_is_lost_to_maintainers_of_different_rules(
     kind: str, place_of: Callable[[str], Place], tmp_path: Path
 ) -> None:
-    url, chance = place_of(kind).url(), random.Random(kind)
-    tagger, printed = Tagger(url, chance), tmp_path / "maintainers"
-    alone = kind == "hf"  # a bucket without keys cannot decide between two: one after the other
-
-    def start(rule: int) -> Any:
-        process = PROCESSES.Process(
-            target=maintain_for_ever, args=(url, dict(os.environ), printed, rule)
-        )
-        process.start()
-        return process
-
-    def prunes() -> int:
-        return printed.read_text("utf-8").count("pruned ") if printed.exists() else 0
-
-    with publishing(url, tmp_path, pause_s=0.2) as end:
-        running = [start(rule) for rule in RULES[: 1 if alone else 2]]
-        for number in count():
-            if number >= ROUNDS[kind] and prunes() >= PRUNES[kind]:
-                break
-            time.sleep(chance.uniform(0.0, 0.3))
-            victim, dies = chance.randrange(len(running)), chance.random() < 0.4
-            stop = signal.SIGKILL if dies else signal.SIGSTOP
-            os.kill(running[victim].pid, stop)
-            tagger.set_one(number)
-            time.sleep(chance.choice([0.0, GRACE_S / 2, GRACE_S * 1.1]))
-            if dies:
-                running[victim].join(60)
-                running[victim] = start(RULES[number % 2 if alone else victim])
-            else:
-                os.kill(running[victim].pid, signal.SIGCONT)
-            if number % 10 == 9:
-                tagger.check()
-        end()
-        time.sleep(4 * GRACE_S)
-        for process in running:
-            kill(process)
-    tagger.check()
-    told = printed.read_text("utf-8")
-    assert "Error" not in told, told
-    print(f"{kind}: {number} rounds, {prunes()} prunes, {tagger.refused} tags refused")  # noqa: T201
-    assert len(tagger.acknowledged) == KEPT_TAGS
-    assert tagger.refused > 0
-    check_versions(url)
+    place, chance = place_of(kind), random.Random(kind)
+    rounds = prunes = refused = 0
+    for number in count():  # each maintainer that starts reads its whole chain: it stays short
+        if rounds >= ROUNDS[kind] and prunes >= PRUNES[kind]:
+            break
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        # A bucket without keys cannot decide between two maintainers: there is one after the other.
+        chaos = Chaos(place.url(f"chain-{number}"), folder, chance, alone=kind == "hf")
+        chaos.run(CHAIN)
+        rounds, prunes = rounds + CHAIN, prunes + chaos.prunes()
+        refused += chaos.tagger.refused
+        print(f"{kind}: {rounds} rounds, {prunes} prunes, {refused} tags refused")  # noqa: T201
+    assert refused > 0
