@@ -100,6 +100,8 @@ def named(chain: Chain) -> Heartbeat | None:
         what = "has no heartbeat" if found is None else "has a heartbeat that names no tags"
         raise StaleChainError(f"{url} {what}: tags and prune records may be old")
     age = time.time() - found.time
+    if age < -most_s:
+        raise _ahead(url, -age, most_s)
     if age > most_s:
         raise StaleChainError(
             f"the heartbeat of {url} is {age:.0f} s old, more than {most_s:g} s: tags and prune "
@@ -159,7 +161,7 @@ def check_age(chain: Chain, newest: Committed) -> None:
         StaleChainError: Manifest and heartbeat are too old, or the heartbeat names a later version.
     """
     most_s, now = chain.trust.max_age_s, time.time()
-    if most_s is None or now - newest.manifest.time <= most_s:
+    if most_s is None or abs(now - newest.manifest.time) <= most_s:
         return
     stale = judge_age(newest, read_heartbeat(chain), now=now, most_s=most_s, url=chain.store.url)
     if stale is not None:
@@ -189,10 +191,20 @@ def judge_age(
     if heartbeat is not None and heartbeat.manifest == newest.digest:
         latest = max(latest, heartbeat.time)
     age = now - latest
+    if age < -most_s:
+        return _ahead(url, -age, most_s)
     if age <= most_s:
         return None
     return StaleChainError(
         f"version {version} is the newest at {url}, and the last sign of its publisher is "
         f"{age:.0f} s old, more than {most_s:g} s",
         version=version,
+    )
+
+
+def _ahead(url: str, ahead_s: float, most_s: float) -> StaleChainError:
+    return StaleChainError(
+        f"the last sign of the publisher of {url} is {ahead_s:.0f} s in the future, more than "
+        f"{most_s:g} s: its age is not known",
+        hint="set the clocks of this machine and of the publisher",
     )

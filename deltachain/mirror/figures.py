@@ -23,7 +23,6 @@ class MirrorTotals:
 
     def __init__(self) -> None:
         self._versions = self._objects = self._nbytes = self._failures = 0
-        self._head: Version | None = None
         self.looked_at: float | None = None
         self.applied_at: float | None = None
         self.trouble: DeltaChainError | None = None
@@ -32,9 +31,12 @@ class MirrorTotals:
     def silence_of(self, mirror: Mirror) -> float:
         """Return the seconds since the source last answered a round, or since the start.
 
-        0 while objects are copied; of sources that tell, only while requests for them are answered.
+        0 while objects are copied; of stores that tell, only while their requests are answered.
         """
-        since = mirror.source.unanswered_since if mirror.is_copying else self._since
+        since: float | None = self._since
+        if mirror.is_copying:
+            both = (mirror.source.unanswered_since, mirror.destination.unanswered_since)
+            since = min((one for one in both if one is not None), default=None)
         return 0.0 if since is None else time.monotonic() - since
 
     def count(self, receipt: MirrorReceipt) -> None:
@@ -42,7 +44,7 @@ class MirrorTotals:
         self._versions += 1
         self._objects += receipt.objects
         self._nbytes += receipt.nbytes
-        self._head, self.applied_at = receipt.head, time.time()
+        self.applied_at = time.time()
         self.looked_at, self._since = self.applied_at, time.monotonic()
 
     def looked(self, trouble: DeltaChainError | None) -> None:
@@ -59,8 +61,7 @@ class MirrorTotals:
 
     def head_of(self, mirror: Mirror) -> Version | None:
         """Return the newest version that was seen in the source of a mirror; ``None`` for none."""
-        version = self.version_of(mirror)
-        return self._head if version is None else max(version, self._head or 0)
+        return mirror.head if mirror.head >= 0 else self.version_of(mirror)
 
     def figures(self, mirror: Mirror) -> Iterator[Figure]:
         """Yield the figures of the mirror that was copied, from memory."""

@@ -88,6 +88,7 @@ def _follow(
             raise
         except DeltaChainError as exc:
             failures += 1
+            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # the next one looks back
             looked(exc)
             what = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
             if what != logged:  # a store that is down fails with any of its objects

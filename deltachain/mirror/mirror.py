@@ -9,8 +9,9 @@ from itertools import chain as joined
 from threading import Event
 from typing import Final, Literal
 
-from deltachain.chain.chain import Chain
+from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.head_hint import MAX_HINT
+from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import has_versions
 from deltachain.chain.mirror_record import MirrorRecord, read_mirror
 from deltachain.chain.trust import Trust
@@ -76,8 +77,10 @@ class Mirror:
 
     Attributes:
         source: Store of the chain.
+        destination: Store of the mirror.
         rounds: Polls so far, those that were left out included; surveys are due by it.
         version: The newest version of the mirror; -1 for none.
+        head: The newest version seen in the source; -1 for none.
         chain: Id of the chain; ``None`` before the first round.
         left_out: Keys of payloads that the source does not have any more.
         is_copying: Whether objects are copied now.
@@ -94,10 +97,11 @@ class Mirror:
         trust: Trust | None = None,
     ) -> None:
         self.version: Version = -1
+        self.head: Version = -1
         self.chain: str | None = None
         self.left_out: set[str] = set()
         self.is_copying = False
-        self.source, self._destination, self.rounds = source, destination, 0
+        self.source, self.destination, self.rounds = source, destination, 0
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
         self._contents = MirrorContents(destination)
@@ -108,6 +112,7 @@ class Mirror:
         self._pruned: PruneRecord | None = None
         self._hinted: bytes | None = None
         self._is_whole = self._is_checked = False
+        self._seen: Committed | None = None
         self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
@@ -134,15 +139,15 @@ class Mirror:
         stop = stop or Event()
         is_open = self._opened is not None
         chain, record, documents, records = self._opened = self._opened or self._open()
-        if is_open and read_mirror(self._destination) != record:
+        if is_open and read_mirror(self.destination) != record:
             raise ConfigError(
-                f"{self._destination.url} is not this mirror any more: {MIRROR_KEY} has changed",
+                f"{self.destination.url} is not this mirror any more: {MIRROR_KEY} has changed",
                 hint="it was promoted: a publisher may be at work there",
             )
         if not self._is_whole or not (self.rounds + 1) % LOOK_BACK:
             records.read_heartbeat()  # before the records that it names
         hint = self._read_hint(documents)
-        head = self._newest(chain)
+        head = self.head = self._newest(chain)
         before = documents.identity  # of which a mirror lacks none
         versions = VersionsToCopy(new=range(self.version + 1, head + 1))
         is_whole = self._is_whole and not self._contents.is_torn
@@ -150,10 +155,10 @@ class Mirror:
         if is_survey:
             records.look_again()
             versions = self._list(documents, head, record.first)
-            records.check_same(self._destination)
+            records.check_same(self.destination)
         copies = self._copies(documents, versions, record.first, stop)
         if versions or is_survey or not self.rounds % LOOK_BACK:
-            records.put_signatures(self._destination)
+            records.put_signatures(self.destination)
             self._pruned = records.newest_prune()
             tags = records.tags(documents.committed)
             copies = joined(before, records.prunes(), copies, tags)
@@ -162,14 +167,16 @@ class Mirror:
             return
         self._is_whole, self.version = True, self._contents.newest
         self._put_hint(*hint)
-        records.put_heartbeat(self._destination, self.version)
+        records.put_heartbeat(self.destination, self.version)
         self._check_newcomers()
         if is_survey:
             self._follow_prunes(records)
+        if self._seen is not None:
+            check_age(chain, self._seen)
 
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
         """Open the source; create the record of the mirror, or check that it is of this chain."""
-        chain, there, start = Chain.open(self.source, self._trust), self._destination, self._start
+        chain, there, start = Chain.open(self.source, self._trust), self.destination, self._start
         check_placement(self.source, there)
         record = read_mirror(there)
         if record is None:
@@ -212,11 +219,7 @@ class Mirror:
         """List both stores; return the versions to copy."""
         identity = [copy.key for copy in documents.identity]
         found = self._contents.compare(
-            self.source,
-            first=first,
-            head=head,
-            identity=identity,
-            is_first=not self._is_whole,
+            self.source, first=first, head=head, identity=identity, is_first=not self._is_whole
         )
         documents.note_due(found.records)
         self._planned(sum(n for key, n in found.missing.items() if key not in self._listed))
@@ -231,33 +234,29 @@ class Mirror:
         if self.version < 0:
             return
         if head < self.version:
-            raise self._went_back(head)
+            raise StoreWentBackError(
+                f"the source went back: its mirror {self.destination.url} has version "
+                f"{self.version}, the newest of {self.source.url} is {head}",
+                version=self.version,
+            )
         known, key = self._contents.read(self.version), manifest_key(self.version)
         if known and object_digest(self.source.get(key)) != known.digest:
             raise ForkedChainError(
                 f"version {self.version} of {self.source.url} differs from that of its mirror "
-                f"{self._destination.url}",
+                f"{self.destination.url}",
                 version=self.version,
                 hint="two histories exist: find out which is right, and mirror to another URL",
             )
 
     def _newest(self, chain: Chain) -> Version:
         """Return the newest version of the source."""
-        self.rounds += 1
+        self.rounds, self._seen = self.rounds + 1, None
         if self.version >= 0 and self.rounds % LOOK_BACK:
             return chain.newest(self.version)
-        head = chain.head()
-        newest = head.version if head else -1
-        if newest < self.version:
-            raise self._went_back(newest)
+        self._seen = chain.head()
+        newest = self._seen.version if self._seen else -1
+        self._check_same(newest)
         return newest
-
-    def _went_back(self, newest: Version) -> StoreWentBackError:
-        return StoreWentBackError(
-            f"the source went back: its mirror {self._destination.url} has version {self.version}, "
-            f"the newest of {self.source.url} is {newest}",
-            version=self.version,
-        )
 
     def _copies(
         self, documents: SourceDocuments, versions: VersionsToCopy, first: Version, stop: Event
@@ -299,7 +298,7 @@ class Mirror:
         objects = nbytes = 0
         start = time.perf_counter()
         pipeline = CopyPipeline(
-            self.source, self._destination, may_be_there=lambda copy: copy.key in self._unproven
+            self.source, self.destination, may_be_there=lambda copy: copy.key in self._unproven
         )
 
         def receipt() -> MirrorReceipt:
@@ -363,7 +362,7 @@ class Mirror:
         """Put the head hint, unless it names a version that the mirror does not have."""
         if hint is None or hint.version > self.version or data == self._hinted:
             return
-        self._destination.put(HEAD_KEY, data)
+        self.destination.put(HEAD_KEY, data)
         self._hinted = data
 
     def _is_pruned_now(self, copy: ObjectCopy) -> bool:
@@ -378,11 +377,11 @@ class Mirror:
         gone = [key for key in self._contents.payloads if key not in self._in_source]
         if record is None or not gone or self.version < 0:
             return
-        chain = Chain.open(self._destination, self._trust)
+        chain = Chain.open(self.destination, self._trust)
         try:
             deleted = delete_pruned(chain, self.source, self.version, record, frozenset(gone))
         except BrokenChainError as exc:
-            logger.warning("nothing pruned is deleted from %s: %s", self._destination.url, exc)
+            logger.warning("nothing pruned is deleted from %s: %s", self.destination.url, exc)
             return
         for key in deleted:
             self._contents.remove(key)
@@ -395,6 +394,6 @@ class Mirror:
         """
         if self._is_checked or self.version < 0:
             return
-        self._is_checked = True
-        chain = Chain.open(self._destination, self._trust)
+        chain = Chain.open(self.destination, self._trust)
         check_newcomers(chain, self.version, self.left_out)
+        self._is_checked = True

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deltachain.checkpoint import HELD_FILE
+from deltachain.errors import ChainError, ControlPlaneError, FormatError
 from deltachain.redact import redacted_url
 from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.status import ReplicaStatus
@@ -26,7 +29,7 @@ def follower_status(
     engine: str,
     trouble: DeltaChainError | None,
 ) -> ReplicaStatus:
-    """Return the status of a follower, from memory.
+    """Return the status of a follower, from memory and a look at its folder.
 
     Args:
         subscriber: The subscriber.
@@ -36,7 +39,7 @@ def follower_status(
     """
     chain, held, times = subscriber.opened, subscriber.held, subscriber.times
     version, newest = held.version if held else None, chain.latest if chain else None
-    doubt, reason = subscriber.watch.doubt, _reason(subscriber, given)
+    doubt, reason = subscriber.watch.doubt, _reason(subscriber, given, trouble)
     committed_at = times.commit_of(held.manifest) if held else None
     return _status(
         url=chain.store.url if chain else redacted_url(subscriber.config.url),
@@ -79,7 +82,9 @@ def mirror_status(
         totals.head_of(mirror),
         totals.silence_of(mirror),
     )
-    reason = _why_unready(given, version=version, newest=head, silence_s=silence_s)
+    is_doubt = isinstance(totals.trouble, ChainError | FormatError)
+    doubt = str(totals.trouble.args[0]) if totals.trouble and is_doubt else ""
+    reason = _why_unready(given, version=version, newest=head, silence_s=silence_s, doubt=doubt)
     return _status(
         url=url,
         chain=mirror.chain,
@@ -96,9 +101,16 @@ def mirror_status(
     )
 
 
-def _reason(subscriber: Subscriber, given: Mapping[str, Any]) -> str:
+def _reason(
+    subscriber: Subscriber, given: Mapping[str, Any], trouble: DeltaChainError | None
+) -> str:
     """Return why a follower does not do its work; empty if it does."""
     chain, doubt = subscriber.opened, subscriber.watch.doubt
+    if isinstance(trouble, ControlPlaneError):  # the server of an agent does not have the version
+        return str(trouble.args[0])
+    folder = getattr(subscriber.target, "folder", None)
+    if isinstance(folder, Path) and subscriber.held and not (folder / HELD_FILE).exists():
+        return f"{folder} was removed, or its {HELD_FILE} was"
     return _why_unready(
         given,
         version=subscriber.version,

@@ -6,11 +6,12 @@ import logging
 from functools import partial
 
 from deltachain.chain.chain import Chain
-from deltachain.figures import FigureSource
+from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.metrics import MetricsServer
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.figures import PublishTotals, publisher_figures
 from deltachain.publish.heartbeat_thread import HeartbeatThread
 from deltachain.publish.writer import Writer
 from deltachain.store import open_store
@@ -24,7 +25,7 @@ class BackgroundWork:
     Args:
         writer: Writer of the chain.
         config: Settings of the publisher.
-        figures: Figures of the publisher.
+        totals: Totals of the publisher.
         leads: Whether this rank commits.
 
     Raises:
@@ -32,17 +33,28 @@ class BackgroundWork:
     """
 
     def __init__(
-        self, writer: Writer, config: PublishConfig, figures: FigureSource, *, leads: bool
+        self, writer: Writer, config: PublishConfig, totals: PublishTotals, *, leads: bool
     ) -> None:
-        serves = leads and config.metrics is not None
-        self._metrics = MetricsServer(config.metrics or "", figures) if serves else None
-        if self._metrics is not None:
-            logger.info("metrics at %s/metrics", self._metrics.url)
+        self._totals, self._tenure = totals, writer.tenure
         self._heartbeat = HeartbeatThread(writer, leads=leads)
-        self._tenure = writer.tenure
+        self._metrics: MetricsServer | None = None
+        if leads and config.metrics is not None:
+            figures = partial(publisher_figures, writer, totals)
+            try:
+                self._metrics = MetricsServer(config.metrics, figures, self.why_unready)
+            except ConfigError:
+                self._heartbeat.close()
+                raise
+            logger.info("metrics at %s/metrics", self._metrics.url)
         self._maintainer: MaintainerThread | None = None
         if leads and config.maintain:
             self._maintainer = MaintainerThread(partial(maintainer_of, writer.chain, config))
+
+    def why_unready(self) -> str:
+        """Return why the publisher does not do its work; empty if it does."""
+        if self._tenure is not None and self._tenure.lost:
+            return self._tenure.lost
+        return self._totals.trouble or self._heartbeat.trouble
 
     def close(self) -> None:
         """End the threads; may be called again."""

@@ -24,6 +24,7 @@ class PublishTotals:
         upload_s: Seconds of these in which something was uploaded.
         commit_s: Seconds of commits.
         last: The newest receipt; ``None`` before.
+        trouble: Why the newest version was not committed; empty if it was.
     """
 
     commits: int = 0
@@ -35,10 +36,16 @@ class PublishTotals:
     upload_s: float = 0.0
     commit_s: float = 0.0
     last: PublishReceipt | None = None
+    trouble: str = ""
+
+    def fail(self, error: BaseException) -> None:
+        """Add a version that was not committed."""
+        self.failures += 1
+        self.trouble = str(error.args[0]) if error.args else type(error).__name__
 
     def count(self, receipt: PublishReceipt) -> None:
         """Add a committed version."""
-        self.last = receipt
+        self.last, self.trouble = receipt, ""
         self.commits += 1
         self.nbytes += receipt.nbytes
         self.nnz += receipt.nnz

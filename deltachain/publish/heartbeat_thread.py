@@ -13,7 +13,6 @@ from deltachain.chain.numbered import NONE
 from deltachain.chain.prunes import Prunes
 from deltachain.errors import (
     ChainMismatchError,
-    DeltaChainError,
     FormatError,
     ObjectNotFoundError,
 )
@@ -106,6 +105,9 @@ class HeartbeatThread:
         writer: Writer of the chain.
         leads: Whether this rank commits.
         every_s: Seconds from one heartbeat to the next.
+
+    Attributes:
+        trouble: Why the newest heartbeat was not written; empty if it was.
     """
 
     def __init__(self, writer: Writer, *, leads: bool, every_s: float = HEARTBEAT_S) -> None:
@@ -113,7 +115,7 @@ class HeartbeatThread:
         self._records = NewestRecords(writer)
         self._every_s = every_s
         self._last = 0.0
-        self._failed = False
+        self.trouble = ""
         self._stop = Event()
         self._thread = Thread(target=self._run, name="deltachain-heartbeat", daemon=True)
         signs = leads and writer.chain.trust.key is not None
@@ -131,10 +133,10 @@ class HeartbeatThread:
         while not self._stop.wait(self._every_s / 4):
             try:
                 self._beat()
-            except DeltaChainError as error:
-                if not self._failed:
+            except Exception as error:  # noqa: BLE001 - the thread goes on
+                if not self.trouble:
                     logger.warning("no heartbeat: %s", error)
-                self._failed = True
+                self.trouble = f"no heartbeat: {error.args[0] if error.args else error}"
 
     def _beat(self) -> None:
         """Write a heartbeat if one is due and no other publisher went on."""
@@ -149,4 +151,4 @@ class HeartbeatThread:
             return  # of a version in flight, or of a publisher that fenced this one
         newest = self._records
         write_heartbeat(writer.chain, head, now=now, tags=newest.tags, prune=newest.prune)
-        self._last, self._failed = now, False
+        self._last, self.trouble = now, ""

@@ -28,7 +28,7 @@ from deltachain.publish.at_exit import close_at_exit, is_closed
 from deltachain.publish.beside import BackgroundWork
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import NO_CHANGES
-from deltachain.publish.figures import PublishTotals, publisher_figures
+from deltachain.publish.figures import PublishTotals
 from deltachain.publish.flight import Flight, Published, whole_step
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
@@ -150,8 +150,7 @@ class Publisher(Closeable):
         self._barrier = PublishBarrier(self._ranks)
         self._session, self._anchors = session, AnchorThread(session)
         close_at_exit(self)
-        figures = partial(publisher_figures, session.writer, self.totals)
-        self._beside = BackgroundWork(session.writer, config, figures, leads=self._ranks.leads)
+        self._beside = BackgroundWork(session.writer, config, self.totals, leads=self._ranks.leads)
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
 
@@ -383,7 +382,7 @@ class Publisher(Closeable):
         try:
             conclusion = session.commit(flight.attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
-            self.totals.failures += 1
+            self.totals.fail(error)
             flight.attempt.span.end(error=error)
             flight.fail(error)
             return

@@ -43,10 +43,13 @@ class Tenure(Closeable):
     Args:
         store: Store of the chain.
         take_over: Whether to go on where another publisher is at work.
+
+    Attributes:
+        lost: Who took the chain over; empty while nobody did.
     """
 
     def __init__(self, store: Store, *, take_over: bool) -> None:
-        self.store = store
+        self.store, self.lost = store, ""
         self._takes_over = take_over
         self._record: PublisherRecord | None = None
         self._renewing = Event()  # set when it ends
@@ -146,7 +149,8 @@ class Tenure(Closeable):
         except DeltaChainError:
             return True  # the store is away, which the next version tells
         if found is not None and found.publisher != mine.publisher and found.turn >= mine.turn:
-            logger.warning("%s was taken over by %s", self.store.url, found)
+            self.lost = f"{self.store.url} was taken over by {found}"
+            logger.warning("%s", self.lost)
             return False
         self._write()
         return True

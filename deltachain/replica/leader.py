@@ -166,6 +166,7 @@ class Leader:
             self._announced = max(version, self._announced or 0)
         try:
             if self._is_past(version, manifest):
+                self.target.check_leads()  # another leader may have brought another version
                 return None
         except DeltaChainError as exc:
             self._failed(exc, version)
@@ -268,7 +269,9 @@ class Leader:
         """
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
-        except Exception as exc:
+        except GeneratorExit:  # the caller follows no more
+            raise
+        except BaseException as exc:
             self.ended, self._has_failed = f"following ended: {exc}", True
             self._troubled(exc)
             raise
@@ -285,7 +288,7 @@ class Leader:
         try:
             for _ in self.follow():
                 pass  # logged by the subscriber, and part of the status
-        except Exception:
+        except BaseException:
             logger.exception("following %s ended", redacted_url(self.settings.subscribe.url))
 
     def _reach(
@@ -313,7 +316,7 @@ class Leader:
         else:
             self._troubled(exc)
 
-    def _troubled(self, exc: Exception) -> None:
+    def _troubled(self, exc: BaseException) -> None:
         """Keep an error for ``status``; stop serving if the replica is poisoned."""
         self.tally.failures += 1
         self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))

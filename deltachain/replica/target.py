@@ -193,19 +193,24 @@ class ReplicaTarget:
         Raises:
             LeaderReplacedError: Another leader has attached the ranks since.
         """
-        self._check_leads()
+        self.check_leads()
         self._holds.pause()
 
     def resume(self) -> None:
         """Resume generation; see :meth:`pause`."""
-        self._check_leads()
+        self.check_leads()
         self._holds.resume()
 
     def stop_serving(self) -> None:
         """Pause until a swap has succeeded."""
         self._holds.doubt()
 
-    def _check_leads(self) -> None:
+    def check_leads(self) -> None:
+        """Raise if another leader has the ranks, once this one had them.
+
+        Raises:
+            LeaderReplacedError: It has.
+        """
         if self._leads:
             self._client.ask(StatusRequest(), StatusReply)
 
@@ -215,7 +220,7 @@ class ReplicaTarget:
 
     def state(self) -> StateDigest | None:
         """Recompute the state digest from the live bits of every rank; see :class:`Target`."""
-        self._check_leads()  # another leader's version cannot be judged here
+        self.check_leads()  # another leader's version cannot be judged here
         if not self._loads_the_same():
             return None  # another process wrote to loaded tensors, or the engine cannot load
         number = next(self._numbers)
@@ -313,7 +318,7 @@ class ReplicaTarget:
             raise TypeError(f"a replica cannot swap {type(prepared).__name__}")
         may_resume = False
         try:
-            self._check_leads()
+            self.check_leads()
             may_resume = True  # from here on the pause is this leader's
             self._holds.hold()
         except LeaderReplacedError:

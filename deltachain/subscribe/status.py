@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from deltachain.chain.heartbeat import check_age
 from deltachain.errors import ChainError, MirrorLagsError, ObjectNotFoundError
 from deltachain.format.documents import Struct
 from deltachain.subscribe.history import check_standing
@@ -25,8 +26,8 @@ class Status(Struct, frozen=True, kw_only=True):
         state: State digest of this version.
         head: The newest version in the store.
         lag_versions: ``head - version``; null if the head is older than ``version``.
-        doubt: Why the held version may not be part of the chain: the store went back, forked or was
-            lost; empty otherwise.
+        doubt: Why the held version may not be the chain's: the store went back, forked or was
+            lost, or there is no recent sign of its publisher; empty otherwise.
         pinned: Whether a rollback keeps the target at this version.
         poisoned: Whether the target's state is unknown.
         last: The last receipt as text.
@@ -52,6 +53,8 @@ def status_of(subscriber: Subscriber) -> Status:
     try:
         if held is not None:
             check_standing(chain, held)
+        if head is not None:
+            check_age(chain, head)
     except MirrorLagsError:
         pass  # what is held was proven from a store that is ahead of this one
     except (ChainError, ObjectNotFoundError) as exc:

@@ -24,6 +24,7 @@ from deltachain.errors import (
 from deltachain.format.documents import Edge, Manifest, unseal
 from deltachain.format.keys import HEARTBEAT_KEY, manifest_key
 from deltachain.format.signed import Heartbeat
+from deltachain.mirror import Mirror
 from deltachain.publish.heartbeat_thread import HeartbeatThread
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
@@ -275,7 +276,53 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(
         raise SignatureError("no", key=HEARTBEAT_KEY)
 
     monkeypatch.setattr(author.store, "put", refuse)
-    with beating(author):
-        eventually(lambda: "no heartbeat" in caplog.text)
-        time.sleep(0.1)
+    writer = Writer(author.chain, numel=SPEC.numel, metadata={}, parent=author.parent)
+    thread = HeartbeatThread(writer, leads=True, every_s=0.02)
+    eventually(lambda: "no heartbeat" in caplog.text)
+    time.sleep(0.1)
     assert caplog.text.count("no heartbeat") == 1
+    assert thread.trouble == "no heartbeat: no"
+    monkeypatch.undo()
+    eventually(lambda: not thread.trouble)
+    monkeypatch.setattr(author.store, "list", lambda _: 1 // 0)
+    eventually(lambda: "division" in thread.trouble)  # of whatever kind
+    monkeypatch.undo()
+    eventually(lambda: not thread.trouble)
+    thread.close()
+
+
+@pytest.mark.parametrize("what", ["version", "heartbeat"])
+def test_a_sign_of_the_future_is_none(what: str) -> None:
+    author = Author().grow(2)
+    if what == "version":
+        last = head_of(author)
+        edge = Edge(kind="delta", base=1)
+        later = time.time() + 3600
+        ahead = replace(last.manifest, version=2, parent=last.digest, edge=edge, time=later)
+        author.parent = author.chain.commit(ahead)
+    else:
+        beat(author, age=-3600)
+    follower = follower_of(author.store)
+    with pytest.raises(StaleChainError, match="3600 s in the future") as caught:
+        follower.subscriber.update()
+    assert "set the clocks" in caught.value.hint
+
+
+def test_the_status_doubts_a_chain_without_a_recent_sign() -> None:
+    author = Author().grow(2)
+    beat(author)
+    follower = follower_of(author.store)
+    follower.subscriber.update()
+    assert follower.subscriber.status().doubt == ""
+    beat(author, age=LIMIT_S + 1)
+    assert "61 s old" in follower.subscriber.status().doubt
+
+
+def test_a_mirror_doubts_a_source_without_a_recent_sign() -> None:
+    author, there = Author().grow(2), MemoryStore()
+    trust = Trust(trusted=trust_of(1).trusted, max_age_s=LIMIT_S)
+    with pytest.raises(StaleChainError, match="the last sign of its publisher"):
+        list(Mirror(author.store, there, trust=trust).catch_up())
+    assert there.find(manifest_key(1)) is not None  # everything is copied
+    beat(author)
+    list(Mirror(author.store, there, trust=trust).catch_up())

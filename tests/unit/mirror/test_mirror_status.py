@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import time
+from threading import Event
 
 import pytest
 
-from deltachain.errors import StoreUnavailableError
+from deltachain.errors import DeltaChainError, ForkedChainError, StoreUnavailableError
+from deltachain.format.keys import manifest_key
 from deltachain.mirror import Mirror
 from deltachain.mirror.figures import MirrorTotals
+from deltachain.mirror.follow import follow
+from deltachain.mirror.mirror import LOOK_BACK
 from deltachain.presence.statuses import mirror_status
+from deltachain.replica.status import ReplicaStatus
 from deltachain.store import MemoryStore
-from tests.unit.mirror.conftest import Grow
+from tests.unit.mirror.conftest import Grow, copy_of
 
 GIVEN = {"MAX_SILENCE_S": 60.0, "MAX_LAG": 2}
 
@@ -50,6 +55,60 @@ def test_a_mirror_that_is_cut_off_from_its_source_is_not_ready(
     assert mirror_status(mirror, totals, {}, url="x").ready
     totals.looked(None)
     assert mirror_status(mirror, totals, GIVEN, url="x").ready
+
+
+@pytest.mark.parametrize("lost", ["manifests/00000000000000000003", "anchors/"])
+def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
+    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, lost: str
+) -> None:
+    """However many rounds pass, most of which look at the newest version alone."""
+    grow(3, every=100)
+    if "manifests" in lost:
+        list(Mirror(source, mirror_store).catch_up())
+    backup = {info.key: source.get(info.key) for info in source.list(lost)}
+    for key in backup:
+        source.delete(key)
+    mirror, totals, stop = Mirror(source, mirror_store), MirrorTotals(), Event()
+    seen = list[ReplicaStatus]()
+
+    def looked(trouble: DeltaChainError | None) -> None:
+        totals.looked(trouble)
+        seen.append(mirror_status(mirror, totals, {}, url="x"))
+        if len(seen) == 20:
+            for key, data in backup.items():
+                source.put(key, data)
+        if seen[-1].ready or len(seen) > 300:
+            stop.set()
+
+    for receipt in follow(mirror, stop=stop, poll_s=0.001, looked=looked):
+        totals.count(receipt)
+    assert 20 < len(seen) < 300
+    assert all(one.reason == one.trouble.split("\n")[0] != "" for one in seen[:20])
+
+
+def test_a_mirror_finds_another_history_of_its_source_in_a_few_rounds(
+    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
+) -> None:
+    grow(2)
+    backup, mirror = copy_of(source), Mirror(source, mirror_store)
+    grow(1)
+    list(mirror.catch_up())
+    for key in copy_of(source).keys() - backup.keys():
+        source.delete(key)
+    grow(1)
+    source.delete(manifest_key(mirror.version + 1))  # as many versions, the newest another one
+    rounds = (receipt for _ in range(LOOK_BACK) for receipt in mirror.catch_up())
+    with pytest.raises(ForkedChainError, match=r"version \d of .* differs"):
+        list(rounds)
+
+
+def test_a_hung_write_to_the_mirror_is_silence(source: MemoryStore, totals: MirrorTotals) -> None:
+    there = Answering()
+    mirror = Mirror(source, there)
+    mirror.is_copying = True
+    assert totals.silence_of(mirror) == 0.0
+    there.waits_since = time.monotonic() - 30
+    assert 30 <= totals.silence_of(mirror) < 60
 
 
 def test_a_long_copy_is_no_silence(mirror_store: MemoryStore, totals: MirrorTotals) -> None:

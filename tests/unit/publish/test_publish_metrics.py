@@ -50,7 +50,13 @@ def test_a_publisher_serves_its_figures_until_it_closes(
     publisher.publish(step=2)
     publisher.flush()
     assert scraped(url)["deltachain_failures_total"] >= 1
+    answer = httpx.get(url.replace("/metrics", "/readyz"))
+    assert (answer.status_code, "not ready: " in answer.text) == (503, True)
     faulty.down = False
+    train_(model, 3)
+    publisher.publish(step=3)
+    publisher.flush()
+    assert httpx.get(url.replace("/metrics", "/readyz")).text == "ready\n"
     publisher.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(url)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from threading import Event, Thread
 from unittest import mock
 
+import httpx
 import pytest
 from msgspec.structs import replace
 
@@ -179,7 +181,10 @@ def test_the_fenced_publisher_says_who_came_after_it(
 def test_an_idle_publisher_is_told_before_its_next_version(
     attach: Attach, chain: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    attach(plain_model())
+    caplog.set_level("INFO")
+    attach(plain_model(), metrics="0")
+    ready = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
+    assert httpx.get(ready).status_code == 200
     mine = read_record(chain)
     assert mine is not None
     write_record(chain, elsewhere(turn=mine.turn + 1))
@@ -187,6 +192,7 @@ def test_an_idle_publisher_is_told_before_its_next_version(
         if thread.name == "deltachain-tenure":
             thread.join(timeout=60)  # it has nothing more to renew
     assert "was taken over by process 4242 on host gpu-7" in caplog.text
+    assert "was taken over by process 4242 on host gpu-7" in httpx.get(ready).text
     found = read_record(chain)
     assert found is not None
     assert found.pid == 4242

@@ -7,7 +7,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from deltachain.errors import ChainError, ConfigError, ForkedChainError, PoisonedError
+from deltachain.errors import (
+    ChainError,
+    ConfigError,
+    ForkedChainError,
+    LeaderReplacedError,
+    PoisonedError,
+)
 from deltachain.replica.settings import ReplicaSettings
 from tests.unit.replica.replicas import Followed, eventually, led
 
@@ -242,6 +248,42 @@ def test_a_release_follows_again_where_following_has_ended(
         leader.release()
         eventually(lambda: leader.status().version == 3)
         assert (leader.status().ready, leader.status().following) == (True, True)
+
+
+class Panic(BaseException):
+    """As extensions in Rust raise it."""
+
+
+def test_a_loop_that_ends_in_whatever_way_is_told(
+    followed: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = followed()
+    here.publish(1)
+    with led(here, follow=True) as leader:
+        leader.start()
+        eventually(lambda: leader.status().ready)
+        monkeypatch.setattr(leader.subscriber, "stage", Mock(side_effect=Panic("no")))
+        monkeypatch.setattr(leader.subscriber, "update", Mock(side_effect=Panic("no")))
+        here.publish(2)
+        eventually(lambda: not leader.status().following)
+        status = leader.status()
+        assert (status.ready, status.reason) == (False, "following ended: no")
+
+
+def test_a_replaced_leader_confirms_no_version(followed: Build) -> None:
+    here = followed()
+    here.publish(1, 2)
+    with led(here) as leader:
+        leader.start()
+        held = leader.subscriber.held
+        assert held is not None
+        assert leader.update(2, manifest=held.manifest) is None
+        other = here.subscribe()
+        other.rollback(1)
+        assert here.holds(1)
+        with pytest.raises(LeaderReplacedError):
+            leader.update(2, manifest=held.manifest)
+        assert not leader.status().ready
 
 
 def test_settings_come_from_the_environment() -> None:
