@@ -30,6 +30,14 @@ def publish(url: str) -> TinyModel:
     return model
 
 
+def arrived(place: Place, url: str) -> dict[str, bytes]:
+    """Every object of a mirror whose writers were killed.
+
+    SeaweedFS keeps an empty object of a PUT whose sender died before the body; other servers none.
+    """
+    return {key: data for key, data in contents(url).items() if data or place.kind != "s3"}
+
+
 def check_whole(found: dict[str, bytes]) -> None:
     """Check that everything that a document names is there."""
     for key, data in found.items():
@@ -52,15 +60,16 @@ def test_a_mirror_that_is_killed_ten_times_is_byte_identical(
     for count in range(KILLS):
         do = "kill-after" if count % 2 else "kill"
         killed(role="mirror", url=url, destination=there, do=do, nth=3 + count % 4 * 3)
-        found = contents(there)
+        found = arrived(place, there)
         assert found.keys() - source.keys() <= {MIRROR_KEY}
-        assert all(source[key] == data for key, data in found.items() if key != MIRROR_KEY)
+        copied = {key: data for key, data in found.items() if key != MIRROR_KEY}
+        assert copied == {key: source[key] for key in copied}
         check_whole(found)
     with closing(open_store(url)) as one, closing(open_store(there, writer=True)) as two:
-        before = contents(there)
-        copied = sum(receipt.objects for receipt in Mirror(one, two).catch_up())
+        before = arrived(place, there)
+        new = sum(receipt.objects for receipt in Mirror(one, two).catch_up())
         found = contents(there)
-        assert copied <= len(found) - len(before)
+        assert new <= len(found) - len(before)
         assert list(Mirror(one, two).catch_up()) == []
         recompute(two)
     found.pop(MIRROR_KEY)

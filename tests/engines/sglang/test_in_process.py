@@ -29,7 +29,10 @@ def test_an_engine_that_was_told_of_a_chain_says_that_it_does_not_follow(tmp_pat
         "tests.engines.sglang.offline", chain.url, str(chain.base), DELTACHAIN_URL=chain.url
     )
     assert done.returncode != 0
-    assert "ConfigError: DELTACHAIN_URL is set, but an Engine in process follows" in done.stderr
+    assert (
+        "UnsupportedEngineError: DELTACHAIN_URL is set, but an Engine in process follows"
+        in done.stderr
+    )
     assert "deltachain_sglang.subscribe(engine, url)" in done.stderr
     done = run_program(
         "tests.engines.sglang.offline",
