@@ -33,7 +33,7 @@ def publish(url: str) -> TinyModel:
 def arrived(place: Place, url: str) -> dict[str, bytes]:
     """Every object of a mirror whose writers were killed.
 
-    SeaweedFS keeps an empty object of a PUT whose sender died before the body; other servers none.
+    SeaweedFS keeps an empty object of a PUT whose sender died before the body.
     """
     return {key: data for key, data in contents(url).items() if data or place.kind != "s3"}
 
