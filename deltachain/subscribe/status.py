@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deltachain.chain.heartbeat import check_age
@@ -27,7 +28,7 @@ class Status(Struct, frozen=True, kw_only=True):
         head: The newest version in the store.
         lag_versions: ``head - version``; null if the head is older than ``version``.
         doubt: Why the held version may not be the chain's: the store went back, forked or was
-            lost, or there is no recent sign of its publisher; empty otherwise.
+            lost, or its publisher gives no recent sign; empty otherwise.
         pinned: Whether a rollback keeps the target at this version.
         poisoned: Whether the target's state is unknown.
         last: The last receipt as text.
@@ -52,11 +53,10 @@ def status_of(subscriber: Subscriber) -> Status:
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
         if held is not None:
-            check_standing(chain, held)
+            with suppress(MirrorLagsError):  # it was proven from a store that is ahead of this one
+                check_standing(chain, held)
         if head is not None:
             check_age(chain, head)
-    except MirrorLagsError:
-        pass  # what is held was proven from a store that is ahead of this one
     except (ChainError, ObjectNotFoundError) as exc:
         doubt = exc
     newest = head.version if head else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from threading import Event
 
 import pytest
@@ -277,18 +277,17 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(
 
     monkeypatch.setattr(author.store, "put", refuse)
     writer = Writer(author.chain, numel=SPEC.numel, metadata={}, parent=author.parent)
-    thread = HeartbeatThread(writer, leads=True, every_s=0.02)
-    eventually(lambda: "no heartbeat" in caplog.text)
-    time.sleep(0.1)
-    assert caplog.text.count("no heartbeat") == 1
-    assert thread.trouble == "no heartbeat: no"
-    monkeypatch.undo()
-    eventually(lambda: not thread.trouble)
-    monkeypatch.setattr(author.store, "list", lambda _: 1 // 0)
-    eventually(lambda: "division" in thread.trouble)  # of whatever kind
-    monkeypatch.undo()
-    eventually(lambda: not thread.trouble)
-    thread.close()
+    with closing(HeartbeatThread(writer, leads=True, every_s=0.02)) as thread:
+        eventually(lambda: "no heartbeat" in caplog.text)
+        time.sleep(0.1)
+        assert caplog.text.count("no heartbeat") == 1
+        assert thread.trouble == "no heartbeat: no"
+        monkeypatch.undo()
+        eventually(lambda: not thread.trouble)
+        monkeypatch.setattr(author.store, "list", lambda _: 1 // 0)
+        eventually(lambda: "division" in thread.trouble)  # any exception
+        monkeypatch.undo()
+        eventually(lambda: not thread.trouble)
 
 
 @pytest.mark.parametrize("what", ["version", "heartbeat"])
@@ -315,6 +314,19 @@ def test_the_status_doubts_a_chain_without_a_recent_sign() -> None:
     follower.subscriber.update()
     assert follower.subscriber.status().doubt == ""
     beat(author, age=LIMIT_S + 1)
+    assert "61 s old" in follower.subscriber.status().doubt
+
+
+def test_the_status_doubts_a_mirror_that_lags_without_a_recent_sign() -> None:
+    author = Author().grow(2)
+    beat(author)
+    follower = follower_of(author.store, mirror=True)
+    follower.subscriber.update()
+    older = author.chain.read(0)
+    author.store.delete(manifest_key(1))
+    beat(author, head=older)
+    assert follower.subscriber.status().doubt == ""
+    beat(author, age=LIMIT_S + 1, head=older)
     assert "61 s old" in follower.subscriber.status().doubt
 
 
