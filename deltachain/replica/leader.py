@@ -269,7 +269,7 @@ class Leader:
         """
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
-        except GeneratorExit:  # the caller follows no more
+        except (GeneratorExit, KeyboardInterrupt):  # the caller ends it
             raise
         except BaseException as exc:
             self.ended, self._has_failed = f"following ended: {exc}", True
@@ -288,7 +288,7 @@ class Leader:
         try:
             for _ in self.follow():
                 pass  # logged by the subscriber, and part of the status
-        except BaseException:
+        except BaseException:  # also a panic in an extension
             logger.exception("following %s ended", redacted_url(self.settings.subscribe.url))
 
     def _reach(
