@@ -83,7 +83,7 @@ def named(chain: Chain) -> Heartbeat | None:
     Without trusted keys nothing is read.
 
     Returns:
-        The heartbeat; ``None`` if there is none, or no trusted keys are given.
+        The heartbeat; ``None`` if the store has none, or this process trusts no keys.
 
     Raises:
         StaleChainError: The reader has a limit of age, and the heartbeat is older, missing, or

@@ -1,4 +1,4 @@
-"""Records of a mirror's source beside its versions: signatures, prunes, tags, heartbeat."""
+"""Signatures, prune records, tags and heartbeat of a mirror's source."""
 
 from __future__ import annotations
 

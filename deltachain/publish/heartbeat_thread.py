@@ -133,7 +133,7 @@ class HeartbeatThread:
         while not self._stop.wait(self._every_s / 4):
             try:
                 self._beat()
-            except Exception as error:  # noqa: BLE001 - the thread goes on
+            except Exception as error:  # noqa: BLE001 - the next heartbeat is tried
                 if not self.trouble:
                     logger.warning("no heartbeat: %s", error)
                 self.trouble = f"no heartbeat: {error.args[0] if error.args else error}"

@@ -48,7 +48,7 @@ def writer_of(author: Author) -> Writer:
 
 
 def beat(author: Author, newest: NewestRecords | None = None, *, age: float = 0.0) -> NewestRecords:
-    """Write a heartbeat, as a publisher does that was just started, or goes on."""
+    """Write a heartbeat as a publisher: one that just started, without ``newest``."""
     newest = newest or NewestRecords(writer_of(author))
     newest.look()
     assert author.parent is not None

@@ -29,6 +29,7 @@ _RUNTIME: Final = frozenset(
 """Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
 
 _ID: Final = "_token_id"
+"""End of the names of token ids, which trainers align with the tokenizer."""
 
 _OTHER_FILES: Final = (
     "; or give PublishConfig.assets, a folder of the files to publish, if no follower loads them "
@@ -116,7 +117,7 @@ def with_config_watched(
             said.add(changed)
             logger.warning(
                 "the model's generation settings changed in %s since the publisher was attached: "
-                "followers keep those of that time",
+                "followers keep the earlier ones",
                 changed,
             )
         return live()
