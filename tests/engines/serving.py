@@ -15,7 +15,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,8 @@ from typing import Any, Final, Self, cast
 
 import httpx
 from torch import Tensor
+
+from deltachain.demo.online.processes import free_port
 
 HOST: Final = "127.0.0.1"
 MODEL: Final = "tiny"
@@ -341,10 +342,3 @@ def server_class() -> type[Server]:
 def start(checkpoint: Path, folder: Path, url: str = "", **options: Any) -> Server:
     """A server of the engine that is installed here, to be entered; see :class:`Options`."""
     return server_class()(checkpoint, folder, url, Options(**options))
-
-
-def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as found:
-        found.bind((HOST, 0))
-        return int(found.getsockname()[1])

@@ -19,10 +19,11 @@ from typing import Any, Final, Self
 import httpx
 import pytest
 
+from deltachain.demo.online.processes import free_port
 from deltachain.testing.hub.server import HubServer
 from deltachain.testing.seaweed import Seaweed
 from tests.containers import ARGUMENTS, USER, VARIABLES, as_user, environment_in, home_of
-from tests.engines.serving import ENGINE, HOST, ROOT, START_S, free_port
+from tests.engines.serving import ENGINE, HOST, ROOT, START_S
 from tests.engines.trainer import Trainer
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ from deltachain.demo.follower_process import DemoError
 STOP_S: Final = 15.0
 LOOK_S: Final = 0.2
 MOST_STARTS: Final = 5
+PORTS: Final = range(10_000, 32_000)  # below the ephemeral ports of Linux, macOS and Windows
 
 
 class Service:
@@ -167,7 +169,9 @@ def until(ready: Callable[[], bool], service: Service, seconds: float) -> float:
 
 
 def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+    """Return a free TCP port that the system does not give to connections of others."""
+    while True:
+        port = secrets.choice(PORTS)
+        with suppress(OSError), socket.socket() as found:
+            found.bind(("127.0.0.1", port))
+            return port
