@@ -150,6 +150,7 @@ def replica_json(row: ReplicaRow) -> dict[str, Any]:
         "reason": status.reason,
         "trouble": status.trouble,
         "doubt": row.doubt,
+        "fault": status.fault,
         "pinned": status.pinned,
         "chain": status.chain,
         "looked_at": status.looked_at,

@@ -20,7 +20,17 @@ TEXT: Final = 500
 
 _NUMBERS: Final = ("version", "staged", "head", "lag_versions")
 _TIMES: Final = ("looked_at", "applied_at", "committed_at", "silence_s", "age_s")
-_TEXTS: Final = ("url", "chain", "manifest", "state", "reason", "trouble", "doubt", "engine")
+_TEXTS: Final = (
+    "url",
+    "chain",
+    "manifest",
+    "state",
+    "reason",
+    "trouble",
+    "doubt",
+    "fault",
+    "engine",
+)
 _MOST: Final = (1 << 53) - 1
 
 

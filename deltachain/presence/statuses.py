@@ -127,7 +127,7 @@ def _why_unready(given: Mapping[str, Any], **known: Any) -> str:  # noqa: ANN401
     usual: dict[str, Any] = {
         "poisoned": False,
         "released": (),
-        "paused": False,
+        "paused": "",
         "doubt": "",
         "ended": "",
         "pinned": False,

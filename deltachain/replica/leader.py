@@ -25,6 +25,7 @@ from deltachain.errors import (
 )
 from deltachain.redact import redacted_url
 from deltachain.replica.engine import Engine
+from deltachain.replica.engine_watch import EngineWatch
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.replica.summary import summarise
@@ -64,6 +65,7 @@ class Leader:
         staged: The staged apply; ``None`` for none.
         ended: Reason why following has ended; empty if it has not.
         caught_up: Whether the replica was at the head once.
+        engine_watch: Regular questions to the engine, once :meth:`start` has returned.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Leader:
         self.staged: Staged | None = None
         self.ended = ""
         self.caught_up = self._has_failed = False
+        self.engine_watch = EngineWatch(self.target, lambda: bool(self.released))
         self._announced: Version | None = None
         self._takes_over = takes_over
         self._stop = Event()
@@ -112,7 +115,8 @@ class Leader:
                 "not caught up with %s: %s", redacted_url(self.settings.subscribe.url), exc
             )
         if self.settings.follow and not self.ended:
-            self._follow_in_a_thread()
+            self._thread = _in_a_thread(self._follow, "deltachain-follow")
+        _in_a_thread(self._watch, "deltachain-engine-watch")
 
     def end(self) -> None:
         """Request the follower to stop soon; may be called from a signal handler."""
@@ -210,7 +214,8 @@ class Leader:
         if self._thread is not None and self._has_failed and not self._stop.is_set():
             self._thread.join()  # it is ending, and has recorded the reason
             self.ended, self._has_failed = "", False
-            self._follow_in_a_thread()
+            self._thread = None
+            self._thread = _in_a_thread(self._follow, "deltachain-follow")
 
     def notify(self) -> None:
         """Look for a new version now."""
@@ -276,20 +281,18 @@ class Leader:
             self._troubled(exc)
             raise
 
-    def _follow_in_a_thread(self) -> None:
-        self._thread = Thread(target=self._follow, name="deltachain-follow", daemon=True)
-        if not started(self._thread):
-            self._thread = None
-            raise ApplyError(
-                "no thread is left to follow in", hint="let this process have more (ulimit -u)"
-            )
-
     def _follow(self) -> None:
         try:
             for _ in self.follow():
                 pass  # logged by the subscriber, and part of the status
         except BaseException:  # also a panic in an extension
             logger.exception("following %s ended", redacted_url(self.settings.subscribe.url))
+
+    def _watch(self) -> None:
+        try:
+            self.engine_watch.run(self._stop)
+        except LeaderReplacedError as exc:
+            self._troubled(exc)
 
     def _reach(
         self, update: Callable[[], ApplyReceipt | None], asked: Version | None
@@ -358,3 +361,15 @@ class Leader:
         version = self.subscriber.version
         if version is not None:
             self.target.name(version)
+
+
+def _in_a_thread(run: Callable[[], None], name: str) -> Thread:
+    """Start a thread of a leader.
+
+    Raises:
+        ApplyError: No thread can be started.
+    """
+    thread = Thread(target=run, name=name, daemon=True)
+    if not started(thread):
+        raise ApplyError("no thread is left", hint="let this process have more (ulimit -u)")
+    return thread

@@ -42,6 +42,21 @@ class PauseHolds:
         self.paused = False
         self._engine = engine
         self._in_doubt = self._ours = self._others = False
+        self._changes = 0
+
+    @property
+    def why(self) -> str:
+        """Why generation is paused, apart from swaps and doubt; empty if it is not."""
+        if self.paused:
+            return "paused"
+        return "paused by another client" if self._others else ""
+
+    def look(self) -> None:
+        """Ask the engine whether another client has paused it; its answer is for ``why``."""
+        changes = self._changes
+        paused = self._engine.is_paused()
+        if not self._ours and changes == self._changes:  # otherwise the pause may be ours
+            self._others = paused
 
     def pause(self) -> None:
         """Pause until ``resume``, regardless of swaps meanwhile."""
@@ -51,7 +66,8 @@ class PauseHolds:
     def resume(self) -> None:
         """Resume, regardless of the reasons for the pause."""
         self._engine.resume()
-        self.paused = self._ours = False
+        self.paused = self._ours = self._others = False
+        self._changes += 1
 
     def doubt(self) -> None:
         """Pause until a swap has succeeded."""
@@ -66,6 +82,7 @@ class PauseHolds:
         """Pause for a swap; see :meth:`Engine.pause`."""
         if not self._ours:
             self._others = self._engine.is_paused()
+        self._changes += 1
         self._engine.pause(in_doubt=in_doubt)
         self._ours = True
 
@@ -73,6 +90,7 @@ class PauseHolds:
         """Resume after a swap, unless another reason to stay paused remains."""
         if self.paused or self._in_doubt:
             return
-        self._ours = False
         if not self._others:
             self._engine.resume()
+        self._ours = False
+        self._changes += 1

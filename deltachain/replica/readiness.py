@@ -17,7 +17,7 @@ class Condition:
         newest: Newest version that the replica has seen or was told of; ``None`` for none.
         poisoned: Whether it cannot prove the version it holds.
         released: Kinds of memory that the engine has released.
-        paused: Whether generation is paused.
+        paused: Why generation is paused; empty if it is not.
         doubt: Reason why the held version may not be the chain's; empty for none.
         ended: Reason why it follows no more; empty if it does, or never did.
         pinned: Whether a rollback keeps it at its version, however old that is.
@@ -26,14 +26,14 @@ class Condition:
         silence_s: Seconds since its store last answered.
         max_lag: Largest lag of a ready replica, in versions; ``None`` for any.
         max_silence_s: Largest ``silence_s`` of a ready replica that follows; ``None`` for any.
-        dead: Whether its engine has ended.
+        fault: Why its engine cannot be relied upon; empty if it can.
     """
 
     version: Version | None
     newest: Version | None
     poisoned: bool
     released: Collection[str]
-    paused: bool
+    paused: str
     doubt: str
     ended: str
     pinned: bool
@@ -42,19 +42,19 @@ class Condition:
     silence_s: float
     max_lag: int | None
     max_silence_s: float | None
-    dead: bool = False
+    fault: str = ""
 
 
 def why_unready(now: Condition) -> str:
     """Return why a replica is not ready for requests; empty if it is ready."""
-    if now.dead or now.poisoned:
-        return "the engine is dead" if now.dead else "poisoned: it cannot prove what it holds"
+    if now.fault or now.poisoned:
+        return now.fault or "poisoned: it cannot prove what it holds"
     if now.version is None:
         return "it holds no version of the chain"
     if now.released:
         return f"asleep: the engine has released its {', '.join(sorted(now.released))}"
     if now.paused:
-        return "paused"
+        return now.paused
     if now.doubt or now.ended or now.pinned:
         return now.doubt or now.ended
     return _why_behind(now, now.version)

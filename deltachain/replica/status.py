@@ -26,7 +26,7 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         ready: Whether the replica is ready for requests.
         reason: Reason for not being ready; empty if ready.
         following: Whether it applies versions automatically.
-        paused: Whether a caller paused it.
+        paused: Whether a caller, or another client of its engine, paused it.
         pinned: Whether a rollback keeps it at its version.
         poisoned: Whether it cannot prove the version it holds; it then generates nothing.
         classes: Numbers of tensors and bytes, by class.
@@ -39,6 +39,8 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
         trouble: Error since the last apply; empty for none.
         doubt: Reason why the held version may no longer be the chain's: the store went back, has
             another history, or is lost. Such a replica is not ready.
+        fault: Reason why it needs an operator: its engine is dead or does not answer, another
+            leader has attached, or following has ended; empty for none.
         deltachain: Version of deltachain; empty from replicas without this field, as are the next.
         engine: Name and version of the engine, such as ``vllm/0.32.0``.
         looked_at: Time at which the store last answered, in seconds since 1970, on the replica's
@@ -71,6 +73,7 @@ class ReplicaStatus(Answer, frozen=True, kw_only=True):
     trouble: str
     manifest: str | None = None
     doubt: str = ""
+    fault: str = ""
     deltachain: str = ""
     engine: str = ""
     looked_at: float | None = None

@@ -32,7 +32,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
         newest=newest,
         poisoned=subscriber.poisoned,
         released=leader.released,
-        paused=target.paused,
+        paused=target.why_paused,
         doubt=doubt,
         ended=leader.ended,
         pinned=subscriber.pinned,
@@ -41,7 +41,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
         silence_s=times.silence_s,
         max_lag=leader.settings.max_lag,
         max_silence_s=leader.settings.max_silence_s,
-        dead=leader.engine.is_dead(),
+        fault=leader.engine_watch.fault,
     )
     reason = why_unready(condition)
     committed_at = times.commit_of(held.manifest) if held else None
@@ -56,7 +56,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
         ready=not reason,
         reason=reason,
         following=leader.settings.follow and not leader.ended,
-        paused=target.paused,
+        paused=bool(condition.paused),
         pinned=subscriber.pinned,
         poisoned=subscriber.poisoned,
         classes=target.classes(),
@@ -66,6 +66,7 @@ def summarise(leader: Leader) -> ReplicaStatus:
         trouble=str(leader.trouble) if leader.trouble else "",
         manifest=held.manifest if held else None,
         doubt=doubt,
+        fault=condition.fault or leader.ended,
         phases=last.phases if last else {},
         deltachain=__version__,
         engine=leader.engine.software,

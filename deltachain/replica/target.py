@@ -105,9 +105,9 @@ class ReplicaTarget:
         self._client.engine = engine
 
     @property
-    def paused(self) -> bool:
-        """Whether a caller paused the replica."""
-        return self._holds.paused
+    def why_paused(self) -> str:
+        """Why generation is paused, apart from swaps; empty if it is not. See :meth:`look`."""
+        return self._holds.why
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and agree on a class for every tensor; see :class:`Target`.
@@ -213,6 +213,16 @@ class ReplicaTarget:
         """
         if self._leads:
             self._client.ask(StatusRequest(), StatusReply)
+
+    def look(self) -> None:
+        """Ask every rank and the scheduler for their state; for a thread of its own.
+
+        Raises:
+            LeaderReplacedError: Another leader has attached the ranks since.
+            ApplyError: The engine did not answer.
+        """
+        self.check_leads()
+        self._holds.look()
 
     def held(self) -> HeldVersion | None:
         """Return the version that the last swap wrote."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from threading import Event, Thread
+from typing import Final, TypeVar
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetching
@@ -25,7 +27,11 @@ from deltachain.errors import (
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import manifest_key, version_of
 from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.threads import Pool, started
 from deltachain.types import Version
+
+LEAST_LOOK_S: Final = 1.0
+"""Shortest time between two looks for later versions while one is staged."""
 
 logger = logging.getLogger(__name__)
 
@@ -157,6 +163,43 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
     key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""
     found = [edge for edge in plan.edges if edge.version == version_of(key)]
     return found or [edge for edge in plan.edges if edge.kind == "base"]
+
+
+@contextmanager
+def looking_ahead(
+    chain: Chain, version: Version, *, is_told: bool, every_s: float
+) -> Iterator[Future[Version]]:
+    """Look for later versions while one is staged, until the end of the context.
+
+    The first look saves a round trip later. A stage may take long, or hang: the others show
+    operators that the target falls behind meanwhile.
+
+    Args:
+        chain: The chain.
+        version: The version that is staged.
+        is_told: Whether later versions are announced; see :func:`newest_after`.
+        every_s: Seconds between two looks, at least ``LEAST_LOOK_S``.
+
+    Yields:
+        The newest version at the first look.
+    """
+    done = Event()
+
+    def look_again() -> None:
+        while not done.wait(max(every_s, LEAST_LOOK_S)):
+            with suppress(DeltaChainError):  # the next look of the follow loop reports it
+                newest_after(chain, max(version, chain.latest or 0), False)
+
+    again = Thread(target=look_again, name="deltachain-look-ahead", daemon=True)
+    with Pool(1) as pool:
+        looking = pool.submit(newest_after, chain, version, is_told)
+        is_started = started(again)  # without it, the first look alone
+        try:
+            yield looking
+        finally:
+            done.set()
+            if is_started:
+                again.join()
 
 
 def newest_after(chain: Chain, version: Version, is_told: bool) -> Version:

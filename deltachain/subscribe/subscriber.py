@@ -25,7 +25,7 @@ from deltachain.errors import (
 from deltachain.format.publish_phases import phases_of
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.fetch import UsablePlans, fetch_around, newest_after
+from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.follow import follow
 from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
@@ -37,7 +37,6 @@ from deltachain.subscribe.targets.local import decodes_once
 from deltachain.subscribe.times import Times
 from deltachain.subscribe.undo import UndoLog
 from deltachain.subscribe.watch import Watch
-from deltachain.threads import Pool
 from deltachain.types import StateDigest, Version
 
 logger = logging.getLogger(__name__)
@@ -356,9 +355,10 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        # The head is looked up during the fetch, without another round trip.
-        with self.times.staging(), Pool(1) as pool:
-            looking = pool.submit(newest_after, self.chain, committed.version, self.is_told)
+        ahead = looking_ahead(
+            self.chain, committed.version, is_told=self.is_told, every_s=self.poll_s
+        )
+        with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
                 self.chain, held, committed, stage, usable=self._usable, hold=not once
             )

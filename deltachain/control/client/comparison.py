@@ -193,13 +193,14 @@ def _row(
         lag = max(0, newest - status.version)
     silent = silence(status, limits)
     trouble = status.trouble.partition("\n")[0]  # what resolves it is in the replica's own status
-    reasons = dict.fromkeys((status.reason, status.doubt, *doubts, silent, trouble))
+    reasons = dict.fromkeys((status.reason, status.fault, status.doubt, *doubts, silent, trouble))
     behind = lag is not None and lag > 0 and not status.pinned
     late: str = ""
     sees_less = status.head is not None and newest is not None and status.head < newest
     if behind and sees_less and not silent:
         late = f"it has seen version {status.head} as the newest, others {newest}"
     checks: tuple[tuple[Health, object], ...] = (
+        ("failed", status.fault),
         ("poisoned", status.poisoned),
         ("in doubt", status.doubt or doubts),
         ("cut off", silent),

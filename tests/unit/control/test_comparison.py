@@ -37,6 +37,7 @@ def judged(one: ReplicaStatus | ControlPlaneError, **limits: Any) -> ReplicaRow:
         (status(5, pinned=True), "pinned", ""),
         (status(ready=False, reason="paused"), "not ready", "paused"),
         (status(None, ready=False, reason="it holds no version"), "not ready", "holds no version"),
+        (status(ready=False, fault="the engine is dead"), "failed", "the engine is dead"),
         (status(7, silence_s=61.0), "cut off", "its store has not answered for 61 s"),
         (status(3, head=3, silence_s=3600.0), "cut off", "its store has not answered for 3600 s"),
         (status(7, silence_s=61.0, following=False), "ready", ""),

@@ -1,0 +1,145 @@
+"""Engines that hang, or are paused by others, while nobody asks anything of their replica."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Event
+from unittest import mock
+
+import pytest
+
+from deltachain.errors import ApplyError, LeaderReplacedError, PartialApplyError
+from deltachain.replica import engine_watch
+from deltachain.replica.engine_watch import EngineWatch
+from deltachain.replica.leader import Leader
+from deltachain.replica.pause import PauseHolds
+from deltachain.replica.status import ReplicaStatus
+from deltachain.testing.sharding import Sharding
+from tests.unit.replica.replicas import Followed, eventually, led
+
+EVERY_S = 0.01
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 0.2)
+    found = Followed(Sharding(tp=2), tmp_path)
+    yield found
+    found.close()
+
+
+@contextmanager
+def watched(here: Followed, **settings: object) -> Iterator[Leader]:
+    """A started leader that asks its engine often."""
+    with led(here, **settings) as leader:
+        leader.engine_watch = EngineWatch(
+            leader.target, lambda: bool(leader.released), every_s=EVERY_S
+        )
+        leader.start()
+        yield leader
+
+
+def has(leader: Leader, reason: str) -> ReplicaStatus:
+    """Wait until a replica gives a reason for not being ready; empty if it shall be ready."""
+    found = [leader.status()]
+
+    def gives() -> bool:
+        found[0] = leader.status()
+        return found[0].reason.startswith(reason) if reason else found[0].ready
+
+    eventually(gives)
+    return found[0]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_idle_engine_that_hangs_is_not_ready(here: Followed, follow: bool) -> None:
+    answers, call = Event(), here.engine.call
+
+    def hang(*given: object) -> object:
+        assert answers.wait(60)
+        return call(*given)  # type: ignore[arg-type]
+
+    with watched(here, follow=follow) as leader:
+        assert has(leader, "").ready
+        with mock.patch.object(here.engine, "call", hang):
+            found = has(leader, "the engine has not answered for")
+            assert not found.ready
+            assert found.fault == found.reason
+            answers.set()
+            assert has(leader, "").fault == ""
+
+
+def test_an_engine_that_refuses_connections_is_not_ready(here: Followed) -> None:
+    with watched(here) as leader:
+        here.engine.faults.dies["status"] = False
+        assert not has(leader, "the engine has not answered for").ready
+        here.engine.faults.dies.clear()
+        assert has(leader, "").ready
+
+
+def test_an_engine_that_another_client_paused_is_not_ready(here: Followed) -> None:
+    with watched(here) as leader:
+        here.engine.paused = True
+        found = has(leader, "paused by another client")
+        assert found.paused
+        assert not found.ready
+        here.publish(1)
+        assert leader.update() is not None
+        assert here.engine.paused  # through the swap, as before
+        assert has(leader, "paused by another client").version == 1
+        here.engine.paused = False
+        assert not has(leader, "").paused
+
+
+def test_resuming_by_our_route_counts_at_once(here: Followed) -> None:
+    with watched(here) as leader:
+        here.engine.paused = True
+        has(leader, "paused by another client")
+        leader.resume()
+        assert leader.status().ready
+
+
+def test_the_pause_of_a_swap_is_not_of_another_client(here: Followed) -> None:
+    holds = PauseHolds(here.engine)
+
+    def during_a_swap() -> bool:
+        asked.side_effect = lambda: here.engine.paused
+        holds.hold()
+        paused = here.engine.paused
+        holds.go_on()
+        return paused  # read after the swap
+
+    with mock.patch.object(here.engine, "is_paused", side_effect=during_a_swap) as asked:
+        holds.look()
+    assert holds.why == ""
+
+
+def test_a_leader_that_was_replaced_says_so_without_being_called(here: Followed) -> None:
+    with watched(here) as leader, led(here) as other:
+        other.start()
+        found = has(leader, "rank 0: another leader has attached")
+        assert found.fault == found.reason
+        assert isinstance(leader.trouble, LeaderReplacedError)
+        assert other.status().ready
+
+
+def test_a_sleeping_engine_is_not_asked(here: Followed) -> None:
+    with watched(here) as leader:
+        leader.released = frozenset({"weights"})
+        refuses = mock.Mock(side_effect=ApplyError("the engine has released its weights"))
+        with mock.patch.object(leader.target, "look", refuses):
+            count = refuses.call_count
+            has(leader, "asleep")
+            Event().wait(0.4)  # longer than the silence allowed
+            assert refuses.call_count <= count + 1  # one may have been on its way
+            assert leader.status().fault == ""
+
+
+def test_an_update_session_of_another_client_is_an_answer(here: Followed) -> None:
+    with watched(here) as leader:
+        session = mock.Mock(side_effect=PartialApplyError("an open update session"))
+        with mock.patch.object(leader.target, "look", session):
+            eventually(lambda: session.call_count > 50)
+            assert leader.status().ready
