@@ -1,4 +1,8 @@
-"""Contents of a mirror, compared with the source as the listings of both go by."""
+"""Contents of a mirror, compared with the source as the listings of both go by.
+
+Empty documents count as absent: no document of a chain is empty, and some S3 servers keep an empty
+object of a writer that was killed between the header and the body of a request.
+"""
 
 from __future__ import annotations
 
@@ -136,7 +140,7 @@ class MirrorContents:
         """Return whether the mirror has an object; an old edge record is looked up."""
         if key.startswith(EDGE_PREFIX) and key not in self._sizes:
             info = self.store.find(key)
-            if info is not None:
+            if info is not None and _is_whole(info):
                 self._sizes[key] = info.nbytes
         return key in self._sizes
 
@@ -186,7 +190,8 @@ class MirrorContents:
             is_first: Whether this is the first time.
         """
         found = self.store.find_all(identity).values()
-        self._sizes = {info.key: info.nbytes for info in (*found, *_listed(self.store))}
+        there = filter(_is_whole, (*found, *_listed(self.store)))
+        self._sizes = {info.key: info.nbytes for info in there}
         self._doubtful = set()
         payloads, missing = self._compare_payloads(source, first)
         if is_first or self.is_torn or not self._has_newest():
@@ -198,8 +203,8 @@ class MirrorContents:
         unproven = self._unproven()
         recorded = {version: False for _, version in unproven}
         records = {}
-        there = self._noted(self.store.list(EDGE_PREFIX), recorded)
-        for info, is_there in compared(source.list(EDGE_PREFIX), there):
+        edges = self._noted(filter(_is_whole, self.store.list(EDGE_PREFIX)), recorded)
+        for info, is_there in compared(source.list(EDGE_PREFIX), edges):
             if not is_there:
                 missing[info.key] = info.nbytes
             if not is_there or version_of(info.key) in healed:
@@ -234,7 +239,7 @@ class MirrorContents:
         missing = {}
 
         def noted() -> Iterator[ObjectInfo]:
-            for info in self.store.list(MANIFEST_PREFIX):
+            for info in filter(_is_whole, self.store.list(MANIFEST_PREFIX)):
                 self.add(info.key, 0)
                 yield info
 
@@ -245,14 +250,16 @@ class MirrorContents:
         return missing
 
     def _has_newest(self) -> bool:
-        return not self._end or self.store.find(manifest_key(self._end - 1)) is not None
+        found = self.store.find(manifest_key(self._end - 1)) if self._end else None
+        return not self._end or (found is not None and _is_whole(found))
 
     def _check_manifests(self) -> None:
         """List the manifests of some versions of the mirror, to find those that were lost."""
         start = self._checked if self._checked < self._end else 0
         versions = range(start, min(start + 10**DIGITS, self._end))
         self._checked = start + 10**DIGITS
-        there = {version_of(info.key) for info in self.store.list(manifest_prefix(start, DIGITS))}
+        listed = filter(_is_whole, self.store.list(manifest_prefix(start, DIGITS)))
+        there = {version_of(info.key) for info in listed}
         self._gaps.difference_update(versions)
         self._gaps.update(version for version in versions if version not in there)
 
@@ -297,6 +304,10 @@ def compared(
         yield info, (other is not None and (other.key, other.nbytes) == (info.key, info.nbytes))
     for _ in there:
         pass
+
+
+def _is_whole(info: ObjectInfo) -> bool:
+    return info.nbytes > 0 or is_payload(info.key)  # pruning deletes any payload
 
 
 def _listed(store: Store) -> Iterator[ObjectInfo]:

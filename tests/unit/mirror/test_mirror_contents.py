@@ -9,7 +9,11 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
+from deltachain.chain import tags
+from deltachain.chain.chain import Chain
 from deltachain.format.keys import (
+    HEAD_KEY,
+    MIRROR_KEY,
     PAYLOADS,
     edge_key,
     manifest_key,
@@ -17,9 +21,12 @@ from deltachain.format.keys import (
     prune_key,
     version_of,
 )
+from deltachain.mirror import Mirror
+from deltachain.mirror import mirror as loop
 from deltachain.mirror.contents import MirrorContents
 from deltachain.mirror.plan import is_payload
 from deltachain.store import MemoryStore, Store
+from tests.unit.mirror.conftest import Grow, copy_of
 
 IDENTITY = ("chain.json", "table.json")
 
@@ -44,6 +51,8 @@ def some_stores(seed: int, versions: int) -> tuple[MemoryStore, MemoryStore]:
             mirror.put(info.key, source.get(info.key))
         elif random.random() < 0.3 and is_payload(info.key):
             mirror.put(info.key, b"torn by a write that was cut")
+        elif random.random() < 0.5 and not is_payload(info.key):
+            mirror.put(info.key, b"")  # left by a writer that was killed
     for info in list(source.list()):
         if random.random() < 0.05 and not info.key.startswith("manifests/"):
             source.delete(info.key)
@@ -55,8 +64,9 @@ def sizes(store: Store) -> dict[str, int]:
 
 
 def expected(source: Mapping[str, int], there: Mapping[str, int], first: int) -> dict[str, object]:
-    """The comparison as FORMAT.md has it, from all keys at once."""
+    """The comparison as FORMAT.md has it, from all keys at once; what is empty is absent."""
     head = max(version_of(key) or 0 for key in source if key.startswith("manifests/"))
+    there = {key: nbytes for key, nbytes in there.items() if nbytes}
     missing = {
         key: nbytes
         for key, nbytes in source.items()
@@ -99,7 +109,7 @@ def test_the_first_comparison_is_that_of_all_keys(seed: int, first: int) -> None
     given |= {"versions": tuple(found.versions), "records": set(found.records)}
     assert given == wanted
     lacking = {key for key, nbytes in sizes(source).items() if contents.lacks(key, nbytes)}
-    held = {key for key in sizes(mirror) if version_of(key) is None or not is_payload(key)}
+    held = {key for key, nbytes in sizes(mirror).items() if nbytes and not is_payload(key)}
     assert {key for key in lacking if key.startswith("manifests/")} == {
         key for key in sizes(source) if key.startswith("manifests/") and key not in held
     }
@@ -123,6 +133,7 @@ def test_a_lost_manifest_is_found_by_the_comparison_that_lists_its_thousand() ->
     contents.compare(source, first=0, head=2499, identity=IDENTITY, is_first=True)
     for version in (7, 1003, 2400):
         mirror.delete(manifest_key(version))
+    mirror.put(manifest_key(1003), b"")  # of a writer that was killed
     assert [lost() for _ in range(3)] == [(7,), (7, 1003), (7, 1003, 2400)]
     assert contents.newest == 6
     for version in (7, 1003, 2400):
@@ -172,3 +183,26 @@ def held_by(versions: int) -> int:
 
 def test_the_memory_of_a_comparison_does_not_grow_with_the_versions() -> None:
     assert held_by(8000) < held_by(2000) + 2000
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_documents_that_a_killed_writer_left_empty_are_copied_again(
+    source: MemoryStore,
+    mirror_store: MemoryStore,
+    grow: Grow,
+    restarts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "SURVEY", 1)
+    grow(20)
+    chain = Chain.open(source)
+    tags.set_(chain, "best", chain.read(3), time=1.0)
+    mirror = Mirror(source, mirror_store)
+    list(mirror.catch_up())
+    whole = copy_of(mirror_store)
+    for key in whole:
+        if not key.startswith(PAYLOADS) and key not in (MIRROR_KEY, HEAD_KEY):
+            mirror_store.put(key, b"")
+    mirror = Mirror(source, mirror_store) if restarts else mirror
+    list(mirror.catch_up())
+    assert copy_of(mirror_store) == whole
