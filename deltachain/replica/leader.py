@@ -65,7 +65,8 @@ class Leader:
         staged: The staged apply; ``None`` for none.
         ended: Reason why following has ended; empty if it has not.
         caught_up: Whether the replica was at the head once.
-        engine_watch: Regular questions to the engine, once :meth:`start` has returned.
+        engine_watch: Regular questions to the engine, from the end of :meth:`start` or the
+            beginning of :meth:`follow` on.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class Leader:
         self._takes_over = takes_over
         self._stop = Event()
         self._thread: Thread | None = None
+        self._watching: Thread | None = None
 
     def start(self) -> None:
         """Catch up with the head, then follow the chain if the settings say so.
@@ -116,7 +118,7 @@ class Leader:
             )
         if self.settings.follow and not self.ended:
             self._thread = _in_a_thread(self._follow, "deltachain-follow")
-        _in_a_thread(self._watch, "deltachain-engine-watch")
+        self._watch_engine()
 
     def end(self) -> None:
         """Request the follower to stop soon; may be called from a signal handler."""
@@ -272,6 +274,7 @@ class Leader:
         Raises:
             DeltaChainError: An error that only an operator can resolve.
         """
+        self._watch_engine()
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
         except (GeneratorExit, KeyboardInterrupt):  # the caller ends it
@@ -287,6 +290,10 @@ class Leader:
                 pass  # logged by the subscriber, and part of the status
         except BaseException:  # also a panic in an extension
             logger.exception("following %s ended", redacted_url(self.settings.subscribe.url))
+
+    def _watch_engine(self) -> None:
+        if self._watching is None:
+            self._watching = _in_a_thread(self._watch, "deltachain-engine-watch")
 
     def _watch(self) -> None:
         try:

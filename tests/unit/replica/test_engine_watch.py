@@ -125,6 +125,16 @@ def test_a_leader_that_was_replaced_says_so_without_being_called(here: Followed)
         assert other.status().ready
 
 
+def test_an_engine_is_watched_too_where_the_caller_follows(here: Followed) -> None:
+    with led(here) as leader:
+        leader.engine_watch = EngineWatch(leader.target, lambda: False, every_s=EVERY_S)
+        here.publish(1)
+        following = leader.follow()
+        next(following)
+        here.engine.faults.dies["status"] = False
+        assert not has(leader, "the engine has not answered for").ready
+
+
 def test_a_sleeping_engine_is_not_asked(here: Followed) -> None:
     with watched(here) as leader:
         leader.released = frozenset({"weights"})
