@@ -17,6 +17,9 @@ from deltachain.replica.target import ReplicaTarget
 EVERY_S: Final = 5.0
 """Seconds between two questions, which every rank answers between two steps of the engine."""
 
+EVERY_S_IF_PAUSED: Final = 0.5
+"""The same while another client's pause keeps a replica from being ready."""
+
 MAX_SILENCE_S: Final = 60.0
 """Seconds without an answer after which a replica is not ready; longer than an engine's step."""
 
@@ -57,8 +60,13 @@ class EngineWatch:
         Raises:
             LeaderReplacedError: Another leader has attached the ranks since.
         """
-        while not stop.wait(self._every_s):
+        self._ask()
+        while not stop.wait(self._wait_s):
             self._ask()
+
+    @property
+    def _wait_s(self) -> float:
+        return min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
 
     def _ask(self) -> None:
         if self._is_asleep():

@@ -177,10 +177,12 @@ def test_a_rollback_stays_until_it_is_released(replica: Replica) -> None:
 def test_what_others_paused_stays_paused_through_an_update(replica: Replica) -> None:
     server, new = replica.server, replica.trainer.step()
     server.halt()
-    server.update(new)
+    status = server.update(new)
+    assert (status["ready"], status["reason"]) == (False, "paused by another client")
     assert server.paused()
     server.go_on()
     assert replica.holds(new)
+    server.wait_for(lambda status: status["ready"])
     assert replica.serves(new)
 
 

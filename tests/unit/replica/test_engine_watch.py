@@ -93,6 +93,16 @@ def test_an_engine_that_another_client_paused_is_not_ready(here: Followed) -> No
         assert not has(leader, "").paused
 
 
+def test_an_engine_that_another_client_paused_is_asked_often(here: Followed) -> None:
+    with led(here) as leader:
+        leader.engine_watch = EngineWatch(leader.target, lambda: False, every_s=3600)
+        here.engine.paused = True
+        leader.start()
+        assert has(leader, "paused by another client").paused
+        here.engine.paused = False
+        assert not has(leader, "").paused
+
+
 def test_resuming_by_our_route_counts_at_once(here: Followed) -> None:
     with watched(here) as leader:
         here.engine.paused = True
