@@ -62,7 +62,7 @@ from deltachain.replica.spool import Spool, SpoolIndex
 from deltachain.replica.stage_calls import StageCalls
 from deltachain.replica.unused_state import UnusedState, unused_state
 from deltachain.subscribe.proof import check_whole, judge
-from deltachain.subscribe.targets.base import HeldVersion, Prepared
+from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.types import StateDigest, TensorSpec, Version
 
 SHOWN: Final = 20
@@ -71,7 +71,7 @@ SHOWN: Final = 20
 logger = logging.getLogger(__name__)
 
 
-class ReplicaTarget:
+class ReplicaTarget(Target):
     """All ranks of an engine, as one target.
 
     Args:

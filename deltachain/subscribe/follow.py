@@ -153,7 +153,9 @@ def _poll(
 
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
     """Poll once for a new version and apply it; one request to the store if there is none."""
-    chain, held = subscriber.chain, subscriber.held
+    chain = subscriber.chain
+    subscriber.scrub(if_altered=True)
+    held = subscriber.held
     if held is None:
         return subscriber.update()
     if subscriber.pinned:

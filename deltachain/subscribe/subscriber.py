@@ -159,6 +159,7 @@ class Subscriber(Closeable):
             StoreError: The store failed.
         """
         chain = self.chain
+        self.scrub(if_altered=True)
         with self._writing:  # a concurrent rollback changes all three
             last, held, generation, pinned = self._held, self.held, self._generation, self.pinned
         if pinned and last is not None:
@@ -305,15 +306,15 @@ class Subscriber(Closeable):
         """Wake :meth:`follow`, so that it polls at once."""
         self.told.set()
 
-    def scrub(self) -> bool:
+    def scrub(self, *, if_altered: bool = False) -> bool:
         """Verify the state digest of the live bits; poison the target if it differs.
 
-        The target must not be written to meanwhile. Returns whether the digest matches.
+        The target must not be written to meanwhile. Returns whether the digest matches. With
+        ``if_altered``, only a target that someone else may have written to is read.
         """
         with self._writing:
-            held = self.held
-            if held is None:
-                return False
+            if (held := self.held) is None or (if_altered and not self.target.is_altered()):
+                return held is not None
             if str(self.target.state()) != held.state:
                 logger.error("the target was modified: it no longer holds version %d", held.version)
                 self._poison()

@@ -88,6 +88,13 @@ class Target(Protocol):
         ``None`` if there are none, or if tied weights are not equal.
         """
 
+    def is_altered(self) -> bool:
+        """Return whether someone else may have written since the last ``state`` or ``swap``.
+
+        Costs microseconds, and is not a proof: ``state`` is.
+        """
+        return False
+
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Prepared:

@@ -82,6 +82,7 @@ class FolderTarget(PatchedTarget):
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._live: dict[str, list[FileBits]] = {}
+        self._stamps: Mapping[Path, tuple[int, ...]] = {}
         self._unlock: weakref.finalize[..., FolderTarget] | None = None
         self._made = False
 
@@ -101,6 +102,7 @@ class FolderTarget(PatchedTarget):
             remove_partials(self.folder, ".*.safetensors.*", f".{HELD_FILE}.*")
             self._map()
             self._recover()
+            self._stamps = self._stamped()
 
     def close(self) -> None:
         """Release the folder for other processes; closing twice is allowed.
@@ -173,7 +175,20 @@ class FolderTarget(PatchedTarget):
         if not self._live:
             return None
         with explained(self.folder), Pool(cores()) as pool:
+            stamps = self._stamped()
+            if stamps != self._stamps:
+                self._map()  # another file may lay out its tensors differently
+                self._stamps = stamps
             return sum_states(self.ordered(pool, self._state_of, self._specs))
+
+    @override
+    def is_altered(self) -> bool:
+        with explained(self.folder):
+            return self._stamped() != self._stamps
+
+    def _stamped(self) -> Mapping[Path, tuple[int, ...]]:
+        stats = {file: file.stat() for file in self._files()}
+        return {file: (s.st_ino, s.st_size, s.st_mtime_ns) for file, s in stats.items()}
 
     def _state_of(self, name: str) -> StateDigest | None:
         """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
@@ -213,6 +228,7 @@ class FolderTarget(PatchedTarget):
         try:
             if not self._live:
                 self._create(patches, held)
+                self._stamps = self._stamped()
                 return
             if any(_is_shared(file) for file in self._files()):  # a backup since the last swap
                 self._map()
@@ -227,6 +243,7 @@ class FolderTarget(PatchedTarget):
             ) from exc
         try:
             self._replay(seal)
+            self._stamps = self._stamped()
         except (OSError, FormatError) as exc:
             raise _stopped(self.folder, exc) from exc
 

@@ -1,0 +1,141 @@
+"""Weights files that another process changes while a folder is followed: seen at the next look."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from deltachain.errors import TensorMismatchError
+from deltachain.publish import Publisher
+from deltachain.subscribe import Subscriber
+from deltachain.subscribe.targets.folder import FolderTarget
+from deltachain.testing.models import TinyModel
+
+Subscribe = Callable[..., Subscriber]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "folder"
+
+
+def weights(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def holds(folder: Path, model: TinyModel) -> bool:
+    found, expected = load_file(weights(folder)), model.state_dict()
+    del expected["head.weight"]  # tied: stored as embed.weight
+    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+def in_place(folder: Path) -> None:
+    """Change one byte of a tensor that later deltas do not touch."""
+    time.sleep(0.05)  # more than the steps in which file systems count time
+    with weights(folder).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+
+
+def replaced(folder: Path) -> None:
+    """Put another file of the same tensors, in another order, in its place."""
+    tensors = {name: torch.zeros_like(one) for name, one in load_file(weights(folder)).items()}
+    tensors["zzz"] = torch.zeros(1000)  # an own tensor of whoever wrote it
+    save_file(dict(reversed(tensors.items())), folder / "new")
+    (folder / "new").replace(weights(folder))
+
+
+CHANGES = pytest.mark.parametrize("change", [in_place, replaced])
+
+
+@CHANGES
+def test_a_changed_file_is_healed_though_no_version_is_new(
+    publisher: Publisher,
+    model: TinyModel,
+    folder: Path,
+    subscribe: Subscribe,
+    change: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    subscriber, stop = subscribe(folder, poll_s=0.01), Event()
+    subscriber.update()
+    thread = Thread(target=lambda: list(subscriber.follow(stop=stop)))
+    thread.start()
+    try:
+        change(folder)
+        deadline = time.monotonic() + 60
+        while subscriber.target.is_altered() or not holds(folder, model):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        stop.set()
+        thread.join()
+    assert subscriber.version == publisher.version
+    assert "the target was modified" in caplog.text
+
+
+@CHANGES
+def test_a_changed_file_is_healed_by_the_next_update(
+    publish: Callable[..., None],
+    model: TinyModel,
+    folder: Path,
+    subscribe: Subscribe,
+    change: Callable[[Path], None],
+) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    change(folder)
+    subscriber.update()
+    assert holds(folder, model)
+    change(folder)
+    publish(1)
+    subscriber.update()
+    assert holds(folder, model)
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_file_of_another_model_is_named_and_left_alone(
+    folder: Path, subscribe: Subscribe
+) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    save_file(TinyModel(width=32).frozen.state_dict(), weights(folder))
+    theirs = weights(folder).read_bytes()
+    with pytest.raises(TensorMismatchError):
+        subscriber.update()
+    assert weights(folder).read_bytes() == theirs
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_backup_by_hard_links_is_no_change(
+    folder: Path, subscribe: Subscribe, caplog: pytest.LogCaptureFixture
+) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    shutil.copytree(folder, folder.parent / "backup", copy_function=os.link)
+    with mock.patch.object(FolderTarget, "state", side_effect=AssertionError):
+        subscriber.update()
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_touched_file_is_read_once(folder: Path, subscribe: Subscribe) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    time.sleep(0.05)  # more than the steps in which file systems count time
+    weights(folder).touch()
+    assert subscriber.target.is_altered()
+    assert subscriber.update() is None
+    assert not subscriber.target.is_altered()
