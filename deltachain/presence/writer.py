@@ -6,8 +6,10 @@ import logging
 import platform
 import random
 import re
+import secrets
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from threading import Event, Thread
 from types import TracebackType
@@ -19,7 +21,7 @@ from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError
 from deltachain.figures import Figure, figures
 from deltachain.format.digest import object_digest
-from deltachain.presence.record import PresenceRecord, encode_record
+from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import Capabilities, open_store
@@ -47,6 +49,8 @@ def interval_s(capabilities: Capabilities) -> float:
 def record_key(engine: str, place: str) -> str:
     """Return the key of a replica's record, the same whenever it starts again.
 
+    Two replicas of one host name, kind and place have the same key; see :class:`PresenceWriter`.
+
     Args:
         engine: What the replica is: ``vllm/0.32.0``, ``follow``, ``mirror``.
         place: What it has for itself on its machine: an address, a folder, a destination.
@@ -63,6 +67,9 @@ class PresenceWriter(Closeable):
     removes the record, or marks it where nothing may be deleted. An end by an error leaves the
     reason in it.
 
+    If another living replica writes the same record, it goes on with a record of its own, and logs
+    that once. Only who may read the record notices it.
+
     Args:
         url: URL of the records; each replica has one object of its own there.
         status: Returns the status of the replica, from memory; called in the writer's thread.
@@ -72,7 +79,7 @@ class PresenceWriter(Closeable):
         every_s: Seconds between two writes; by default what the store's budget allows.
 
     Attributes:
-        key: Key of its record.
+        key: Key of its record; another one once a second replica of the same key is noticed.
         every_s: Seconds between two writes, on average.
 
     Raises:
@@ -97,6 +104,7 @@ class PresenceWriter(Closeable):
         self.every_s = every_s or interval_s(self._store.capabilities)
         self._failures = 0
         self._written_at: float | None = None
+        self._times: deque[float] = deque(maxlen=100)  # of its records, also if a reply was lost
         self._has_failed = False
         self._reason = ""
         self._stop = Event()
@@ -160,14 +168,29 @@ class PresenceWriter(Closeable):
         self._has_failed = True
 
     def _write(self, ended: str | None = None) -> None:
+        if self._is_shared():
+            key, self.key = self.key, self.key.replace(".json", f"-{secrets.token_hex(4)}.json")
+            logger.warning("another replica writes the presence %s: this one is %s", key, self.key)
         status, now = self._status(), time.time()
         software = {"deltachain": __version__, "python": platform.python_version()}
         name, _, version = status.engine.partition("/")
         if version:
             software[name] = version
         record = PresenceRecord(time=now, status=status, software=software, ended=ended)
+        self._times.append(now)
         self._store.put(self.key, encode_record(record))
         self._written_at = now
+
+    def _is_shared(self) -> bool:
+        """Whether another replica has written the record since this one did."""
+        if not self._times:
+            return False  # it may be of the last start
+        try:
+            data = self._store.get(self.key, limit=LARGEST)
+            written_at = parse_record(data, self.key).time
+        except DeltaChainError:  # it may write only
+            return False
+        return written_at > self._times[0] and written_at not in self._times
 
     def _leave(self) -> None:
         if self._reason:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from threading import Event, Semaphore
+from unittest import mock
 
 import pytest
 
@@ -70,6 +72,40 @@ def test_it_is_written_again_and_again_and_removed_at_the_end(
         assert found.ended is None
     assert records(store) == []
     made.close()  # again
+
+
+def test_two_replicas_of_one_host_name_and_place_have_a_record_each(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = [Source(), Source()]
+    with writer(sources[0], every_s=0.01) as one, writer(sources[1], every_s=0.01) as other:
+        deadline = time.monotonic() + 60
+        while one.key == other.key:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for source in sources:
+            source.wait(10)
+        assert len({info.key for info in store.list()} | {one.key, other.key}) == 2
+        (logged,) = caplog.messages
+        assert logged.startswith("another replica writes the presence ")
+    assert records(store) == []
+
+
+def test_one_that_starts_again_keeps_its_record(store: FaultyStore) -> None:
+    source = Source()
+    first = writer(source, every_s=0.01)
+    source.wait(3)
+    first.fail("another start follows")
+    with writer(source, every_s=0.01) as again:
+        source.wait(10)
+        assert [info.key for info in store.list()] == [first.key] == [again.key]
+
+
+def test_one_that_may_not_read_its_record_renews_it(store: FaultyStore, source: Source) -> None:
+    refused = StorePermissionError("no right to read")
+    with mock.patch.object(store, "get", side_effect=refused), writer(source, every_s=0.01) as made:
+        source.wait(4)
+        assert not made._failures
 
 
 def test_an_error_leaves_its_reason(store: FaultyStore, source: Source) -> None:
