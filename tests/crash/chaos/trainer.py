@@ -79,6 +79,7 @@ def train(url: str, base: Path, folder: Path) -> None:
     config = PublishConfig(
         url=url,
         when_busy="wait",
+        take_over=True,
         anchor_every=64,
         continue_reverted=True,
         metadata={SESSION: session},
