@@ -175,10 +175,7 @@ class FolderTarget(PatchedTarget):
         if not self._live:
             return None
         with explained(self.folder), Pool(cores()) as pool:
-            stamps = self._stamped()
-            if stamps != self._stamps:
-                self._map()  # another file may lay out its tensors differently
-                self._stamps = stamps
+            self._map_if_altered()
             return sum_states(self.ordered(pool, self._state_of, self._specs))
 
     @override
@@ -189,6 +186,15 @@ class FolderTarget(PatchedTarget):
     def _stamped(self) -> Mapping[Path, tuple[int, ...]]:
         stats = {file: file.stat() for file in self._files()}
         return {file: (s.st_ino, s.st_size, s.st_mtime_ns) for file, s in stats.items()}
+
+    def _map_if_altered(self) -> bool:
+        """Map the files again if someone else wrote them: others may order tensors differently."""
+        stamps = self._stamped()
+        if stamps == self._stamps:
+            return False
+        self._map()
+        self._stamps = stamps
+        return True
 
     def _state_of(self, name: str) -> StateDigest | None:
         """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
@@ -201,6 +207,9 @@ class FolderTarget(PatchedTarget):
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
         """Stage a plan, and fail early if the disk is too small; see :class:`Target`."""
+        if base is None:
+            with explained(self.folder):
+                self._map_if_altered()
         staged = super().stage(fetched, base=base, state=state, budget=budget)
         if not self._live:
             with explained(self.folder):
@@ -225,6 +234,13 @@ class FolderTarget(PatchedTarget):
 
     @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
+        with explained(self.folder):
+            if self._map_if_altered():
+                raise PoisonedError(
+                    f"{self.folder}: another process changed its weights files while version "
+                    f"{held.version} was staged; nothing was written",
+                    version=held.version,
+                )
         try:
             if not self._live:
                 self._create(patches, held)
@@ -243,9 +259,11 @@ class FolderTarget(PatchedTarget):
             ) from exc
         try:
             self._replay(seal)
-            self._stamps = self._stamped()
         except (OSError, FormatError) as exc:
             raise _stopped(self.folder, exc) from exc
+        finally:
+            with suppress(OSError):
+                self._stamps = self._stamped()
 
     def _create(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Create the weights file of a folder without one, with one patch in memory at a time."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import PoisonedError, TensorMismatchError
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -101,6 +101,29 @@ def test_a_changed_file_is_healed_by_the_next_update(
     assert holds(folder, model)
     change(folder)
     publish(1)
+    subscriber.update()
+    assert holds(folder, model)
+
+
+@CHANGES
+def test_a_file_that_is_changed_while_a_version_is_staged_is_not_written_to(
+    publish: Callable[..., None],
+    model: TinyModel,
+    folder: Path,
+    subscribe: Subscribe,
+    change: Callable[[Path], None],
+) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    publish(1)
+    staged = subscriber.stage()
+    assert staged is not None
+    change(folder)
+    theirs = weights(folder).read_bytes()
+    with pytest.raises(PoisonedError, match="another process changed its weights files"):
+        subscriber.swap(staged)
+    assert weights(folder).read_bytes() == theirs
+    assert subscriber.version is None
     subscriber.update()
     assert holds(folder, model)
 
