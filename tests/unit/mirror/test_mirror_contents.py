@@ -182,7 +182,8 @@ def held_by(versions: int) -> int:
 
 
 def test_the_memory_of_a_comparison_does_not_grow_with_the_versions() -> None:
-    assert held_by(8000) < held_by(2000) + 2000
+    a_byte_each = 6000  # more than other threads of the test process allocate meanwhile
+    assert held_by(8000) < held_by(2000) + a_byte_each
 
 
 @pytest.mark.parametrize("restarts", [False, True])
