@@ -172,10 +172,10 @@ class FolderTarget(PatchedTarget):
 
     def state(self) -> StateDigest | None:
         """Recompute the state digest from the files; see :class:`Target`."""
-        if not self._live:
-            return None
         with explained(self.folder), Pool(cores()) as pool:
             self._map_if_altered()
+            if not self._live:
+                return None
             return sum_states(self.ordered(pool, self._state_of, self._specs))
 
     @override
@@ -184,8 +184,12 @@ class FolderTarget(PatchedTarget):
             return self._stamped() != self._stamps
 
     def _stamped(self) -> Mapping[Path, tuple[int, ...]]:
-        stats = {file: file.stat() for file in self._files()}
-        return {file: (s.st_ino, s.st_size, s.st_mtime_ns) for file, s in stats.items()}
+        stamps = {}
+        for file in self._files():
+            with suppress(FileNotFoundError):
+                found = file.stat()
+                stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
+        return stamps
 
     def _map_if_altered(self) -> bool:
         """Map the files again if someone else wrote them: others may order tensors differently."""
@@ -319,15 +323,18 @@ class FolderTarget(PatchedTarget):
     def _map(self) -> None:
         """Map every tensor of the chain in the folder's files, tied ones at every place."""
         if not any(self.folder.glob("*.safetensors")):
+            self._live = {}
             return
         checkpoint = Checkpoint(self.folder)
         for file in checkpoint.paths:
             _unshare(file)
             fill_holes(file)  # on an in-memory file system, even reading a hole takes space
+        live = {}
         for name, spec in self._specs.items():
             names = [name, *(alias for alias, of in self._aliases.items() if of == name)]
             found = [n for n in names if n in checkpoint.specs]
-            self._live[name] = list(self._places(checkpoint, spec, found))
+            live[name] = list(self._places(checkpoint, spec, found))
+        self._live = live
 
     def _places(
         self, checkpoint: Checkpoint, spec: TensorSpec, names: list[str]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltachain.errors import PoisonedError, TensorMismatchError
+from deltachain.errors import MalformedError, PoisonedError, TensorMismatchError
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -57,7 +57,11 @@ def replaced(folder: Path) -> None:
     (folder / "new").replace(weights(folder))
 
 
-CHANGES = pytest.mark.parametrize("change", [in_place, replaced])
+def deleted(folder: Path) -> None:
+    weights(folder).unlink()
+
+
+CHANGES = pytest.mark.parametrize("change", [in_place, replaced, deleted])
 
 
 @CHANGES
@@ -76,7 +80,10 @@ def test_a_changed_file_is_healed_though_no_version_is_new(
     try:
         change(folder)
         deadline = time.monotonic() + 60
-        while subscriber.target.is_altered() or not holds(folder, model):
+        while not weights(folder).exists() or subscriber.target.is_altered():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while not holds(folder, model):
             assert time.monotonic() < deadline
             time.sleep(0.01)
     finally:
@@ -119,10 +126,10 @@ def test_a_file_that_is_changed_while_a_version_is_staged_is_not_written_to(
     staged = subscriber.stage()
     assert staged is not None
     change(folder)
-    theirs = weights(folder).read_bytes()
+    theirs = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
     with pytest.raises(PoisonedError, match="another process changed its weights files"):
         subscriber.swap(staged)
-    assert weights(folder).read_bytes() == theirs
+    assert {file.name: file.read_bytes() for file in folder.glob("*.safetensors")} == theirs
     assert subscriber.version is None
     subscriber.update()
     assert holds(folder, model)
@@ -139,6 +146,21 @@ def test_a_file_of_another_model_is_named_and_left_alone(
     with pytest.raises(TensorMismatchError):
         subscriber.update()
     assert weights(folder).read_bytes() == theirs
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_file_that_was_cut_is_named_until_it_is_back(
+    folder: Path, subscribe: Subscribe, model: TinyModel
+) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    whole = weights(folder).read_bytes()
+    os.truncate(weights(folder), 1000)
+    with pytest.raises(MalformedError, match=r"model\.safetensors"):
+        subscriber.update()
+    weights(folder).write_bytes(whole)
+    subscriber.update()
+    assert holds(folder, model)
 
 
 @pytest.mark.usefixtures("publisher")
