@@ -6,6 +6,7 @@ process with SIGBUS, whereas a call fails with an error.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ class FileBits:
 
     def __init__(self, file: Path, offset: int, spec: TensorSpec) -> None:
         self.file = file
+        self._inode = file.stat().st_ino
         self._range = FileRange(file, offset)
         self._spec = spec
 
@@ -77,12 +79,14 @@ class FileBits:
             new: New bits of these elements.
 
         Raises:
-            OSError: The disk is full, gone, or may not be written to, or the file is now a link.
+            OSError: The disk is full, gone, or may not be written to, or another file is there.
         """
         if not new.size:
             return
         descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "r+b", buffering=0) as out:
+            if os.fstat(descriptor).st_ino != self._inode:
+                raise OSError(errno.ESTALE, "another file was put in its place", str(self.file))
             if indices is None:
                 self._write(out.fileno(), 0, new)
                 return

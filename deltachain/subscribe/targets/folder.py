@@ -51,6 +51,7 @@ from deltachain.subscribe.targets.journal import Journal, Seal
 from deltachain.subscribe.targets.live import WholeTensor, state_of, sum_states
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, prepare
+from deltachain.subscribe.targets.stamps import Stamps, are_same_files, stamps_of
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
@@ -82,7 +83,7 @@ class FolderTarget(PatchedTarget):
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._live: dict[str, list[FileBits]] = {}
-        self._stamps: Mapping[Path, tuple[int, ...]] = {}
+        self._stamps: Stamps | None = {}  # None: as if someone else had written
         self._unlock: weakref.finalize[..., FolderTarget] | None = None
         self._made = False
 
@@ -183,13 +184,13 @@ class FolderTarget(PatchedTarget):
         with explained(self.folder):
             return self._stamped() != self._stamps
 
-    def _stamped(self) -> Mapping[Path, tuple[int, ...]]:
-        stamps = {}
-        for file in self._files():
-            with suppress(FileNotFoundError):
-                found = file.stat()
-                stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
-        return stamps
+    def _stamped(self) -> Stamps:
+        return stamps_of(self._files())
+
+    def _wrote(self, before: Stamps) -> None:
+        """Take the files as they are after a write, unless they are others than before it."""
+        after = self._stamped()
+        self._stamps = after if are_same_files(before, after) else None
 
     def _map_if_altered(self) -> bool:
         """Map the files again if someone else wrote them: others may order tensors differently."""
@@ -238,21 +239,17 @@ class FolderTarget(PatchedTarget):
 
     @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        with explained(self.folder):
-            if self._map_if_altered():
-                raise PoisonedError(
-                    f"{self.folder}: another process changed its weights files while version "
-                    f"{held.version} was staged; nothing was written",
-                    version=held.version,
-                )
         try:
+            self._refuse_altered(held)
             if not self._live:
-                self._create(patches, held)
-                self._stamps = self._stamped()
+                self._wrote(self._create(patches, held))
                 return
             if any(_is_shared(file) for file in self._files()):  # a backup since the last swap
                 self._map()
+                self._stamps = self._stamped()
             seal = self._journal.write(patches, held)
+            before = self._stamped()
+            self._refuse_altered(held)
         except (OSError, FormatError, ConfigError) as exc:
             self._journal.clear()
             raise PartialApplyError(
@@ -266,10 +263,20 @@ class FolderTarget(PatchedTarget):
         except (OSError, FormatError) as exc:
             raise _stopped(self.folder, exc) from exc
         finally:
+            self._stamps = None
             with suppress(OSError):
-                self._stamps = self._stamped()
+                self._wrote(before)
 
-    def _create(self, patches: Iterable[Patch], held: HeldVersion) -> None:
+    def _refuse_altered(self, held: HeldVersion) -> None:
+        if self._map_if_altered():
+            self._journal.clear()
+            raise PoisonedError(
+                f"{self.folder}: another process changed its weights files while version "
+                f"{held.version} was staged; nothing was written",
+                version=held.version,
+            )
+
+    def _create(self, patches: Iterable[Patch], held: HeldVersion) -> Stamps:
         """Create the weights file of a folder without one, with one patch in memory at a time."""
         file = weights_file(self._specs)
         absent = set(self._specs)
@@ -282,10 +289,11 @@ class FolderTarget(PatchedTarget):
                 absent.discard(patch.spec.name)
             if absent:
                 raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
-            self._remember(
-                held.chain, held
-            )  # before the weights appear: without them it has no effect
+            # Before the weights appear: without them it has no effect.
+            self._remember(held.chain, held)
+            made = stamps_of([partial])[partial]
         self._map()
+        return {self.folder / file: made}
 
     def _recover(self) -> None:
         """Finish an interrupted swap; remove an incomplete journal."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltachain.errors import MalformedError, PoisonedError, TensorMismatchError
+from deltachain.filebits import FileBits
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -184,3 +186,28 @@ def test_a_touched_file_is_read_once(folder: Path, subscribe: Subscribe) -> None
     assert subscriber.target.is_altered()
     assert subscriber.update() is None
     assert not subscriber.target.is_altered()
+
+
+@pytest.mark.parametrize("change", [replaced, deleted])
+def test_a_file_that_is_changed_while_it_is_written_to_is_healed(
+    publish: Callable[..., None],
+    model: TinyModel,
+    folder: Path,
+    subscribe: Subscribe,
+    change: Callable[[Path], None],
+) -> None:
+    subscriber = subscribe(folder)
+    subscriber.update()
+    publish(1)
+    changes = iter([change])
+    put = FileBits.put
+
+    def changed_before(place: FileBits, *bits: Any) -> None:
+        for one in changes:
+            one(folder)
+        put(place, *bits)
+
+    with mock.patch.object(FileBits, "put", changed_before), pytest.raises(PoisonedError):
+        subscriber.update()
+    subscriber.update()
+    assert holds(folder, model)
