@@ -85,7 +85,7 @@ class FileBits:
             return
         descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         with os.fdopen(descriptor, "r+b", buffering=0) as out:
-            if os.fstat(descriptor).st_ino != self._inode:
+            if os.fstat(descriptor).st_ino != self._inode:  # its tensors may lie elsewhere
                 raise OSError(errno.ESTALE, "another file was put in its place", str(self.file))
             if indices is None:
                 self._write(out.fileno(), 0, new)

@@ -67,8 +67,8 @@ class PresenceWriter(Closeable):
     removes the record, or marks it where nothing may be deleted. An end by an error leaves the
     reason in it.
 
-    If another living replica writes the same record, it goes on with a record of its own, and logs
-    that once. Only who may read the record notices it.
+    If another running replica writes the same record, this one renews another record from then on,
+    and logs a warning. Without the right to read the record it cannot notice that.
 
     Args:
         url: URL of the records; each replica has one object of its own there.
@@ -79,7 +79,7 @@ class PresenceWriter(Closeable):
         every_s: Seconds between two writes; by default what the store's budget allows.
 
     Attributes:
-        key: Key of its record; another one once a second replica of the same key is noticed.
+        key: Key of its record; changes if another replica writes the same record.
         every_s: Seconds between two writes, on average.
 
     Raises:
@@ -188,7 +188,7 @@ class PresenceWriter(Closeable):
         try:
             data = self._store.get(self.key, limit=LARGEST)
             written_at = parse_record(data, self.key).time
-        except DeltaChainError:  # it may write only
+        except DeltaChainError:  # without the right to read, for example
             return False
         return written_at > self._times[0] and written_at not in self._times
 

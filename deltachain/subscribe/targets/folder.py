@@ -83,7 +83,7 @@ class FolderTarget(PatchedTarget):
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._live: dict[str, list[FileBits]] = {}
-        self._stamps: Stamps | None = {}  # None: as if someone else had written
+        self._stamps: Stamps | None = {}  # None: to be mapped and read again
         self._unlock: weakref.finalize[..., FolderTarget] | None = None
         self._made = False
 
@@ -193,7 +193,7 @@ class FolderTarget(PatchedTarget):
         self._stamps = after if are_same_files(before, after) else None
 
     def _map_if_altered(self) -> bool:
-        """Map the files again if someone else wrote them: others may order tensors differently."""
+        """Map the files again if another process changed them; return whether it did."""
         stamps = self._stamped()
         if stamps == self._stamps:
             return False
@@ -258,16 +258,15 @@ class FolderTarget(PatchedTarget):
                 version=held.version,
                 hint=hint_for(exc, self.folder),
             ) from exc
+        self._stamps = None  # until all is written: whoever heals it maps the files again
         try:
             self._replay(seal)
+            self._wrote(before)
         except (OSError, FormatError) as exc:
             raise _stopped(self.folder, exc) from exc
-        finally:
-            self._stamps = None
-            with suppress(OSError):
-                self._wrote(before)
 
     def _refuse_altered(self, held: HeldVersion) -> None:
+        """Raise if another process changed the files since the last look."""
         if self._map_if_altered():
             self._journal.clear()
             raise PoisonedError(

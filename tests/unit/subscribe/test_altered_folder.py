@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -54,7 +55,7 @@ def in_place(folder: Path) -> None:
 def replaced(folder: Path) -> None:
     """Put another file of the same tensors, in another order, in its place."""
     tensors = {name: torch.zeros_like(one) for name, one in load_file(weights(folder)).items()}
-    tensors["zzz"] = torch.zeros(1000)  # an own tensor of whoever wrote it
+    tensors["zzz"] = torch.zeros(1000)  # which the chain does not have
     save_file(dict(reversed(tensors.items())), folder / "new")
     (folder / "new").replace(weights(folder))
 
@@ -210,4 +211,19 @@ def test_a_file_that_is_changed_while_it_is_written_to_is_healed(
     with mock.patch.object(FileBits, "put", changed_before), pytest.raises(PoisonedError):
         subscriber.update()
     subscriber.update()
+    assert holds(folder, model)
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_file_that_is_replaced_while_the_folder_is_opened_is_healed(
+    folder: Path, subscribe: Subscribe, model: TinyModel
+) -> None:
+    with subscribe(folder) as first:
+        first.update()
+    again = subscribe(folder)
+    with mock.patch.object(FolderTarget, "_recover", side_effect=lambda: replaced(folder)):
+        again.open()
+    with suppress(PoisonedError):
+        again.update()
+    again.update()
     assert holds(folder, model)
