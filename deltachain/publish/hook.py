@@ -89,8 +89,9 @@ def attach(
     """Publish a model after every step of its optimizer or trainer.
 
     Each diff is taken against the last published bits, so other changes to the weights, and several
-    optimizer steps between two versions, are included. A step of the model by an optimizer that was
-    not given is refused before it begins. With several ranks, call this on each rank, after the
+    optimizer steps between two versions, are included; those between a step and the next one are in
+    the version of the next one. A step of the model by an optimizer that was not given is refused
+    before it begins. With several ranks, call this on each rank, after the
     model is wrapped.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Final
 
@@ -25,13 +25,19 @@ _THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric"})
 
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
 
+_ATTACH_COPY: Final = (
+    "if it trains a copy of the model, as from copy.deepcopy, detach, and attach the copy and its "
+    "optimizer"
+)
+
 
 class OptimizerSteps:
     """Counts the steps of a model's optimizers, and calls a function after each.
 
-    With several optimizers, a step is complete once all have stepped; the one that completes the
-    first step completes each later one. Steps inside another step, as in SAM or Lookahead, are
-    part of it.
+    With several optimizers, a step is complete once each has stepped since the last one, in any
+    order. Steps inside another step, as in SAM or Lookahead, are part of it. A warning is logged,
+    once each, if one steps twice before another steps, if weights are changed after a step, or if
+    an optimizer trains what may be a copy of the model.
 
     Args:
         model: The model.
@@ -58,7 +64,8 @@ class OptimizerSteps:
         self._warns = warns
         self._told: set[str] = set()
         self._stepped: set[int] = set()
-        self._last: Optimizer | None = None
+        self._writes: int | None = None
+        self._others = 0  # steps of other models' optimizers since the last complete step
         self._outermost: FrameType | None = None
         self._depth = 0
         self._handles = [
@@ -75,6 +82,12 @@ class OptimizerSteps:
         """Stop counting."""
         for handle in self._handles:
             handle.remove()
+        if self._others and not self.count:
+            names = ", ".join(type(one).__name__ for one in self._optimizers)
+            self._tell(
+                f"no step was published: {names}, which attach was given, did not step, and other "
+                f"optimizers stepped {self._others} times; {_ATTACH_COPY}"
+            )
 
     def check(self) -> None:
         """Check that the optimizers still step the model.
@@ -94,6 +107,7 @@ class OptimizerSteps:
         self._outermost, self._depth = None, 0  # an earlier step may have raised an error
         if any(optimizer is one for one in self._optimizers):
             self._outermost, self._depth = _caller(), 1
+            self._look(optimizer)
         elif not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
             self._refuse(
                 UnsupportedModelError(
@@ -104,6 +118,30 @@ class OptimizerSteps:
                     f"with the new one; {_BY_HAND}",
                 )
             )
+        else:
+            self._others += 1
+            if self._others > 1 and _shapes([optimizer]) == _shapes(self._optimizers):
+                self._tell(
+                    f"{type(optimizer).__name__}, which attach was not given, trains weights of "
+                    f"the same shapes as this model's: they are not published; {_ATTACH_COPY}"
+                )
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Warn before a step of which the version may not be what the user expects."""
+        if id(optimizer) in self._stepped:
+            missing = len(self._optimizers) - len(self._stepped)
+            self._stepped.clear()
+            self._tell(
+                f"{type(optimizer).__name__} steps again before {missing} of "
+                f"{len(self._optimizers)} optimizers did: a version follows only once each has "
+                f"stepped; for other steps, give Publisher.attach the model, {_BY_HAND[3:]}"
+            )
+        if self._writes not in (None, _writes(self._optimizers)):
+            self._tell(
+                "weights were changed after the optimizer's step: the version of a step does not "
+                "have such changes, the next one does; make them in "
+                f"optimizer.register_step_post_hook, {_BY_HAND}"
+            )
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
         if not self._depth:
@@ -113,18 +151,23 @@ class OptimizerSteps:
             return
         self._outermost = None
         self._stepped.add(id(optimizer))
-        if self._last is None and len(self._stepped) == len(self._optimizers):
-            self._last = optimizer
-        if optimizer is self._last:
+        self._writes = None
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._others = 0
             self.count += 1
             self._each(self.count)
+            self._writes = _writes(self._optimizers)
 
     def _refuse(self, error: ConfigError) -> None:
         if not self._warns:
             raise error
-        if str(error) not in self._told:
-            self._told.add(str(error))
-            logger.warning("steps that are not followed: %s", error)
+        self._tell(f"steps that are not followed: {error}")
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning("%s", line)
 
 
 def say_averaged(optimizers: Iterable[object]) -> None:
@@ -182,7 +225,7 @@ def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
             hint="attach(model, optimizer, url=...); without one, Publisher(url).attach(model), "
             "and call its publish after each step",
         )
-    return tuple(_unwrapped(one) for one in several)
+    return tuple(dict.fromkeys(_unwrapped(one) for one in several))
 
 
 def _unwrapped(optimizer: object) -> Optimizer:
@@ -201,9 +244,23 @@ def _unwrapped(optimizer: object) -> Optimizer:
     return optimizer
 
 
+def _shapes(optimizers: Sequence[Optimizer]) -> list[tuple[int, ...]]:
+    """Return the shapes of all parameters that some optimizers step, sorted."""
+    return sorted(tuple(parameter.shape) for parameter in _all_of(optimizers))
+
+
+def _writes(optimizers: Sequence[Optimizer]) -> int:
+    """Return how often the parameters of some optimizers were written to; not through ``.data``."""
+    return sum(parameter._version for parameter in _all_of(optimizers))
+
+
 def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:
+    return _parameters(_all_of(optimizers))
+
+
+def _all_of(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return {id(parameter) for group in groups for parameter in group["params"]}
+    return (parameter for group in groups for parameter in group["params"])
 
 
 def _parameters(parameters: Iterable[nn.Parameter]) -> set[int]:

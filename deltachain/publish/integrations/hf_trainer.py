@@ -19,8 +19,9 @@ class DeltaChainCallback(TrainerCallback):
     """Publisher of the model at every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
 
     The chain is created or continued at the start of training; the last version is committed before
-    training ends. Metrics are logged in ``state.log_history`` and, after ``bind(trainer)``, to the
-    trainer's reporters. With several ranks, each publishes a part.
+    training ends. A version has what earlier callbacks did to the weights: give this one
+    last, or call ``bind(trainer)``. Metrics are logged in ``state.log_history`` and, once bound, to
+    the trainer's reporters. With several ranks, each publishes a part.
 
     Args:
         url: Location of the chain.
@@ -54,7 +55,7 @@ class DeltaChainCallback(TrainerCallback):
         self._futures: list[Published] = []
 
     def bind(self, trainer: Trainer) -> Self:
-        """Send metrics to the reporters of a trainer."""
+        """Send metrics to the reporters of a trainer, and become its last callback."""
         self._trainer = trainer
         return self
 
@@ -72,6 +73,9 @@ class DeltaChainCallback(TrainerCallback):
         del args, state, control
         if model is None:
             return
+        if self._trainer is not None:
+            handler = self._trainer.callback_handler  # which goes through its old list meanwhile
+            handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
         say_averaged([getattr(optimizer, "optimizer", optimizer)])
         self.publisher = Publisher(self.config)
         assets = collect_assets(model, self.config, processing_class)

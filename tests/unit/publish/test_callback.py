@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from deltachain.errors import ConfigError, StoreUnavailableError
-from deltachain.publish import DeltaChainCallback, PublishConfig
+from deltachain.publish import DeltaChainCallback, PublishConfig, attach
 from deltachain.publish.integrations import hf_trainer as callback_module
 from deltachain.publish.publisher import Publisher
 from deltachain.store import FileStore
@@ -135,6 +135,38 @@ def test_the_best_model_loaded_at_the_end_is_the_last_version(
     assert same(found[max(found)].state, bits_of(model))
 
 
+class Averaged(TrainerCallback):
+    """Other weights after each step, and others again at the end, as callbacks of averages have."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, state, control
+        with torch.no_grad():
+            for parameter in kwargs["model"].parameters():
+                parameter.clamp_(-0.02, 0.02)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        del args, state, control
+        with torch.no_grad():
+            for parameter in kwargs["model"].parameters():
+                parameter.mul_(0.5)
+
+
+def test_a_version_has_what_callbacks_added_later_did_to_the_weights(
+    trainer: Callable[..., Trainer], url: str
+) -> None:
+    model, truth = llama(), Truth()
+    trained = trainer(model)
+    attach(trained, url=url, when_busy="wait", dtype="F32")
+    trained.add_callback(Averaged())
+    trained.add_callback(truth)
+    trained.train()
+    found = recompute(FileStore(url))
+    steps = {v: found[v].state for v in found}
+    assert list(steps) == [0, 1, 2, 3, 4, 5]
+    assert all(same(steps[step], truth.steps[step]) for step in range(1, STEPS + 1))
+    assert same(steps[5], bits_of(model))
+
+
 def test_the_steps_after_the_last_version_are_a_version(
     trainer: Callable[..., Trainer], url: str
 ) -> None:
@@ -187,7 +219,9 @@ def test_a_bound_trainer_reports_the_metrics(trainer: Callable[..., Trainer], ur
 
 def test_a_bound_trl_trainer_averages_the_metrics(url: str) -> None:
     pending: dict[str, Any] = {"train": defaultdict(list)}
-    callback = DeltaChainCallback(url).bind(SimpleNamespace(_metrics=pending))  # type: ignore[arg-type]
+    handler = SimpleNamespace(callbacks=[])
+    trainer = SimpleNamespace(_metrics=pending, callback_handler=handler)
+    callback = DeltaChainCallback(url).bind(trainer)  # type: ignore[arg-type]
     state = SimpleNamespace(is_world_process_zero=True, global_step=1, log_history=[])
     model = llama()
     arguments: Any = SimpleNamespace(logging_steps=1)
