@@ -21,6 +21,7 @@ from deltachain.errors import (
     ForkedChainError,
     PartialApplyError,
     StoreWentBackError,
+    TensorMismatchError,
 )
 from deltachain.format.publish_phases import phases_of
 from deltachain.store import Location, Store, open_store
@@ -92,8 +93,7 @@ class Subscriber(Closeable):
 
     def _open(self) -> Chain:
         chain = Chain.open(self.store, self.config.trust())
-        specs = {spec.name: spec for spec in chain.table.specs()}
-        self.target.bind(specs, chain.table.aliases)
+        self.target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
         self._held = identify(chain, self.target, verify=self.config.verify_at_start)
         self.times.looked()
         return chain
@@ -133,8 +133,7 @@ class Subscriber(Closeable):
             ``None`` if this version is held already, or a rollback pinned the target.
         """
         with self._updating:
-            staged = self.stage(version)
-            return self.swap(staged) if staged else None
+            return self.swap(staged) if (staged := self.stage(version)) else None
 
     def heal(self, *, at_head: bool = False) -> ApplyReceipt | None:
         """Update a poisoned target from nothing, to the version held last or to the head."""
@@ -254,7 +253,7 @@ class Subscriber(Closeable):
                     return done
                 staged = self._stage(require(self.chain, goal), None, generation)
                 with self._writing:
-                    if staged.generation == self._generation:
+                    if generation == self._generation:
                         self.swap(staged)
                         self._undo.clear()
 
@@ -292,9 +291,6 @@ class Subscriber(Closeable):
     ) -> Iterator[ApplyReceipt]:
         """Apply versions as they are committed; recover from failures. See :func:`follow.follow`.
 
-        >>> for receipt in subscriber.follow():                        # doctest: +SKIP
-        ...     print(receipt)
-
         Args:
             stop: Ends the loop when set; call ``notify()`` to end it without a wait.
             every_version: Apply each version on its own instead of folding pending versions.
@@ -315,7 +311,12 @@ class Subscriber(Closeable):
         with self._writing:
             if (held := self.held) is None or (if_altered and not self.target.is_altered()):
                 return held is not None
-            if str(self.target.state()) != held.state:
+            try:
+                state = self.target.state()
+            except TensorMismatchError:
+                self._poison()
+                raise
+            if str(state) != held.state:
                 logger.error("the target was modified: it no longer holds version %d", held.version)
                 self._poison()
             return not self.poisoned
@@ -385,10 +386,9 @@ class Subscriber(Closeable):
         self._generation += 1
         try:
             seconds = self.target.swap(prepared, to)
-        except PartialApplyError:
-            raise
-        except BaseException:
-            self._poison()
+        except BaseException as exc:
+            if not isinstance(exc, PartialApplyError):
+                self._poison()
             raise
         self._held, self.poisoned = to, False
         return seconds

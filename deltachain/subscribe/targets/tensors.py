@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -25,7 +27,9 @@ from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 class TensorTarget(PatchedTarget):
     """Tensors by checkpoint name, on the host or on devices, written in place.
 
-    Addresses never change. Tied weights may be one tensor or several; each place is written once.
+    Tied weights may be one tensor or several; each place is written once. Tensors that were
+    replaced, cast or moved since are bound anew. While they are bound, torch cannot resize the
+    storage of those on the host.
 
     Args:
         tensors: Contiguous tensors, or a module.
@@ -38,15 +42,16 @@ class TensorTarget(PatchedTarget):
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
         self._held: HeldVersion | None = None
+        self._forms: Mapping[str, _Form] = {}
 
     @override
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        self._specs, self._aliases, self._forms = specs, aliases, {}
         places = {name: [name] for name in specs}
         for alias, name in aliases.items():
             if name in places:
                 places[name].append(alias)
         self._live = {name: self._places(specs[name], names) for name, names in places.items()}
-        self._specs, self._aliases = specs, aliases
         self._refuse_shared()
         unknown = sorted(set(self._tensors) - set(specs) - set(aliases))
         if unknown:
@@ -55,6 +60,7 @@ class TensorTarget(PatchedTarget):
                 "chain",
                 tensor=unknown[0],
             )
+        self._forms = {name: _form(tensor) for name, tensor in self._tensors.items()}
 
     @override
     def close(self) -> None:
@@ -67,13 +73,16 @@ class TensorTarget(PatchedTarget):
 
     def _has_moved(self) -> bool:
         """Return whether the bound tensors were replaced; if so, bind the present ones."""
-        current = self._current()
-        bound = {name: tensor.data_ptr() for name, tensor in self._tensors.items()}
-        if {name: tensor.data_ptr() for name, tensor in current.items()} == bound:
+        if not self.is_altered():
             return False
-        self._tensors = current
+        self._tensors = self._current()
         self.bind(self._specs, self._aliases)
         return True
+
+    @override
+    def is_altered(self) -> bool:
+        # An address is not reused: the bits of a bound tensor keep its memory.
+        return {name: _form(tensor) for name, tensor in self._current().items()} != self._forms
 
     @override
     def held(self) -> HeldVersion | None:
@@ -124,15 +133,18 @@ class TensorTarget(PatchedTarget):
 
     def _refuse_shared(self) -> None:
         """Refuse two tensors of the chain in the same memory: they would overwrite one another."""
-        owner: dict[int, str] = {}
-        for name, live in self._live.items():
-            for bits in (place.bits for place in live):
-                at = kernels_for(bits).address(bits)
-                if len(bits) and owner.setdefault(at, name) != name:
-                    raise TensorMismatchError(
-                        f"{owner[at]!r} and {name!r} are tied in the target, not in the chain",
-                        tensor=name,
-                    )
+        places = [(name, place.bits) for name, live in self._live.items() for place in live]
+        ranges = sorted(
+            (str(getattr(bits, "device", "cpu")), start, start + bits.nbytes, name)
+            for name, bits in places
+            if (start := kernels_for(bits).address(bits)) and bits.nbytes
+        )
+        for (device, _, stop, one), (near, start, _, other) in pairwise(ranges):
+            if device == near and start < stop:
+                raise TensorMismatchError(
+                    f"{one!r} and {other!r} are tied in the target, not in the chain",
+                    tensor=other,
+                )
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
         """Return every distinct piece of memory with a tensor."""
@@ -140,6 +152,22 @@ class TensorTarget(PatchedTarget):
         if not found:
             raise TensorMismatchError(f"the target has no tensor {spec.name!r}", tensor=spec.name)
         return [_flat(self._tensors[name], name, spec) for name in reversed(found.values())]
+
+
+class _Form(NamedTuple):
+    """Where a tensor is, and what."""
+
+    device: torch.device
+    address: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def _form(tensor: Tensor) -> _Form:
+    at, storage = tensor.data_ptr(), tensor.untyped_storage()
+    return _Form(tensor.device, at, storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
@@ -152,5 +180,12 @@ def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
             f"{name!r} is not contiguous in the target",
             tensor=name,
             hint="give the target contiguous tensors",
+        )
+    needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    if tensor.is_meta or (tensor.numel() and needed > tensor.untyped_storage().nbytes()):
+        raise TensorMismatchError(
+            f"{name!r} has no memory in the target: it is on the meta device, or was freed",
+            tensor=name,
+            hint="load the weights before the first update, and update while they are loaded",
         )
     return WholeTensor(live_bits(bits_of(tensor)))

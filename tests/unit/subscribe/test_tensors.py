@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import (
-    BaseMismatchError,
     PartialApplyError,
     PoisonedError,
     TensorMismatchError,
 )
 from deltachain.kernels import device
-from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber, TensorTarget
 from deltachain.subscribe.targets import base as target_module
 from deltachain.subscribe.targets import patch as patch_module
@@ -28,7 +26,6 @@ from deltachain.testing.models import (
     plain_model,
     same,
     tensors_of,
-    train_,
 )
 
 Publish = Callable[..., None]
@@ -339,22 +336,3 @@ def test_device_tensors_take_the_same_way(
     assert subscriber.scrub()
     assert subscriber.rollback().version == 2
     assert subscriber.scrub()
-
-
-def test_replaced_tensors_are_noticed_and_healed(tmp_path: Path) -> None:
-    model = plain_model()
-    with Publisher(PublishConfig(url=str(tmp_path))).attach(model) as publisher:
-        replica = plain_model()
-        subscriber = Subscriber(str(tmp_path), replica)
-        subscriber.update()
-        train_(model, 1)
-        publisher.publish()
-        publisher.flush()
-        for name, parameter in list(replica.named_parameters()):
-            owner, _, leaf = name.rpartition(".")
-            setattr(replica.get_submodule(owner), leaf, nn.Parameter(parameter.detach().clone()))
-        with pytest.raises(BaseMismatchError, match="replaced"):
-            subscriber.update()
-        subscriber.update()
-        assert same(bits_of(replica), bits_of(model))
-        assert subscriber.scrub()

@@ -1,0 +1,158 @@
+"""Modules whose tensors are replaced, cast, moved or tied after a subscriber bound them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deltachain.errors import BaseMismatchError, DeltaChainError, TensorMismatchError
+from deltachain.publish import Publisher
+from deltachain.subscribe import Subscriber
+from deltachain.testing.models import bits_of, same
+
+Change = Callable[[nn.Module], Any]
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50, bias=False))
+    return layers.to(torch.bfloat16)
+
+
+def data_replaced(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.zeros_like(parameter.data)
+
+
+def data_exchanged(module: Any) -> None:
+    one, other = module[0].weight, module[1].weight
+    one.data, other.data = other.data, one.data
+
+
+def cast_and_back(module: nn.Module) -> None:
+    module.to(torch.float64).to(torch.bfloat16)
+
+
+def parameter_replaced(module: Any) -> None:
+    module[1].weight = nn.Parameter(torch.zeros_like(module[1].weight))
+
+
+def copied(module: Any) -> None:
+    for layer in module:
+        layer.weight = nn.Parameter(layer.weight.detach().clone())
+
+
+def cast(module: nn.Module) -> None:
+    module.half()
+
+
+def tied(module: Any) -> None:
+    module[1].weight = module[0].weight
+
+
+def in_one_memory(module: Any) -> None:
+    memory = torch.zeros(51, 16, dtype=torch.bfloat16)
+    module[0].weight.data, module[1].weight.data = memory[1:], memory[:-1]
+
+
+def emptied(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def without_memory(module: nn.Module) -> None:
+    module.to("meta")
+
+
+def transposed(module: Any) -> None:
+    module[1].weight.data = module[1].weight.data.t().contiguous().t()
+
+
+MOVED = (data_replaced, data_exchanged, cast_and_back, parameter_replaced, copied)
+UNUSABLE = (cast, tied, in_one_memory, emptied, without_memory, transposed)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Any:
+    trained = model()
+    with Publisher(str(tmp_path)).attach(trained) as publisher:
+        yield trained, publisher
+
+
+def publish(trained: nn.Module, publisher: Publisher) -> None:
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.view(-1)[::7] += 0.5
+    publisher.publish().result()
+
+
+@pytest.mark.parametrize("change", MOVED)
+@pytest.mark.parametrize("is_new", [True, False])
+def test_tensors_that_were_replaced_get_the_next_version(
+    trained: Any, tmp_path: Path, change: Change, is_new: bool
+) -> None:
+    served = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    if is_new:
+        publish(*trained)
+    change(served)
+    subscriber.update()
+    assert subscriber.version == int(is_new)
+    assert same(bits_of(served), bits_of(trained[0]))
+
+
+@pytest.mark.parametrize("change", MOVED)
+def test_nothing_is_written_to_tensors_that_were_replaced_since_the_stage(
+    trained: Any, tmp_path: Path, change: Change
+) -> None:
+    served = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    publish(*trained)
+    staged = subscriber.stage()
+    assert staged is not None
+    change(served)
+    with pytest.raises(BaseMismatchError, match="were replaced since"):
+        subscriber.swap(staged)
+    assert subscriber.version is None
+    subscriber.update()
+    assert same(bits_of(served), bits_of(trained[0]))
+
+
+@pytest.mark.parametrize("change", MOVED)
+def test_a_scrub_reads_the_tensors_that_are_served(
+    trained: Any, tmp_path: Path, change: Change
+) -> None:
+    served = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    change(served)
+    is_same = same(bits_of(served), bits_of(trained[0]))
+    assert subscriber.scrub() == is_same
+    assert subscriber.version == (0 if is_same else None)
+
+
+@pytest.mark.parametrize("change", UNUSABLE)
+@pytest.mark.parametrize("looks", ["scrub", "update", "swap"])
+def test_tensors_that_the_chain_does_not_fit_any_more_are_refused(
+    trained: Any, tmp_path: Path, change: Change, looks: str
+) -> None:
+    served = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    publish(*trained)
+    staged = subscriber.stage()
+    assert staged is not None
+    change(served)
+    with pytest.raises(TensorMismatchError):
+        subscriber.swap(staged) if looks == "swap" else getattr(subscriber, looks)()
+    assert subscriber.version is None
+    with pytest.raises(DeltaChainError):
+        subscriber.update()
+    assert subscriber.version is None
