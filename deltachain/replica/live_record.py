@@ -8,13 +8,14 @@ swap and proof.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineDamagedError
+from deltachain.kernels.device import bits_of
 from deltachain.replica.engine import EngineModel
 
 REPLACED: Final = (
@@ -42,7 +43,8 @@ class LiveRecord:
     Attributes:
         places: Places of the tensors in these storages.
         maps: Bits of the maps from experts to slots.
-        slots: Bits of some elements of every slot of stacked parameters.
+        slots: Bits of some elements of every slot of stacked parameters, which tell apart all
+            slots that differ.
     """
 
     def __init__(
@@ -52,7 +54,8 @@ class LiveRecord:
         self.places = {name: _place(t) for name, t in found.items() if _place(t)[0] in storages}
         # Running makes some maps, which are then as they were first seen.
         self.maps: dict[str, bytes] = maps_of(found) | (first.maps if first else {})
-        self.slots = slots_of(found)
+        self._apart = {name: _apart(tensor) for name, tensor in _stacked(found)}
+        self.slots = slots_of(found, self._apart)
 
     def difference(self, model: EngineModel) -> str:
         """Return how the engine replaced or moved what it holds since; empty if it did not.
@@ -72,7 +75,7 @@ class LiveRecord:
                 )
         if any(n not in found or _place(found[n]) != at for n, at in self.places.items()):
             return REPLACED
-        slots = slots_of(found)
+        slots = slots_of(found, self._apart)
         moved = next((n for n, bits in self.slots.items() if slots.get(n) != bits), "")
         return f"{moved!r} holds other bits than were written: others wrote to it" if moved else ""
 
@@ -87,24 +90,66 @@ def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     }
 
 
-def slots_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return some bits of every slot of stacked parameters: those of three dimensions or more."""
-    picked: dict[str, Tensor] = {}
+def slots_of(tensors: Mapping[str, Tensor], apart: Mapping[str, list[int]]) -> dict[str, bytes]:
+    """Return some bits of every slot of stacked parameters.
+
+    Args:
+        tensors: Live tensors by name.
+        apart: Flat positions in a slot of further elements to take, by name.
+    """
+    return {name: _bits(_picked(tensor, apart.get(name, []))) for name, tensor in _stacked(tensors)}
+
+
+def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters of three dimensions or more, of which the first counts slots."""
     for name, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter) and tensor.ndim > 2 and tensor.numel():
-            picked[name] = _picked(tensor.detach())
-    return {name: _bits(sample) for name, sample in picked.items()}
+            yield name, tensor.detach()
 
 
-def _picked(stacked: Tensor) -> Tensor:
-    """Return ``(slots, n)`` elements of a stacked tensor, evenly spaced within each slot."""
+def _apart(stacked: Tensor) -> list[int]:
+    """Return flat positions at which slots differ whose samples do not.
+
+    Experts made of one layer (sparse upcycling) are the same in most elements.
+    """
+    positions: list[int] = []
+    groups = _groups(range(len(stacked)), _picked(stacked, []))
+    while groups:
+        first, *others = groups.pop()
+        one = _flat(stacked[first])
+        for other in others:
+            if (differs := one != _flat(stacked[other])).any():
+                positions.append(int(differs.byte().argmax()))
+                members = [first, *others]
+                groups += _groups(members, _picked(stacked, positions[-1:])[members])
+                break
+    return positions
+
+
+def _groups(members: Sequence[int], samples: Tensor) -> list[list[int]]:
+    """Return the members that have equal samples, two or more of each."""
+    bits, alike = _bits(samples), dict[bytes, list[int]]()
+    width = len(bits) // len(members)
+    for number, member in enumerate(members):
+        alike.setdefault(bits[number * width : (number + 1) * width], []).append(member)
+    return [group for group in alike.values() if len(group) > 1]
+
+
+def _picked(stacked: Tensor, apart: Sequence[int]) -> Tensor:
+    """Return ``(slots, n)`` elements: some evenly spaced within each slot, and those given."""
     inner = stacked.shape[1:]
     count = stacked[0].numel()
     step = max(1, count // SAMPLES)
-    at = torch.arange(0, count, step)[: SAMPLES + 1]
+    even = range(0, count, step)[: SAMPLES + 1]
+    at = torch.tensor([*even, *(one for one in apart if one < count)])
     where: Any = torch.unravel_index(at, inner)
     slots: Any = (slice(None), *(one.to(stacked.device) for one in where))
     return stacked[slots]
+
+
+def _flat(slot: Tensor) -> Tensor:
+    """Return the bits of a slot."""
+    return bits_of(slot.contiguous())
 
 
 def _bits(tensor: Tensor) -> bytes:

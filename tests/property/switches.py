@@ -192,7 +192,7 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "what is derived is found": (partial(_skip, "find_derived"), modules(76)),
     "what is kept as one stays equal": (partial(_off, LateTies, "check"), shares(12)),
     "slots that move are seen": (
-        lambda patch: patch.setattr(live_record, "slots_of", lambda _: {}),
+        lambda patch: patch.setattr(live_record, "slots_of", lambda *_: {}),
         shares(0),
     ),
     "equal matrices are kept as one, too": (partial(_off, LateTies, "check"), shares(20)),
