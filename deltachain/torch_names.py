@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Final
 
 import torch
@@ -39,43 +39,66 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 
 WIRE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
-WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Name components inserted by ``torch.compile``, FSDP and activation checkpointing."""
-
-
 _WRAPPED: Final = {
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-    "OptimizedModule": "_orig_mod",
-    "AveragedModel": "module",
-    "_FabricModule": "_original_module",
+    ("torch", "DistributedDataParallel"): "module",
+    ("torch", "DataParallel"): "module",
+    ("torch", "OptimizedModule"): "_orig_mod",
+    ("torch", "AveragedModel"): "module",
+    ("torch", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
+    ("torch", "ActivationWrapper"): "_checkpoint_wrapped_module",
+    ("megatron", "DistributedDataParallel"): "module",
+    ("deepspeed", "DeepSpeedEngine"): "module",
+    ("lightning", "_FabricModule"): "_original_module",
+    ("lightning_fabric", "_FabricModule"): "_original_module",
 }
-"""Child that is the model, by the class of a wrapper: of torch, Megatron, Lightning Fabric."""
+"""Child that is the model, by package and class of a wrapper; its name is in no checkpoint."""
 
 
-def normalise(name: str) -> str:
-    """Remove the name components of wrappers; return the name in the checkpoint."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+def _wrapped(module: nn.Module) -> str | None:
+    """Return the name of the child that a wrapper wraps; ``None`` if the module is no wrapper."""
+    kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__)
+    return next((_WRAPPED[kind] for kind in kinds if kind in _WRAPPED), None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
     """Return the model inside wrappers, most of which do not forward its attributes."""
-    while True:
-        kinds = (_WRAPPED.get(kind.__name__, "") for kind in type(model).__mro__)
-        inner = getattr(model, next(filter(None, kinds), ""), None)
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
+    while (name := _wrapped(model)) is not None:
+        model = getattr(model, name)
+    return model
 
 
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield parameters, then persistent buffers; tied tensors under each of their names."""
+def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
+    """Yield all modules with their paths in the model and in a checkpoint, without wrappers.
+
+    Paths end with a point, and that of the model is empty; a shared module has several.
+    """
+    paths = {"": ""}
+    wrapped: dict[str, str | None] = {}
+    for at, module in model.named_modules(remove_duplicate=False):
+        above, _, name = at.rpartition(".")
+        if at:
+            path = paths[above] if wrapped[above] == name else f"{paths[above]}{name}."
+            paths[at] = path
+        wrapped[at] = _wrapped(module)
+        yield f"{at}." if at else "", paths[at], module
+
+
+def named_tensors(
+    model: nn.Module, saved: Collection[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield parameters, then persistent buffers; tied tensors under each of their names.
+
+    Args:
+        model: Model, wrapped or not.
+        saved: Names in its ``state_dict``, if known.
+    """
     model = unwrapped(model)
-    kept = {normalise(name) for name in model.state_dict(keep_vars=True)}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        yield normalise(name), parameter
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        if normalise(name) in kept:
-            yield normalise(name), buffer
+    saved = model.state_dict(keep_vars=True) if saved is None else saved
+    modules = list(named_modules(model))
+    for _, path, module in modules:
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield path + name, parameter
+    for at, path, module in modules:
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if at + name in saved or path + name in saved:  # some wrappers save without theirs
+                yield path + name, buffer

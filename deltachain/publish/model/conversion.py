@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.layout import NUMBER_BIT, PLACE
 from deltachain.publish.model.shard import INSTEAD
+from deltachain.torch_names import unwrapped
 from deltachain.types import Indices
 
 if TYPE_CHECKING:
@@ -133,11 +134,9 @@ def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None  # not imported, so there is no such model
-    while not isinstance(model, transformers.PreTrainedModel):
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if not isinstance(inner, nn.Module):
-            return None
-        model = inner
+    model = unwrapped(model)
+    if not isinstance(model, transformers.PreTrainedModel):
+        return None
     if getattr(model, "_weight_conversions", None) is None and any(map(_is_fsdp, model.modules())):
         return _twin(cast("PreTrainedModel", model))
     return cast("PreTrainedModel", model)

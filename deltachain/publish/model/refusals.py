@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deltachain.errors import UnsupportedModelError
-from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, normalise
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_modules
 from deltachain.types import TensorSpec
 
 RESERVED: Final = "__metadata__"
@@ -51,22 +51,50 @@ def _is_of_peft(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
-def refuse_other_names(model: nn.Module) -> None:
+def refuse_outside(wrapper: nn.Module, model: nn.Module) -> None:
+    """Refuse a wrapper with weights of its own.
+
+    Args:
+        wrapper: The model as given.
+        model: The model inside.
+
+    Raises:
+        ConfigError: A parameter is not one of the model inside.
+    """
+    inside = {id(parameter) for parameter in model.parameters()}
+    for name, parameter in wrapper.named_parameters():
+        if id(parameter) not in inside:
+            raise UnsupportedModelError(
+                f"{name!r} is a weight of {type(wrapper).__name__}, outside of the model in it",
+                hint="make it a part of the model, or publish an export that yields it too, "
+                f"{_PUSH}",
+            )
+
+
+def refuse_other_names(model: nn.Module, saved: Mapping[str, object]) -> None:
     """Refuse a model whose ``state_dict`` has other names or tensors than it has itself.
+
+    Args:
+        model: The model, without outer wrappers.
+        saved: Its ``state_dict``, with the live tensors.
 
     Raises:
         ConfigError: Hooks of the state dict rename, replace or leave out a tensor, or a module has
             extra state.
     """
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    own = parameters | dict(model.named_buffers(remove_duplicate=False))
-    live = {normalise(name): tensor for name, tensor in own.items()}
-    saved = {normalise(k): value for k, value in model.state_dict(keep_vars=True).items()}
-    other = [name for name, value in saved.items() if live.get(name) is not value]
-    other += [name for name in map(normalise, parameters) if name not in saved]
-    if other:
+    left, missing = set(saved), ""
+    for at, path, module in named_modules(model):
+        parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+        buffers = module.named_buffers(recurse=False, remove_duplicate=False)
+        for name, tensor in (*parameters, *buffers):
+            key = at + name if at + name in saved else path + name
+            if saved.get(key) is tensor:
+                left.discard(key)
+            elif isinstance(tensor, nn.Parameter):
+                missing = missing or path + name
+    if other := min(left, default=missing):
         raise UnsupportedModelError(
-            f"{other[0]!r} is not the same in the model's state_dict() as in its parameters and "
+            f"{other!r} is not the same in the model's state_dict() as in its parameters and "
             "buffers: a hook renames, replaces or removes it, or it is extra state",
             hint="publish what its checkpoints have: Publisher(url).attach(lambda: "
             "model.state_dict().items()), without what is no tensor; publish by hand",

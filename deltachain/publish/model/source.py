@@ -23,6 +23,7 @@ from deltachain.publish.model.refusals import (
     refuse_adapters,
     refuse_lazy,
     refuse_other_names,
+    refuse_outside,
     refuse_overflow,
     refuse_scale,
     refuse_tensor,
@@ -203,11 +204,12 @@ def collect_weights(
     """
     if not isinstance(model, nn.Module):
         return _collect_export(model, dtype)
-    model = unwrapped(model)
+    wrapper, model = model, unwrapped(model)
+    refuse_outside(wrapper, model)
     refuse_foreign(model)
     refuse_adapters(model)
     refuse_lazy(named_tensors(model))
-    refuse_other_names(model)
+    refuse_other_names(model, model.state_dict(keep_vars=True))
     known = checkpoint_dtypes(checkpoint or origin(model))
     wire = {} if dtype else known
     live, aliases = _distinct(model)
@@ -229,8 +231,15 @@ def collect_weights(
     shared = attached.shared({weight.spec.name for weight in weights if weight.frozen})
     weights = [replace(w, frozen=w.frozen and w.spec.name not in shared) for w in weights]
     found = _compared_if_none_is_trained(weights) if alone else tuple(weights)
-    live_now = with_config_watched(model, partial(named_tensors, model))
+    live_now = with_config_watched(model, partial(_live_tensors, model))
     return ModelTensors(found, specs, named, live_now, attached=attached)
+
+
+def _live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model, once its ``state_dict`` is seen to have them by their names."""
+    saved = model.state_dict(keep_vars=True)
+    refuse_other_names(model, saved)
+    return named_tensors(model, saved)
 
 
 def _compared_if_none_is_trained(weights: list[Weight]) -> tuple[Weight, ...]:

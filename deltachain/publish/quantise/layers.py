@@ -15,7 +15,7 @@ from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.quantise.fused import check_fused
 from deltachain.publish.quantise.recipe import FLOATS
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.torch_names import normalise, unwrapped
+from deltachain.torch_names import named_modules, named_tensors, unwrapped
 from deltachain.types import TensorSpec
 
 WEIGHT: Final = ".weight"
@@ -79,8 +79,7 @@ def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers
         raise ConfigError(f"{type(model).__name__} is quantised already", hint=ALREADY)
     linear, embeddings, tied = set[str](), set[str](), set[str]()
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}
-    for path, module in model.named_modules(remove_duplicate=False):
-        prefix = normalise(f"{path}." if path else "")
+    for _, prefix, module in named_modules(model):
         if isinstance(module, nn.Linear):
             (tied if id(module.weight) in embedded else linear).add(f"{prefix}weight")
         elif isinstance(module, nn.Embedding):
@@ -120,8 +119,7 @@ def layers_of_config(config: Mapping[str, Any]) -> Layers:
     if config.get("quantization_config"):
         raise ConfigError("the checkpoint is quantised already", hint=ALREADY)
     model = _without_data(config)
-    parameters = model.named_parameters(remove_duplicate=False)  # tied ones by each name
-    shapes = {normalise(name): tuple(tensor.shape) for name, tensor in parameters}
+    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(model)}
     saving = SaveConversion(model, shapes)
 
     def saved(live: str) -> Iterable[str]:

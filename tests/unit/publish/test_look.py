@@ -226,6 +226,19 @@ def test_a_buffer_that_is_not_saved_may_come(attach: Attach) -> None:
     assert publisher.publish().result().version == 1
 
 
+def test_a_state_dict_that_has_other_tensors_since_is_refused(
+    store: MemoryStore, attach: Attach
+) -> None:
+    model = plain_model()
+    publisher = attach(model)
+
+    def halved(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: object) -> None:
+        state[f"{prefix}0.weight"] = state[f"{prefix}0.weight"] * 0.5
+
+    model.register_state_dict_post_hook(halved)  # type: ignore[no-untyped-call]
+    refused(publisher, store, r"'0\.weight' is not the same in the model's state_dict")
+
+
 def test_a_tensor_that_is_gone_is_refused(store: MemoryStore, attach: Attach) -> None:
     model: Any = TinyModel()
     publisher = attach(model)

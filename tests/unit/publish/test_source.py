@@ -21,24 +21,28 @@ from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute
 from deltachain.types import TensorSpec
 
 
-class DistributedDataParallel(nn.Module):
-    """Holds its module as torch's class of this name does, which needs a process group."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-
 class _FabricModule(nn.Module):
     """Holds its module as that of Lightning Fabric does: its state dict is the module's."""
 
+    __module__ = "lightning.fabric.wrappers"
+
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._forward_module = DistributedDataParallel(module)
+        self._forward_module = nn.DataParallel(module)
         self._original_module = module
 
     def state_dict(self, **settings: Any) -> dict[str, Any]:  # type: ignore[override]
         return self._original_module.state_dict(**settings)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Holds its module as DeepSpeed's engine does."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
 
 
 def dtypes(model: nn.Module, **settings: str) -> dict[str, str]:
@@ -159,11 +163,23 @@ def test_a_model_without_weights_is_refused() -> None:
         Publisher("memory://nothing").attach(nn.ReLU())
 
 
+class WithHead(nn.DataParallel[nn.Module]):
+    """A wrapper with weights of its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+def test_weights_of_a_wrapper_are_refused() -> None:
+    with pytest.raises(ConfigError, match="'weight' is a weight of WithHead, outside of the model"):
+        collect_weights(WithHead(plain_model()))
+
+
 def test_two_weights_of_one_name_are_refused() -> None:
     model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(2))
-    model._orig_mod = nn.Linear(2, 2, bias=False)  # as a compiled module would name its own
-    with pytest.raises(ConfigError, match=r"two weights .* called 'weight'|'weight' is not the"):
+    model.inner = WithHead(nn.Linear(2, 2, bias=False))
+    with pytest.raises(ConfigError, match=r"two weights .* called 'inner\.weight'"):
         collect_weights(model)
 
 
@@ -246,9 +262,9 @@ def test_wrappers_do_not_show_in_names() -> None:
     assert plain == ["0.bias", "0.weight", "1.bias", "1.weight"]
     compiled: nn.Module = torch.compile(plain_model(), backend="eager")  # type: ignore[assignment]
     assert [w.spec.name for w in collect_weights(compiled).weights] == plain
-    assert [
-        w.spec.name for w in collect_weights(DistributedDataParallel(compiled)).weights
-    ] == plain
+    for wrapper in (nn.DataParallel, DeepSpeedEngine, _FabricModule):
+        wrapped = wrapper(compiled)
+        assert [w.spec.name for w in collect_weights(wrapped).weights] == plain
     checkpointed = plain_model()
     checkpointed[0] = checkpoint_wrapper(checkpointed[0])  # type: ignore[operator,index]
     assert [w.spec.name for w in collect_weights(checkpointed).weights] == plain
@@ -262,10 +278,22 @@ def test_a_wrapper_that_hides_buffers_is_unwrapped() -> None:
     assert collect_weights(averaged).specs == plain.specs
 
 
-def test_a_child_of_its_own_that_is_called_module_keeps_its_name() -> None:
+@pytest.mark.parametrize(
+    "name", ["module", "_module", "_orig_mod", "my_orig_mod", "_fsdp_wrapped_module"]
+)
+def test_a_child_keeps_its_name_whatever_it_is(name: str) -> None:
     model = nn.Module()
-    model.module = nn.Linear(2, 2)
-    assert list(dtypes(model)) == ["module.bias", "module.weight"]
+    model.add_module(name, nn.Linear(2, 2))
+    assert list(dtypes(model)) == [f"{name}.bias", f"{name}.weight"]
+
+
+def test_a_model_that_is_called_as_a_wrapper_keeps_all_of_its_weights() -> None:
+    def made(self: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.module, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+    model = type("DataParallel", (nn.Module,), {"__init__": made})()
+    assert list(dtypes(model)) == ["head.bias", "head.weight", "module.bias", "module.weight"]
 
 
 def test_tied_weights_are_published_once_under_their_first_name() -> None:
