@@ -6,6 +6,7 @@ live bf16 weights and reverting would change most of them.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,9 @@ from torch import Tensor
 from deltachain.checkpoint import read_assets
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish.model.conversion import SaveConversion
-from deltachain.torch_names import named_tensors
+from deltachain.publish.model.refusals import refuse_overflow
+from deltachain.torch_names import WIRE_NAMES, named_tensors
+from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -30,11 +33,13 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
         adapter: Name of the adapter; optional if the model has only one.
 
     Raises:
-        ConfigError: The model has no such adapter, or several and none was named.
+        ConfigError: The model has no such adapter, or several and none was named; or a layer scales
+            it by another factor than its configuration says, which followers have.
     """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - whoever has the model has it
 
-    adapter, _ = _find(model, adapter)
+    adapter, config = _find(model, adapter)
+    _refuse_other_scaling(model, config, adapter)
     state: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter)
     yield from state.items()
 
@@ -84,17 +89,35 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
             continue
         weight = tensor.detach()
         if own in layers:
-            weight = _added(layers[own], adapter, weight)
+            weight = _added(own, layers[own], adapter, weight)
         yield from saving.convert({own: weight}).items()
 
 
-def _added(layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - of peft
+def _added(own: str, layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - of peft
     a: Tensor = layer.lora_A[adapter].weight.detach()
     b: Tensor = layer.lora_B[adapter].weight.detach()
     added: Tensor = layer.scaling[adapter] * (b.float() @ a.float())
     if layer.fan_in_fan_out:
         added = added.T
-    return (weight.float() + added).to(weight.dtype)
+    merged = weight.float() + added
+    refuse_overflow(TensorSpec(own, WIRE_NAMES[weight.dtype], tuple(weight.shape)), merged)
+    return merged.to(weight.dtype)
+
+
+def _refuse_other_scaling(model: Any, config: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
+    alphas = {getattr(config, "lora_alpha", None), *getattr(config, "alpha_pattern", {}).values()}
+    for name, layer in model.named_modules():
+        if adapter not in getattr(layer, "lora_alpha", ()):
+            continue
+        alpha, rank = layer.lora_alpha[adapter], layer.r[adapter]
+        by_config = alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        if alpha not in alphas or not math.isclose(layer.scaling[adapter], by_config):
+            raise UnsupportedModelError(
+                f"{name!r} scales adapter {adapter!r} by {layer.scaling[adapter]:g}, and its "
+                f"configuration has lora_alpha={config.lora_alpha}: followers have the latter",
+                hint="make the configuration and the layers agree, and attach a publisher at a URL "
+                "of its own; or publish merged_tensors",
+            )
 
 
 def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft

@@ -273,6 +273,7 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
             )
         weight = _weight(name, tensor.detach(), None, dtype, {})
         weights[name] = replace(weight, frozen=False)
+    say_dtypes(((one.spec, one.tensor.dtype) for one in weights.values()), dtype, None)
     found = tuple(weights[name] for name in sorted(weights))
     specs = specs_of(weight.element_map.slots[0].spec for weight in found)
     return ModelTensors(found, specs, {}, live, one_by_one=True)

@@ -24,18 +24,30 @@ _FP32: Final = (
 
 
 def say_dtypes(
-    weights: Iterable[tuple[TensorSpec, torch.dtype]], dtype: str | None, known: Mapping[str, str]
+    weights: Iterable[tuple[TensorSpec, torch.dtype]],
+    dtype: str | None,
+    known: Mapping[str, str] | None,
 ) -> None:
     """Log what a user may not expect of the wire dtypes.
 
     Args:
         weights: Spec and live dtype of each weight.
         dtype: Wire dtype of every floating point weight, if given.
-        known: Wire dtypes of the checkpoint by name, if any.
+        known: Wire dtypes of the checkpoint by name, if any; ``None`` for an export.
     """
     found = list(weights)
-    if not dtype and not known and any(spec.dtype == "F32" for spec, _ in found):
+    if not dtype and known == {} and any(spec.dtype == "F32" for spec, _ in found):
         logger.warning(_FP32)
+    narrow = [spec for spec, live in found if _is_narrower(TORCH_DTYPES[spec.dtype], live)]
+    if narrow:
+        limits = torch.finfo(TORCH_DTYPES[narrow[0].dtype])
+        logger.warning(
+            "%r and %d more weights are published as %s, in which values below %.1g become zero",
+            narrow[0].name,
+            len(narrow) - 1,
+            narrow[0].dtype,
+            limits.smallest_normal * limits.eps / 2,
+        )
     if not dtype:
         return
     wide = TORCH_DTYPES[dtype].itemsize
@@ -45,7 +57,9 @@ def say_dtypes(
         for spec, live in found
         if live.is_floating_point
         and live.itemsize > wide
-        and (is_mixed or TORCH_DTYPES.get(known.get(spec.name, dtype), live).itemsize > wide)
+        and (
+            is_mixed or TORCH_DTYPES.get((known or {}).get(spec.name, dtype), live).itemsize > wide
+        )
     ]
     if rounded:
         logger.warning(
@@ -55,6 +69,13 @@ def say_dtypes(
             len(rounded),
             rounded[0],
         )
+
+
+def _is_narrower(wanted: torch.dtype, live: torch.dtype) -> bool:
+    """Return whether a wire dtype of 16 bits has no values as small as the live one."""
+    if not wanted.is_floating_point or not live.is_floating_point or wanted.itemsize != 2:
+        return False
+    return torch.finfo(wanted).smallest_normal > 2 * torch.finfo(live).smallest_normal
 
 
 def origin(model: nn.Module) -> Path | None:
@@ -77,12 +98,20 @@ def origin(model: nn.Module) -> Path | None:
 
 
 def checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
-    """Return the wire dtypes of a checkpoint by name; none if the folder has no usable ones."""
-    if folder is None:
+    """Return the wire dtypes of a checkpoint by name; none if the folder has no weights.
+
+    Weights files that cannot be read are named in the log.
+    """
+    if folder is None or not any(folder.glob("*.safetensors*")):
         return {}
     try:
         checkpoint = Checkpoint(folder)
-    except (ConfigError, FormatError):  # a folder without usable dtypes
+    except (ConfigError, FormatError) as exc:
+        logger.warning(
+            "the dtypes of the checkpoint that the model was loaded from are not known, so that "
+            "weights are published in those of the model: %s",
+            exc,
+        )
         return {}
     return {name: spec.dtype for name, spec in checkpoint.specs.items()}
 

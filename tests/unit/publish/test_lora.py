@@ -171,6 +171,44 @@ def test_factors_in_bf16_are_multiplied_exactly() -> None:
     assert torch.equal(merged, exact)
 
 
+def test_a_merged_weight_that_its_dtype_cannot_have_is_refused() -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj"])
+    model: Any = get_peft_model(base().half(), config)
+    layer = model.base_model.model.model.layers[1].self_attn.q_proj
+    with torch.no_grad():
+        layer.lora_B["default"].weight.fill_(1e6)
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj.*F16 cannot have"):
+        list(merged_tensors(model))
+
+
+def scaled(model: Any) -> None:
+    for layer in model.modules():
+        if hasattr(layer, "set_scale"):
+            layer.set_scale("default", 0.5)
+
+
+def alpha_of_the_configuration(model: Any) -> None:
+    model.peft_config["default"].lora_alpha = 16
+
+
+@pytest.mark.parametrize("change", [scaled, alpha_of_the_configuration])
+def test_an_adapter_that_is_scaled_otherwise_than_its_files_say_is_refused(change: Any) -> None:
+    model = adapted()
+    assert list(adapter_tensors(model))
+    change(model)
+    with pytest.raises(ConfigError, match="followers have the latter"):
+        list(adapter_tensors(model))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"down_proj": 3}}],
+)
+def test_an_adapter_may_scale_by_patterns(settings: dict[str, Any]) -> None:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
+    assert list(adapter_tensors(get_peft_model(base(), config)))
+
+
 def test_an_adapter_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"no adapter 'other'; the model has \['default'\]"):
         list(adapter_tensors(adapted(), "other"))

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.errors import ConfigError
@@ -17,7 +18,7 @@ from deltachain.publish.model.source import collect_weights
 from deltachain.publish.model.wire_dtypes import wire_dtype
 from deltachain.store import MemoryStore
 from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
-from tests.unit.publish.test_source import DistributedDataParallel, dtypes, folder_of
+from tests.unit.publish.test_source import dtypes, folder_of
 
 
 def test_an_unknown_dtype_is_refused() -> None:
@@ -111,6 +112,37 @@ def test_a_folder_of_other_files_says_nothing_about_dtypes(tmp_path: Path) -> No
     assert set(dtypes(plain_model(), checkpoint=tmp_path).values()) == {"BF16"}  # type: ignore[arg-type]
 
 
+def test_a_checkpoint_that_cannot_be_read_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = folder_of(plain_model(dtype=torch.float16).state_dict(), tmp_path / "fp16")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    collect_weights(plain_model(), checkpoint=folder)
+    assert (
+        "the dtypes of the checkpoint that the model was loaded from are not known" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("asked", ["F16", None])
+def test_a_wire_dtype_of_a_narrower_range_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asked: str | None
+) -> None:
+    folder = folder_of(plain_model(dtype=torch.float16).state_dict(), tmp_path / "fp16")
+    collect_weights(plain_model(dtype=torch.float32), dtype=asked, checkpoint=folder)
+    assert "published as F16, in which values below 3e-08 become zero" in caplog.text
+
+
+def test_weights_of_an_export_that_a_given_dtype_rounds_are_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tensors = {"up": torch.zeros(2, dtype=torch.bfloat16), "router.bias": torch.zeros(2)}
+    collect_weights(tensors.items)
+    assert not caplog.text
+    collect_weights(tensors.items, dtype="BF16")
+    assert "rounds 1 weights" in caplog.text
+    assert "'router.bias'" in caplog.text
+
+
 def test_a_dtype_given_outright_wins_for_floats_and_leaves_integers(tmp_path: Path) -> None:
     model = TinyModel()
     model.config = SimpleNamespace(_name_or_path=str(tmp_path))  # type: ignore[assignment]
@@ -153,7 +185,7 @@ def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
     assert "dtype=" in caught.value.hint
 
 
-def test_a_model_wrapped_for_ddp_keeps_its_dtypes_and_its_configuration(tmp_path: Path) -> None:
+def test_a_wrapped_model_keeps_its_dtypes_and_its_configuration(tmp_path: Path) -> None:
     checkpoint = tmp_path / "base"
     config = Qwen3Config(
         vocab_size=16,
@@ -166,7 +198,7 @@ def test_a_model_wrapped_for_ddp_keeps_its_dtypes_and_its_configuration(tmp_path
     )
     Qwen3ForCausalLM(config).bfloat16().save_pretrained(checkpoint)
     model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    wrapped = DistributedDataParallel(model)
+    wrapped = nn.DataParallel(model)
     assert {spec.dtype for spec in collect_weights(wrapped).specs} == {"BF16"}
     assert collect_weights(wrapped).specs == collect_weights(model).specs
     assert "config.json" in collect_assets(wrapped, PublishConfig(url="memory://x"))
