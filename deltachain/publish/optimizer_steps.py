@@ -25,6 +25,10 @@ _THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric"})
 
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
 
+_GRAPH: Final = (
+    "deltachain publishes after each step, which no graph has: compile the step without fullgraph"
+)
+
 _ATTACH_COPY: Final = (
     "if it trains a copy of the model, as from copy.deepcopy, detach, and attach the copy and its "
     "optimizer"
@@ -69,8 +73,8 @@ class OptimizerSteps:
         self._outermost: FrameType | None = None
         self._depth = 0
         self._handles = [
-            register_optimizer_step_pre_hook(torch.compiler.disable(self._before)),
-            register_optimizer_step_post_hook(torch.compiler.disable(self._after)),
+            register_optimizer_step_pre_hook(torch.compiler.disable(self._before, reason=_GRAPH)),
+            register_optimizer_step_post_hook(torch.compiler.disable(self._after, reason=_GRAPH)),
         ]
 
     @property

@@ -379,6 +379,16 @@ def test_a_compiled_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
     assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
+def test_a_step_compiled_as_one_graph_says_what_to_do(hook: Hook) -> None:
+    model = fp32_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    hook(model, optimizer)
+    model(torch.ones(4, 24)).square().mean().backward()
+    with pytest.raises(Exception, match="deltachain publishes .* compile the step without"):
+        torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+
+
 class Averaged(SGD):
     """As schedule-free optimizers: the weights are others between ``eval`` and ``train``."""
 
