@@ -174,6 +174,11 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
             "make it contiguous before attaching (`p.data = p.data.contiguous()`), publish an "
             f"export that yields its `.contiguous()`, {_PUSH}",
         )
+    if tensor.is_neg():
+        raise UnsupportedModelError(
+            f"{name!r} is a view with the negative bit set: its memory has the negated values",
+            hint=f"give it values of its own (`p.data = p.data.resolve_neg()`), {_PUSH}",
+        )
     memory = tensor.untyped_storage().nbytes()
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
     if tensor.numel() and needed > memory:

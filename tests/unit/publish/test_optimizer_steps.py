@@ -385,7 +385,8 @@ def test_a_step_compiled_as_one_graph_says_what_to_do(hook: Hook) -> None:
     optimizer = SGD(model.parameters(), lr=0.1)
     hook(model, optimizer)
     model(torch.ones(4, 24)).square().mean().backward()
-    with pytest.raises(Exception, match="deltachain publishes .* compile the step without"):
+    torch.compiler.reset()  # it skips what an earlier compilation could not trace
+    with pytest.raises(Exception, match=r"deltachain publishes .* compile the step without"):
         torch.compile(optimizer.step, backend="eager", fullgraph=True)()
 
 
