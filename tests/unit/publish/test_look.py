@@ -235,7 +235,7 @@ def test_a_state_dict_that_has_other_tensors_since_is_refused(
     def halved(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: object) -> None:
         state[f"{prefix}0.weight"] = state[f"{prefix}0.weight"] * 0.5
 
-    model.register_state_dict_post_hook(halved)  # type: ignore[no-untyped-call]
+    model.register_state_dict_post_hook(halved)
     refused(publisher, store, r"'0\.weight' is not the same in the model's state_dict")
 
 

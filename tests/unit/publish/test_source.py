@@ -160,7 +160,7 @@ def test_an_empty_weight_is_refused_before_anything_is_written(others: dict[str,
 
 def test_a_view_of_negated_memory_is_refused() -> None:
     model = plain_model()
-    model[0].weight.data = torch._neg_view(model[0].weight.data)  # type: ignore[index,union-attr]
+    model[0].weight.data = torch._neg_view(model[0].weight.data)  # type: ignore[index]
     with pytest.raises(ConfigError, match=r"'0\.weight' is a view with the negative bit"):
         collect_weights(model)
 
