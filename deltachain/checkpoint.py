@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -16,7 +15,7 @@ from typing import Final
 import numpy as np
 
 from deltachain.codec.container import Entry, read_header, write_header
-from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
+from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.file_reader import FileReader
 from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import FileRef
@@ -26,16 +25,7 @@ from deltachain.room import reserve
 from deltachain.store.base import is_segment
 from deltachain.threads import cores
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec
-
-WEIGHTS_FILE: Final = "model.safetensors"
-ADAPTER_FILE: Final = "adapter_model.safetensors"
-INDEX_FILE: Final = "model.safetensors.index.json"
-
-_SHARD: Final = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
-"""Name of a shard of the weights: its number, and how many there are."""
-
-_OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)\.).*")
-"""Names of files with tensors in another form, or with tensors of an optimizer."""
+from deltachain.weight_files import ADAPTER_FILE, WEIGHTS_FILE, find_weights
 
 _HASHED_NBYTES: Final = 16 << 20
 """Bytes of a file that are read and hashed at a time."""
@@ -99,25 +89,29 @@ class Checkpoint:
     """The tensors of one safetensors file, or of the weights in a folder.
 
     Of several sets of weights in a folder, the files of ``model.safetensors.index.json`` count,
-    else ``model.safetensors``, else the shards ``model-i-of-n``, else the adapter. Files that are
-    left out are named in a warning. Nothing is mapped or kept open: files are read by calls.
+    else ``model.safetensors``, else the shards ``model-i-of-n``, else the adapter, else those of
+    the only other index. Files that are left out are named in a warning. Nothing is mapped or kept
+    open: files are read by calls.
 
     Args:
         path: The file or the folder.
 
     Attributes:
         specs: Specs of all tensors, sorted by name.
+        index: Name of the index that names the files; empty without one.
         unnamed: Tensors in the files that the index does not name.
 
     Raises:
         ConfigError: There is no safetensors file at ``path``, one is missing, two hold the same
-            tensor, or the index names a tensor that its file does not hold.
+            tensor, the index names a tensor that its file does not hold, or it is unknown which of
+            several sets is the model's.
         MalformedError: A file does not match its header.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files, places = _weight_files(path)
+        found = find_weights(path)
+        self._files, self.index, places = found.paths, found.index, found.places
         self._readers: dict[str, FileReader] = {}
         self._entries: dict[str, tuple[str, Entry]] = {}
         for file in self._files:
@@ -135,7 +129,7 @@ class Checkpoint:
         for name, where in sorted(places.items()):
             if name not in self._entries or self._entries[name][0] != where:
                 raise UnsupportedModelError(
-                    f"{path}: {INDEX_FILE} has {name!r} in {where}, which does not hold it",
+                    f"{path}: {self.index} has {name!r} in {where}, which does not hold it",
                     hint="the checkpoint is incomplete, or of two saves: save or download it again",
                 )
         self.unnamed = sorted(self._entries.keys() - places.keys()) if places else []
@@ -314,70 +308,3 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _weight_files(path: Path) -> tuple[list[Path], dict[str, str]]:
-    """Return the files of a checkpoint's weights, and the file of each tensor by an index."""
-    if path.is_file():
-        return [path], {}
-    there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
-    places = _read_index(path / INDEX_FILE)
-    names = sorted(set(places.values())) or _chosen(path, there)
-    missing = [name for name in names if not (path / name).is_file()]
-    if not names or missing:
-        raise ConfigError(
-            f"{path}: no safetensors checkpoint"
-            + (f", {missing[0]} is missing" if missing else ""),
-            hint="give a folder with model.safetensors, or one safetensors file",
-        )
-    left_out = [name for name in there if name not in names]
-    if left_out:
-        logger.warning(
-            "%s: reading weights from %s; ignoring %s",
-            path,
-            INDEX_FILE if places else names[0] if len(names) == 1 else f"{len(names)} files",
-            ", ".join(left_out),
-        )
-    return [path / name for name in names], places
-
-
-def _listed(counts: Iterable[int]) -> str:
-    return " and ".join(map(str, sorted(counts)))
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an index; empty without one."""
-    if not index.is_file():
-        return {}
-    try:
-        places = dict(json.loads(index.read_bytes())["weight_map"])
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
-        raise MalformedError(f"{index}: weight_map is missing", key=str(index)) from exc
-    for name in places.values():
-        if not isinstance(name, str) or "/" in name or name.startswith("."):
-            raise MalformedError(f"{index}: names a file outside the folder", key=str(index))
-    if not places:
-        raise MalformedError(f"{index}: weight_map is empty", key=str(index))
-    return places
-
-
-def _chosen(path: Path, there: list[str]) -> list[str]:
-    """Return the weight files of a folder without an index.
-
-    Raises:
-        ConfigError: Shards are missing, or belong to two sets.
-    """
-    shards = [match for name in there if (match := _SHARD.fullmatch(name))]
-    if WEIGHTS_FILE in there:
-        return [WEIGHTS_FILE]
-    if shards:
-        counts = {int(shard[2]) for shard in shards}
-        if counts != {len(shards)}:
-            raise UnsupportedModelError(
-                f"{path} has {len(shards)} shards, whose names say {_listed(counts)}",
-                hint="the checkpoint is incomplete, or of two saves: save or download it again",
-            )
-        return [shard[0] for shard in shards]
-    if ADAPTER_FILE in there:
-        return [ADAPTER_FILE]
-    return [name for name in there if not _OTHER_SETS.fullmatch(name)] or there

@@ -22,7 +22,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.identity import check_recipe
 from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.trust import Trust
-from deltachain.checkpoint import INDEX_FILE, Checkpoint
+from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
     ChainMismatchError,
     ObjectNotFoundError,
@@ -134,7 +134,7 @@ def _refuse_unnamed(checkpoint: Checkpoint) -> None:
     if checkpoint.unnamed:
         raise UnsupportedModelError(
             f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
-            f"{INDEX_FILE}",
+            f"{checkpoint.index}",
             hint="the index or the shards are of another save: save the checkpoint again",
         )
 

@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
+from deltachain.weight_files import WEIGHTS_FILE
 
 _SPREAD: Final = 0.05
 """Standard deviation of every weight."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -252,3 +253,96 @@ def test_a_half_downloaded_shard_is_refused(tmp_path: Path) -> None:
     with pytest.raises(MalformedError, match="the file has 4096"):
         push(store, tmp_path / "c", PublishConfig(url=store.url))
     assert not list(store.list(""))
+
+
+STEMS = [
+    "consolidated-{n:05}-of-00002.safetensors",
+    "model_{n:05}-of-00002.safetensors",
+    "model-{n}-of-2.safetensors",
+    "pytorch_model-{n:05}-of-00002.safetensors",
+    "model.fp16-{n:05}-of-00002.safetensors",
+    "diffusion_pytorch_model-{n:05}-of-00002.safetensors",
+    "model.safetensors-{n:05}-of-00002.safetensors",
+    "model-{n:05}-of-00002.fp16.safetensors",
+    "adapter_model-{n:05}-of-00002.safetensors",
+    "model_{n:05}_of_00002.safetensors",
+    "{n:05}-of-00002.safetensors",
+]
+"""Names of shards, as trainers and converters write them."""
+
+
+def save_shards(folder: Path, stem: str, *numbers: int, prefix: str = "w") -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    names = [stem.format(n=n) for n in numbers]
+    for n, name in zip(numbers, names, strict=True):
+        save_file({f"{prefix}{n}": torch.full((4,), float(n))}, folder / name)
+    return names
+
+
+@pytest.mark.parametrize("stem", STEMS)
+@pytest.mark.parametrize("there", [1, 2])
+def test_half_of_a_set_of_shards_is_refused_by_the_name_of_the_missing_one(
+    tmp_path: Path, stem: str, there: int
+) -> None:
+    save_shards(tmp_path / "c", stem, there)
+    refused(tmp_path / "c", rf"{re.escape(stem.format(n=3 - there))} is missing")
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_a_whole_set_of_shards_is_read(tmp_path: Path, stem: str) -> None:
+    save_shards(tmp_path / "c", stem, 1, 2)
+    assert set(Checkpoint(tmp_path / "c").specs) == {"w1", "w2"}
+
+
+def test_shards_counted_from_nought_are_a_whole_set(tmp_path: Path) -> None:
+    save_shards(tmp_path / "c", STEMS[0], 0, 1)
+    assert set(Checkpoint(tmp_path / "c").specs) == {"w0", "w1"}
+
+
+def test_shards_of_an_absurd_count_are_refused(tmp_path: Path) -> None:
+    save_shards(tmp_path / "c", "x-{n}-of-99999999999999999999.safetensors", 1)
+    refused(tmp_path / "c", "x-2-of-99999999999999999999.safetensors is missing")
+
+
+def test_half_of_a_set_with_an_index_of_its_own_is_refused(tmp_path: Path) -> None:
+    (name,) = save_shards(tmp_path / "c", STEMS[5], 1)
+    (tmp_path / "c/diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w1": name, "w2": STEMS[5].format(n=2)}})
+    )
+    refused(tmp_path / "c", "diffusion_pytorch_model-00002-of-00002.safetensors is missing")
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (("text-{n:05}-of-00002.safetensors", 1, 2), ("image-{n:05}-of-00002.safetensors", 1, 2)),
+        (("pytorch_model-{n:05}-of-00002.safetensors", 1, 2), ("vision.safetensors", 0)),
+        (("one.safetensors", 0), ("two.safetensors", 0)),
+        (("model.fp16.safetensors", 0), ("model.fp32.safetensors", 0)),
+    ],
+)
+def test_of_two_sets_of_which_none_is_the_models_own_both_are_named_and_refused(
+    tmp_path: Path, sets: tuple[tuple[str, ...], ...]
+) -> None:
+    names = [
+        save_shards(tmp_path / "c", stem, *map(int, numbers), prefix=f"s{n}.")
+        for n, (stem, *numbers) in enumerate(sets)
+    ]
+    refused(tmp_path / "c", "several sets of weights")
+    for files in names:  # the way out
+        (tmp_path / "c/model.safetensors.index.json").unlink(missing_ok=True)
+        held = {n: f for f in files for n in Checkpoint(tmp_path / "c" / f).specs}
+        index(tmp_path / "c", held)
+        assert set(Checkpoint(tmp_path / "c").specs) == set(held)
+
+
+def test_of_two_sets_the_one_with_an_index_of_its_own_is_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = save_shards(tmp_path / "c", STEMS[3], 1, 2)
+    save(tmp_path / "c/vision.safetensors")
+    (tmp_path / "c/pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"w1": names[0], "w2": names[1]}})
+    )
+    assert set(Checkpoint(tmp_path / "c").specs) == {"w1", "w2"}
+    assert "ignoring vision.safetensors" in caplog.text

@@ -11,13 +11,14 @@ from typing import Final
 import msgspec
 from typing_extensions import override
 
-from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
+from deltachain.checkpoint import HELD_FILE, read_assets
 from deltachain.control.sidecar.agent import Reader
 from deltachain.control.sidecar.engine_api import EngineClient
 from deltachain.errors import ConfigError
 from deltachain.format.documents import parse
 from deltachain.subscribe.targets.folder import HeldFile
 from deltachain.types import Version
+from deltachain.weight_files import ADAPTER_FILE
 
 TIMEOUT_S: Final = 120.0
 

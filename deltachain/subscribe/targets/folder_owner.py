@@ -10,13 +10,14 @@ from typing_extensions import override
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.identity import chain_around
-from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, is_asset, weights_file, write_atomic
+from deltachain.checkpoint import HELD_FILE, is_asset, weights_file, write_atomic
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
 from deltachain.remote_code import without_remote_code
 from deltachain.subscribe import FolderTarget, HeldVersion, Patch
 from deltachain.subscribe.targets.folder import HeldFile, explained
 from deltachain.types import TensorSpec
+from deltachain.weight_files import ADAPTER_FILE
 
 ADAPTER_CONFIG: Final = "adapter_config.json"
 """Configuration of an adapter of PEFT."""
