@@ -37,6 +37,7 @@ from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.model.kept_files import check_files
+from deltachain.publish.model.made import refuse_other_folder
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
@@ -201,6 +202,7 @@ def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Tr
     except ObjectNotFoundError:
         table = _table(store, checkpoint)
         check_recipe(store.url, table, {})
+        refuse_other_folder(assets(), checkpoint.specs)
         create = partial(open_or_make, store, table, assets, trust=trust, by_state=False)
         return _Found(source_of(checkpoint, table), create)
     check_recipe(store.url, chain.table, {})
@@ -214,6 +216,8 @@ def _find_quantised(
 ) -> _Found:
     """Find the chain of a checkpoint that is quantised first."""
     plain = source_of(checkpoint, _own_table(checkpoint))
+    if store.find(CHAIN_KEY) is None:
+        refuse_other_folder(assets(), checkpoint.specs)
     made = quantised(plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone())
 
     def create() -> Chain:

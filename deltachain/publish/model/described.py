@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.touched import differing_fields, fields
+from deltachain.publish.model.made import Difference, refuse_difference
+from deltachain.publish.model.refusals import is_of_peft
+from deltachain.publish.model.touched import LIBRARY, differing_fields, fields
 from deltachain.torch_names import named_tensors
 
 logger = logging.getLogger(__name__)
@@ -36,13 +38,21 @@ _OTHER_FILES: Final = (
     "with from_pretrained"
 )
 
+_HINT: Final = (
+    "set the fields of model.config to the model, such as num_labels, vocab_size or "
+    f"num_hidden_layers{_OTHER_FILES}"
+)
+
 
 def refuse_other_config(model: nn.Module) -> None:
     """Refuse a model of transformers that its own configuration does not describe.
 
+    Names of tensors are not compared if the model is quantised or has adapters: both rename them.
+
     Raises:
-        ConfigError: A weight has another shape than in a model made of the configuration, or the
-            output embedding is tied where the configuration says otherwise.
+        ConfigError: A weight is not in a model made of the configuration, or has another shape
+            there, or that has further weights; or the output embedding is tied where the
+            configuration says otherwise.
     """
     config = getattr(model, "config", None)
     if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
@@ -58,16 +68,24 @@ def refuse_other_config(model: nn.Module) -> None:
             exc,
         )
         return
-    shapes = {name: tuple(tensor.shape) for name, tensor in named_tensors(made)}
-    for name, tensor in named_tensors(model):
-        expected = shapes.get(name)
-        if expected and tensor.numel() and tuple(tensor.shape) != expected:
-            raise UnsupportedModelError(
-                f"{name!r} has shape {tuple(tensor.shape)}, and by the model's configuration "
-                f"{expected}: what is published could not be loaded",
-                hint="set the fields of model.config to the model, such as num_labels or "
-                f"vocab_size{_OTHER_FILES}",
-            )
+    have, wanted = dict(named_tensors(model)), dict(named_tensors(made))
+    shapes = {
+        name: (tuple(tensor.shape), tuple(wanted[name].shape))
+        for name, tensor in have.items()
+        if name in wanted and tensor.numel() and tensor.shape != wanted[name].shape
+    }
+    renamed = getattr(config, LIBRARY, None) or any(map(is_of_peft, model.modules()))
+    refuse_difference(
+        made,
+        Difference(
+            shapes,
+            missing=() if renamed else wanted.keys() - have.keys(),
+            extra=() if renamed else have.keys() - wanted.keys(),
+        ),
+        have,
+        by="the model's configuration",
+        hint=_HINT,
+    )
 
 
 def _refuse_tie(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - of transformers

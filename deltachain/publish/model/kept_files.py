@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from deltachain.chain.chain import Chain
@@ -14,7 +12,7 @@ from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
 from deltachain.errors import ChainMismatchError
 from deltachain.format.digest import object_digest
-from deltachain.publish.model.touched import differing_fields, fields
+from deltachain.publish.model.touched import differing_fields, fields, read_config
 
 logger = logging.getLogger(__name__)
 
@@ -102,12 +100,7 @@ def _complete(data: bytes, plain: Any) -> Any:  # noqa: ANN401 - JSON
     Releases differ in which fields they write, and in what these are called.
     """
     try:
-        from transformers import AutoConfig  # noqa: PLC0415 - slow, and only if files differ
-
-        with tempfile.TemporaryDirectory(prefix="deltachain-config-") as scratch:
-            (Path(scratch) / _CONFIG).write_bytes(data)
-            found = AutoConfig.from_pretrained(scratch, trust_remote_code=False)
-        return fields(json.dumps(found.to_dict(), default=str).encode())
+        return fields(json.dumps(read_config(data).to_dict(), default=str).encode())
     except Exception as exc:  # noqa: BLE001 - absent, or a model that it does not know
         logger.debug("config.json is compared as it is: %s", exc)
         return plain

@@ -37,7 +37,7 @@ def refuse_adapters(model: nn.Module) -> None:
     Raises:
         ConfigError: A module is one of PEFT's, or a parameter is one of a LoRA adapter.
     """
-    ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if _is_of_peft(one))
+    ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if is_of_peft(one))
     factors = (repr(name) for name, _ in model.named_parameters() if ".lora_" in name)
     for found in (*ours, *factors):
         raise UnsupportedModelError(
@@ -47,7 +47,8 @@ def refuse_adapters(model: nn.Module) -> None:
         )
 
 
-def _is_of_peft(module: nn.Module) -> bool:
+def is_of_peft(module: nn.Module) -> bool:
+    """Return whether a module is one of PEFT's."""
     return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 

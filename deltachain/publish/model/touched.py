@@ -110,6 +110,18 @@ def _loaded_anew(part: SavesItself, folder: Path, *, trusted: bool) -> dict[str,
         return {}
 
 
+def read_config(data: bytes) -> Any:  # noqa: ANN401 - of transformers
+    """Return the configuration of transformers in a file; no code of the file's author is run.
+
+    Any exception is raised if transformers is absent or does not know the model.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415 - slow, and seldom needed
+
+    with tempfile.TemporaryDirectory(prefix="deltachain-config-") as scratch:
+        (Path(scratch) / CONFIG_FILE).write_bytes(data)
+        return AutoConfig.from_pretrained(scratch, trust_remote_code=False)
+
+
 def fields(data: bytes) -> Any:  # noqa: ANN401 - JSON
     """Return a JSON document without the fields of a run; ``None`` if it is none."""
     try:
