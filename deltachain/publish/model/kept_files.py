@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import re
+import tempfile
+from collections.abc import Collection, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 from deltachain.chain.chain import Chain
@@ -12,25 +15,44 @@ from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
 from deltachain.errors import ChainMismatchError
 from deltachain.format.digest import object_digest
+from deltachain.publish.model.tokenizer_files import (
+    MAIN_FILES,
+    TOKENIZER_FILE,
+    tokenizer_difference,
+)
 from deltachain.publish.model.touched import differing_fields, fields, read_config
 
 logger = logging.getLogger(__name__)
 
 _CONFIG: Final = "config.json"
 _GENERATION: Final = "generation_config.json"
-_TOKENIZER: Final = "tokenizer.json"
-_TEMPLATE: Final = "chat_template"
-_WORDS: Final = (
-    ".model",
-    ".spm",
-    ".tiktoken",
-    ".bpe",
-    ".jinja",
-    "merges.txt",
-    "vocab.txt",
-    "vocab.json",
+_ADAPTER: Final = "adapter_config.json"
+_PROCESSORS: Final = frozenset(
+    {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
 )
-"""Ends of the names of files that decide what text and tokens mean."""
+"""Files of processors, of which releases write some or others."""
+
+_MEANT: Final = re.compile(
+    r"config\.json|(generation|adapter|(\w+_)?preprocessor|processor|sentence_\w+|hf_quant"
+    r"|quantize|quant)_config\.json|config_sentence_transformers\.json|modules\.json|params\.json"
+    r"|[0-9]+_\w+/.*"
+)
+"""Paths of the files, besides those of a tokenizer, that decide what is computed."""
+
+_OF_A_RUN: Final = frozenset(
+    {
+        "__version__",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "inference_mode",
+        "lora_dropout",
+        "peft_version",
+        "processor_class",
+        "revision",
+        "runtime_config",
+    }
+)
+"""Fields of these files that tell of a run or of a release."""
 
 _HINT: Final = (
     "followers of a chain have the files that it began with: publish these weights to another URL; "
@@ -42,56 +64,107 @@ _HINT: Final = (
 def check_files(chain: Chain, files: Mapping[str, bytes]) -> None:
     """Check that the files beside the next version mean what those of the chain do.
 
-    Files that the chain or the version lacks are no difference, nor are fields of a run.
+    Fields of a run or of a library's release are no difference. Files that the version lacks, and
+    those of unknown meaning, are told in a warning.
 
     Args:
         chain: The chain.
         files: Files beside the next version, by path.
 
     Raises:
-        ChainMismatchError: Configuration, generation settings, vocabulary or template differ.
+        ChainMismatchError: A file that decides what is computed differs, or the chain lacks it.
     """
-    if not files or not chain.identity.assets:
+    refs = {asset_path(ref): ref for ref in chain.identity.assets}
+    if not files or not refs:
         return
-    theirs = dict(_read(chain, files))
-    for name in sorted(files.keys() & theirs.keys()):
-        if files[name] == theirs[name]:
-            continue
-        what = _difference(name, theirs[name], files[name])
-        if what:
-            raise ChainMismatchError(
-                f"{name} differs from that of the chain at {chain.store.url}: {what}", hint=_HINT
-            )
-    if (told := _template(theirs)) and (now := _template(files)) and told != now:
-        raise ChainMismatchError(
-            f"the chat template differs from that of the chain at {chain.store.url} "
-            "(chat_template.jinja, tokenizer_config.json)",
-            hint=_HINT,
+    differing = {
+        name
+        for name in files.keys() | refs.keys()
+        if name not in files or name not in refs or object_digest(files[name]) != refs[name].blake3
+    }
+    if not differing:
+        return
+    theirs = {
+        name: files[name] if name not in differing else read_asset(chain.store, ref)
+        for name, ref in refs.items()
+        if _MEANT.fullmatch(name) or TOKENIZER_FILE.fullmatch(name)
+    }
+    for name in sorted(filter(_MEANT.fullmatch, differing & files.keys())):
+        if what := _difference(name, theirs, files):
+            raise _mismatch(chain, name, what)
+    words = set(filter(TOKENIZER_FILE.fullmatch, differing))
+    if words and not files.keys().isdisjoint(MAIN_FILES | words):
+        name, what = tokenizer_difference(_of_tokenizer(theirs), _of_tokenizer(files))
+        if name:
+            raise _mismatch(chain, name, what)
+    _tell(chain, "this version has none of", refs.keys() - files.keys())
+    _tell(chain, "there are others of", (files.keys() & differing) - theirs.keys())
+
+
+def _mismatch(chain: Chain, name: str, what: str) -> ChainMismatchError:
+    return ChainMismatchError(
+        f"{name} differs from that of the chain at {chain.store.url}: {what}", hint=_HINT
+    )
+
+
+def _tell(chain: Chain, what: str, names: Collection[str]) -> None:
+    if names:
+        logger.warning(
+            "%s: %s %s: followers keep what the chain began with",
+            chain.store.url,
+            what,
+            ", ".join(sorted(names)),
         )
 
 
-def _read(chain: Chain, files: Mapping[str, bytes]) -> Iterator[tuple[str, bytes]]:
-    """Yield the files of a chain that are compared; those with equal digests are not fetched."""
-    for ref in chain.identity.assets:
-        path = asset_path(ref)
-        mine = files.get(path)
-        if mine is not None and object_digest(mine) == ref.blake3:
-            yield path, mine
-        elif mine is not None or _TEMPLATE in path or path == "tokenizer_config.json":
-            yield path, read_asset(chain.store, ref)
+def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the files of a tokenizer, and the configuration by which its class is found."""
+    return {k: v for k, v in files.items() if k == _CONFIG or TOKENIZER_FILE.fullmatch(k)}
 
 
-def _difference(name: str, then: bytes, now: bytes) -> str:
+def _difference(name: str, theirs: Mapping[str, bytes], mine: Mapping[str, bytes]) -> str:
     """Describe the difference of a file that matters; empty if none does."""
-    if name in (_CONFIG, _GENERATION):
-        old, new = fields(then), fields(now)
-        if name == _CONFIG:
-            old, new = _complete(then, old), _complete(now, new)
-        return differing_fields(old, new)
-    if name == _TOKENIZER:
-        same = _vocabulary(then) == _vocabulary(now)
-        return "" if same else "other tokens"
-    return "other bytes" if name.endswith(_WORDS) else ""
+    if name == _GENERATION:
+        return differing_fields(_generation(theirs), _generation(mine))
+    if name not in theirs:
+        moved = name in _PROCESSORS and _PROCESSORS & theirs.keys() - mine.keys()
+        return "" if moved else "it is not in the chain"
+    old, new = _plain(name, theirs[name]), _plain(name, mine[name])
+    return "other bytes" if old is None or new is None else differing_fields(old, new)
+
+
+def _plain(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
+    """Return what a file says of the computation; ``None`` if it is unreadable."""
+    found = fields(data)
+    if not isinstance(found, dict):
+        return found
+    if name == _CONFIG:
+        return _complete(data, found)
+    if name == _ADAPTER:
+        found = _complete_adapter(data, found)
+        found = {k: sorted(v) if _is_of_names(v) else v for k, v in found.items()}
+    return {k: v for k, v in found.items() if k not in _OF_A_RUN and _says(v)}
+
+
+def _says(value: object) -> bool:
+    """Return whether a value is more than a default that a release began to write."""
+    return value not in (None, False, "", [], {})
+
+
+def _is_of_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _generation(files: Mapping[str, bytes]) -> Any:  # noqa: ANN401 - JSON
+    """Return how tokens are sampled: without a file of its own, ids are the configuration's."""
+    found, config = fields(files.get(_GENERATION, b"{}")), fields(files.get(_CONFIG, b"{}"))
+    if not isinstance(found, dict) or not isinstance(config, dict):
+        return found
+    inner = config.get("text_config")
+    told = {**(inner if isinstance(inner, dict) else {}), **config}
+    ids = {k: v for k, v in told.items() if k in ("bos_token_id", "eos_token_id")}
+    found = ids | {k: v for k, v in found.items() if k != "pad_token_id"}
+    return {k: v for k, v in found.items() if _says(v)}
 
 
 def _complete(data: bytes, plain: Any) -> Any:  # noqa: ANN401 - JSON
@@ -106,19 +179,20 @@ def _complete(data: bytes, plain: Any) -> Any:  # noqa: ANN401 - JSON
         return plain
 
 
-def _vocabulary(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Return the tokens of a tokenizer, whose other fields differ among releases."""
+def _complete_adapter(data: bytes, plain: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of an adapter with its defaults, where PEFT knows them."""
     try:
-        document = json.loads(data)
-        added = {token["content"]: token["id"] for token in document.get("added_tokens") or ()}
-        return document["model"].get("vocab"), added
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return data
+        from peft import PeftConfig  # noqa: PLC0415 - slow, and only if files differ
+
+        with tempfile.TemporaryDirectory(prefix="deltachain-adapter-") as scratch:
+            (Path(scratch) / _ADAPTER).write_bytes(data)
+            found = PeftConfig.from_pretrained(scratch).to_dict()
+        complete = fields(json.dumps(found, default=_listed).encode())
+    except Exception as exc:  # noqa: BLE001 - absent, or an adapter that it does not know
+        logger.debug("%s is compared as it is: %s", _ADAPTER, exc)
+        return plain
+    return {**plain, **complete} if isinstance(complete, dict) else plain
 
 
-def _template(files: Mapping[str, bytes]) -> object:
-    """Return the template of a chat, wherever a release keeps it."""
-    if f"{_TEMPLATE}.jinja" in files:
-        return files[f"{_TEMPLATE}.jinja"].decode(errors="replace")
-    config = fields(files.get("tokenizer_config.json", b""))
-    return config.get(_TEMPLATE) if isinstance(config, dict) else None
+def _listed(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else str(value)

@@ -1,0 +1,261 @@
+"""Small files of a chain, beside the weights of a later version."""
+
+# ruff: noqa: S106 - tokens of text
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from deltachain.chain.chain import Chain
+from deltachain.errors import ChainMismatchError
+from deltachain.publish import PublishConfig
+from deltachain.publish.push import push
+from deltachain.store import MemoryStore
+from tests.unit.publish.library import llama
+
+WORDS = ["<unk>", "<s>", "</s>", "a", "b", "c", "ab", "bc"]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(
+        BPE({word: n for n, word in enumerate(WORDS)}, [("a", "b"), ("b", "c")], unk_token="<unk>")
+    )
+    made.normalizer = normalizers.NFC()
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    )
+    found.chat_template = "{{ messages }}"
+    return found
+
+
+ADAPTER = {
+    "peft_type": "LORA",
+    "base_model_name_or_path": "one",
+    "lora_alpha": 8,
+    "r": 4,
+    "target_modules": ["q_proj", "v_proj"],
+    "inference_mode": True,
+}
+PICTURES = {
+    "image_processor_type": "CLIPImageProcessor",
+    "image_mean": [0.5, 0.5, 0.5],
+    "size": {"height": 8, "width": 8},
+    "processor_class": "OneProcessor",
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    there = tmp_path / "c"
+    llama().save_pretrained(there)
+    tokenizer().save_pretrained(there)
+    put(there, "1_Pooling/config.json", {"pooling_mode_mean_tokens": True, "word_dimension": 8})
+    put(there, "modules.json", [{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}])
+    put(there, "preprocessor_config.json", PICTURES)
+    put(there, "added_tokens.json", {"<s>": 1, "</s>": 2})
+    put(there, "adapter_config.json", ADAPTER)
+    put(there, "training_log.json", [{"loss": 3.0}])
+    return there
+
+
+def put(folder: Path, name: str, document: object) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(json.dumps(document))
+
+
+def edit(folder: Path, name: str, change: Callable[[Any], object]) -> None:
+    document = json.loads((folder / name).read_bytes())
+    change(document)
+    put(folder, name, document)
+
+
+def fields(name: str, **new: Any) -> Callable[[Path], None]:
+    return lambda folder: edit(folder, name, lambda document: document.update(new))
+
+
+def saved(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def again(folder: Path) -> None:
+        found = AutoTokenizer.from_pretrained(folder)
+        change(found)
+        (folder / "chat_template.jinja").unlink()
+        found.save_pretrained(folder)
+
+    return again
+
+
+def train(folder: Path) -> None:
+    tensors = {n: t + 1 for n, t in load_file(folder / "model.safetensors").items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def pushed_twice(folder: Path, change: Callable[[Path], object]) -> MemoryStore:
+    store = MemoryStore()
+    push(store, folder, PublishConfig(url=store.url))
+    change(folder)
+    train(folder)
+    push(store, folder, PublishConfig(url=store.url))
+    return store
+
+
+def other_merges(folder: Path) -> None:
+    edit(folder, "tokenizer.json", lambda one: one["model"]["merges"].reverse())
+
+
+def other_normalizer(folder: Path) -> None:
+    edit(folder, "tokenizer.json", lambda one: one.update(normalizer={"type": "Lowercase"}))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "merges": (other_merges, r"tokenizer\.json"),
+    "normalizer": (other_normalizer, r"tokenizer\.json"),
+    "more tokens": (saved(lambda t: t.add_tokens(["<tool>"])), r"tokenizer\.json"),
+    "beginning": (saved(lambda t: setattr(t, "bos_token", "a")), r"'bos_token'|'added_tokens'"),
+    "beginning by hand": (
+        fields("tokenizer_config.json", bos_token="a"),
+        r"'bos_token'|'added_tokens'",
+    ),
+    "template": (saved(lambda t: setattr(t, "chat_template", "other")), r"chat template"),
+    "no template": (saved(lambda t: setattr(t, "chat_template", None)), r"chat template"),
+    "template removed": (lambda f: (f / "chat_template.jinja").unlink(), r"chat template"),
+    "added tokens": (fields("added_tokens.json", more=9), r"added_tokens\.json"),
+    "pooling": (fields("1_Pooling/config.json", pooling_mode_mean_tokens=False), r"1_Pooling"),
+    "modules": (lambda f: edit(f, "modules.json", list.pop), r"modules\.json"),
+    "another module": (lambda f: put(f, "2_Dense/config.json", {"in": 3}), r"2_Dense.*not in"),
+    "pictures": (fields("preprocessor_config.json", image_mean=[0.0] * 3), r"image_mean"),
+    "sounds": (lambda f: put(f, "processor_config.json", {"rate": 9}), r"processor_config.*not in"),
+    "generation": (
+        lambda f: put(f, "generation_config.json", {"temperature": 0.5, "eos_token_id": 2}),
+        r"generation_config\.json.*temperature",
+    ),
+    "alpha": (fields("adapter_config.json", lora_alpha=64), r"adapter_config\.json.*lora_alpha"),
+    "targets": (fields("adapter_config.json", target_modules=["q_proj"]), r"target_modules"),
+    "scaling": (fields("adapter_config.json", use_rslora=True), r"use_rslora"),
+    "unreadable": (lambda f: (f / "modules.json").write_text("{"), r"modules\.json"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_files_of_another_meaning_are_refused_by_name(folder: Path, change: str) -> None:
+    (folder / "generation_config.json").unlink()
+    store = MemoryStore()
+    push(store, folder, PublishConfig(url=store.url))
+    before = sorted(info.key for info in store.list(""))
+    do, why = REFUSED[change]
+    do(folder)
+    train(folder)
+    with pytest.raises(ChainMismatchError, match=why) as caught:
+        push(store, folder, PublishConfig(url=store.url))
+    assert "another URL" in caught.value.hint
+    assert sorted(info.key for info in store.list("")) == before
+
+
+def test_a_template_where_the_chain_has_none_is_refused(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ChainMismatchError, match="chat template"):
+        pushed_twice(folder, lambda f: (f / "chat_template.jinja").write_text("{{ x }}"))
+
+
+def reordered(folder: Path) -> None:
+    for file in folder.rglob("*.json"):
+        document = json.loads(file.read_bytes())
+        if isinstance(document, dict):
+            document = dict(reversed(document.items()))
+        file.write_text(json.dumps(document, indent=7))
+
+
+def of_another_release(folder: Path) -> None:
+    """Files as releases before transformers 5 wrote them."""
+    edit(folder, "tokenizer.json", lambda one: one["model"].pop("ignore_merges"))
+    edit(folder, "tokenizer.json", lambda one: one["model"].update(merges=["a b", "b c"]))
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    fields(
+        "tokenizer_config.json",
+        chat_template=template,
+        tokenizer_class="PreTrainedTokenizerFast",
+        clean_up_tokenization_spaces=False,
+        name_or_path="x",
+        added_tokens_decoder={"1": {"content": "<s>", "special": True}},
+    )(folder)
+    put(folder, "special_tokens_map.json", {"bos_token": "<s>", "eos_token": {"content": "</s>"}})
+    (folder / "added_tokens.json").unlink()
+    put(folder, "vocab.json", {word: n for n, word in enumerate(WORDS)})
+    (folder / "merges.txt").write_text("#version: 0.2\na b\nb c\n")
+    fields("preprocessor_config.json", processor_class="Two", data_format=None)(folder)
+
+
+def used(found: Any) -> None:
+    found.padding_side, found.pad_token = "left", "</s>"
+    found(["a b", "c"], padding=True, truncation=True, max_length=7)
+
+
+def no_words(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (folder / name).unlink()
+
+
+SAME: dict[str, Callable[[Path], object]] = {
+    "reordered": reordered,
+    "saved again": saved(lambda _: None),
+    "saved after use": saved(used),
+    "another release": of_another_release,
+    "adapter": fields(
+        "adapter_config.json",
+        base_model_name_or_path="two",
+        target_modules=["v_proj", "q_proj"],
+        inference_mode=False,
+        peft_version="9",
+        use_dora=False,
+        corda_config=None,
+        revision="x",
+    ),
+    "generation that the configuration has": lambda f: put(
+        f, "generation_config.json", {"_from_model_config": True, "transformers_version": "9"}
+    ),
+    "read me": lambda f: (f / "README.md").write_text("other"),
+    "no words": no_words,
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_files_of_the_same_meaning_are_no_difference(folder: Path, change: str) -> None:
+    head = Chain.open(pushed_twice(folder, SAME[change])).head()
+    assert head is not None
+    assert head.version == 1
+
+
+def test_a_folder_of_another_release_is_continued_by_this_one(folder: Path) -> None:
+    other = folder.with_name("other")
+    shutil.copytree(folder, other)
+    of_another_release(other)
+    store = MemoryStore()
+    push(store, other, PublishConfig(url=store.url))
+    train(folder)
+    assert push(store, folder, PublishConfig(url=store.url)).head.version == 1
+
+
+def test_files_that_a_later_version_lacks_or_nobody_knows_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(folder: Path) -> None:
+        shutil.rmtree(folder / "1_Pooling")
+        (folder / "source.spm").unlink()
+        (folder / "target.spm").write_text("x")  # tokenizer.json says it all
+        put(folder, "training_log.json", [{"loss": 2.0}])
+        put(folder, "labels.json", ["a"])
+
+    (folder / "source.spm").write_text("x")
+    pushed_twice(folder, change)
+    assert "none of 1_Pooling/config.json, source.spm:" in caplog.text
+    assert "others of labels.json, target.spm, training_log.json:" in caplog.text
