@@ -46,6 +46,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Final, TypeVar
 
+from deltachain.redact import redacted_text
+
 DOCS: Final = "https://github.com/OWNER/deltachain/tree/HEAD/docs"
 """Where the documents lie."""
 
@@ -56,7 +58,8 @@ class DeltaChainError(Exception):
     """Base class of every error that deltachain raises.
 
     Args:
-        message: The object concerned, the expected value and the found value.
+        message: The object concerned, the expected value and the found value; of URLs in it, and
+            in the hint, nothing is kept that may be secret.
         hint: The action that resolves the error, printed on a second line.
 
     Attributes:
@@ -77,8 +80,8 @@ class DeltaChainError(Exception):
     page: ClassVar[str] = ""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint or self.default_hint
+        super().__init__(redacted_text(message))
+        self.hint = redacted_text(hint) or self.default_hint
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the attributes: the constructor of a subclass may need more than a message."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Final
+from urllib.parse import unquote
 
 _PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
 """Schemes with a container or a user name before an ``@`` in the URL, neither of them secret."""
@@ -45,6 +47,46 @@ def redacted_url(url: str) -> str:
     if at and scheme in _PLACES:
         host = f"{who.partition(':')[0]}@{host}"
     return f"{match[0]}{host}{slash}{path}"
+
+
+_IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+[^\s'\"<>|`]*[^\s'\"<>|`.,:;)\]}]")
+_NAMES: Final = re.compile(r"(?<=[?&])[\w.-]+=")
+_BETWEEN: Final = re.compile(r"[/:@?#&]")
+
+SHORTEST: Final = 4
+"""Characters of the shortest part that is hidden wherever it stands."""
+
+
+def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
+    """Return a text with its URLs as :func:`redacted_url` shows them.
+
+    Args:
+        text: A message, or a traceback.
+        secrets: What is hidden outside of URLs too, as :func:`hidden_parts` returns it.
+    """
+    if ":/" in text:
+        text = _IN_TEXT.sub(lambda found: _shown(found[0]), text)
+    if secrets:
+        longest_first = sorted(secrets, key=len, reverse=True)
+        text = re.sub(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", HIDDEN, text)
+    return text
+
+
+def _shown(url: str) -> str:
+    """Return a URL of a text; one without a mark of a secret is returned as it is."""
+    return redacted_url(url) if any(mark in url for mark in "@?=") else url
+
+
+def hidden_parts(texts: Iterable[str]) -> set[str]:
+    """Return the parts of URLs that :func:`redacted_url` leaves out.
+
+    Libraries name some of them alone, such as a password that they take for a port.
+    """
+    parts: set[str] = set()
+    for text in texts:
+        shown = set(_BETWEEN.split(redacted_text(redacted_url(text))))
+        parts |= set(_BETWEEN.split(_NAMES.sub("", text))) - shown
+    return {one for part in parts for one in (part, unquote(part)) if len(one) >= SHORTEST}
 
 
 def redacted_path(path: Path) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
+import re
+import sys
+from collections.abc import Callable, Mapping
 from functools import wraps
 from pathlib import Path
-from traceback import walk_tb
+from traceback import format_exception, walk_tb
 from typing import Annotated, Any, Final
 
 import typer
@@ -37,6 +39,7 @@ from deltachain.cli.stats import stats
 from deltachain.cli.tag import tag
 from deltachain.cli.verify import verify
 from deltachain.errors import ConfigError, DeltaChainError
+from deltachain.redact import hidden_parts, redacted_text, redacted_url
 
 EXTRAS: Final = {
     "torch": "torch",
@@ -112,6 +115,7 @@ class Commands(TyperGroup):
         if "--debug" in args[:end]:
             args = ["--debug", *(a for a in args[:end] if a != "--debug"), *args[end:]]
         ctx.meta[_WORDS] = args[:end]
+        ctx.meta[_SECRETS] = hidden_parts(args)
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own
@@ -125,12 +129,23 @@ class Commands(TyperGroup):
         """Run the command."""
         try:
             return super().invoke(ctx)
+        except (typer.Exit, typer.Abort):
+            raise
         except Exception as error:
-            explained = explain(error)
-            if explained is None or ctx.params.get("debug"):
+            secrets = ctx.meta[_SECRETS] | hidden_parts(_places_of(os.environ))
+            if isinstance(error, _USAGE):
+                vars(error)["message"] = redacted_text(str(error), secrets)
                 raise
-            say_error(explained, as_json="--json" in ctx.meta[_WORDS])
-            raise typer.Exit(explained.exit_code) from error
+            explained = explain(error)
+            if explained is None and isinstance(error, OSError):
+                raise
+            if explained is None or ctx.params.get("debug"):
+                sys.stderr.write(redacted_text("".join(format_exception(error)), secrets))
+            else:
+                explained.args = tuple(redacted_text(str(one), secrets) for one in explained.args)
+                explained.hint = redacted_text(explained.hint, secrets)
+                say_error(explained, as_json="--json" in ctx.meta[_WORDS])
+            raise typer.Exit(explained.exit_code if explained else 1) from error
         except KeyboardInterrupt:
             if ctx.params.get("debug"):
                 raise
@@ -173,6 +188,12 @@ def explain(error: Exception) -> DeltaChainError | None:
     return None
 
 
+def _places_of(variables: Mapping[str, str]) -> list[str]:
+    """Return what environment variables say that may be a URL, ours without a scheme too."""
+    ours = environment.PREFIX
+    return [one for name, one in variables.items() if "://" in one or name.startswith(ours)]
+
+
 def _broken(error: Exception) -> str | None:
     """Return the package of an extra in whose import an error was raised; ``None`` for others."""
     for frame, _ in walk_tb(error.__traceback__):
@@ -199,6 +220,12 @@ def _show_version(wanted: bool) -> None:
 
 _WORDS: Final = "deltachain.words"
 """Name in the context's ``meta`` of the words of the command line, up to ``--``."""
+
+_SECRETS: Final = "deltachain.secrets"
+"""Name in the context's ``meta`` of the parts of all words that are not shown."""
+
+_USAGE: Final = typer.BadParameter.__mro__[2]
+"""The class of errors that typer shows itself."""
 
 UNCHECKED: Final = {"doctor", "-h", "--help"}
 """Words with which mistakes in the environment end no command: ``doctor`` tells all of them."""
@@ -236,12 +263,26 @@ CLONE: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
 """What an installed package lacks, and ``demo-async`` needs."""
 
 
-def at_home(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command in whose paths ``~`` is the user's home: no shell expands ``--out=~/x``."""
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""How a URL begins, also one that was taken for a path."""
+
+
+def local(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that refuses URLs in place of paths, and expands ``~`` in those.
+
+    No shell expands the ``~`` of ``--out=~/x``.
+    """
 
     @wraps(command)
     def run(**values: object) -> None:
         paths = {name: path for name, path in values.items() if isinstance(path, Path)}
+        for name, path in paths.items():
+            if _URL.match(str(path)):
+                raise ConfigError(
+                    f"{name}={redacted_url(str(path))}: expected a path, found a URL",
+                    hint="give a folder or a file; `deltachain pull URL --out DIR` makes a folder "
+                    "of a chain",
+                )
         command(**(values | {name: Path(os.path.expanduser(paths[name])) for name in paths}))  # noqa: PTH111 - leaves unknown users as they are
 
     return run
@@ -250,4 +291,4 @@ def at_home(command: Callable[..., None]) -> Callable[..., None]:
 for panel, commands in PANELS.items():
     for command in commands:
         hidden = command is demo_async and not CLONE.is_dir()
-        app.command(cls=Command, rich_help_panel=panel, hidden=hidden)(at_home(command))
+        app.command(cls=Command, rich_help_panel=panel, hidden=hidden)(local(command))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import traceback
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltachain.environment import VARIABLES
-from deltachain.redact import redacted_path, redacted_url
-from tests.unit.cli.support import invoke
+from deltachain.errors import ConfigError
+from deltachain.redact import hidden_parts, redacted_path, redacted_text, redacted_url
+from tests.unit.cli.support import COMMAND, invoke
 
 CANARY = "canary7secret"
 HOST = "127.0.0.1:9"
@@ -46,6 +49,45 @@ def test_a_path_is_shown_if_it_leads_somewhere(tmp_path: Path) -> None:
     assert redacted_path(tmp_path / "absent") == str(tmp_path / "absent")
     for secret in (CANARY, f"-----BEGIN\n{CANARY}", f"{CANARY}/{CANARY}", "\0", "x" * 5000):
         assert redacted_path(Path(secret)) == "..."
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"no folder 'http:/u:{CANARY}@h/x'", "no folder 'http:/h/x'"),
+        (f"at s3://u:{CANARY}@h/x, then http://h?t={CANARY}.", "at s3://h/x, then http://h."),
+        (
+            "write dns://NAME:PORT, or http://HOST:PORT",
+            "write dns://NAME:PORT, or http://HOST:PORT",
+        ),
+        ("https://host/page.md#heading", "https://host/page.md#heading"),
+        ("weights: none", "weights: none"),
+    ],
+)
+def test_urls_in_a_text_are_shown_without_what_may_be_secret(text: str, shown: str) -> None:
+    assert redacted_text(text) == shown
+    error = ConfigError(text, hint=text)
+    assert (error.args[0], error.hint) == (shown, shown)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"http://user:{CANARY}/x@h",
+        f"--engine=http://h?token={CANARY}",
+        "http://user:canary7%73ecret@h",
+        f"user:{CANARY}@h",
+    ],
+)
+def test_parts_that_are_hidden_in_a_url_are_hidden_wherever_they_stand(word: str) -> None:
+    said = f"port {CANARY!r} of the token"
+    assert redacted_text(said, hidden_parts([word])) == "port '...' of the token"
+
+
+def test_nothing_is_hidden_for_words_without_a_secret() -> None:
+    assert (
+        hidden_parts(["push", "/mnt/a@b", "s3://bucket/run", "http://h:1/x", "--at=9:00"]) == set()
+    )
 
 
 ADDRESSES = (
@@ -88,7 +130,7 @@ def test_addresses_of_replicas_are_shown_without_secrets(
     listed.write_text(f"{address}\n")
     check_silent("fleet", "status", "--inventory", listed, "--timeout", "0.5")
     monkeypatch.setenv("DELTACHAIN_ENGINES", address)
-    check_silent("fleet", "status", "--timeout", "0.5", debug="://" in address)
+    check_silent("fleet", "status", "--timeout", "0.5")
     check_silent("doctor")
 
 
@@ -138,3 +180,84 @@ def test_no_line_of_a_wrong_file_is_shown(
 @pytest.mark.parametrize("address", [one for one in ADDRESSES if "://" in one])
 def test_urls_of_stores_are_shown_without_secrets(command: str, address: str) -> None:
     check_silent(command, address)
+
+
+PLACE = re.compile("URL|DIR|FILE|FOLDER|PORT|SRC|DST|ENGINE|CHECKPOINT|OLD|NEW|BASE|DELTA")
+COMMANDS: dict[str, Any] = vars(COMMAND)["commands"]
+TAKEN = [
+    (command, parameter.name)
+    for command, of in COMMANDS.items()
+    for parameter in of.params
+    if PLACE.search(parameter.metavar or "")
+]
+"""Commands and those of their parameters that are a path, a URL or an address."""
+
+
+def words_of(command: str, taken: str, value: str, folder: Path) -> list[str]:
+    """A command line with a value, and whatever else it needs."""
+    words, others = [command], {"verb": "status", "subject": "store"}
+    for parameter in COMMANDS[command].params:
+        name = parameter.name
+        if name == taken or parameter.required or name in ("destination", "url"):
+            given = value if name == taken else others.get(name, str(folder / name))
+            words += (
+                [given] if parameter.param_type_name == "argument" else [parameter.opts[0], given]
+            )
+    return words
+
+
+@pytest.mark.parametrize(("command", "taken"), TAKEN)
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"http://user:{CANARY}@h:99999/x?token={CANARY}",
+        f"s3://user:{CANARY}@h:port/x",
+        f"s3:///x?token={CANARY}",
+        f"https://user:{CANARY}@?token={CANARY}",
+        f"hf://user:{CANARY}/{CANARY}@buckets/a/b",
+    ],
+)
+def test_no_argument_of_a_command_is_shown_with_a_secret(
+    command: str, taken: str, url: str, tmp_path: Path
+) -> None:
+    words = words_of(command, taken, url, tmp_path)
+    for flags in ([], ["--debug"]):
+        done = invoke(*words, *flags)
+        assert done.code != 0, words
+        assert CANARY not in done.stdout + done.stderr, words
+
+
+def test_a_url_is_no_folder(tmp_path: Path) -> None:
+    done = invoke("pull", tmp_path, "--out", f"s3://user:{CANARY}@bucket/x")
+    assert done.code == 2
+    assert "out=s3:/bucket/x: expected a path, found a URL" in done.stderr
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_the_text_of_a_library_is_shown_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, debug: bool
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        try:
+            int(CANARY)
+        except ValueError as exc:
+            raise RuntimeError(f"cannot open 's3://user:{CANARY}@h/x'") from exc
+
+    monkeypatch.setattr("deltachain.store.open_store", broken)
+    monkeypatch.setenv("HTTP_PROXY", f"http://user:{CANARY}@proxy:1")
+    done = invoke("log", tmp_path, *["--debug"][:debug])
+    assert done.code == 1
+    assert "RuntimeError: cannot open 's3://h/x'" in done.stderr
+    assert CANARY not in done.stdout + done.stderr
+
+
+def test_a_mistake_in_the_command_line_is_shown_without_secrets(tmp_path: Path) -> None:
+    for words in (
+        ["log", tmp_path, f"s3://user:{CANARY}@h/x"],
+        [f"s3://user:{CANARY}@h/x"],
+        ["log", tmp_path, "--since", f"http://h?token={CANARY}"],
+        ["inspect", tmp_path, "--version", f"user:{CANARY}@h"],
+    ):
+        done = invoke(*words)
+        assert done.code == 2, words
+        assert CANARY not in done.stdout + done.stderr, words

@@ -142,8 +142,10 @@ def test_files_that_can_not_be_written_are_told_without_a_traceback(
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
     for args in (["--debug", "log", str(tmp_path)], ["log", str(tmp_path), "--debug"]):
-        with pytest.raises(deltachain.DeltaChainError):
-            invoke(*args)
+        done = invoke(*args)
+        assert done.code == 3
+        assert "Traceback" in done.stderr
+        assert "ObjectNotFoundError" in done.stderr.splitlines()[-2]
 
 
 def test_ctrl_c_is_answered_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
