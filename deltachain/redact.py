@@ -53,6 +53,9 @@ _IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+[^\s'\"<>|`]*[^\s'\"<>|
 _NAMES: Final = re.compile(r"(?<=[?&])[\w.-]+=")
 _BETWEEN: Final = re.compile(r"[/:@?#&]")
 
+LONGEST: Final = 300
+"""Longest text from a store or a replica that is shown, in characters."""
+
 SHORTEST: Final = 4
 """Characters of the shortest part that is hidden wherever it stands."""
 
@@ -87,6 +90,12 @@ def hidden_parts(texts: Iterable[str]) -> set[str]:
         shown = set(_BETWEEN.split(redacted_text(redacted_url(text))))
         parts |= set(_BETWEEN.split(_NAMES.sub("", text))) - shown
     return {one for part in parts for one in (part, unquote(part)) if len(one) >= SHORTEST}
+
+
+def printable(text: str) -> str:
+    """Return a text of others on one line: without control characters, cut to ``LONGEST``."""
+    clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:LONGEST])
+    return f"{clean}…" if len(text) > LONGEST else clean
 
 
 def redacted_path(path: Path) -> str:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from deltachain.errors import ConfigError, ObjectNotFoundError
+import logging
+from typing import Final
+
+from deltachain.chain.trust import Trust
+from deltachain.errors import ConfigError, FormatError, ObjectNotFoundError
 from deltachain.format.documents import Count, Document, parse
 from deltachain.format.keys import MIRROR_KEY
+from deltachain.redact import printable, redacted_url
 from deltachain.store import Store
+
+logger = logging.getLogger(__name__)
+
+_told: Final[set[str]] = set()
+"""URLs of which a record was told: a maintainer looks before all that it writes."""
 
 
 class MirrorRecord(Document, frozen=True, kw_only=True):
@@ -36,17 +46,41 @@ def read_mirror(store: Store) -> MirrorRecord | None:
         return None
 
 
-def refuse_mirror(store: Store) -> None:
+def refuse_mirror(store: Store, trust: Trust) -> None:
     """Raise if a store is a mirror, which holds what its source holds and nothing else.
 
+    The record is not signed. Where signatures decide who writes, it is told and decides nothing.
+
+    Args:
+        store: The store.
+        trust: Keys of the writer.
+
     Raises:
-        ConfigError: The store is a mirror.
+        ConfigError: The store is a mirror, and its chain is not signed.
     """
-    record = read_mirror(store)
-    if record is not None:
+    is_signed = trust.key is not None and trust.trusted is not None
+    try:
+        record = read_mirror(store)
+    except FormatError as exc:
+        if not is_signed:
+            raise
+        found = f"has {MIRROR_KEY}, which is damaged: {exc.args[0]}"
+    else:
+        if record is None:
+            return
+        found = f"is a mirror of {redacted_url(printable(record.source))}"
+    way_out = f"end the mirror by `deltachain mirror --promote {store.url}`"
+    if not is_signed:
         raise ConfigError(
-            f"{store.url} is a mirror of {record.source}: nothing is written there but by "
-            "the mirror",
-            hint=f"use {record.source}; or, if this store takes its place, end the mirror "
-            f"by `deltachain mirror --promote {store.url}`",
+            f"{store.url} {found}: nothing is written there but by the mirror",
+            hint=f"write to its source; or, if this store takes its place, {way_out}",
+        )
+    if store.url not in _told:
+        _told.add(store.url)
+        logger.warning(
+            "%s %s, says a record that nobody signed; going on with the signing key. If it is one, "
+            "stop this writer and use its source; if this store takes its place, %s",
+            store.url,
+            found,
+            way_out,
         )

@@ -11,9 +11,10 @@ def check_write_access(chain: Chain) -> None:
     """Raise if readers would not accept what this process adds to a chain.
 
     Raises:
-        ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
+        ConfigError: The store is the mirror of an unsigned chain, or the chain is signed and there
+            is no signing key.
     """
-    refuse_mirror(chain.store)
+    refuse_mirror(chain.store, chain.trust)
     if chain.trust.key is None and (head := chain.head()) is not None:
         check_signing_key(chain, head)
 

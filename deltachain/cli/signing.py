@@ -101,13 +101,13 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     from deltachain.maintain.key_rotation import sign_again
     from deltachain.publish.writer import take_over
 
-    refuse_mirror(store)
     try:
         head = Chain.open(store, trust).head()
     except SignatureError:
         head = None
     if head is not None:
         return False, head, sign_again(Chain.open(store, trust))
+    refuse_mirror(store, trust.unchecked())
     chain = Chain.open(store, trust.unchecked())
     again = sign_again(chain)  # before the head is signed: killed here, the command starts anew
     for key, data in chain.sign_identity().items():

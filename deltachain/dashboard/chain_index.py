@@ -12,7 +12,7 @@ from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.trust import Trust
 from deltachain.dashboard.chain_view import ChainModel, ChainView
-from deltachain.dashboard.version_summary import VersionSummary, shown, version_summary
+from deltachain.dashboard.version_summary import VersionSummary, version_summary
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -21,6 +21,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
 )
 from deltachain.maintain.survey import Survey
+from deltachain.redact import printable
 from deltachain.store import Store
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.watch import Watch
@@ -82,7 +83,7 @@ class ChainIndex:
             try:
                 self._look(now)
             except DeltaChainError as exc:
-                trouble = shown(str(exc.args[0]) if exc.args else type(exc).__name__)
+                trouble = printable(str(exc.args[0]) if exc.args else type(exc).__name__)
                 if not isinstance(exc, FormatError | ChainError | ObjectNotFoundError):
                     self._change(trouble=trouble)
                 else:
@@ -114,7 +115,7 @@ class ChainIndex:
             numel=sum(spec.numel for spec in specs),
             nbytes=sum(spec.nbytes for spec in specs),
         )
-        self._change(chain=shown(chain.identity.chain), model=model)
+        self._change(chain=printable(chain.identity.chain), model=model)
         return chain
 
     def _is_replaced(self, chain: Chain, head: VersionSummary) -> bool:
@@ -137,7 +138,7 @@ class ChainIndex:
         except DeltaChainError as exc:
             if self._watch.doubt is None:
                 raise
-            doubt = shown(str(exc.args[0]))
+            doubt = printable(str(exc.args[0]))
             self._chain = None
             self._change(rows=(), newest=None, edges=(), tags=(), prunes=None, doubt=doubt)
             return True

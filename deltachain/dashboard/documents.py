@@ -19,9 +19,10 @@ from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTimes, middle
 from deltachain.dashboard.replica_report import ReplicaReport
 from deltachain.dashboard.thinning import spread, thinned_versions
 from deltachain.dashboard.track import Moment, changes
-from deltachain.dashboard.version_summary import VersionSummary, shown
+from deltachain.dashboard.version_summary import VersionSummary
 from deltachain.dashboard.watcher import Overview
 from deltachain.format import publish_phases
+from deltachain.redact import printable
 from deltachain.types import Version
 
 MARKS: Final = 500
@@ -101,7 +102,7 @@ def _pruned_deltas(view: ChainView, start: Version, end: Version) -> set[Version
 
 
 def _tags_of(view: ChainView, version: Version) -> list[str]:
-    return [shown(tag.name) for tag in view.tags if tag.version == version]
+    return [printable(tag.name) for tag in view.tags if tag.version == version]
 
 
 def version_document(
@@ -131,7 +132,7 @@ def version_document(
                 "base": edge.base,
                 "nbytes": edge.nbytes,
                 "parts": edge.parts,
-                "encodings": [shown(name) for name in edge.encodings],
+                "encodings": [printable(name) for name in edge.encodings],
                 "pruned": view.prunes is not None and view.prunes.covers(edge),
             }
             for edge in edges
@@ -198,7 +199,7 @@ def chain_document(view: ChainView) -> dict[str, Any]:
 
 
 def _tag(name: str, version: Version | None) -> dict[str, Any]:
-    return {"name": shown(name), "version": version}
+    return {"name": printable(name), "version": version}
 
 
 def _signers(rows: Iterable[VersionSummary]) -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ from typing import Final
 
 from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.dashboard.phases import replica_phases
-from deltachain.dashboard.version_summary import shown
 from deltachain.errors import DeltaChainError
+from deltachain.redact import printable
 from deltachain.replica.status import ReplicaStatus
 from deltachain.types import Version
 
@@ -67,19 +67,19 @@ def answered(engine: str, status: ReplicaStatus, now: float) -> ReplicaReport:
     return ReplicaReport(
         engine=engine,
         answered_at=now,
-        url=shown(status.url),
-        chain=shown(status.chain or ""),
+        url=printable(status.url),
+        chain=printable(status.chain or ""),
         version=_number(status.version),
-        manifest=shown(status.manifest or ""),
+        manifest=printable(status.manifest or ""),
         head=_number(status.head),
         ready=status.ready,
-        reason=shown(status.reason),
-        error=shown(status.doubt or status.trouble),
+        reason=printable(status.reason),
+        error=printable(status.doubt or status.trouble),
         pinned=status.pinned,
         following=status.following,
         silence_s=silence_s if silence_s is not None and 0 <= silence_s < LARGEST else None,
-        deltachain=shown(status.deltachain),
-        software=shown(status.engine),
+        deltachain=printable(status.deltachain),
+        software=printable(status.engine),
         phases=replica_phases(status.phases) if applied == status.version else {},
     )
 
@@ -91,13 +91,13 @@ def seen(engine: str, found: ReplicaAnswer, now: float) -> ReplicaReport:
     if isinstance(found, ReplicaStatus):
         return answered(engine, found, now)
     report = answered(engine, found.status, now - found.age_s)
-    return replace(report, trouble=shown(f"it ended: {found.ended}")) if found.ended else report
+    return replace(report, trouble=printable(f"it ended: {found.ended}")) if found.ended else report
 
 
 def trouble(engine: str, exc: DeltaChainError) -> str:
     """Return why a replica did not answer, without its address."""
     said = str(exc.args[0]) if exc.args else type(exc).__name__
-    return shown(said.removeprefix(engine).strip(": ").removeprefix("did not answer: "))
+    return printable(said.removeprefix(engine).strip(": ").removeprefix("did not answer: "))
 
 
 def _number(value: int | None) -> Version | None:

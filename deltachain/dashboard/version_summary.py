@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from deltachain.chain.chain import Committed
 from deltachain.format.publish_phases import phases_of
 from deltachain.format.revert_mark import reverted_to
+from deltachain.redact import LONGEST, printable
 from deltachain.types import Version
-
-TEXT: Final = 300
-"""Longest text from a store or a replica that is shown, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +61,15 @@ class VersionSummary:
 def version_summary(committed: Committed) -> VersionSummary:
     """Summarise a version; long texts are cut."""
     manifest = committed.manifest
-    signers = dict.fromkeys(shown(signature.key_id) for signature in committed.signatures)
-    metadata = tuple((shown(name), shown(value)) for name, value in manifest.metadata.items())
+    signers = dict.fromkeys(printable(signature.key_id) for signature in committed.signatures)
+    metadata = tuple(
+        (printable(name), printable(value)) for name, value in manifest.metadata.items()
+    )
     return VersionSummary(
         version=manifest.version,
         epoch=manifest.epoch,
         kind=manifest.edge.kind,
-        encodings=tuple(shown(name) for name in manifest.edge.encodings),
+        encodings=tuple(printable(name) for name in manifest.edge.encodings),
         nbytes=manifest.edge.nbytes,
         step=manifest.step,
         time=manifest.time,
@@ -81,12 +80,6 @@ def version_summary(committed: Committed) -> VersionSummary:
         reverted_to=reverted_to(manifest),
         signers=tuple(signers),
         signed_by=committed.signed_by,
-        metadata=metadata[:TEXT],
+        metadata=metadata[:LONGEST],
         phases=phases_of(manifest),
     )
-
-
-def shown(text: str) -> str:
-    """Return a text without control characters, cut to ``TEXT`` characters."""
-    clean = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:TEXT])
-    return f"{clean}…" if len(text) > TEXT else clean

@@ -42,8 +42,8 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
     """
     try:
         if role is Role.PUBLISHER:
-            refuse_mirror(store)
             trust = Trust.of_writer(environment=environment)
+            refuse_mirror(store, trust)
         else:
             trust = Trust.of_reader(environment=environment)
         chain = Chain.open(store, trust)

@@ -112,9 +112,9 @@ def open_or_make(
         ChainMismatchError: The URL has the chain of another model, or one with other files.
         BrokenChainError: The identity is lost, and the chain is not proven to be of this model.
         SignatureError: No trusted key signed the existing chain.
-        ConfigError: The store is a mirror.
+        ConfigError: The store is the mirror of an unsigned chain.
     """
-    refuse_mirror(store)
+    refuse_mirror(store, trust)
     now, files = time.time(), assets()
     found = _identity_of_versions(store, trust)
     if found is None:

@@ -192,7 +192,7 @@ class _Found:
 
 def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust) -> _Found:
     """Find the chain of a checkpoint; write nothing, unless a chain lost its identity."""
-    refuse_mirror(store)
+    refuse_mirror(store, trust)
     assets = partial(checkpoint.assets, trusted=config.trust_remote_code)
     quantization = Quantization.chosen(config.quantization)
     if quantization is not None:

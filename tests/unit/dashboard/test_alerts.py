@@ -8,8 +8,8 @@ import pytest
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.alerts import AlertKind, AlertLimits, alerts, newest_seen
 from deltachain.dashboard.replica_report import ReplicaReport, answered
-from deltachain.dashboard.version_summary import TEXT
 from deltachain.format.keys import manifest_key
+from deltachain.redact import LONGEST
 from tests.unit.dashboard.reports import ENGINE, NOW, chain_of, report, status, view_of
 
 LIMITS = AlertLimits(max_lag=2, max_silence_s=30.0)
@@ -83,6 +83,6 @@ def test_lost_manifests_and_stores_are_alerts_of_the_chain() -> None:
 
 def test_answers_are_cut_and_out_of_range_numbers_unknown(chain: Chain) -> None:
     wild = report(chain, 5, reason="\x1b[31m" + "x" * 10_000, head=10**30, silence_s=float("inf"))
-    assert len(wild.reason) == TEXT + 1
+    assert len(wild.reason) == LONGEST + 1
     assert "\x1b" not in wild.reason
     assert (wild.head, wild.silence_s) == (None, None)
