@@ -1,15 +1,20 @@
-"""Kinds of values: whether the fields of settings have values of the types that they declare."""
+"""Kinds of values: whether settings are fields, and have values of the types that those declare."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from deltachain.errors import ConfigError
+
+_T = TypeVar("_T")
 
 _WORDS: Final[Mapping[Any, str]] = {
     bool: "True or False",
@@ -39,6 +44,45 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
                 f"{type(value).__name__}",
                 hint=f"give {field.name} another value, or leave it out for its default",
             )
+
+
+def fields_of(settings: type) -> dict[str, str]:
+    """Return the name of a dataclass by each of its fields, for :func:`names_checked`."""
+    return {field.name: settings.__name__ for field in fields(settings)}
+
+
+def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[_T]], type[_T]]:
+    """Return a decorator of classes, whose constructors then refuse unknown settings by name.
+
+    Args:
+        elsewhere: What else a caller may mean, and whose setting that is.
+
+    Raises:
+        ConfigError: By the constructor: it was given a setting that it does not have.
+    """
+
+    def decorated(kind: type[_T]) -> type[_T]:
+        plain: Callable[..., None] = kind.__init__
+        own = dict.fromkeys([*signature(plain).parameters][1:], kind.__name__)
+        known = {**(elsewhere or {}), **own}
+
+        @wraps(plain)
+        def init(self: _T, *args: object, **settings: object) -> None:
+            for name in settings.keys() - own.keys():
+                near = [name] if name in known else get_close_matches(name, known, 1)
+                of = "" if not near or near[0] in own else f" of {known[near[0]]}"
+                raise ConfigError(
+                    f"{kind.__name__}: there is no setting {name!r}",
+                    hint=f"did you mean {near[0]!r}{of}?"
+                    if near
+                    else f"settings are fields of {kind.__name__}: {', '.join(own)}",
+                )
+            plain(self, *args, **settings)
+
+        setattr(kind, "__init__", init)  # noqa: B010 - mypy knows no other way
+        return kind
+
+    return decorated
 
 
 def _choices(kind: Any) -> Iterator[Any]:  # noqa: ANN401 - a type or a form of typing

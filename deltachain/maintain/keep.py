@@ -8,7 +8,7 @@ from typing import Final
 
 from deltachain.errors import ConfigError
 from deltachain.format.documents import EdgeSummary
-from deltachain.kinds import check_kinds
+from deltachain.kinds import check_kinds, names_checked
 from deltachain.types import Version
 
 KEEP_LAST: Final = 1024
@@ -18,6 +18,7 @@ ANCHORS_KEPT: Final = 2
 """Newest anchors that are kept in any case, so that newcomers have a second way."""
 
 
+@names_checked()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepRule:
     """Rule of what pruning keeps. A version is kept if any part of the rule names it.

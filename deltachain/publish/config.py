@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from difflib import get_close_matches
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from deltachain.chain.anchor_cost import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
-from deltachain.kinds import check_kinds
+from deltachain.kinds import check_kinds, names_checked
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.encoding_choice import AUTO
@@ -23,6 +22,7 @@ from deltachain.types import WIRE_DTYPES
 _FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF")))
 
 
+@names_checked({"every_steps": "attach"})
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishConfig:
     """Settings of a :class:`Publisher`; the defaults suit most runs.
@@ -172,11 +172,6 @@ class PublishConfig:
             ConfigError: ``config`` is something else, there is no such setting, or its value is not
                 allowed.
         """
-        known = [one.name for one in fields(cls)]
-        for name in settings.keys() - set(known):
-            near = get_close_matches(name, ["every_steps", *known], 1)
-            hint = f"did you mean {near[0]!r}?" if near else "settings are fields of PublishConfig"
-            raise ConfigError(f"there is no setting {name!r}", hint=hint)
         if config is None:
             return cls(url=url, **settings)
         if not isinstance(config, cls):

@@ -23,6 +23,7 @@ from deltachain.errors import (
     PublisherFencedError,
     RankError,
 )
+from deltachain.kinds import fields_of, names_checked
 from deltachain.publish.anchor_thread import AnchorThread
 from deltachain.publish.at_exit import close_at_exit, is_closed
 from deltachain.publish.beside import BackgroundWork
@@ -49,6 +50,7 @@ from deltachain.types import Version
 logger = logging.getLogger(__name__)
 
 
+@names_checked(fields_of(PublishConfig))
 class Publisher(Closeable):
     """Publisher of one model's weights as a chain.
 
@@ -379,21 +381,20 @@ class Publisher(Closeable):
 
     def _run(self, session: Session, flight: Flight) -> None:
         """Commit a version, and begin an anchor of it if due; runs in the publisher's thread."""
+        attempt = flight.attempt
         try:
-            conclusion = session.commit(flight.attempt)
+            conclusion = session.commit(attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.totals.fail(error)
-            flight.attempt.span.end(error=error)
+            attempt.span.end(error=error)
             flight.fail(error)
             return
         receipt = self.last = conclusion.receipt
         self.totals.count(receipt)
-        flight.attempt.span.end(receipt.sequence, attributes=receipt.attributes)
+        attempt.span.end(receipt.sequence, attributes=receipt.attributes)
         logger.info("%s", receipt)
         try:
             if self._anchors is not None:
-                self._anchors.after_version(
-                    f"{flight.attempt.topic}/anchor", due=conclusion.anchor_due
-                )
+                self._anchors.after_version(f"{attempt.topic}/anchor", due=conclusion.anchor_due)
         finally:
             flight.land(receipt)

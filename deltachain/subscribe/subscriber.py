@@ -24,6 +24,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.format.publish_phases import phases_of
+from deltachain.kinds import fields_of, names_checked
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
@@ -43,6 +44,7 @@ from deltachain.types import StateDigest, Version
 logger = logging.getLogger(__name__)
 
 
+@names_checked(fields_of(SubscribeConfig))
 class Subscriber(Closeable):
     """Keeps a target at a version of a chain.
 
@@ -337,9 +339,9 @@ class Subscriber(Closeable):
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
         """Stage a committed version from the version held at a generation."""
-        start, budget = time.perf_counter(), self.config.stage_budget
+        start, budget, chain = time.perf_counter(), self.config.stage_budget, self.chain
         look_s = max(0.0, time.time() - committed.manifest.time)
-        once = decodes_once(self.target, self.chain.table.specs(), budget)
+        once = decodes_once(self.target, chain.table.specs(), budget)
 
         def stage(fetched: Fetched) -> Prepared:
             try:
@@ -357,18 +359,16 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        ahead = looking_ahead(
-            self.chain, committed.version, is_told=self.is_told, every_s=self.poll_s
-        )
+        ahead = looking_ahead(chain, committed.version, is_told=self.is_told, every_s=self.poll_s)
         with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
-                self.chain, held, committed, stage, usable=self._usable, hold=not once
+                chain, held, committed, stage, usable=self._usable, hold=not once
             )
         fetched_at = max([start, *fetched.times])
         staged_at = time.perf_counter()
         return Staged(
             held=held if prepared.base_too else None,
-            to=held_by(self.chain, committed),
+            to=held_by(chain, committed),
             step=committed.manifest.step,
             time=committed.manifest.time,
             metadata=committed.manifest.metadata,

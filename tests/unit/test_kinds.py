@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,9 @@ import torch
 
 from deltachain.errors import ConfigError
 from deltachain.maintain import KeepRule
-from deltachain.publish import PublishConfig
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.subscribe import SubscribeConfig
+from deltachain.subscribe import SubscribeConfig, Subscriber
 
 Maker = Callable[..., Any]
 
@@ -99,3 +100,51 @@ def test_settings_of_another_class_are_refused() -> None:
     with pytest.raises(ConfigError, match="config is a dict, expected a PublishConfig") as caught:
         PublishConfig.at("memory://unused", {"encoding": "raw"})  # type: ignore[arg-type]
     assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "hint"),
+    [
+        (PUBLISH, "anchor_evry", "did you mean 'anchor_every'?"),
+        (PUBLISH, "every_step", "did you mean 'every_steps' of attach?"),
+        (PUBLISH, "every_steps", "did you mean 'every_steps' of attach?"),
+        (
+            partial(replace, PublishConfig(url="memory://unused")),
+            "encodng",
+            "did you mean 'encoding'?",
+        ),
+        (partial(SubscribeConfig, url="memory://unused"), "poll", "did you mean 'poll_s'?"),
+        (KeepRule, "evry", "did you mean 'every'?"),
+        (KeepRule, "q", "settings are fields of KeepRule: last, within_s, every, tags"),
+        (partial(Quantization, "fp8-block"), "ignored", "did you mean 'ignore'?"),
+        (
+            partial(Subscriber, "memory://unused", {}),
+            "poll",
+            "did you mean 'poll_s' of SubscribeConfig?",
+        ),
+        (
+            partial(Subscriber, "memory://unused", {}),
+            "base",
+            "did you mean 'base' of SubscribeConfig?",
+        ),
+        (
+            partial(Publisher, "memory://unused"),
+            "encoding",
+            "did you mean 'encoding' of PublishConfig?",
+        ),
+    ],
+)
+def test_an_unknown_setting_is_refused_with_the_nearest(make: Maker, name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"there is no setting '{name}'") as refused:
+        make(**{name: 3})
+    assert refused.value.hint == hint
+
+
+@pytest.mark.parametrize("kind", [PublishConfig, SubscribeConfig, KeepRule, Quantization])
+def test_signatures_name_the_fields_of_settings(kind: type) -> None:
+    assert list(signature(kind).parameters) == [field.name for field in fields(kind)]
+
+
+@pytest.mark.parametrize("kind", [Publisher, Subscriber])
+def test_signatures_name_the_arguments(kind: type) -> None:
+    assert {"config", "store"} <= signature(kind).parameters.keys()

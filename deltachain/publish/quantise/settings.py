@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltachain.errors import ConfigError
-from deltachain.kinds import check_kinds
+from deltachain.kinds import check_kinds, names_checked
 from deltachain.publish.quantise.registry import RECIPES
 
 CONFIG_FILE: Final = "config.json"
@@ -19,6 +19,7 @@ PATTERN: Final = "re:"
 """Prefix of a regular expression, as in compressed-tensors."""
 
 
+@names_checked()
 @dataclass(frozen=True, slots=True)
 class Quantization:
     """Quantisation of the weights that a chain publishes.
