@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 
 from deltachain import PublishConfig
 from deltachain.chain.chain import Chain
-from deltachain.checkpoint import Checkpoint
+from deltachain.checkpoint import Checkpoint, write_atomic
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_reader import FileReader
 from deltachain.filebits import FileBits
@@ -346,3 +347,16 @@ def test_of_two_sets_the_one_with_an_index_of_its_own_is_read(
     )
     assert set(Checkpoint(tmp_path / "c").specs) == {"w1", "w2"}
     assert "ignoring vision.safetensors" in caplog.text
+
+
+def test_a_link_at_the_temporary_name_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such names are random, so that nobody can plant one."""
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "0" * 16)
+    (tmp_path / f".config.json.{'0' * 16}").symlink_to(theirs)
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "config.json", b"{}")
+    assert theirs.read_bytes() == b"theirs"

@@ -114,7 +114,7 @@ def test_settings_of_another_class_are_refused() -> None:
             "did you mean 'encoding'?",
         ),
         (partial(SubscribeConfig, url="memory://unused"), "poll", "did you mean 'poll_s'?"),
-        (KeepRule, "evry", "did you mean 'every'?"),
+        (KeepRule, "withn_s", "did you mean 'within_s'?"),
         (KeepRule, "q", "settings are fields of KeepRule: last, within_s, every, tags"),
         (partial(Quantization, "fp8-block"), "ignored", "did you mean 'ignore'?"),
         (

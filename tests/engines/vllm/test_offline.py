@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
@@ -107,3 +109,22 @@ def test_experts_that_are_all_alike_are_refused_by_name(tmp_path: Path) -> None:
     )
     assert "experts" in seen["refusal"]
     assert seen["same"]
+
+
+@pytest.mark.parametrize("named", ["deltachain_vllm.WorkerExtension", f"{__name__}.Mine", ""])
+def test_an_extension_that_is_not_a_subclass_of_ours_is_refused_with_the_way(named: str) -> None:
+    from deltachain_vllm.extension import check_extension  # noqa: PLC0415 - needs vLLM
+
+    parallel = SimpleNamespace(worker_extension_cls=named)
+    config = SimpleNamespace(parallel_config=parallel)
+    if "deltachain_vllm" in named:
+        check_extension(config, "--worker-extension-cls")
+        return
+    with pytest.raises(ConfigError, match="extension") as caught:
+        check_extension(config, "--worker-extension-cls")
+    assert "a subclass of deltachain_vllm.WorkerExtension" in caught.value.hint
+    assert "--worker-extension-cls" in caught.value.hint
+
+
+class Mine:
+    """An extension of the user's own."""
