@@ -44,7 +44,6 @@ _WRAPPED: Final = {
     ("torch", "DataParallel"): "module",
     ("torch", "OptimizedModule"): "_orig_mod",
     ("torch", "AveragedModel"): "module",
-    ("torch", "FullyShardedDataParallel"): "_fsdp_wrapped_module",
     ("torch", "ActivationWrapper"): "_checkpoint_wrapped_module",
     ("megatron", "DistributedDataParallel"): "module",
     ("deepspeed", "DeepSpeedEngine"): "module",

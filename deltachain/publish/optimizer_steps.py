@@ -255,7 +255,7 @@ def _shapes(optimizers: Sequence[Optimizer]) -> list[tuple[int, ...]]:
 
 def _writes(optimizers: Sequence[Optimizer]) -> int:
     """Return how often the parameters of some optimizers were written to; not through ``.data``."""
-    return sum(parameter._version for parameter in _all_of(optimizers))
+    return sum(0 if one.is_inference() else one._version for one in _all_of(optimizers))
 
 
 def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:

@@ -286,7 +286,7 @@ def test_a_wrapper_that_hides_buffers_is_unwrapped() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["module", "_module", "_orig_mod", "my_orig_mod", "_fsdp_wrapped_module"]
+    "name", ["module", "_module", "_orig_mod", "my_orig_mod", "_checkpoint_wrapped_module"]
 )
 def test_a_child_keeps_its_name_whatever_it_is(name: str) -> None:
     model = nn.Module()
