@@ -21,6 +21,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
+from deltachain.redact import redacted_url
 from deltachain.retry import Backoff, Deadline, shortly_after
 from deltachain.store.clock import ServerClock
 from deltachain.store.hf.rate_limit import Budget
@@ -55,6 +56,13 @@ IN_BETWEEN: Final = (
     "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
     "HF_ENDPOINT, or the option endpoint"
 )
+_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})
+"""Errors of a request that reached no server, of httpx and of its successor."""
+
+_ENDPOINT: Final = (
+    "check host and port of the endpoint, the network, its proxy, and whether the server runs; it "
+    "may be down for now"
+)
 _RATE: Final = (
     "the rate limit of this token is used up: let fewer followers share it, give them tokens of "
     "their own, or poll less often"
@@ -70,12 +78,19 @@ class BucketLocation:
         bucket: Namespace and name of the bucket.
         url: URL of the store, for messages.
         token: Access token; None for the default of ``huggingface_hub``.
+        named_by: Where the endpoint was given, for messages; empty for the Hub's own.
     """
 
     endpoint: str
     bucket: str
     url: str
     token: str | None = field(repr=False)
+    named_by: str = ""
+
+    @property
+    def endpoint_words(self) -> str:
+        """The endpoint without credentials, and what names it if it is not the Hub's own."""
+        return redacted_url(self.endpoint) + (self.named_by and f", the endpoint {self.named_by}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +191,7 @@ class Hub:
             StoreUnavailableError: No attempt succeeded before the deadline.
         """
         url = route if "://" in route else f"{self.root}/{route}"
-        deadline = self.deadline(key)
+        deadline, began = self.deadline(key), time.monotonic()
         tries = 0
         while True:
             self.admit(deadline, key)
@@ -191,7 +206,9 @@ class Hub:
                 trouble = self._judge(reply, wanted, key)
                 if not trouble.said:
                     return reply
-            if not deadline.sleep(max(PAUSES.pause_s(tries), trouble.wait_s)):
+            self.outage.report(f"{self.place.url}: {trouble.said}", began, deadline.left_s)
+            pause_s = max(PAUSES.pause_s(tries), trouble.wait_s)
+            if self.outage.is_lost(began) or not deadline.sleep(pause_s):
                 raise StoreUnavailableError(
                     f"{self.place.url}: {trouble.said}",
                     key=key,
@@ -241,6 +258,9 @@ class Hub:
         except Exception as exc:  # noqa: BLE001
             # No answer, or an unreadable one. Since 2.0, huggingface_hub uses another library than
             # httpx, and closes the session of all threads when one of them cannot connect.
+            if type(exc).__name__ in _NO_CONNECTION:
+                where = f"nothing answers at {self.place.endpoint_words}"
+                return None, _Trouble(f"{_named(exc)}: {where}", hint=_ENDPOINT, cause=exc)
             return None, _Trouble(_named(exc), cause=exc)
 
     def _send(

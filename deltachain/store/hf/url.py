@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 from deltachain.environment import read_one
 from deltachain.errors import ConfigError
@@ -59,7 +60,8 @@ def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool 
         raise ConfigError(f"hf:// stores take no options: {', '.join(sorted(unknown))}")
     bucket, prefix = match["bucket"], (match["prefix"] or "").rstrip("/")
     place = BucketLocation(
-        endpoint=(_text(given, "endpoint", "HF_ENDPOINT") or _HUB).rstrip("/"),
+        endpoint=_endpoint(given),
+        named_by=_named_by(given),
         bucket=bucket,
         url=f"hf://buckets/{bucket}/{prefix}".rstrip("/"),
         token=_text(given, "token") or None,
@@ -68,6 +70,27 @@ def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool 
     budget = Budget(calls, _number(given, "window_s", WINDOW_S))
     hub = Hub(place, budget, deadline_s=_number(given, "deadline_s", DEADLINE_S))
     return HfStore(hub, prefix, gateway=_gateway(given, bucket))
+
+
+def _endpoint(options: Mapping[str, Any]) -> str:
+    endpoint = (_text(options, "endpoint", "HF_ENDPOINT") or _HUB).rstrip("/")
+    try:
+        parts = urlsplit(endpoint)
+        is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # names a part, which may be a secret
+        is_address = False
+    if not is_address:
+        raise ConfigError(
+            f"the endpoint of the Hub, {_named_by(options)}, is no address of a server",
+            hint="write it as https://HOST:PORT, or leave it out",
+        )
+    return endpoint
+
+
+def _named_by(options: Mapping[str, Any]) -> str:
+    if options.get("endpoint") is not None:
+        return "of the option endpoint"
+    return "in HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else ""
 
 
 def _gateway(options: Mapping[str, Any], bucket: str) -> GatewayKey | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +18,6 @@ from deltachain.store.s3.errors import code_of, is_answer, is_transient, status_
 from deltachain.store.s3.replies import AnswerError, redirects, target_of
 
 _T = TypeVar("_T")
-
-FIRST_S: Final = 20.0
-"""Seconds after which a call ends if no request of its client has ever been answered."""
-
-REPORT_S: Final = 5.0
-"""Seconds of retries after which a store is reported to be waited for, the first time."""
-
-logger = logging.getLogger(__name__)
 
 _body: Final[ContextVar[Any]] = ContextVar("deltachain_s3_body", default=None)
 """Response body of the thread's current request."""
@@ -60,8 +51,6 @@ class Calls:
         self._url = url
         self._lock = threading.Lock()
         self._requests = 0
-        self._is_reported = False
-        self._is_known = False  # whether any request was answered
         self.clock: Final = ServerClock()
         self.outage: Final = Outage()
         client.meta.events.register("before-send.s3", self._count)
@@ -105,12 +94,13 @@ class Calls:
                     raise StatusError(status_of(exc)) from exc
                 if is_answer(exc):
                     answer = exc.with_traceback(None)  # a reference cycle with this frame otherwise
-                is_lost = not self._is_known and time.monotonic() - began > FIRST_S
+                is_lost = self.outage.is_lost(began)
                 if is_lost or not is_transient(exc) or not deadline.pause(attempt):
                     # A timeout of the last attempt says less than the response before it.
                     raise typed(answer or exc, key, self._url) from (answer or exc)
                 attempt += 1
-                self._report(answer or exc, time.monotonic() - began, deadline)
+                error = typed(answer or exc, "", self._url)
+                self.outage.report(error.args[0], began, deadline.left_s)
 
     def _once(self, call: Callable[[], _T], deadline: Deadline, nbytes: int) -> _T:
         """Send one request, and record whether it was answered."""
@@ -126,19 +116,12 @@ class Calls:
         self.outage.answered()
         return found
 
-    def _report(self, failure: Exception, waited_s: float, deadline: Deadline) -> None:
-        """Warn once a client of a call that has waited long and goes on to wait."""
-        if waited_s > REPORT_S and not self._is_reported:
-            self._is_reported = True
-            error = typed(failure, "", self._url)
-            logger.warning("%s; trying again for %.0f s", error.args[0], deadline.left_s)
-
     def _count(self, **_: object) -> None:
         with self._lock:
             self._requests += 1
 
     def _hear(self, *, response_dict: dict[str, Any], **_: object) -> None:
-        self._is_known = True
+        self.outage.is_known = True
         self.clock.hear(response_dict["headers"].get("date"))
 
 

@@ -16,8 +16,7 @@ from safetensors.numpy import save_file
 
 from deltachain.cli.app import PANELS
 from deltachain.errors import StoreUnavailableError
-from deltachain.store import open_store
-from deltachain.store.s3 import calls
+from deltachain.store import open_store, outage
 from tests.unit.cli.support import Pushed, invoke, ok, random_state, write_checkpoint
 
 
@@ -73,8 +72,8 @@ def test_a_dead_endpoint_is_named_and_waited_for_aloud(
     told: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
-    monkeypatch.setattr(calls.logger, "handlers", [handler])
-    monkeypatch.setattr(calls, "REPORT_S", 0.1)
+    monkeypatch.setattr(outage.logger, "handlers", [handler])
+    monkeypatch.setattr(outage, "REPORT_S", 0.1)
     options = {
         "key": "key",
         "secret": "hunter2",
@@ -223,7 +222,7 @@ def test_a_wrong_endpoint_is_given_up_soon_and_its_variable_named(
 ) -> None:
     for variable in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(calls, "FIRST_S", 0.2)
+    monkeypatch.setattr(outage, "FIRST_S", 0.2)
     options: dict[str, Any] = {"key": "key", "secret": "hunter2", "region": "us-east-1"}
     if name == "the option":
         options["endpoint_url"] = "http://127.0.0.1:9"

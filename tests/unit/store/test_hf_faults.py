@@ -15,7 +15,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store import Store
+from deltachain.store import Store, outage
 from deltachain.testing.hub.faults import RequestFault
 from deltachain.testing.hub.server import HubServer
 from deltachain.testing.store import pattern
@@ -132,6 +132,20 @@ def test_hub_that_stays_down_is_unavailable(hub: HubServer, opened: Open) -> Non
     store.put("a", b"data")
     assert store.get("a") == b"data"
     assert store.unanswered_since is None
+
+
+def test_a_hub_that_answered_once_is_waited_for(
+    hub: HubServer, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outage, "FIRST_S", 0.0)
+    store = opened(deadline_s=2)
+    assert store.find("absent") is None
+    hub.kill()
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match="nothing answers at"):
+        store.find("absent")
+    assert time.monotonic() - began > 0.4
+    hub.start()
 
 
 def test_stalled_hub_is_given_up_at_the_deadline(hub: HubServer, opened: Open) -> None:

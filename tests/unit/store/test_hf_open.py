@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ConfigError, StoreUnavailableError
-from deltachain.store import Store, open_store
+from deltachain.store import Store, open_store, outage
 from deltachain.testing.hub.server import HubServer
 
 Open = Callable[..., Store]
@@ -190,3 +190,41 @@ def test_nothing_is_printed(
         store.delete("a")
     assert capfd.readouterr() == ("", "")
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("endpoint", ["http://nohost.invalid", "http://127.0.0.1:9"])
+@pytest.mark.parametrize("given", ["HF_ENDPOINT", "the option"])
+def test_a_wrong_endpoint_is_given_up_soon_and_its_variable_named(
+    given: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outage, "FIRST_S", 0.2)
+    monkeypatch.setattr(outage, "REPORT_S", 0.0)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    secret = endpoint.replace("http://", "http://me:canary7secret@")
+    options = {"endpoint": secret} if given == "the option" else {}
+    if not options:
+        monkeypatch.setenv("HF_ENDPOINT", secret)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError) as caught:
+        open_store("hf://buckets/me/b", {**options, "deadline_s": 600.0}).find("a")
+    assert time.monotonic() - began < 5
+    where = "of the option endpoint" if options else "in HF_ENDPOINT"
+    said = f"nothing answers at {endpoint}, the endpoint {where}"
+    assert said in str(caught.value.args[0])
+    assert "check host and port" in caught.value.hint
+    assert f"{said}; trying again for" in caplog.text
+    assert "canary7secret" not in str(caught.value) + caplog.text
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["host", "host:80", "ftp://host", "http://", "http://host:99999", "http://u:canary7secret/x@h"],
+)
+def test_an_endpoint_that_is_no_address_is_refused(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(ConfigError, match="in HF_ENDPOINT, is no address") as caught:
+        open_store("hf://buckets/me/b")
+    assert caught.value.__context__ is None
+    assert "canary7secret" not in str(caught.value)
