@@ -7,6 +7,7 @@ withheld as well: for versions, the newest manifest or a heartbeat that names it
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from typing import Final
@@ -22,6 +23,12 @@ from deltachain.format.signed import Heartbeat
 MAX_HEARTBEAT: Final = 1 << 22
 """Size limit of a heartbeat, in bytes: 28,000 tags of the longest name. It is read before it is
 trusted."""
+
+YOUNG_S: Final = 300.0
+"""Age of a heartbeat, in seconds, from which on a reader without a limit is told that tags may be
+older: a publisher at work renews it ten times as often."""
+
+logger = logging.getLogger(__name__)
 
 _WITHHELD: Final = (
     "the store withholds records, or an older copy of it was restored; in that case set the tag "
@@ -124,6 +131,31 @@ def check_tags(chain: Chain, heartbeat: Heartbeat | None, shown: Mapping[str, in
     for name, number in ((heartbeat and heartbeat.tags) or {}).items():
         if number > shown.get(name, number):
             raise _withheld(chain, f"record {shown[name]} of tag {name!r}", number)
+
+
+def warn_of_unproven(chain: Chain, heartbeat: Heartbeat | None, shown: str) -> None:
+    """Warn a reader that trusts keys, and has no limit of age, of what no recent heartbeat proves.
+
+    Args:
+        chain: The chain.
+        heartbeat: As :func:`named` returned it.
+        shown: What may be older than the newest.
+    """
+    if chain.trust.trusted is None or chain.trust.max_age_s is not None:
+        return
+    if heartbeat is None or heartbeat.tags is None:
+        why = "has no heartbeat" if heartbeat is None else "has a heartbeat that names no tags"
+    elif (age := time.time() - heartbeat.time) > YOUNG_S:
+        why = f"has a heartbeat that is {age:.0f} s old"
+    else:
+        return
+    logger.warning(
+        "%s %s: nothing proves that %s the newest; with DELTACHAIN_MAX_HEARTBEAT_AGE_S it would be "
+        "refused",
+        chain.store.url,
+        why,
+        shown,
+    )
 
 
 def newest_prune(chain: Chain) -> PruneRecord | None:

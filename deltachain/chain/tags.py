@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.heartbeat import check_tags, named, newest_prune
+from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
 from deltachain.chain.numbered import NONE, newest_number
 from deltachain.chain.reachable import is_reachable
 from deltachain.chain.write_access import check_write_access
@@ -46,6 +46,8 @@ TRIES: Final = 16
 def read(chain: Chain, name: str) -> Tag | None:
     """Read a tag; ``None`` if it does not exist or was removed.
 
+    A warning is logged where no recent heartbeat proves that the record is the newest.
+
     Raises:
         ConfigError: No tag can have that name.
         StaleChainError: The chain is signed, and the store shows an older record than the heartbeat
@@ -55,6 +57,8 @@ def read(chain: Chain, name: str) -> Tag | None:
     heartbeat = named(chain)
     record = _newest(chain, check_name(name))
     check_tags(chain, heartbeat, {name: record.number if record else NONE})
+    if record is not None:
+        warn_of_unproven(chain, heartbeat, f"record {record.number} of tag {name!r} is")
     return _standing(record)
 
 

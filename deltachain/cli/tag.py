@@ -94,9 +94,11 @@ def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_
 
 
 def _list(chain: Chain, *, as_json: bool) -> None:
-    from deltachain.chain import tags
+    from deltachain.chain import heartbeat, tags
 
     found = tags.read_all(chain)
+    if found:
+        heartbeat.warn_of_unproven(chain, heartbeat.named(chain), "these records are")
     if as_json:
         rows = [_row(one) for one in found]
         c.write_json({"url": chain.store.url, "chain": chain.identity.chain, "tags": rows})

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from msgspec.structs import replace as changed
@@ -14,6 +15,7 @@ from deltachain.chain import heartbeat, tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.heartbeat import newest_prune, read_heartbeat, write_heartbeat
+from deltachain.chain.signatures import SigningKey
 from deltachain.chain.trust import Trust
 from deltachain.errors import ChainError, StaleChainError
 from deltachain.format.keys import HEARTBEAT_KEY, prune_key, tag_key
@@ -26,6 +28,7 @@ from deltachain.publish.heartbeat_thread import HeartbeatThread, NewestRecords
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from tests.hostile.signed import OWNER, SPEC, Author, trust_of
+from tests.unit.cli.support import invoke, ok, random_state, train, write_checkpoint
 
 READER = trust_of(1)
 LIMIT_S = 60.0
@@ -184,6 +187,55 @@ def test_with_a_limit_of_age_an_old_heartbeat_that_is_shown_again_hides_nothing(
     assert choose(reader_of(author), VersionChoice(tag="prod")).version == 1  # no limit: unseen
     with pytest.raises(StaleChainError, match="s old"):
         choose(reader_of(author, replace(READER, max_age_s=LIMIT_S)), VersionChoice(tag="prod"))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda author: author.store.delete(HEARTBEAT_KEY), "has no heartbeat"),
+        (lambda author: beat(author, age=heartbeat.YOUNG_S + 9), "heartbeat that is 309 s old"),
+        (None, ""),
+    ],
+)
+def test_without_a_limit_of_age_a_tag_that_nothing_proves_is_told(
+    author: Author,
+    spoil: Callable[[Author], object] | None,
+    words: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for trust in (READER, Trust()):
+        if spoil is not None:
+            spoil(author)
+        caplog.clear()
+        assert choose(reader_of(author, trust), VersionChoice(tag="prod")).version == 3
+        told = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+        assert len(told) == (1 if words and trust.trusted else 0)
+        assert all(words in one and "record 1 of tag 'prod' is the newest" in one for one in told)
+
+
+def test_a_tag_that_went_back_with_its_heartbeat_is_told_by_pull(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ok("keygen", tmp_path / "key")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(tmp_path / "key"))
+    url, state = tmp_path / "chain", random_state()
+    for number in range(2):
+        ok("push", write_checkpoint(tmp_path / f"step-{number}", state), url)
+        ok("tag", url, "prod")
+        state = train(state, number)
+    public = SigningKey.load(tmp_path / "key").public
+    monkeypatch.delenv("DELTACHAIN_SIGNING_KEY")
+    monkeypatch.setenv("DELTACHAIN_TRUSTED_KEYS", str(public))
+    for file in (tag_key("prod", 1), HEARTBEAT_KEY):
+        (url / file).unlink(missing_ok=True)
+    done = ok("pull", url, "--tag", "prod", "--out", tmp_path / "out")
+    assert "warning  " in done.stderr
+    assert "nothing proves that record 0 of tag 'prod' is the newest" in done.stderr
+    assert "nothing proves that these records are the newest" in ok("tag", url).stderr
+    monkeypatch.setenv("DELTACHAIN_MAX_HEARTBEAT_AGE_S", "300")
+    done = invoke("pull", url, "--tag", "prod", "--out", tmp_path / "other")
+    assert done.code == 4
+    assert "has no heartbeat" in done.stderr
 
 
 def test_a_heartbeat_that_names_no_tags_is_not_enough_with_a_limit_of_age(author: Author) -> None:
