@@ -17,6 +17,7 @@ from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.flight import Published
 from deltachain.publish.model.assets import collect_assets
+from deltachain.publish.model.tokenizer_files import watched
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.types import Version
@@ -82,6 +83,7 @@ class DeltaChainWeightTransfer:
         self._trainer: Any = None
         self._sent: Iterable[tuple[str, Tensor]] = ()
         self._flight: Published | None = None
+        self._check_tokenizer = watched(None)
 
     @property
     def version(self) -> Version:
@@ -174,8 +176,10 @@ class DeltaChainWeightTransfer:
             model: nn.Module = trainer.accelerator.unwrap_model(trainer.model)
             tokenizer = getattr(trainer, "processing_class", None)
             assets = collect_assets(model, self.config, tokenizer)
+            self._check_tokenizer = watched(tokenizer)
             self.publisher = Publisher(self.config).attach(model, assets=assets)
         else:
+            self._check_tokenizer()
             self._flight = self.publisher.publish(step=trainer.state.global_step)
         return iter(())
 

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.flight import Published, check_every_steps
 from deltachain.publish.model.assets import collect_assets
+from deltachain.publish.model.tokenizer_files import watched
 from deltachain.publish.optimizer_steps import say_averaged
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.receipt import PublishReceipt
@@ -53,6 +54,7 @@ class DeltaChainCallback(TrainerCallback):
         self.publisher: Publisher | None = None
         self._trainer: Trainer | None = None
         self._futures: list[Published] = []
+        self._check_tokenizer = watched(None)
 
     def bind(self, trainer: Trainer) -> Self:
         """Send metrics to the reporters of a trainer, and become its last callback."""
@@ -79,6 +81,7 @@ class DeltaChainCallback(TrainerCallback):
         say_averaged([getattr(optimizer, "optimizer", optimizer)])
         self.publisher = Publisher(self.config)
         assets = collect_assets(model, self.config, processing_class)
+        self._check_tokenizer = watched(processing_class)
         self.publisher.attach(model, assets=assets, common={"every_steps": self.every_steps})
 
     def on_step_end(
@@ -88,6 +91,7 @@ class DeltaChainCallback(TrainerCallback):
         del control
         if self.publisher is None or state.global_step % self.every_steps:
             return
+        self._check_tokenizer()
         self._futures.append(self.publisher.publish(step=state.global_step))
         self._report(args, state)
 
@@ -98,13 +102,14 @@ class DeltaChainCallback(TrainerCallback):
         del control
         if self.publisher is None:
             return
+        publisher, self.publisher = self.publisher, None
         try:
-            self.publisher.publish_rest(step=state.global_step)
+            self._check_tokenizer()
+            publisher.publish_rest(step=state.global_step)
         finally:
-            self.publisher.close()
+            publisher.close()
         self._report(args, state)
-        self._add(self.publisher.last, args, state)
-        self.publisher = None
+        self._add(publisher.last, args, state)
 
     def _report(self, args: TrainingArguments, state: TrainerState) -> None:
         """Log the receipts since the last step."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+from pathlib import Path
 
 from torch import nn
 
@@ -10,12 +12,22 @@ from deltachain.checkpoint import read_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
 from deltachain.publish.model.source import TensorSource
-from deltachain.publish.model.touched import own_parts, saved, with_architecture, with_touched
+from deltachain.publish.model.tokenizer_files import MAIN_FILES
+from deltachain.publish.model.touched import (
+    SavesItself,
+    fields,
+    own_parts,
+    saved,
+    with_architecture,
+    with_touched,
+)
 from deltachain.publish.model.wire_dtypes import origin
 from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code
 from deltachain.torch_names import unwrapped
+
+logger = logging.getLogger(__name__)
 
 
 def collect_assets(
@@ -49,7 +61,31 @@ def collect_assets(
             files[CONFIG_FILE] = with_architecture(files[CONFIG_FILE], whole)
         return files
     files = read_assets(folder, trusted=trusted)
-    return with_touched(files, folder, whole, *others, trusted=trusted)
+    now = with_touched(files, folder, whole, *others, trusted=trusted)
+    if not any(isinstance(one, SavesItself) for one in others):
+        _tell_outgrown(files, now, folder)
+    return now
+
+
+def _tell_outgrown(then: Mapping[str, bytes], now: Mapping[str, bytes], folder: Path) -> None:
+    """Warn if a model was given other rows since it was loaded, beside a tokenizer that was not."""
+    old, new = (_rows(files) for files in (then, now))
+    if old != new and not MAIN_FILES.isdisjoint(now):
+        logger.warning(
+            "vocab_size is %s, and was %s in %s, whose tokenizer is published: if tokens were "
+            "added, give PublishConfig.assets, a folder with the files of model and tokenizer",
+            new,
+            old,
+            folder,
+        )
+
+
+def _rows(files: Mapping[str, bytes]) -> object:
+    config = fields(files.get(CONFIG_FILE, b""))
+    if not isinstance(config, dict):
+        return None
+    inner = config.get("text_config")
+    return config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
 
 
 def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:

@@ -10,7 +10,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
@@ -24,6 +24,9 @@ from deltachain.types import TensorSpec
 if TYPE_CHECKING:
     from peft import PeftModel
 
+_FACTORS: Final = ("A", "embedding_A")
+"""Ends of the names of a layer's first factors, by adapter."""
+
 
 def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter, with the names of ``adapter_model.safetensors``.
@@ -33,13 +36,13 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
         adapter: Name of the adapter; optional if the model has only one.
 
     Raises:
-        ConfigError: The model has no such adapter, or several and none was named; or a layer scales
-            it by another factor than its configuration says, which followers have.
+        ConfigError: The model has no such adapter, or several and none was named; or its layers
+            scale by something else than its configuration says.
     """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - whoever has the model has it
 
     adapter, config = _find(model, adapter)
-    _refuse_other_scaling(model, config, adapter)
+    _refuse_other_scale(model, adapter, config)
     state: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter)
     yield from state.items()
 
@@ -104,20 +107,32 @@ def _added(own: str, layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noq
     return merged.to(weight.dtype)
 
 
-def _refuse_other_scaling(model: Any, config: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
-    alphas = {getattr(config, "lora_alpha", None), *getattr(config, "alpha_pattern", {}).values()}
+def _refuse_other_scale(model: Any, adapter: str, config: Any) -> None:  # noqa: ANN401 - of peft
+    """Refuse an adapter whose layers scale by something else than its configuration says.
+
+    Followers have the file of that configuration, and compute the scale from it.
+    """
+    if not _is_lora(config):
+        return
+    alphas = {config.lora_alpha, *(getattr(config, "alpha_pattern", None) or {}).values()}
     for name, layer in model.named_modules():
-        if adapter not in getattr(layer, "lora_alpha", ()):
+        if not any(adapter in getattr(layer, f"lora_{kind}", ()) for kind in _FACTORS):
             continue
-        alpha, rank = layer.lora_alpha[adapter], layer.r[adapter]
-        by_config = alpha / (math.sqrt(rank) if config.use_rslora else rank)
-        if alpha not in alphas or not math.isclose(layer.scaling[adapter], by_config):
+        rank, scale = layer.r[adapter], layer.scaling[adapter]
+        per = math.sqrt(rank) if getattr(config, "use_rslora", False) else rank
+        if not any(math.isclose(scale, alpha / per, rel_tol=1e-6) for alpha in alphas):
             raise UnsupportedModelError(
-                f"{name!r} scales adapter {adapter!r} by {layer.scaling[adapter]:g}, and its "
-                f"configuration has lora_alpha={config.lora_alpha}: followers have the latter",
-                hint="make the configuration and the layers agree, and attach a publisher at a URL "
-                "of its own; or publish merged_tensors",
+                f"{name!r} scales adapter {adapter!r} by {scale:g}, and by its configuration "
+                f"(lora_alpha={config.lora_alpha}, rank {rank}) it would be "
+                f"{config.lora_alpha / per:g}",
+                hint="followers compute the scale from adapter_config.json: set the configuration "
+                "or the layers back, or publish the changed adapter to another URL, with a "
+                "configuration that describes it",
             )
+
+
+def _is_lora(config: Any) -> bool:  # noqa: ANN401 - of peft
+    return str(getattr(config, "peft_type", "")).rpartition(".")[2] == "LORA"
 
 
 def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 - of peft
@@ -142,7 +157,7 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
         if getattr(layer, "merged_adapters", None):
             more.append("been merged into the live weights already")
             break
-    if str(getattr(config, "peft_type", "")).rpartition(".")[2] != "LORA":
+    if not _is_lora(config):
         more.append(str(config.peft_type))
     if more:
         raise _unmerged(adapter, ", ".join(more))

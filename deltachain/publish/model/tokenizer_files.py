@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.touched import SavesItself, differing_fields, fields, saved
 from deltachain.publish.quantise.settings import CONFIG_FILE
 
@@ -85,6 +87,37 @@ def tokenizer_difference(then: Mapping[str, bytes], now: Mapping[str, bytes]) ->
         names = both if _TOKENIZER in both else then.keys() | now.keys()
         return _first(then, now, names) or ("", "")
     return _first(one, other, one.keys() | other.keys()) or ("", "")
+
+
+def watched(tokenizer: object) -> Callable[[], None]:
+    """Return a function that checks that a tokenizer is as it was.
+
+    That function raises:
+        ConfigError: Its tokens or its template changed, of which followers have the files.
+    """
+    then = _state(tokenizer)
+
+    def check() -> None:
+        now = _state(tokenizer)
+        if changed := sorted(k for k in then.keys() | now.keys() if then.get(k) != now.get(k)):
+            raise UnsupportedModelError(
+                f"the tokenizer changed in {', '.join(changed)} since the publisher was attached",
+                hint="followers have the files of that time: change the tokenizer before training, "
+                "and publish to another URL; or set it back",
+            )
+
+    return check
+
+
+def _state(tokenizer: object) -> dict[str, object]:
+    """Return what of a tokenizer or a processor decides what text and tokens mean."""
+    found: Any = getattr(tokenizer, "tokenizer", tokenizer)
+    special = getattr(found, "special_tokens_map", None)
+    if not isinstance(special, dict):
+        return {}
+    told = {key: str(value) for key, value in special.items() if key not in _USE}
+    template = getattr(tokenizer, _TEMPLATE, None)
+    return {**told, "number of tokens": len(found), _TEMPLATE: copy.copy(template)}
 
 
 def _first(

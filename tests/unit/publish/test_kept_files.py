@@ -14,11 +14,20 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from deltachain.chain.chain import Chain
-from deltachain.errors import ChainMismatchError
+from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig
+from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
+from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.push import push
 from deltachain.store import MemoryStore
 from tests.unit.publish.library import llama
@@ -259,3 +268,46 @@ def test_files_that_a_later_version_lacks_or_nobody_knows_are_told(
     pushed_twice(folder, change)
     assert "none of 1_Pooling/config.json, source.spm:" in caplog.text
     assert "others of labels.json, target.spm, training_log.json:" in caplog.text
+
+
+def test_a_tokenizer_that_the_model_outgrew_before_it_was_attached_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "adapter_config.json").unlink()
+    model = LlamaForCausalLM.from_pretrained(folder)
+    collect_assets(model, PublishConfig(url="x"))
+    assert "vocab_size is" not in caplog.text
+    model.resize_token_embeddings(128)
+    grown = AutoTokenizer.from_pretrained(folder)
+    collect_assets(model, PublishConfig(url="x"), grown)
+    assert "vocab_size is" not in caplog.text
+    collect_assets(model, PublishConfig(url="x"))
+    assert "vocab_size is 128, and was 96 in" in caplog.text
+    assert "PublishConfig.assets" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda t: t.add_tokens(["<tool>"]), "number of tokens"),
+        (lambda t: setattr(t, "chat_template", "x"), "chat_template"),
+        (lambda t: setattr(t, "eos_token", "a"), "eos_token"),
+    ],
+)
+def test_a_tokenizer_that_changes_while_a_trainer_runs_is_refused(
+    tmp_path: Path, change: Callable[[Any], object], what: str
+) -> None:
+    words, model = tokenizer(), llama()
+    callback = DeltaChainCallback(str(tmp_path / "chain"))
+    state, control = TrainerState(global_step=1), TrainerControl()
+    arguments = TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True, report_to=[])
+    callback.on_train_begin(arguments, state, control, model=model, processing_class=words)
+    words.padding_side, words.pad_token = "left", "</s>"
+    callback.on_step_end(arguments, state, control)
+    change(words)
+    state.global_step = 2
+    for event in (callback.on_step_end, callback.on_train_end):
+        with pytest.raises(ConfigError, match=f"the tokenizer changed in .*{what}") as caught:
+            event(arguments, state, control)
+        assert "another" in caught.value.hint
+    assert callback.publisher is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,52 @@ def test_versions_of_an_adapter_load_into_peft(tmp_path: Path) -> None:
         save_file(tensors, folder / "adapter_model.safetensors")
         loaded = PeftModel.from_pretrained(base(), folder).eval()
         assert torch.equal(loaded(TOKENS).logits, logits[number])
+
+
+def alpha(model: Any, by: float) -> None:
+    model.peft_config["default"].lora_alpha = 8 * by
+
+
+def scale(model: Any, by: float) -> None:
+    for layer in model.modules():
+        if "default" in getattr(layer, "lora_A", ()):
+            layer.set_scale("default", by)
+
+
+@pytest.mark.parametrize("change", [alpha, scale])
+def test_an_adapter_that_computes_otherwise_than_its_configuration_says_is_refused(
+    change: Callable[[Any, float], None],
+) -> None:
+    model, store = adapted(), MemoryStore()
+    with Publisher(PublishConfig(url=store.url), store=store).attach(
+        lambda: adapter_tensors(model), assets=adapter_assets(model)
+    ) as publisher:
+        train_(model, 0)
+        publisher.publish(step=0).result(60)
+        change(model, 0.5)
+        with pytest.raises(ConfigError, match="lora_alpha") as caught:
+            publisher.publish(step=1).result(60)
+        assert caught.value.hint
+        assert publisher.version == 1
+        change(model, 1)
+
+
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"use_rslora": True},
+        {"alpha_pattern": {"q_proj": 5}, "rank_pattern": {"down_proj": 2}},
+        {"target_modules": ["embed_tokens"]},
+        {"use_dora": True},
+    ],
+)
+def test_an_adapter_of_any_scale_that_its_configuration_says_is_published(
+    more: dict[str, Any],
+) -> None:
+    settings = {"target_modules": ["q_proj", "down_proj"], **more}
+    model = get_peft_model(base(), LoraConfig(r=4, lora_alpha=8, **settings))
+    assert list(adapter_tensors(model))
 
 
 def test_a_merged_publish_is_what_peft_merges_and_leaves_the_live_model_alone() -> None:
@@ -179,34 +226,6 @@ def test_a_merged_weight_that_its_dtype_cannot_have_is_refused() -> None:
         layer.lora_B["default"].weight.fill_(1e6)
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.q_proj.*F16 cannot have"):
         list(merged_tensors(model))
-
-
-def scaled(model: Any) -> None:
-    for layer in model.modules():
-        if hasattr(layer, "set_scale"):
-            layer.set_scale("default", 0.5)
-
-
-def alpha_of_the_configuration(model: Any) -> None:
-    model.peft_config["default"].lora_alpha = 16
-
-
-@pytest.mark.parametrize("change", [scaled, alpha_of_the_configuration])
-def test_an_adapter_that_is_scaled_otherwise_than_its_files_say_is_refused(change: Any) -> None:
-    model = adapted()
-    assert list(adapter_tensors(model))
-    change(model)
-    with pytest.raises(ConfigError, match="followers have the latter"):
-        list(adapter_tensors(model))
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"use_rslora": True}, {"alpha_pattern": {"q_proj": 2}, "rank_pattern": {"down_proj": 3}}],
-)
-def test_an_adapter_may_scale_by_patterns(settings: dict[str, Any]) -> None:
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"], **settings)
-    assert list(adapter_tensors(get_peft_model(base(), config)))
 
 
 def test_an_adapter_that_is_not_there_is_named() -> None:
