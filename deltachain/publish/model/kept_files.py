@@ -84,16 +84,22 @@ def check_files(chain: Chain, files: Mapping[str, bytes]) -> None:
     }
     if not differing:
         return
+    words = set(filter(TOKENIZER_FILE.fullmatch, differing))
+    speaks = bool(words) and not files.keys().isdisjoint(MAIN_FILES | words)
     theirs = {
         name: files[name] if name not in differing else read_asset(chain.store, ref)
         for name, ref in refs.items()
-        if _MEANT.fullmatch(name) or TOKENIZER_FILE.fullmatch(name)
+        if (_MEANT.fullmatch(name) and name in files) or (speaks and TOKENIZER_FILE.fullmatch(name))
     }
     for name in sorted(filter(_MEANT.fullmatch, differing & files.keys())):
-        if what := _difference(name, theirs, files):
+        moved = name in _PROCESSORS and _PROCESSORS & refs.keys() - files.keys()
+        if name in refs or name == _GENERATION:
+            what = _difference(name, theirs, files)
+        else:
+            what = "" if moved else "it is not in the chain"
+        if what:
             raise _mismatch(chain, name, what)
-    words = set(filter(TOKENIZER_FILE.fullmatch, differing))
-    if words and not files.keys().isdisjoint(MAIN_FILES | words):
+    if speaks:
         name, what = tokenizer_difference(_of_tokenizer(theirs), _of_tokenizer(files))
         if name:
             raise _mismatch(chain, name, what)
@@ -126,9 +132,6 @@ def _difference(name: str, theirs: Mapping[str, bytes], mine: Mapping[str, bytes
     """Describe the difference of a file that matters; empty if none does."""
     if name == _GENERATION:
         return differing_fields(_generation(theirs), _generation(mine))
-    if name not in theirs:
-        moved = name in _PROCESSORS and _PROCESSORS & theirs.keys() - mine.keys()
-        return "" if moved else "it is not in the chain"
     old, new = _plain(name, theirs[name]), _plain(name, mine[name])
     return "other bytes" if old is None or new is None else differing_fields(old, new)
 

@@ -86,7 +86,15 @@ def tokenizer_difference(then: Mapping[str, bytes], now: Mapping[str, bytes]) ->
         logger.debug("files of tokenizers are compared as they are: %s", exc)
         names = both if _TOKENIZER in both else then.keys() | now.keys()
         return _first(then, now, names) or ("", "")
-    return _first(one, other, one.keys() | other.keys()) or ("", "")
+    if found := _first(one, other, one.keys() | other.keys()):
+        return found
+    if unread := _first(then, now, both):
+        logger.warning(
+            "%s differs from the chain's in %s, and the installed transformers makes the same "
+            "tokenizer of both: followers keep the file that the chain began with",
+            *unread,
+        )
+    return "", ""
 
 
 def watched(tokenizer: object) -> Callable[[], None]:

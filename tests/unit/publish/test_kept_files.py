@@ -237,6 +237,18 @@ SAME: dict[str, Callable[[Path], object]] = {
 }
 
 
+def test_pictures_that_another_release_describes_in_another_file_are_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def change(folder: Path) -> None:
+        (folder / "preprocessor_config.json").unlink()
+        put(folder, "processor_config.json", {"image_processor": PICTURES})
+
+    pushed_twice(folder, change)
+    assert "none of preprocessor_config.json:" in caplog.text
+    assert "others of processor_config.json:" in caplog.text
+
+
 @pytest.mark.parametrize("change", SAME)
 def test_files_of_the_same_meaning_are_no_difference(folder: Path, change: str) -> None:
     head = Chain.open(pushed_twice(folder, SAME[change])).head()
@@ -252,6 +264,15 @@ def test_a_folder_of_another_release_is_continued_by_this_one(folder: Path) -> N
     push(store, other, PublishConfig(url=store.url))
     train(folder)
     assert push(store, folder, PublishConfig(url=store.url)).head.version == 1
+
+
+def test_a_change_that_only_other_releases_read_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class_of = fields("tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+    class_of(folder)  # whose normalizer is that of the class, whatever the file says
+    pushed_twice(folder, other_normalizer)
+    assert "tokenizer.json differs from the chain's in 'normalizer'" in caplog.text
 
 
 def test_files_that_a_later_version_lacks_or_nobody_knows_are_told(
