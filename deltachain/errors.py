@@ -51,6 +51,9 @@ from deltachain.redact import redacted_text
 DOCS: Final = "https://github.com/OWNER/deltachain/tree/HEAD/docs"
 """Where the documents lie."""
 
+_EXITS: Final = f"{DOCS}/troubleshooting.md#exit-code"
+"""Begin of the places where classes are explained, by exit code and name of the family."""
+
 _E = TypeVar("_E", bound="DeltaChainError")
 
 
@@ -63,8 +66,8 @@ class DeltaChainError(Exception):
         hint: The action that resolves the error, printed on a second line.
 
     Attributes:
-        page: URL of the page that lists what is refused, printed on a line of its own; may be
-            empty.
+        page: URL of the page that explains the class, or lists what it refuses; printed on a line
+            of its own.
 
     Examples:
         >>> try:
@@ -77,7 +80,7 @@ class DeltaChainError(Exception):
     exit_code: ClassVar[int] = 1
     retryable: ClassVar[bool] = False
     default_hint: ClassVar[str] = ""
-    page: ClassVar[str] = ""
+    page: ClassVar[str] = f"{_EXITS}-1-deltachainerror"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(redacted_text(message))
@@ -99,6 +102,7 @@ class ConfigError(DeltaChainError, ValueError):
     """An argument, a URL or an installed extra is wrong."""
 
     exit_code = 2
+    page = f"{_EXITS}-2-configerror"
 
 
 class EngineVersionError(ConfigError):
@@ -125,6 +129,7 @@ class StoreError(DeltaChainError):
     """An operation of the object store failed."""
 
     exit_code = 3
+    page = f"{_EXITS}-3-storeerror"
 
     def __init__(self, message: str, *, key: str = "", url: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -157,6 +162,7 @@ class ChainError(DeltaChainError):
     """The state of the chain does not allow the operation."""
 
     exit_code = 4
+    page = f"{_EXITS}-4-chainerror"
 
     def __init__(self, message: str, *, version: int | None = None, hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -231,6 +237,7 @@ class FormatError(DeltaChainError):
     """An object does not follow FORMAT.md."""
 
     exit_code = 5
+    page = f"{_EXITS}-5-formaterror"
 
     def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
         super().__init__(message, hint=hint)
@@ -281,6 +288,7 @@ class ApplyError(DeltaChainError):
     """A delta could not be applied to a target."""
 
     exit_code = 6
+    page = f"{_EXITS}-6-applyerror"
 
     def __init__(
         self, message: str, *, version: int | None = None, tensor: str = "", hint: str = ""
@@ -344,6 +352,7 @@ class ControlPlaneError(DeltaChainError):
     """The control plane failed; no role depends on it."""
 
     exit_code = 7
+    page = f"{_EXITS}-7-controlplaneerror"
     retryable = True
 
     def __init__(self, message: str, *, refusal: str = "", hint: str = "") -> None:

@@ -145,7 +145,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
         done = invoke(*args)
         assert done.code == 3
         assert "Traceback" in done.stderr
-        assert "ObjectNotFoundError" in done.stderr.splitlines()[-2]
+        assert "ObjectNotFoundError" in done.stderr.splitlines()[-3]
 
 
 def test_ctrl_c_is_answered_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

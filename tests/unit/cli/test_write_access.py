@@ -87,4 +87,4 @@ def test_writers_of_an_unsigned_chain_refuse_a_mirror_and_show_nothing_secret(
     assert done.code == 2
     assert "is a mirror of s3://b/x" in done.stderr
     assert CANARY not in done.stderr
-    assert len(done.stderr.splitlines()) == 2
+    assert len(done.stderr.splitlines()) == 3

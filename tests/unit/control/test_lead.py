@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_be_led_ends(
     assert ended.value.code == 2
     monkeypatch.setenv("DELTACHAIN_STRICT", "0")
     control = asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
-    assert (control.leader, control.refusal) == (None, "this engine is another")
+    assert (control.leader, control.refusal) == (None, str(refusal("this engine is another")))
 
 
 def test_a_setting_that_means_nothing_ends_it(
