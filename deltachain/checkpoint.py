@@ -52,6 +52,17 @@ _NO_ASSET: Final = re.compile(
 _ASSET_FOLDER: Final = re.compile(r"additional_chat_templates|[0-9]+_\w+")
 """Names of folders with assets: further templates, and modules of sentence-transformers."""
 
+_INNER: Final = re.compile(rf"{_ASSET_FOLDER.pattern}|dense\w*|\w*heads?|\w*projector")
+"""Names of folders with parts of a model: those, and what others put beside it."""
+
+_WEIGHTS: Final = re.compile(
+    r"(?!training_args|optimizer|scheduler|rng_state|random_states|scaler|pytorch_model|adapter_model"
+    r"|consolidated|tf_model|flax_model).*\.(bin|pt|pth|ckpt|h5|npz)"
+    r"|[^/]+/.*\.(safetensors|bin|pt|pth|ckpt)"
+)
+"""Paths of weights that are not published, unless they are a trainer's state or the same in another
+format."""
+
 _PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")
 """Names of unfinished files."""
 
@@ -191,13 +202,13 @@ def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
-    inner = [one for one in folder.iterdir() if one.is_dir() and _ASSET_FOLDER.fullmatch(one.name)]
+    inner = [one for one in folder.iterdir() if one.is_dir() and _INNER.fullmatch(one.name)]
     found: dict[str, bytes] = {}
     for file in sorted([*folder.iterdir(), *(file for one in inner for file in one.iterdir())]):
         name = file.relative_to(folder).as_posix()
         if not is_asset(name) or not file.is_file() or file.stat().st_size > ASSET_NBYTES:
-            if file.suffix == ".safetensors" and "/" in name:
-                logger.warning("%s: weights in folders are not published: %s", folder, name)
+            if _WEIGHTS.fullmatch(name):
+                logger.warning("%s: weights in %s are not published", folder, name)
             continue
         data = file.read_bytes()
         kept = without_remote_code(name, data, trusted=trusted, where=str(folder))

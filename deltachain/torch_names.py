@@ -49,6 +49,7 @@ _WRAPPED: Final = {
     ("deepspeed", "DeepSpeedEngine"): "module",
     ("lightning", "_FabricModule"): "_original_module",
     ("lightning_fabric", "_FabricModule"): "_original_module",
+    ("apex", "DistributedDataParallel"): "module",
 }
 """Child that is the model, by package and class of a wrapper; its name is in no checkpoint."""
 

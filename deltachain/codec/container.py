@@ -85,6 +85,11 @@ def write_header(
     return len(text).to_bytes(8, "little") + text
 
 
+_OTHER_DTYPE: Final = (
+    f"tensors of a chain are {', '.join(WIRE_DTYPES)}: save the checkpoint without others; if "
+    "it is an object of a store, it is damaged and was not used: put it back from a backup"
+)
+
 _NOT_SAFETENSORS: Final = (
     "name a safetensors file; if it is an object of a store, it is damaged and was not used: put "
     "it back from a backup"
@@ -134,7 +139,9 @@ def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
         if start != at or stop < start:
             raise MalformedError(f"{key}: {name!r} lies at {start}:{stop}, expected {at}", key=key)
         if entry.dtype not in WIRE_DTYPES:
-            raise MalformedError(f"{key}: {name!r} is {entry.dtype}{entry.shape}", key=key)
+            raise MalformedError(
+                f"{key}: {name!r} is {entry.dtype}{entry.shape}", key=key, hint=_OTHER_DTYPE
+            )
         size = WIRE_DTYPES[entry.dtype]
         for dim in entry.shape:
             size *= dim

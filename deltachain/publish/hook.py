@@ -127,6 +127,9 @@ def attach(
         from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
+        for earlier in list(model.callback_handler.callbacks):
+            if isinstance(earlier, DeltaChainCallback) and earlier.config.url == url:
+                model.remove_callback(earlier)  # of a notebook cell that was run before
         model.add_callback(callback.bind(model))
         return callback
     check_every_steps(every_steps)

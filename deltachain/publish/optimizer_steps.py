@@ -20,7 +20,7 @@ from deltachain.errors import ConfigError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-_THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric"})
+_THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
 """Packages whose wrappers change no weight after the step that they call."""
 
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
@@ -113,15 +113,7 @@ class OptimizerSteps:
             self._outermost, self._depth = _caller(), 1
             self._look(optimizer)
         elif not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
-            self._refuse(
-                UnsupportedModelError(
-                    f"{type(optimizer).__name__}, which attach was not given, steps the model",
-                    hint="give attach all optimizers of the model, "
-                    "attach(model, [one, other], url=...), and of one that wraps another (SAM, "
-                    "Lookahead) the outer; after an optimizer was replaced, detach and attach "
-                    f"with the new one; {_BY_HAND}",
-                )
-            )
+            self._refuse_other(optimizer)
         else:
             self._others += 1
             if self._others > 1 and _shapes([optimizer]) == _shapes(self._optimizers):
@@ -129,6 +121,28 @@ class OptimizerSteps:
                     f"{type(optimizer).__name__}, which attach was not given, trains weights of "
                     f"the same shapes as this model's: they are not published; {_ATTACH_COPY}"
                 )
+
+    def _refuse_other(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        outer = [one for one in self._optimizers if optimizer in vars(one).values()]
+        if outer:
+            self._refuse(
+                UnsupportedModelError(
+                    f"{name} steps the model outside of a step of {type(outer[0]).__name__}, which "
+                    "holds it: when that one is complete is not known",
+                    hint="give Publisher(url).attach the model alone, and call its publish "
+                    "yourself after each whole step",
+                )
+            )
+            return
+        self._refuse(
+            UnsupportedModelError(
+                f"{name}, which attach was not given, steps the model",
+                hint="give attach all optimizers of the model, attach(model, [one, other], "
+                "url=...), and of one that wraps another (SAM, Lookahead) the outer; after an "
+                f"optimizer was replaced, detach and attach with the new one; {_BY_HAND}",
+            )
+        )
 
     def _look(self, optimizer: Optimizer) -> None:
         """Warn before a step of which the version may not be what the user expects."""
@@ -243,7 +257,8 @@ def _unwrapped(optimizer: object) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise UnsupportedModelError(
             f"{type(optimizer).__name__} is no torch optimizer",
-            hint="DeepSpeed steps inside its engine: call Publisher.publish yourself after it",
+            hint="give an optimizer of torch, or a list of several; DeepSpeed steps inside its "
+            "engine: call Publisher.publish yourself after it",
         )
     return optimizer
 

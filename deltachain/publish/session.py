@@ -16,7 +16,7 @@ from deltachain.chain.anchor_cost import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
-from deltachain.errors import ChainError, ConfigError, DeltaChainError
+from deltachain.errors import ChainError, DeltaChainError, UnsupportedModelError
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import PayloadKind
 from deltachain.format.publish_phases import phases_mark
@@ -381,9 +381,10 @@ class Session:
                 total += change.digest
                 upload.add(change)
         if total != state:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 "a frozen weight was changed in place: the anchor would not be the version",
-                hint="weights that change must be trainable or buffers when the publisher attaches",
+                hint="publish an export, which is compared whole: "
+                "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand",
             )
 
     def _window_numel(self, weight: Weight) -> int:

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 import torch
 
 from deltachain import slab
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import device, host, threaded
 from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.proven import fused_is_proven
@@ -236,11 +236,12 @@ class Snapshot:
         bits = wire_bits(weight)
         windows = weight.element_map.windows(WINDOW_NUMEL)
         if sum((digest_window(one, bits) for one in windows), StateDigest()) != known.digest:
-            raise ConfigError(
+            raise UnsupportedModelError(
                 f"{weight.spec.name!r} did not require a gradient when the publisher was attached, "
                 "and was changed since",
-                hint="let what changes require a gradient before attaching, or attach an export, "
-                "which is compared whole: attach(lambda: model.state_dict().items())",
+                hint="of a model whose weights are not changed by optimizers alone, such as one "
+                "with a momentum encoder, publish an export, which is compared whole: "
+                "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand",
             )
         self._note(weight, known.digest)
 

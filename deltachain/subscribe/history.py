@@ -6,7 +6,7 @@ import logging
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
-from deltachain.errors import BrokenChainError, ChainError, ForkedChainError
+from deltachain.errors import BrokenChainError, ChainError, ConfigError, ForkedChainError
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.subscribe.watch import judge
 from deltachain.types import Version
@@ -150,6 +150,7 @@ def require(
 
     Raises:
         ObjectNotFoundError: The whole chain is gone.
+        ConfigError: The version is not a whole number.
         BrokenChainError: The manifest is missing, although later ones exist.
         StoreWentBackError: The held version is gone as well.
         StaleChainError: The head is older than the reader allows.
@@ -157,6 +158,11 @@ def require(
     """
     if isinstance(version, Committed):
         return version
+    if version is not None and not hasattr(version, "__index__"):
+        raise ConfigError(
+            f"version={version!r} is a {type(version).__name__}, expected a whole number",
+            hint="update(3), or update() for the newest version",
+        )
     committed = chain.head() if version is None else chain.find(version)
     if committed is not None:
         if version is None:

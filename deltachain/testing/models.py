@@ -152,7 +152,7 @@ def replica_of(model: nn.Module, kind: str, folder: Path) -> Replica:
 
 
 def scribble(replica: Replica, *, name: str = "layer.weight") -> None:
-    """Flip one bit of the first element of a weight, as an external modification."""
+    """Flip one bit of the first element of a weight, as others do whom torch does not count."""
     if isinstance(replica.target, Path):
         file, offset = Checkpoint(replica.target).place(name)
         with file.open("r+b") as opened:
@@ -163,7 +163,7 @@ def scribble(replica: Replica, *, name: str = "layer.weight") -> None:
         return
     target = replica.target
     tensor = (target.state_dict() if isinstance(target, nn.Module) else target)[name]
-    tensor.detach().view(-1).view(torch.uint8)[0] ^= 1
+    tensor.data.view(-1).view(torch.uint8)[0] ^= 1
 
 
 @dataclass(frozen=True, slots=True)

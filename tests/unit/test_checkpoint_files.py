@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from deltachain import PublishConfig
 from deltachain.chain.chain import Chain
-from deltachain.checkpoint import Checkpoint, write_atomic
+from deltachain.checkpoint import Checkpoint, read_assets, write_atomic
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_reader import FileReader
 from deltachain.filebits import FileBits
@@ -347,6 +347,29 @@ def test_of_two_sets_the_one_with_an_index_of_its_own_is_read(
     )
     assert set(Checkpoint(tmp_path / "c").specs) == {"w1", "w2"}
     assert "ignoring vision.safetensors" in caplog.text
+
+
+def test_weights_that_are_not_published_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path / "model.safetensors")
+    for name in ("value_head.bin", "2_Dense/pytorch_model.bin", "medusa_lm_head.pt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"pickle")
+    save(tmp_path / "dense" / "model.safetensors")
+    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state_0.pth"):
+        (tmp_path / name).write_bytes(b"pickle")
+    read_assets(tmp_path)
+    named = {line.rpartition(": weights in ")[2] for line in caplog.messages}
+    assert named == {
+        f"{name} are not published"
+        for name in (
+            "value_head.bin",
+            "2_Dense/pytorch_model.bin",
+            "medusa_lm_head.pt",
+            "dense/model.safetensors",
+        )
+    }
 
 
 def test_a_link_at_the_temporary_name_is_not_followed(

@@ -57,7 +57,6 @@ def refuse_other_config(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
         return
-    _refuse_tie(model, config)
     try:
         with torch.device("meta"):
             made = type(model)(copy.deepcopy(config))
@@ -68,6 +67,7 @@ def refuse_other_config(model: nn.Module) -> None:
             exc,
         )
         return
+    _refuse_tie(model, made)
     have, wanted = dict(named_tensors(model)), dict(named_tensors(made))
     shapes = {
         name: (tuple(tensor.shape), tuple(wanted[name].shape))
@@ -88,25 +88,27 @@ def refuse_other_config(model: nn.Module) -> None:
     )
 
 
-def _refuse_tie(model: nn.Module, config: Any) -> None:  # noqa: ANN401 - of transformers
-    told = {getattr(config, "tie_word_embeddings", None)}
-    if hasattr(config, "get_text_config"):
-        told.add(getattr(config.get_text_config(), "tie_word_embeddings", None))
+def _refuse_tie(model: nn.Module, made: nn.Module) -> None:
+    tied, by_config = _is_tied(model), _is_tied(made)
+    if None not in (tied, by_config) and tied != by_config:
+        raise UnsupportedModelError(
+            f"the output embedding is {'tied' if tied else 'a weight of its own'}, and the model's "
+            f"configuration says tie_word_embeddings={by_config}: what is published would load as "
+            "another model",
+            hint=f"set model.config.tie_word_embeddings = {tied}{_OTHER_FILES}",
+        )
+
+
+def _is_tied(model: nn.Module) -> bool | None:
+    """Return whether the output embedding is the input's; ``None`` if it cannot be."""
     try:
         first = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
         last = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
     except (AttributeError, NotImplementedError):
-        return
-    if first is None or last is None or len(told) > 1 or None in told:
-        return
-    if first.shape == last.shape and (first is last) not in told:
-        tied = first is last
-        raise UnsupportedModelError(
-            f"the output embedding is {'tied' if tied else 'a weight of its own'}, and the model's "
-            f"configuration says tie_word_embeddings={not tied}: what is published would load as "
-            "another model",
-            hint=f"set model.config.tie_word_embeddings = {tied}{_OTHER_FILES}",
-        )
+        return None
+    if first is None or last is None or first.shape != last.shape:
+        return None
+    return first is last
 
 
 def with_config_watched(

@@ -54,6 +54,9 @@ _OF_A_RUN: Final = frozenset(
 )
 """Fields of these files that tell of a run or of a release."""
 
+_TRUE_BY_DEFAULT: Final = ("do_", "include_prompt")
+"""Begin of the fields of processors and of pooling that are true where they are absent."""
+
 _HINT: Final = (
     "followers of a chain have the files that it began with: publish these weights to another URL; "
     "or, if the chain's files are right for them, put those in place of the changed ones "
@@ -146,12 +149,14 @@ def _plain(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
     if name == _ADAPTER:
         found = _complete_adapter(data, found)
         found = {k: sorted(v) if _is_of_names(v) else v for k, v in found.items()}
-    return {k: v for k, v in found.items() if k not in _OF_A_RUN and _says(v)}
+    return {k: v for k, v in found.items() if k not in _OF_A_RUN and _says(v, k)}
 
 
-def _says(value: object) -> bool:
+def _says(value: object, name: str = "") -> bool:
     """Return whether a value is more than a default that a release began to write."""
-    return value not in (None, False, "", [], {})
+    if value is False:
+        return name.startswith(_TRUE_BY_DEFAULT)
+    return value is not None and value not in ("", [], {})
 
 
 def _is_of_names(value: object) -> bool:

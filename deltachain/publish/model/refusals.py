@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -13,6 +14,8 @@ from torch.nn.parameter import is_lazy
 from deltachain.errors import UnsupportedModelError
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_modules
 from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 RESERVED: Final = "__metadata__"
 """Key of a safetensors header that is no tensor's name."""
@@ -70,6 +73,21 @@ def refuse_outside(wrapper: nn.Module, model: nn.Module) -> None:
                 hint="make it a part of the model, or publish an export that yields it too, "
                 f"{_PUSH}",
             )
+
+
+def say_wrapped(model: nn.Module) -> None:
+    """Log a model whose only content is another one, as that of a wrapper of another library."""
+    children = dict(model.named_children())
+    own = [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False)]
+    name, child = next(iter(children.items()), ("", model))
+    if len(children) == 1 and not own and (name == "module" or hasattr(child, "save_pretrained")):
+        logger.warning(
+            "%s has nothing but %r: weights are published as '%s.*'; if it is a wrapper, give "
+            "the model in it",
+            type(model).__name__,
+            name,
+            name,
+        )
 
 
 def refuse_other_names(model: nn.Module, saved: Mapping[str, object]) -> None:

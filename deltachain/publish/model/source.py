@@ -27,6 +27,7 @@ from deltachain.publish.model.refusals import (
     refuse_overflow,
     refuse_scale,
     refuse_tensor,
+    say_wrapped,
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
 from deltachain.publish.model.wire_dtypes import checkpoint_dtypes, origin, say_dtypes, wire_dtype
@@ -44,7 +45,8 @@ class Weight:
         spec: Name in the model, wire dtype, and shape of the whole tensor.
         tensor: Local part of the live parameter or buffer; collected weights keep its shape and
             dtype only, on the meta device.
-        frozen: Whether it is not trained; it is then part of anchors and digests only.
+        frozen: Whether it is a matrix that is not trained; it is then part of anchors and digests
+            only.
         element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
         writes: Writes in place to the parameter or buffer so far.
@@ -205,6 +207,7 @@ def collect_weights(
     if not isinstance(model, nn.Module):
         return _collect_export(model, dtype)
     wrapper, model = model, unwrapped(model)
+    say_wrapped(model)
     refuse_outside(wrapper, model)
     refuse_foreign(model)
     refuse_adapters(model)
@@ -230,9 +233,12 @@ def collect_weights(
     attached = ModelForm.of(named_tensors(model))
     shared = attached.shared({weight.spec.name for weight in weights if weight.frozen})
     weights = [replace(w, frozen=w.frozen and w.spec.name not in shared) for w in weights]
-    found = _compared_if_none_is_trained(weights) if alone else tuple(weights)
+    if alone and not any(parameter.requires_grad for parameter in model.parameters()):
+        # Nobody publishes a model that never changes: something else writes to it, as to an
+        # average of weights, or in an evolution strategy.
+        weights = [replace(weight, frozen=False) for weight in weights]
     live_now = with_config_watched(model, partial(_live_tensors, model))
-    return ModelTensors(found, specs, named, live_now, attached=attached)
+    return ModelTensors(tuple(weights), specs, named, live_now, attached=attached)
 
 
 def _live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -240,16 +246,6 @@ def _live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     saved = model.state_dict(keep_vars=True)
     refuse_other_names(model, saved)
     return named_tensors(model, saved)
-
-
-def _compared_if_none_is_trained(weights: list[Weight]) -> tuple[Weight, ...]:
-    """Return the weights; all of them as trained if none is.
-
-    Nobody publishes a model that never changes: where no parameter requires a gradient, as in an
-    average of weights or an evolution strategy, something else writes to them.
-    """
-    still = all(weight.frozen or weight.is_buffer for weight in weights)
-    return tuple(replace(weight, frozen=weight.frozen and not still) for weight in weights)
 
 
 def _writes_to(*tensors: Tensor) -> int:
@@ -310,7 +306,8 @@ def _weight(
         ElementRun(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel)
         for t in goes.targets
     )
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+    # Vectors are always compared, at no cost: trainers of experts move biases without a gradient.
+    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and len(box.full) > 1
     spec = TensorSpec(name, wanted, box.full)
     gone = torch.empty(local.shape, dtype=local.dtype, device="meta")
     return Weight(spec, gone, frozen, ElementMap(box, slots, goes.table))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,9 @@ RUN_FIELDS: Final = frozenset(
 """Fields of configurations that tell of a run and not of what the weights compute; trainers keep
 fp32 masters of bf16 weights, and switch the cache off."""
 
+
+_OF_TRAINING: Final = re.compile("drop(out|path|_prob|_rate)|layerdrop|_loss_|^initializer_")
+"""Names of fields that only training reads."""
 
 LIBRARY: Final = "quantization_config"
 """Field of a configuration with its own check, which knows releases of libraries."""
@@ -140,7 +144,8 @@ def differing_fields(old: Any, new: Any) -> str:  # noqa: ANN401 - JSON
 
 def _without(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, dict):
-        return {key: _without(one) for key, one in value.items() if key not in RUN_FIELDS}
+        kept = (k for k in value if k not in RUN_FIELDS and not _OF_TRAINING.search(k))
+        return {key: _without(value[key]) for key in kept}
     return [_without(one) for one in value] if isinstance(value, list) else value
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from deltachain.delta import TensorDelta
-from deltachain.errors import BaseMismatchError, PartialApplyError, TensorMismatchError
+from deltachain.errors import (
+    BaseMismatchError,
+    ConfigError,
+    PartialApplyError,
+    TensorMismatchError,
+)
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
@@ -60,7 +66,11 @@ class TensorTarget(PatchedTarget):
                 "chain",
                 tensor=unknown[0],
             )
-        self._forms = {name: _form(tensor) for name, tensor in self._tensors.items()}
+        self._forms = self._forms_of(self._tensors)
+
+    @staticmethod
+    def _forms_of(tensors: Mapping[str, Tensor]) -> dict[str, _Form]:
+        return {name: _form(tensor) for name, tensor in tensors.items()}
 
     @override
     def close(self) -> None:
@@ -68,8 +78,15 @@ class TensorTarget(PatchedTarget):
 
     def _current(self) -> dict[str, Tensor]:
         """Return the present tensors: casting or loading a module may have replaced them."""
-        source = self._source
-        return dict(named_tensors(source) if isinstance(source, nn.Module) else source)
+        if isinstance(self._source, nn.Module):
+            return dict(named_tensors(self._source))
+        for name, tensor in self._source.items():
+            if not isinstance(tensor, Tensor):
+                raise ConfigError(
+                    f"{name!r} of the target is a {type(tensor).__name__}, not a torch tensor",
+                    hint="torch.from_numpy(array) shares the memory of an array",
+                )
+        return dict(self._source)
 
     def _has_moved(self) -> bool:
         """Return whether the bound tensors were replaced; if so, bind the present ones."""
@@ -82,7 +99,7 @@ class TensorTarget(PatchedTarget):
     @override
     def is_altered(self) -> bool:
         # An address is not reused: the bits of a bound tensor keep its memory.
-        return {name: _form(tensor) for name, tensor in self._current().items()} != self._forms
+        return self._forms_of(self._current()) != self._forms
 
     @override
     def held(self) -> HeldVersion | None:
@@ -118,8 +135,8 @@ class TensorTarget(PatchedTarget):
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         if self._has_moved():
             raise BaseMismatchError(
-                f"version {held.version}: the target's tensors were replaced since; nothing was "
-                "written",
+                f"version {held.version}: the target's tensors were replaced or written to since; "
+                "nothing was written",
                 version=held.version,
             )
         before, self._held = self._held, None
@@ -130,6 +147,7 @@ class TensorTarget(PatchedTarget):
             self._held = before
             raise
         self._held = held
+        self._forms = self._forms_of(self._tensors)  # torch counts own writes too
 
     def _refuse_shared(self) -> None:
         """Refuse two tensors of the chain in the same memory: they would overwrite one another."""
@@ -148,14 +166,20 @@ class TensorTarget(PatchedTarget):
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
         """Return every distinct piece of memory with a tensor."""
-        found = {self._tensors[n].data_ptr(): n for n in reversed(names) if n in self._tensors}
+        known = {n: _form(self._tensors[n]).address for n in reversed(names) if n in self._tensors}
+        found = {address: name for name, address in known.items()}
         if not found:
-            raise TensorMismatchError(f"the target has no tensor {spec.name!r}", tensor=spec.name)
+            raise TensorMismatchError(
+                f"the target has no tensor {spec.name!r}",
+                tensor=spec.name,
+                hint="the target is not the model of this chain, or one whose weights transformers "
+                "saves in another form (experts, some layers): follow into a folder, or an engine",
+            )
         return [_flat(self._tensors[name], name, spec) for name in reversed(found.values())]
 
 
 class _Form(NamedTuple):
-    """Where a tensor is, and what."""
+    """Where a tensor is, what, and how often it was written to; not through ``.data``."""
 
     device: torch.device
     address: int
@@ -163,11 +187,21 @@ class _Form(NamedTuple):
     dtype: torch.dtype
     shape: torch.Size
     stride: tuple[int, ...]
+    writes: int
 
 
 def _form(tensor: Tensor) -> _Form:
-    at, storage = tensor.data_ptr(), tensor.untyped_storage()
-    return _Form(tensor.device, at, storage.nbytes(), tensor.dtype, tensor.shape, tensor.stride())
+    if tensor.layout != torch.strided:
+        return _Form(tensor.device, 0, 0, tensor.dtype, tensor.shape, (), 0)
+    return _Form(
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.untyped_storage().nbytes(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        0 if tensor.is_inference() else tensor._version,
+    )
 
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
@@ -175,6 +209,12 @@ def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
     found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
     hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
     check_spec(name, found, "the target", spec, hint=hint)
+    if tensor.layout != torch.strided or tensor.is_neg():
+        raise TensorMismatchError(
+            f"{name!r} has no bits of its own in the target: it is sparse, or a negated view",
+            tensor=name,
+            hint="give the target dense tensors",
+        )
     if not tensor.is_contiguous():
         raise TensorMismatchError(
             f"{name!r} is not contiguous in the target",
@@ -188,4 +228,26 @@ def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
             tensor=name,
             hint="load the weights before the first update, and update while they are loaded",
         )
-    return WholeTensor(live_bits(bits_of(tensor)))
+    bits = live_bits(bits_of(tensor))
+    if isinstance(bits, np.ndarray) and len(bits) and not _is_writable(bits):
+        raise TensorMismatchError(
+            f"{name!r} is in memory that cannot be written to, as of a file mapped for reading",
+            tensor=name,
+            hint="give the target a copy of the tensor (`.clone()`)",
+        )
+    return WholeTensor(bits)
+
+
+def _is_writable(bits: Bits) -> bool:
+    """Return whether the system lets the first byte be written; a write would end the process."""
+    byte = bits.view(np.uint8)[:1].data
+    source, sink = os.pipe()
+    try:
+        os.write(sink, byte)
+        os.readv(source, [byte])
+    except OSError:  # EFAULT
+        return False
+    finally:
+        os.close(source)
+        os.close(sink)
+    return True

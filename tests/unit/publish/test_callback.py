@@ -135,6 +135,18 @@ def test_the_best_model_loaded_at_the_end_is_the_last_version(
     assert same(found[max(found)].state, bits_of(model))
 
 
+def test_a_trainer_that_is_attached_again_has_one_publisher(
+    trainer: Callable[..., Trainer], url: str
+) -> None:
+    model = llama()
+    trained = trainer(model)
+    for _ in range(2):  # a notebook cell that is run again
+        attach(trained, url=url, when_busy="wait", dtype="F32")
+        trained.train()
+    found = recompute(FileStore(url))
+    assert same(found[max(found)].state, bits_of(model))
+
+
 class Averaged(TrainerCallback):
     """Other weights after each step, and others again at the end, as callbacks of averages have."""
 

@@ -12,7 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    BigBirdPegasusConfig,
+    BigBirdPegasusForCausalLM,
+    LlamaForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig
@@ -69,6 +75,23 @@ def test_a_model_of_other_weights_than_its_configuration_has_is_refused(
     assert "num_hidden_layers" in caught.value.hint
     assert "PublishConfig.assets" in caught.value.hint
     assert not (tmp_path / "chain").exists()
+
+
+def test_a_model_whose_class_ties_nothing_is_published(tmp_path: Path) -> None:
+    config = BigBirdPegasusConfig(
+        vocab_size=20,
+        d_model=8,
+        encoder_ffn_dim=8,
+        decoder_ffn_dim=8,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
+    assert config.tie_word_embeddings
+    model = BigBirdPegasusForCausalLM(config)
+    with Publisher(PublishConfig(url=str(tmp_path / "chain"))).attach(model) as publisher:
+        assert publisher.version == 0
 
 
 def test_a_model_without_a_layer_whose_configuration_says_so_is_published(tmp_path: Path) -> None:

@@ -142,6 +142,16 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "modules": (lambda f: edit(f, "modules.json", list.pop), r"modules\.json"),
     "another module": (lambda f: put(f, "2_Dense/config.json", {"in": 3}), r"2_Dense.*not in"),
     "pictures": (fields("preprocessor_config.json", image_mean=[0.0] * 3), r"image_mean"),
+    "no rescaling": (fields("preprocessor_config.json", do_rescale=False), r"do_rescale"),
+    "no prompt": (fields("1_Pooling/config.json", include_prompt=False), r"include_prompt"),
+    "no limit": (
+        lambda f: put(f, "generation_config.json", {"top_k": 0}),
+        r"generation_config\.json.*top_k",
+    ),
+    "end": (
+        lambda f: put(f, "generation_config.json", {"eos_token_id": 0}),
+        r"generation_config\.json.*eos_token_id",
+    ),
     "sounds": (lambda f: put(f, "processor_config.json", {"rate": 9}), r"processor_config.*not in"),
     "generation": (
         lambda f: put(f, "generation_config.json", {"temperature": 0.5, "eos_token_id": 2}),

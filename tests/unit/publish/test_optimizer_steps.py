@@ -212,8 +212,9 @@ def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(hook: Hook) -> None:
     hook(model, optimizer)
     model(torch.ones(4, 24)).square().mean().backward()
     optimizer.first_step()
-    with pytest.raises(ConfigError, match="SGD, which attach was not given"):
+    with pytest.raises(ConfigError, match="SGD steps the model outside of a step of Sam") as caught:
         optimizer.second_step()
+    assert "call its publish yourself" in caught.value.hint
 
 
 def test_the_outer_optimizer_of_a_given_one_is_refused_before_its_step(

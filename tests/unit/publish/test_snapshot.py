@@ -24,7 +24,8 @@ from deltachain.publish.snapshot_memory import (
     read,
     reserve_nbytes,
 )
-from deltachain.testing.models import TinyModel, bits_of, plain_model, same, train_
+from deltachain.store import MemoryStore
+from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
 
 
 def snapshot_of(
@@ -160,6 +161,16 @@ def test_a_frozen_weight_that_is_written_to_is_refused() -> None:
         model.frozen.weight[3, 2] -= 1
         model.frozen.weight.copy_(TinyModel().frozen.weight)
     assert listed(snapshot.diff_()) == {}
+
+
+def test_a_vector_without_a_gradient_is_compared() -> None:
+    """As biases of experts, which trainers move by hand."""
+    model, store = plain_model(), MemoryStore()
+    model[1].bias.requires_grad_(False)  # type: ignore[index]
+    with Publisher("memory://x", store=store).attach(model) as publisher:
+        model[1].bias.data += 1  # type: ignore[index]
+        publisher.publish().result()
+        assert same(recompute(store)[1].state, bits_of(model))
 
 
 def test_a_load_of_equal_bits_leaves_frozen_weights_as_they_are() -> None:

@@ -294,6 +294,17 @@ def test_a_child_keeps_its_name_whatever_it_is(name: str) -> None:
     assert list(dtypes(model)) == [f"{name}.bias", f"{name}.weight"]
 
 
+def test_a_wrapper_that_is_not_known_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Module()
+    model.module = nn.Linear(2, 2)
+    collect_weights(model)
+    assert "weights are published as 'module.*'" in caplog.text
+    caplog.clear()
+    model.head = nn.Linear(2, 2)
+    collect_weights(model)
+    assert "has nothing but" not in caplog.text
+
+
 def test_a_model_that_is_called_as_a_wrapper_keeps_all_of_its_weights() -> None:
     def made(self: nn.Module) -> None:
         nn.Module.__init__(self)

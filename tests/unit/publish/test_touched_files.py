@@ -235,6 +235,8 @@ def test_a_configuration_that_changes_between_two_publishes_is_refused(
     with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
         publisher.attach(model, alone=True)
         model.config.use_cache, known = False, model.config.rms_norm_eps
+        model.config.attention_dropout = 0.25  # of training alone
+        model.config.router_aux_loss_coef = 0.5
         publisher.publish(step=1).result()
         model.config.rms_norm_eps = 0.5
         with pytest.raises(ConfigError, match="rms_norm_eps"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -118,7 +120,7 @@ def test_nothing_is_written_to_tensors_that_were_replaced_since_the_stage(
     staged = subscriber.stage()
     assert staged is not None
     change(served)
-    with pytest.raises(BaseMismatchError, match="were replaced since"):
+    with pytest.raises(BaseMismatchError, match="were replaced or written to since"):
         subscriber.swap(staged)
     assert subscriber.version is None
     subscriber.update()
@@ -136,6 +138,78 @@ def test_a_scrub_reads_the_tensors_that_are_served(
     is_same = same(bits_of(served), bits_of(trained[0]))
     assert subscriber.scrub() == is_same
     assert subscriber.version == (0 if is_same else None)
+
+
+def test_what_others_wrote_is_noticed_by_the_next_update(trained: Any, tmp_path: Path) -> None:
+    served: Any = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    for is_new in (False, True):
+        with torch.no_grad():
+            served[1].weight.add_(1)
+        if is_new:
+            with torch.no_grad():
+                trained[0][0].weight[0, 0] += 1  # of another tensor
+            trained[1].publish().result()
+        subscriber.update()
+        assert subscriber.version == int(is_new)
+        assert same(bits_of(served), bits_of(trained[0]))
+
+
+def test_own_writes_are_not_taken_for_those_of_others(trained: Any, tmp_path: Path) -> None:
+    subscriber = Subscriber(str(tmp_path), model())
+    subscriber.update()
+    publish(*trained)
+    subscriber.update()
+    assert not subscriber.target.is_altered()
+    subscriber.rollback()
+    assert not subscriber.target.is_altered()
+
+
+def read_only(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    np.save(folder / "weight.npy", tensor.detach().view(torch.int16).numpy())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it has no such tensors
+        return torch.from_numpy(np.load(folder / "weight.npy", mmap_mode="r")).view(tensor.dtype)
+
+
+def sparse(tensor: torch.Tensor, _: Path) -> torch.Tensor:
+    return tensor.detach().to_sparse()
+
+
+def negated(tensor: torch.Tensor, _: Path) -> torch.Tensor:
+    return torch._neg_view(tensor.detach())
+
+
+def array(tensor: torch.Tensor, _: Path) -> Any:
+    return tensor.detach().view(torch.int16).numpy()
+
+
+@pytest.mark.usefixtures("trained")
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (read_only, "memory that cannot be written to"),
+        (sparse, "no bits of its own"),
+        (negated, "no bits of its own"),
+        (array, "a ndarray, not a torch tensor"),
+    ],
+)
+def test_tensors_that_cannot_be_written_in_place_are_refused(
+    tmp_path: Path, kind: Any, why: str
+) -> None:
+    tensors = dict(model().state_dict())
+    (tmp_path / "other").mkdir()
+    tensors["1.weight"] = kind(tensors["1.weight"], tmp_path / "other")
+    with pytest.raises(DeltaChainError, match=why) as caught:
+        Subscriber(str(tmp_path), tensors).update()
+    assert caught.value.hint
+
+
+@pytest.mark.usefixtures("trained")
+def test_a_version_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeltaChainError, match="version='1' is a str"):
+        Subscriber(str(tmp_path), model()).update("1")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", UNUSABLE)
