@@ -38,10 +38,12 @@ def refuse_adapters(model: nn.Module) -> None:
     """Refuse a model with adapters.
 
     Raises:
-        ConfigError: A module is one of PEFT's, or a parameter is one of a LoRA adapter.
+        ConfigError: A module is one of PEFT's, or factors of LoRA are all that is trained.
     """
     ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if is_of_peft(one))
-    factors = (repr(name) for name, _ in model.named_parameters() if ".lora_" in name)
+    named = list(model.named_parameters())
+    is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
+    factors = (repr(name) for name, _ in named if ".lora_" in name and not is_base_trained)
     for found in (*ours, *factors):
         raise UnsupportedModelError(
             f"{found} is an adapter: its base weights do not change",

@@ -147,7 +147,10 @@ class TensorTarget(PatchedTarget):
             self._held = before
             raise
         self._held = held
-        self._forms = self._forms_of(self._tensors)  # torch counts own writes too
+        for tensor in self._tensors.values():
+            if not tensor.is_inference():  # a backward pass of earlier weights is an error of torch
+                torch.autograd.graph.increment_version(tensor)
+        self._forms = self._forms_of(self._tensors)
 
     def _refuse_shared(self) -> None:
         """Refuse two tensors of the chain in the same memory: they would overwrite one another."""

@@ -156,6 +156,19 @@ def test_what_others_wrote_is_noticed_by_the_next_update(trained: Any, tmp_path:
         assert same(bits_of(served), bits_of(trained[0]))
 
 
+def test_a_backward_pass_through_weights_that_were_updated_is_an_error(
+    trained: Any, tmp_path: Path
+) -> None:
+    served = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    loss = served(torch.arange(4)).square().sum()
+    publish(*trained)
+    subscriber.update()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_own_writes_are_not_taken_for_those_of_others(trained: Any, tmp_path: Path) -> None:
     subscriber = Subscriber(str(tmp_path), model())
     subscriber.update()
