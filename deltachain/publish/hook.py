@@ -127,7 +127,8 @@ def attach(
         from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
-        for earlier in list(model.callback_handler.callbacks):
+        handler: Any = getattr(model, "callback_handler", None)  # none of a trainer like those
+        for earlier in list(handler.callbacks) if handler else ():
             if isinstance(earlier, DeltaChainCallback) and earlier.config.url == url:
                 model.remove_callback(earlier)  # of a notebook cell that was run before
         model.add_callback(callback.bind(model))

@@ -75,8 +75,8 @@ class DeltaChainCallback(TrainerCallback):
         del args, state, control
         if model is None:
             return
-        if self._trainer is not None:
-            handler = self._trainer.callback_handler  # which goes through its old list meanwhile
+        if handler := getattr(self._trainer, "callback_handler", None):
+            # It goes through its old list meanwhile.
             handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
         say_averaged([getattr(optimizer, "optimizer", optimizer)])
         self.publisher = Publisher(self.config)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.chain.chain import Chain
@@ -19,6 +19,7 @@ from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.lora import adapter_assets, adapter_tensors, merged_tensors
+from deltachain.publish.model.source import collect_weights
 from deltachain.store import MemoryStore
 from deltachain.testing.models import recompute
 
@@ -258,3 +259,20 @@ def test_a_pulled_adapter_is_what_peft_loads(tmp_path: Path) -> None:
     pull(url, out=tmp_path / "pulled")
     loaded = PeftModel.from_pretrained(base(), tmp_path / "pulled")
     assert torch.equal(loaded.eval()(TOKENS).logits, model(TOKENS).logits)
+
+
+class Lora(nn.Linear):
+    """Factors of an own kind, beside a weight that is trained as well."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.lora_A, self.lora_B = nn.Linear(4, 2), nn.Linear(2, 4)
+
+
+def test_own_factors_are_refused_if_they_are_all_that_is_trained() -> None:
+    model = nn.Sequential(Lora())
+    assert "0.lora_A.weight" in {spec.name for spec in collect_weights(model).specs}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    with pytest.raises(ConfigError, match="is an adapter"):
+        collect_weights(model)

@@ -261,23 +261,6 @@ def test_adapters_of_each_kind_are_refused(kind: str) -> None:
             collect_weights(model)
 
 
-class Lora(nn.Linear):
-    """Factors of an own kind, beside a weight that is trained as well."""
-
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-        self.lora_A, self.lora_B = nn.Linear(4, 2), nn.Linear(2, 4)
-
-
-def test_own_factors_are_refused_if_they_are_all_that_is_trained() -> None:
-    model = nn.Sequential(Lora())
-    assert "0.lora_A.weight" in dtypes(model)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
-    with pytest.raises(ConfigError, match="is an adapter"):
-        collect_weights(model)
-
-
 # Names
 
 
