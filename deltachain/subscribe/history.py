@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
@@ -138,6 +139,21 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
     return states <= {held.state}
 
 
+def whole(version: Version) -> Version:
+    """Return a version as an integer, of any integer type.
+
+    Raises:
+        ConfigError: It is not a whole number.
+    """
+    try:
+        return operator.index(version)
+    except TypeError:
+        raise ConfigError(
+            f"version={version!r} is a {type(version).__name__}, expected a whole number",
+            hint="for example update(3), or update() for the newest version",
+        ) from None
+
+
 def require(
     chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
@@ -158,12 +174,7 @@ def require(
     """
     if isinstance(version, Committed):
         return version
-    if version is not None and not hasattr(version, "__index__"):
-        raise ConfigError(
-            f"version={version!r} is a {type(version).__name__}, expected a whole number",
-            hint="update(3), or update() for the newest version",
-        )
-    committed = chain.head() if version is None else chain.find(version)
+    committed = chain.head() if version is None else chain.find(whole(version))
     if committed is not None:
         if version is None:
             check_age(chain, committed)

@@ -31,6 +31,9 @@ _TEMPLATE: Final = "chat_template"
 MAIN_FILES: Final = frozenset({_TOKENIZER, _SETTINGS})
 """Names of files that every whole tokenizer has, one of them or both."""
 
+_PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
+"""Steps of a tokenizer of the tokenizers library, apart from its words."""
+
 _USE: Final = frozenset(
     {
         "version",
@@ -125,6 +128,8 @@ def _state(tokenizer: object) -> dict[str, object]:
         return {}
     told = {key: str(value) for key, value in special.items() if key not in _USE}
     template = getattr(tokenizer, _TEMPLATE, None)
+    backend = getattr(found, "backend_tokenizer", None)
+    told |= {part: str(getattr(backend, part, None)) for part in _PARTS}
     return {**told, "number of tokens": len(found), _TEMPLATE: copy.copy(template)}
 
 

@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     AutoTokenizer,
     LlamaForCausalLM,
@@ -323,6 +324,18 @@ def test_a_tokenizer_that_the_model_outgrew_before_it_was_attached_is_told(
         (lambda t: t.add_tokens(["<tool>"]), "number of tokens"),
         (lambda t: setattr(t, "chat_template", "x"), "chat_template"),
         (lambda t: setattr(t, "eos_token", "a"), "eos_token"),
+        (
+            lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Lowercase()),
+            "normalizer",
+        ),
+        (
+            lambda t: setattr(
+                t.backend_tokenizer,
+                "post_processor",
+                TemplateProcessing("<s> $A", None, [("<s>", 1)]),
+            ),
+            "post_processor",
+        ),
     ],
 )
 def test_a_tokenizer_that_changes_while_a_trainer_runs_is_refused(

@@ -223,6 +223,8 @@ def test_tensors_that_cannot_be_written_in_place_are_refused(
 def test_a_version_that_is_no_number_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DeltaChainError, match="version='1' is a str"):
         Subscriber(str(tmp_path), model()).update("1")  # type: ignore[arg-type]
+    with pytest.raises(DeltaChainError, match="version='0' is a str"):
+        Subscriber(str(tmp_path), model()).rollback("0")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", UNUSABLE)
