@@ -131,6 +131,8 @@ def attach(
         for earlier in list(handler.callbacks) if handler else ():
             if isinstance(earlier, DeltaChainCallback) and earlier.config.url == url:
                 model.remove_callback(earlier)  # of a notebook cell that was run before
+                if earlier.publisher is not None:  # training was interrupted
+                    earlier.publisher.close()
         model.add_callback(callback.bind(model))
         return callback
     check_every_steps(every_steps)
