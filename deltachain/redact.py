@@ -17,7 +17,7 @@ _REVISIONS: Final = frozenset({"hf", "s3"})
 _HOSTS: Final = frozenset({"http", "https", "dns"})
 """Schemes of replicas, after which there are a host and a port."""
 
-_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.%]*\]|[^:]*)(:[0-9]*)?")
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.%]*\]|[^:%]*)(:[0-9]*)?")
 
 HIDDEN: Final = "..."
 """Shown for what may be a secret."""
@@ -33,12 +33,13 @@ def redacted_url(url: str) -> str:
     """
     match = _SCHEME.match(url)
     if match is None:
-        is_path = url.startswith(("/", ".", "~")) or "@" not in url
+        has_host = url.startswith("//") and "@" in url.split("/")[2]  # a URL without its scheme
+        is_path = not has_host and (url.startswith(("/", ".", "~")) or "@" not in url)
         return url if is_path else f"{HIDDEN}@{url.rpartition('@')[2]}"
     scheme, rest = match[1].lower(), url[match.end() :]
     if scheme == "file":
         return url
-    shown = re.split(r"[?#]", rest, maxsplit=1)[0]
+    shown = re.split(r"[?#;&]" if scheme in _HOSTS else r"[?#]", rest, maxsplit=1)[0]
     authority, slash, path = shown.partition("/")
     who, at, host = authority.rpartition("@")
     is_odd = "@" in rest[len(authority) :] and scheme not in _REVISIONS
@@ -71,7 +72,8 @@ def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
         text = _IN_TEXT.sub(lambda found: _shown(found[0]), text)
     if secrets:
         longest_first = sorted(secrets, key=len, reverse=True)
-        text = re.sub(rf"(?<!\w)({'|'.join(map(re.escape, longest_first))})(?!\w)", HIDDEN, text)
+        either = "|".join(map(re.escape, longest_first))
+        text = re.sub(rf"((?<!\w)|(?<=%[0-9A-F]{{2}}))({either})(?!\w)", HIDDEN, text)
     return text
 
 

@@ -25,12 +25,11 @@ _KERNEL: Final = "/"
 POINTERS: Final = {
     "auto_map": ELSEWHERE,
     "custom_pipelines": ELSEWHERE,
-    "attn_implementation": _KERNEL,
-    "_attn_implementation": _KERNEL,
-    "experts_implementation": _KERNEL,
-    "_experts_implementation": _KERNEL,
 }
 """Fields, at any depth, whose values refer to code, and what the texts have that do."""
+
+_IMPLEMENTATION: Final = re.compile(r"\w*_implementation(_\w+)?")
+"""Names of fields that choose kernels, of attention, experts or whatever comes."""
 
 ORIGINS: Final = ("_name_or_path", "name_or_path")
 """Fields with the repository that an ``auto_map`` without one refers to."""
@@ -129,7 +128,8 @@ def _members(document: Any) -> Iterator[tuple[Any, Any, Any, str]]:  # noqa: ANN
         if isinstance(value, dict | list):
             items = list(value.items() if isinstance(value, dict) else enumerate(value))
         for key, inner in items:
-            mark = outer or POINTERS.get(key, "")
+            own = _KERNEL if _IMPLEMENTATION.fullmatch(str(key)) else POINTERS.get(key, "")
+            mark = outer or own
             yield value, key, inner, mark
             if isinstance(inner, dict | list):
                 stack.append((inner, mark, depth + 1))

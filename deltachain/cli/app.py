@@ -66,6 +66,7 @@ EXTRAS: Final = {
 
 _FILE_HINTS: Final = {
     errno.ENOENT: "check the path; a file that is to be written needs its folder",
+    errno.EEXIST: "something has that name, such as a link to nothing: remove it, or name another",
     errno.EACCES: "check who may read and write there",
     errno.EROFS: "name a folder that can be written to",
     errno.ENOSPC: "free some space, or name a folder on another disk",

@@ -32,6 +32,11 @@ HOST = "127.0.0.1:9"
         ("http://[::1]:80/x", "http://[::1]:80/x"),
         (f"u:{CANARY}@h:80", "...@h:80"),
         (f"dns://{CANARY}@name:80", "dns://name:80"),
+        (f"//u:{CANARY}@h/x", "...@h/x"),
+        (f"http://h:9/;t={CANARY}", "http://h:9/"),
+        (f"http://h:9/x&t={CANARY}", "http://h:9/x"),
+        (f"http://u%3A{CANARY}%40h/", "http://..."),
+        ("/mnt//a@b", "/mnt//a@b"),
         (f"sftp://user:{CANARY}@h/x", "sftp://user@h/x"),
         ("abfs://container@account/x", "abfs://container@account/x"),
         ("s3://bucket/run@1", "s3://bucket/run@1"),
@@ -82,6 +87,12 @@ def test_urls_in_a_text_are_shown_without_what_may_be_secret(text: str, shown: s
 def test_parts_that_are_hidden_in_a_url_are_hidden_wherever_they_stand(word: str) -> None:
     said = f"port {CANARY!r} of the token"
     assert redacted_text(said, hidden_parts([word])) == "port '...' of the token"
+
+
+def test_parts_that_are_hidden_are_hidden_in_what_a_library_quotes() -> None:
+    said = f"file:///home/u%3A{CANARY}%40h/x has no object"
+    shown = redacted_text(said, hidden_parts([f"u:{CANARY}@h/x"]))
+    assert shown == "file:///home/u%3A...%40h/x has no object"
 
 
 def test_nothing_is_hidden_for_words_without_a_secret() -> None:

@@ -52,6 +52,8 @@ def stripped(document: Any) -> Any:
             {"attn_implementation": {"x": "sdpa"}},
         ),
         ({"text_config": {"experts_implementation": "attacker/kernel"}}, {"text_config": {}}),
+        ({"_attn_implementation_internal": "attacker/kernel"}, {}),
+        ({"_linear_attn_implementation": "attacker/kernel"}, {}),
     ],
 )
 def test_code_elsewhere_is_taken_out_wherever_it_is_named(document: Any, left: Any) -> None:
