@@ -66,8 +66,8 @@ class PauseHolds:
     def resume(self) -> None:
         """Resume, regardless of the reasons for the pause."""
         self._engine.resume()
-        self.paused = self._ours = self._others = False
         self._changes += 1
+        self.paused = self._ours = self._others = False
 
     def doubt(self) -> None:
         """Pause until a swap has succeeded."""
@@ -80,11 +80,16 @@ class PauseHolds:
 
     def hold(self, *, in_doubt: bool = False) -> None:
         """Pause for a swap; see :meth:`Engine.pause`."""
-        if not self._ours:
+        was_ours = self._ours
+        if not was_ours:
             self._others = self._engine.is_paused()
         self._changes += 1
-        self._engine.pause(in_doubt=in_doubt)
-        self._ours = True
+        self._ours = True  # before it takes effect: a look meanwhile must not take it for another's
+        try:
+            self._engine.pause(in_doubt=in_doubt)
+        except BaseException:
+            self._ours = was_ours
+            raise
 
     def go_on(self) -> None:
         """Resume after a swap, unless another reason to stay paused remains."""
@@ -92,5 +97,5 @@ class PauseHolds:
             return
         if not self._others:
             self._engine.resume()
+        self._changes += 1  # first: a look that saw the pause is then void
         self._ours = False
-        self._changes += 1
