@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -10,7 +11,17 @@ from inspect import signature
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Final, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Final,
+    Literal,
+    SupportsIndex,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from deltachain.errors import ConfigError
 
@@ -44,6 +55,20 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
                 f"{type(value).__name__}",
                 hint=f"give {field.name} another value, or leave it out for its default",
             )
+
+
+def whole(name: str, value: SupportsIndex, *, hint: str = "for example 3") -> int:
+    """Return a number of any integer type of Python, NumPy or torch as an ``int``.
+
+    Raises:
+        ConfigError: It is not a whole number.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(
+            f"{name}={value!r} is a {type(value).__name__}, expected a whole number", hint=hint
+        ) from None
 
 
 def fields_of(settings: type) -> dict[str, str]:

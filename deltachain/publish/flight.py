@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from operator import index
 from typing import SupportsIndex
 
 from typing_extensions import override
 
 from deltachain.errors import ConfigError
+from deltachain.kinds import whole
 from deltachain.publish.diff import Diff
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.session import Attempt
@@ -77,15 +77,8 @@ def whole_step(step: SupportsIndex | None) -> int | None:
     Raises:
         ConfigError: It is no integer of Python, NumPy or torch.
     """
-    if step is None:
-        return None
-    try:
-        return int(index(step))
-    except TypeError as exc:
-        raise ConfigError(
-            f"step={step!r} is no whole number, but {type(step).__name__}",
-            hint="give an int, such as the number of optimizer steps, or leave step out",
-        ) from exc
+    hint = "give an int, such as the number of optimizer steps, or leave step out"
+    return None if step is None else whole("step", step, hint=hint)
 
 
 def check_every_steps(every_steps: object) -> None:

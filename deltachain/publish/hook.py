@@ -91,8 +91,7 @@ def attach(
     Each diff is taken against the last published bits, so other changes to the weights, and several
     optimizer steps between two versions, are included; those between a step and the next one are in
     the version of the next one. A step of the model by an optimizer that was not given is refused
-    before it begins. With several ranks, call this on each rank, after the
-    model is wrapped.
+    before it begins. With several ranks, call this on each rank, after the model is wrapped.
 
     Args:
         model: Model on any device, wrapped or not; or a trainer of transformers or TRL, which gets
@@ -127,12 +126,6 @@ def attach(
         from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
-        handler: Any = getattr(model, "callback_handler", None)  # none of a trainer like those
-        for earlier in list(handler.callbacks) if handler else ():
-            if isinstance(earlier, DeltaChainCallback) and earlier.config.url == url:
-                model.remove_callback(earlier)  # of a notebook cell that was run before
-                if earlier.publisher is not None:  # training was interrupted
-                    earlier.publisher.close()
         model.add_callback(callback.bind(model))
         return callback
     check_every_steps(every_steps)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import operator
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
-from deltachain.errors import BrokenChainError, ChainError, ConfigError, ForkedChainError
+from deltachain.errors import BrokenChainError, ChainError, ForkedChainError
+from deltachain.kinds import whole
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.subscribe.watch import judge
 from deltachain.types import Version
@@ -139,21 +139,6 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
     return states <= {held.state}
 
 
-def whole(version: Version) -> Version:
-    """Return a version as an integer, of any integer type.
-
-    Raises:
-        ConfigError: It is not a whole number.
-    """
-    try:
-        return operator.index(version)
-    except TypeError:
-        raise ConfigError(
-            f"version={version!r} is a {type(version).__name__}, expected a whole number",
-            hint="for example update(3), or update() for the newest version",
-        ) from None
-
-
 def require(
     chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
@@ -174,7 +159,7 @@ def require(
     """
     if isinstance(version, Committed):
         return version
-    committed = chain.head() if version is None else chain.find(whole(version))
+    committed = chain.head() if version is None else chain.find(whole("version", version))
     if committed is not None:
         if version is None:
             check_age(chain, committed)

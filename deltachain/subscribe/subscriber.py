@@ -24,12 +24,12 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.format.publish_phases import phases_of
-from deltachain.kinds import fields_of, names_checked
+from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.follow import follow
-from deltachain.subscribe.history import check_history, held_by, identify, require, whole
+from deltachain.subscribe.history import check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged, overtaken, trace_apply
 from deltachain.subscribe.status import Status, status_of
@@ -262,7 +262,7 @@ class Subscriber(Closeable):
     def _take_back(self, version: Version | None) -> tuple[HeldVersion | None, Version]:
         """Go back by the undo log and pin, if it reaches; return the held version and the goal."""
         held = self._held
-        goal = self._undo.newest if version is None else whole(version)
+        goal = self._undo.newest if version is None else whole("version", version)
         if goal is None or held is None or goal > held.version:
             told = f"cannot roll back from version {self.version} to {goal}"
             raise ChainError(told, hint="name an older version")

@@ -20,9 +20,9 @@ class DeltaChainCallback(TrainerCallback):
     """Publisher of the model at every step: ``Trainer(..., callbacks=[DeltaChainCallback(url)])``.
 
     The chain is created or continued at the start of training; the last version is committed before
-    training ends. A version has what earlier callbacks did to the weights: give this one
-    last, or call ``bind(trainer)``. Metrics are logged in ``state.log_history`` and, once bound, to
-    the trainer's reporters. With several ranks, each publishes a part.
+    training ends. A version has what earlier callbacks did to the weights: give this one last, or
+    call ``bind(trainer)``. Metrics are logged in ``state.log_history`` and, once bound, to the
+    trainer's reporters. With several ranks, each publishes a part.
 
     Args:
         url: Location of the chain.
@@ -57,7 +57,18 @@ class DeltaChainCallback(TrainerCallback):
         self._check_tokenizer = watched(None)
 
     def bind(self, trainer: Trainer) -> Self:
-        """Send metrics to the reporters of a trainer, and become its last callback."""
+        """Send metrics to the reporters of a trainer, and become its last callback.
+
+        It takes the place of an earlier callback for the same URL, as of a notebook cell that was
+        run before.
+        """
+        for earlier in list(trainer.callback_handler.callbacks):
+            if not isinstance(earlier, DeltaChainCallback) or earlier is self:
+                continue
+            if earlier.config.url == self.config.url:
+                trainer.remove_callback(earlier)
+                if earlier.publisher is not None:  # training was interrupted
+                    earlier.publisher.close()
         self._trainer = trainer
         return self
 
@@ -75,8 +86,8 @@ class DeltaChainCallback(TrainerCallback):
         del args, state, control
         if model is None:
             return
-        if handler := getattr(self._trainer, "callback_handler", None):
-            # It goes through its old list meanwhile.
+        if self._trainer is not None:
+            handler = self._trainer.callback_handler  # it goes through its old list meanwhile
             handler.callbacks = [*(one for one in handler.callbacks if one is not self), self]
         say_averaged([getattr(optimizer, "optimizer", optimizer)])
         self.publisher = Publisher(self.config)

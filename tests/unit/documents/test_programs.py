@@ -226,7 +226,10 @@ def test_fsdp2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_line_of_the_readme_reports(run: Any) -> None:
     added: list[Any] = []
     logged: list[Any] = []
-    trainer = SimpleNamespace(add_callback=added.append, log=logged.append)
+    handler = SimpleNamespace(callbacks=[])
+    trainer = SimpleNamespace(
+        add_callback=added.append, log=logged.append, callback_handler=handler
+    )
     run("README.md:0", trainer=trainer)
     (callback,) = added
     assert isinstance(callback, deltachain.DeltaChainCallback)

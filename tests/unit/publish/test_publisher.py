@@ -120,7 +120,7 @@ def test_a_step_that_readers_would_refuse_is_refused(
     attach: Attach, store: MemoryStore, step: int
 ) -> None:
     publisher = attach(plain_model())
-    with pytest.raises(ConfigError, match="no whole number") as caught:
+    with pytest.raises(ConfigError, match="expected a whole number") as caught:
         publisher.publish(step=step)
     assert caught.value.hint
     assert publisher.publish(step=6).result().version == 1
