@@ -86,6 +86,16 @@ def trained(tmp_path: Path) -> Any:
         yield trained, publisher
 
 
+@pytest.fixture
+def follower(trained: Any, tmp_path: Path) -> tuple[Any, Subscriber]:
+    """A module that holds version 0, and its subscriber."""
+    del trained
+    served = model()
+    subscriber = Subscriber(str(tmp_path), served)
+    subscriber.update()
+    return served, subscriber
+
+
 def publish(trained: nn.Module, publisher: Publisher) -> None:
     with torch.no_grad():
         for parameter in trained.parameters():
@@ -96,11 +106,9 @@ def publish(trained: nn.Module, publisher: Publisher) -> None:
 @pytest.mark.parametrize("change", MOVED)
 @pytest.mark.parametrize("is_new", [True, False])
 def test_tensors_that_were_replaced_get_the_next_version(
-    trained: Any, tmp_path: Path, change: Change, is_new: bool
+    trained: Any, follower: tuple[Any, Subscriber], change: Change, is_new: bool
 ) -> None:
-    served = model()
-    subscriber = Subscriber(str(tmp_path), served)
-    subscriber.update()
+    served, subscriber = follower
     if is_new:
         publish(*trained)
     change(served)
@@ -111,11 +119,9 @@ def test_tensors_that_were_replaced_get_the_next_version(
 
 @pytest.mark.parametrize("change", MOVED)
 def test_nothing_is_written_to_tensors_that_were_replaced_since_the_stage(
-    trained: Any, tmp_path: Path, change: Change
+    trained: Any, follower: tuple[Any, Subscriber], change: Change
 ) -> None:
-    served = model()
-    subscriber = Subscriber(str(tmp_path), served)
-    subscriber.update()
+    served, subscriber = follower
     publish(*trained)
     staged = subscriber.stage()
     assert staged is not None
@@ -129,21 +135,19 @@ def test_nothing_is_written_to_tensors_that_were_replaced_since_the_stage(
 
 @pytest.mark.parametrize("change", MOVED)
 def test_a_scrub_reads_the_tensors_that_are_served(
-    trained: Any, tmp_path: Path, change: Change
+    trained: Any, follower: tuple[Any, Subscriber], change: Change
 ) -> None:
-    served = model()
-    subscriber = Subscriber(str(tmp_path), served)
-    subscriber.update()
+    served, subscriber = follower
     change(served)
     is_same = same(bits_of(served), bits_of(trained[0]))
     assert subscriber.scrub() == is_same
     assert subscriber.version == (0 if is_same else None)
 
 
-def test_what_others_wrote_is_noticed_by_the_next_update(trained: Any, tmp_path: Path) -> None:
-    served: Any = model()
-    subscriber = Subscriber(str(tmp_path), served)
-    subscriber.update()
+def test_what_others_wrote_is_noticed_by_the_next_update(
+    trained: Any, follower: tuple[Any, Subscriber]
+) -> None:
+    served, subscriber = follower
     for is_new in (False, True):
         with torch.no_grad():
             served[1].weight.add_(1)
@@ -157,11 +161,9 @@ def test_what_others_wrote_is_noticed_by_the_next_update(trained: Any, tmp_path:
 
 
 def test_a_backward_pass_through_weights_that_were_updated_is_an_error(
-    trained: Any, tmp_path: Path
+    trained: Any, follower: tuple[Any, Subscriber]
 ) -> None:
-    served = model()
-    subscriber = Subscriber(str(tmp_path), served)
-    subscriber.update()
+    served, subscriber = follower
     loss = served(torch.arange(4)).square().sum()
     publish(*trained)
     subscriber.update()
@@ -230,11 +232,9 @@ def test_a_version_that_is_no_number_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", UNUSABLE)
 @pytest.mark.parametrize("looks", ["scrub", "update", "swap"])
 def test_tensors_that_the_chain_does_not_fit_any_more_are_refused(
-    trained: Any, tmp_path: Path, change: Change, looks: str
+    trained: Any, follower: tuple[Any, Subscriber], change: Change, looks: str
 ) -> None:
-    served = model()
-    subscriber = Subscriber(str(tmp_path), served)
-    subscriber.update()
+    served, subscriber = follower
     publish(*trained)
     staged = subscriber.stage()
     assert staged is not None
