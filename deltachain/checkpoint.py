@@ -53,7 +53,7 @@ _ASSET_FOLDER: Final = re.compile(r"additional_chat_templates|[0-9]+_\w+")
 """Names of folders with assets: further templates, and modules of sentence-transformers."""
 
 _INNER: Final = re.compile(rf"{_ASSET_FOLDER.pattern}|dense\w*|\w*heads?|\w*projector")
-"""Names of folders with parts of a model: those, and what others put beside it."""
+"""Names of folders with parts of a model: folders of assets, heads and projectors."""
 
 _WEIGHTS: Final = re.compile(
     r"(?!training_args|optimizer|scheduler|rng_state|random_states|scaler|pytorch_model|adapter_model"
@@ -100,9 +100,9 @@ class Checkpoint:
     """The tensors of one safetensors file, or of the weights in a folder.
 
     Of several sets of weights in a folder, the files of ``model.safetensors.index.json`` count,
-    else ``model.safetensors``, else the shards ``model-i-of-n``, else the adapter, else those of
-    the only other index. Files that are left out are named in a warning. Nothing is mapped or kept
-    open: files are read by calls.
+    else ``model.safetensors``, the shards ``model-i-of-n``, the adapter, or the files of the only
+    other index, in this order. Files that are left out are named in a warning. Nothing is mapped or
+    kept open: files are read by calls.
 
     Args:
         path: The file or the folder.

@@ -37,7 +37,7 @@ _MEANT: Final = re.compile(
     r"|quantize|quant)_config\.json|config_sentence_transformers\.json|modules\.json|params\.json"
     r"|[0-9]+_\w+/.*"
 )
-"""Paths of the files, besides those of a tokenizer, that decide what is computed."""
+"""Paths of files that decide the computation, apart from files of a tokenizer."""
 
 _OF_A_RUN: Final = frozenset(
     {
@@ -112,7 +112,7 @@ def check_files(chain: Chain, files: Mapping[str, bytes]) -> None:
 
 def _mismatch(chain: Chain, name: str, what: str) -> ChainMismatchError:
     return ChainMismatchError(
-        f"{name} differs from that of the chain at {chain.store.url}: {what}", hint=_HINT
+        f"{name} differs from the file of the chain at {chain.store.url}: {what}", hint=_HINT
     )
 
 

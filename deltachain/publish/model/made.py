@@ -31,7 +31,7 @@ _HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of weights from those of a model made of a configuration.
+    """Difference between weights and a model made of a configuration.
 
     Attributes:
         shapes: Shape of a weight and that in the model, by name, where they differ.
@@ -112,7 +112,7 @@ def refuse_difference(
 
 
 def _is_outside(name: str, made: nn.Module) -> bool:
-    """Return whether a tensor belongs to no part of a model: to a head beside it, or behind it."""
+    """Return whether a tensor belongs to no part of a model, such as a value head."""
     modules, holder = dict(made.named_modules()), name.rpartition(".")[0]
     while holder not in modules:
         holder = holder.rpartition(".")[0]

@@ -109,7 +109,7 @@ def checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
     except (ConfigError, FormatError) as exc:
         logger.warning(
             "the dtypes of the checkpoint that the model was loaded from are not known, so that "
-            "weights are published in those of the model: %s",
+            "weights are published in the dtypes of the model: %s",
             exc,
         )
         return {}
