@@ -92,7 +92,7 @@ KeyFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Holds the engines' own API key. Default: DELTACHAIN_ENGINE_KEY_FILE, or the key in "
+        help="Holds the engines' own API key. Default: DELTACHAIN_ENGINE_KEY_FILE or the key in "
         "DELTACHAIN_ENGINE_KEY.",
     ),
 ]

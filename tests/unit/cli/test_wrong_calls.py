@@ -190,9 +190,14 @@ def test_the_library_refuses_a_mistake_in_the_environment_too(
 
 
 @pytest.mark.parametrize("command", [c for row in PANELS.values() for c in row])
-def test_names_of_arguments_are_upper_case(command: Callable[..., None]) -> None:
+def test_help_is_whole_at_80_columns_with_arguments_in_upper_case(
+    monkeypatch: pytest.MonkeyPatch, command: Callable[..., None]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     name = command.__name__.replace("_", "-")
-    usage = next(line for line in ok(name, "--help").stdout.splitlines() if "Usage" in line)
+    shown = ok(name, "--help").stdout
+    assert "…" not in shown
+    usage = next(line for line in shown.splitlines() if "Usage" in line)
     named = usage.split(f" {name} ")[1].split()
     assert named == [one.upper() for one in named]
     assert not {"{", "}"} & set(usage)
