@@ -89,7 +89,12 @@ def agent(  # noqa: PLR0913 - one argument an option
     with (
         Agent(config, folder, server) as led,
         shown_follower(
-            led.subscriber, metrics, engine="agent", place=str(out.resolve()), follows=not once
+            led.subscriber,
+            metrics,
+            engine="agent",
+            place=str(out.resolve()),
+            follows=not once,
+            why_unready=led.why_unready,
         ) as looked,
         stopping(stop, led.subscriber.notify) as by,
     ):

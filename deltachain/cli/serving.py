@@ -21,7 +21,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def shown_follower(
-    subscriber: Subscriber, address: str | None, *, engine: str, place: str, follows: bool
+    subscriber: Subscriber,
+    address: str | None,
+    *,
+    engine: str,
+    place: str,
+    follows: bool,
+    why_unready: Callable[[], str] = lambda: "",
 ) -> Iterator[Callable[[DeltaChainError | None], None]]:
     """Show a subscriber in a context: its metrics at an address, and its presence.
 
@@ -31,6 +37,7 @@ def shown_follower(
         engine: What the subscriber writes into; see :func:`deltachain.figures.info`.
         place: What it has for itself on this machine; see :class:`PresenceWriter`.
         follows: Whether the command goes on after one update; only then is it shown.
+        why_unready: Returns why what it writes into does not serve the held version.
 
     Yields:
         What must be called after each iteration of following.
@@ -54,7 +61,9 @@ def shown_follower(
             tally.failures += 1
 
     def status() -> ReplicaStatus:
-        return follower_status(subscriber, given, engine=engine, trouble=trouble)
+        return follower_status(
+            subscriber, given, engine=engine, trouble=trouble, unready=why_unready()
+        )
 
     with shown(
         address,

@@ -28,6 +28,7 @@ def follower_status(
     *,
     engine: str,
     trouble: DeltaChainError | None,
+    unready: str = "",
 ) -> ReplicaStatus:
     """Return the status of a follower, from memory and a look at its folder.
 
@@ -36,10 +37,12 @@ def follower_status(
         given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
         engine: What it writes into; see :func:`deltachain.figures.info`.
         trouble: Error of its last look; ``None`` for none.
+        unready: Why what it writes into does not serve the held version; empty if it does.
     """
     chain, held, times = subscriber.opened, subscriber.held, subscriber.times
     version, newest = held.version if held else None, chain.latest if chain else None
-    doubt, reason = subscriber.watch.doubt, _reason(subscriber, given, trouble)
+    doubt = subscriber.watch.doubt
+    reason = _reason(subscriber, given, trouble) or unready
     committed_at = times.commit_of(held.manifest) if held else None
     return _status(
         url=chain.store.url if chain else redacted_url(subscriber.config.url),

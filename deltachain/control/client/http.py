@@ -74,32 +74,51 @@ class Http:
         )
 
     def request(
-        self, method: str, path: str, body: Mapping[str, object] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> httpx.Response:
         """Send a request and read the whole response, whatever its status.
+
+        Args:
+            method: Method of the request.
+            path: Path below the address.
+            body: Body, sent as JSON; ``None`` for none.
+            timeout_s: Timeout of this request, if shorter than the client's.
 
         Raises:
             ControlPlaneError: The server did not answer, or the response is too large.
         """
         for headers in self._credentials():
-            answer = self._send(method, path, body, headers)
+            answer = self._send(method, path, body, headers, timeout_s or self._timeout_s)
             if answer.status_code != httpx.codes.UNAUTHORIZED:
                 break
         return answer
 
     def _send(
-        self, method: str, path: str, body: Mapping[str, object] | None, headers: Mapping[str, str]
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        headers: Mapping[str, str],
+        timeout_s: float,
     ) -> httpx.Response:
-        content, url, until = b"", self._address + path, time.monotonic() + self._timeout_s
+        content, url, until = b"", self._address + path, time.monotonic() + timeout_s
+        limit = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
         try:
-            with self._client.stream(method, url, json=body, headers=headers) as answer:
+            with self._client.stream(
+                method, url, json=body, headers=headers, timeout=limit
+            ) as answer:
                 for chunk in answer.iter_raw():
                     content += chunk
                     if len(content) > LARGEST:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
                     if time.monotonic() > until:  # httpx limits each read, not their sum
                         raise ControlPlaneError(
-                            f"{self.url} did not end its answer in {self._timeout_s:g} s",
+                            f"{self.url} did not end its answer in {timeout_s:g} s",
                             hint=UNREACHED,
                         )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:

@@ -76,18 +76,20 @@ class AdapterServer(Reader):
                 found[int(match[1])] = Path(model.root or "")
         return dict(sorted(found.items()))
 
-    def bring(self, folder: Path, version: Version) -> None:
+    @override
+    def has(self, folder: Path, version: Version) -> bool:
+        return self.loaded().get(version) == self._place(folder, version)
+
+    def load(self, folder: Path, version: Version) -> None:
         """Load the version in a folder and unload the oldest; see :class:`Reader`."""
-        loaded = self.loaded()
-        lies = self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
-        if version in loaded and loaded[version] != lies:  # this number of another run
+        loaded, lies = self.loaded(), self._place(folder, version)
+        if version in loaded:  # of another run, or from a folder that was damaged then
             self._unload(version)
-        if loaded.get(version) != lies:
-            self._copy(folder, lies)
-            self._client.tell(
-                "/v1/load_lora_adapter",
-                {"lora_name": self._named(version), "lora_path": str(lies)},
-            )
+        self._copy(folder, lies)
+        self._client.tell(
+            "/v1/load_lora_adapter",
+            {"lora_name": self._named(version), "lora_path": str(lies)},
+        )
         others = [number for number in loaded if number != version]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
             self._unload(old)
@@ -102,6 +104,10 @@ class AdapterServer(Reader):
 
     def _unload(self, version: Version) -> None:
         self._client.tell("/v1/unload_lora_adapter", {"lora_name": self._named(version)})
+
+    def _place(self, folder: Path, version: Version) -> Path:
+        """Return where a version lies; other runs have the same numbers, and other states."""
+        return self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
 
     def _named(self, version: Version) -> str:
         return f"{self._name}-v{version}"
@@ -127,7 +133,7 @@ class AdapterServer(Reader):
 
 
 def _state_of(folder: Path) -> str:
-    """Return the state digest of a folder, since other runs have the same version numbers."""
+    """Return the state digest of a folder."""
     file = folder / HELD_FILE
     held = parse(file.read_bytes(), HeldFile, key=str(file)).held
     if held is None:

@@ -16,6 +16,7 @@ from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
+from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
 from deltachain.types import Version
 
@@ -23,8 +24,15 @@ from deltachain.types import Version
 class Reader(Protocol):
     """A server that loads weights from a folder."""
 
-    def bring(self, folder: Path, version: Version) -> None:
-        """Make the server load the version in a folder, unless it has it already.
+    def has(self, folder: Path, version: Version) -> bool:
+        """Return whether the server serves the version that it loaded from a folder.
+
+        Raises:
+            ControlPlaneError: The server does not answer, or does not generate.
+        """
+
+    def load(self, folder: Path, version: Version) -> None:
+        """Make the server load the version in a folder, even if it has that version.
 
         Raises:
             ControlPlaneError: The server failed; the call may be repeated.
@@ -56,6 +64,8 @@ class Agent(Closeable):
     ) -> None:
         self.subscriber = Subscriber(config, OwnFolder(folder), store=store)
         self._folder, self._server = folder, server
+        self._serves: HeldVersion | None = None
+        self._loaded: ApplyReceipt | None = None
 
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
         """Update folder and server to a version or to the head.
@@ -100,9 +110,23 @@ class Agent(Closeable):
         self._server.close()
         self.subscriber.close()
 
+    def why_unready(self) -> str:
+        """Return why the server does not serve what the folder holds; empty if it does."""
+        held = self.subscriber.held
+        if held is None or self._serves == held:
+            return ""
+        return f"the server has not loaded version {held.version}"
+
     def _bring(self) -> None:
-        version = self.subscriber.version
-        if version is not None:
-            trusted = self.subscriber.config.trust_remote_code
-            write_assets(self.subscriber.chain, self._folder, trusted=trusted)
-            self._server.bring(self._folder, version)
+        """Make the server load what the folder holds, unless it has loaded that already."""
+        held, last = self.subscriber.held, self.subscriber.last
+        if held is None:
+            return
+        trusted = self.subscriber.config.trust_remote_code
+        write_assets(self.subscriber.chain, self._folder, trusted=trusted)
+        # A folder that was damaged and written anew may have been loaded in between.
+        is_written = last is not None and last is not self._loaded
+        if is_written or not self._server.has(self._folder, held.version):
+            self._serves = None
+            self._server.load(self._folder, held.version)
+        self._serves, self._loaded = held, last

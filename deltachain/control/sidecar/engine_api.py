@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import httpx
 
@@ -12,6 +12,9 @@ from deltachain.control.client.http import Http, bearer, read, secret
 from deltachain.errors import ControlPlaneError
 
 _T = TypeVar("_T")
+
+LOOK_S: Final = 10.0
+"""Timeout of a question, in seconds: an engine answers while it generates, unless it hangs."""
 
 
 class EngineClient:
@@ -44,15 +47,18 @@ class EngineClient:
     def ask(
         self, method: str, path: str, kind: type[_T], body: Mapping[str, object] | None = None
     ) -> _T:
-        """Send a request and parse the response."""
-        found = read(self._succeed(method, path, body), kind)
+        """Send a request and parse the response; a GET is answered in ``LOOK_S``."""
+        timeout_s = LOOK_S if method == "GET" else None
+        found = read(self._succeed(method, path, body, timeout_s), kind)
         if found is None:
             raise ControlPlaneError(f"{self._http.url}: unexpected response body from {path}")
         return found
 
     def has(self, path: str) -> bool:
         """Return whether a GET route exists at a path."""
-        return self._http.request("GET", path).status_code != httpx.codes.NOT_FOUND
+        return (
+            self._http.request("GET", path, timeout_s=LOOK_S).status_code != httpx.codes.NOT_FOUND
+        )
 
     def close(self) -> None:
         """Close the connection; idempotent."""
@@ -61,8 +67,14 @@ class EngineClient:
     def _credentials(self) -> Iterator[Mapping[str, str]]:
         return map(bearer, self._keys.current or ("",))
 
-    def _succeed(self, method: str, path: str, body: Mapping[str, object] | None) -> httpx.Response:
-        answer = self._http.request(method, path, body)
+    def _succeed(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, object] | None,
+        timeout_s: float | None = None,
+    ) -> httpx.Response:
+        answer = self._http.request(method, path, body, timeout_s=timeout_s)
         if not answer.is_success:
             about = f"{self._http.url} answered {answer.status_code} to {path}"
             raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=self._hint)

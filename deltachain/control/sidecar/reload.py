@@ -15,6 +15,7 @@ from typing_extensions import override
 from deltachain.control.sidecar.agent import Reader
 from deltachain.control.sidecar.engine_api import EngineClient
 from deltachain.errors import ControlPlaneError
+from deltachain.redact import redacted_url
 from deltachain.types import Version
 
 TIMEOUT_S: Final = 1800.0
@@ -31,6 +32,9 @@ class Loader(Protocol):
     def named(self) -> str | None:
         """Return the server's name of its current weights."""
 
+    def is_paused(self) -> bool:
+        """Return whether the server is paused, as far as it tells."""
+
     def load(self, folder: Path, version: Version) -> None:
         """Pause, load, name and resume; a failure leaves the server paused."""
 
@@ -45,31 +49,49 @@ class ReloadServer(Reader):
 
     def __init__(self, url: str, *, key: str | Path = "") -> None:
         self._client = EngineClient(url, key=key, timeout_s=TIMEOUT_S, hint=HINT)
+        self._url = redacted_url(url)
         self._loader: Loader | None = None
-        self._brought: Version | None = None
+        self._loaded: Version | None = None
 
-    def bring(self, folder: Path, version: Version) -> None:
+    @override
+    def has(self, folder: Path, version: Version) -> bool:
+        loader = self._find()
+        if self._loaded != version or loader.named() != str(version):
+            return False
+        if loader.is_paused():
+            raise ControlPlaneError(
+                f"{self._url} has version {version} and is paused by another client",
+                hint="resume it: POST /resume",
+            )
+        return True
+
+    def load(self, folder: Path, version: Version) -> None:
         """Pause, load and resume; a failure leaves the server paused. See :class:`Reader`."""
-        loader = self._loader = self._loader or self._find()
-        if self._brought == version and loader.named() == str(version):
-            return
-        self._brought = None
+        loader, self._loaded = self._find(), None
         loader.load(folder.absolute(), version)
-        self._brought = version
+        self._loaded = version
 
     def close(self) -> None:
         """Close the connection; idempotent."""
         self._client.close()
 
     def _find(self) -> Loader:
-        is_sglang = self._client.has("/model_info")  # vLLM has no such route
-        return SglangLoader(self._client) if is_sglang else VllmLoader(self._client)
+        if self._loader is None:
+            is_sglang = self._client.has("/model_info")  # vLLM has no such route
+            self._loader = (SglangLoader if is_sglang else VllmLoader)(self._client)
+        return self._loader
 
 
 class Named(msgspec.Struct, frozen=True):
     """Reply with the name of an engine's weights."""
 
     weight_version: str | None = None
+
+
+class PausedReply(msgspec.Struct, frozen=True):
+    """Reply of vLLM to the question whether it is paused."""
+
+    is_paused: bool
 
 
 class ReloadReply(msgspec.Struct, frozen=True):
@@ -84,10 +106,15 @@ class VllmLoader(Loader):
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
+        self._tells = client.has("/is_paused")
 
     @override
     def named(self) -> str | None:
         return self._client.ask("GET", "/weight_info", Named).weight_version
+
+    @override
+    def is_paused(self) -> bool:
+        return self._tells and self._client.ask("GET", "/is_paused", PausedReply).is_paused
 
     @override
     def load(self, folder: Path, version: Version) -> None:
@@ -109,6 +136,10 @@ class SglangLoader(Loader):
     @override
     def named(self) -> str | None:
         return self._client.ask("GET", "/model_info", Named).weight_version
+
+    @override
+    def is_paused(self) -> bool:
+        return False  # no route tells
 
     @override
     def load(self, folder: Path, version: Version) -> None:

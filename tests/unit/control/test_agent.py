@@ -35,13 +35,16 @@ class Served:
         self.down = down
         self.brought: list[tuple[int, float]] = []
 
-    def bring(self, folder: Path, version: int) -> None:
+    def has(self, folder: Path, version: int) -> bool:
+        del folder
+        return [number for number, _ in self.brought[-1:]] == [version]
+
+    def load(self, folder: Path, version: int) -> None:
         if self.down:
             self.down -= 1
             raise ControlPlaneError("down")
-        if [number for number, _ in self.brought[-1:]] != [version]:
-            found = Checkpoint(folder).bits("weight").view("float32")
-            self.brought.append((version, float(found[0])))
+        found = Checkpoint(folder).bits("weight").view("float32")
+        self.brought.append((version, float(found[0])))
 
     def close(self) -> None:
         pass
@@ -197,6 +200,7 @@ class Whole:
 
     def __init__(self, *, is_sglang: bool) -> None:
         self.is_sglang, self.is_down, self.refuses = is_sglang, False, False
+        self.is_paused = False
         self.named = "default"
         self.asked: list[str] = []
 
@@ -208,6 +212,8 @@ class Whole:
             return httpx.Response(404, text="Not Found")
         if path in ("model_info", "weight_info"):
             return httpx.Response(200, json={"weight_version": self.named})
+        if path == "is_paused":
+            return httpx.Response(200, json={"is_paused": self.is_paused})
         self.asked.append(path)
         body = json.loads(request.content or b"{}")
         if "path" in str(body):
@@ -262,6 +268,66 @@ def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
         agent.update()
     assert engine.named == "2"
     assert engine.asked[-1] == "continue_generation"
+
+
+def test_an_agent_is_not_ready_before_its_server_has_loaded(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    said = []
+
+    class Slow(Served):
+        def load(self, folder: Path, version: int) -> None:
+            said.append(agent.why_unready())
+            super().load(folder, version)
+
+    with Agent(config(store), tmp_path / "head", Slow(down=1), store=store) as agent:
+        with pytest.raises(ControlPlaneError):
+            agent.update()
+        assert "has not loaded version 2" in agent.why_unready()
+        agent.update()
+        assert agent.why_unready() == ""
+    assert ["has not loaded version 2" in one for one in said] == [True, True]
+
+
+def test_a_folder_that_was_written_anew_is_loaded_anew(store: MemoryStore, tmp_path: Path) -> None:
+    server = Served()
+    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
+        agent.update()
+        weights = tmp_path / "head" / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+        agent.subscriber.scrub()
+        agent.update()  # from nothing, to the same version
+        agent.update()
+    assert server.brought == [(2, 2.0), (2, 2.0)]
+
+
+def test_an_agent_says_that_others_paused_its_server(store: MemoryStore, tmp_path: Path) -> None:
+    engine, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
+    server._client._http._client = mocked(engine)
+    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
+        agent.update()
+        engine.is_paused = True
+        with pytest.raises(ControlPlaneError, match="paused by another client"):
+            agent.update()
+        engine.is_paused = False
+        agent.update()
+
+
+def test_a_server_that_hangs_is_told_within_seconds(store: MemoryStore, tmp_path: Path) -> None:
+    limits = []
+
+    def engine(request: httpx.Request) -> httpx.Response:
+        if request.method == "GET":
+            limits.append(request.extensions["timeout"]["read"])
+        return whole(request)
+
+    whole, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
+    server._client._http._client = mocked(engine)
+    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
+        agent.update()
+        agent.update()
+    assert limits
+    assert max(limits) <= 10
 
 
 @pytest.mark.parametrize("named", [["URL"], ["--chain", "URL"]])
