@@ -52,8 +52,9 @@ class BackgroundWork:
 
     def why_unready(self) -> str:
         """Return why the publisher does not do its work; empty if it does."""
-        if self._tenure is not None and self._tenure.lost:
-            return self._tenure.lost
+        tenure = self._tenure
+        if tenure is not None and (tenure.lost or tenure.doubt):
+            return tenure.lost or tenure.doubt
         return self._totals.trouble or self._heartbeat.trouble
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from threading import Event, Thread
 from typing import Final
@@ -114,7 +115,7 @@ class HeartbeatThread:
         self._writer = writer
         self._records = NewestRecords(writer)
         self._every_s = every_s
-        self._last = 0.0
+        self._last = -math.inf  # of the monotonic clock: a time that is set back delays nothing
         self.trouble = ""
         self._stop = Event()
         self._thread = Thread(target=self._run, name="deltachain-heartbeat", daemon=True)
@@ -140,7 +141,7 @@ class HeartbeatThread:
 
     def _beat(self) -> None:
         """Write a heartbeat if one is due and no other publisher went on."""
-        writer, now = self._writer, time.time()
+        writer, now = self._writer, time.monotonic()
         head = writer.parent
         if head is None or writer.uncertain:
             return
@@ -150,5 +151,5 @@ class HeartbeatThread:
         if writer.chain.store.find(manifest_key(head.version + 1)) is not None:
             return  # of a version in flight, or of a publisher that fenced this one
         newest = self._records
-        write_heartbeat(writer.chain, head, now=now, tags=newest.tags, prune=newest.prune)
+        write_heartbeat(writer.chain, head, now=time.time(), tags=newest.tags, prune=newest.prune)
         self._last, self.trouble = now, ""

@@ -167,7 +167,7 @@ def _take_chain(
         tenure.name(error)
         raise
     writer = writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
-    writer.tenure = tenure
+    writer.tenure, tenure.look = tenure, writer.why_stuck
     return writer
 
 

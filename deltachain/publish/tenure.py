@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections.abc import Callable
 from threading import Event, Thread
 from typing import Final
 
@@ -27,6 +29,9 @@ logger = logging.getLogger(__name__)
 RENEW_S: Final = 10.0
 """Seconds between two renewals."""
 
+LOOKS_EVERY: Final = 3
+"""Renewals from one look at the chain to the next: a look costs two requests."""
+
 WATCH_S: Final = 2.5 * RENEW_S
 """Seconds without a renewal after which a publisher counts as gone."""
 
@@ -46,10 +51,13 @@ class Tenure(Closeable):
 
     Attributes:
         lost: Who took the chain over; empty while nobody did.
+        doubt: Why the next version cannot be committed, as the last look at the chain found.
+        look: Looks at the chain, and returns that; for the thread of the tenure.
     """
 
     def __init__(self, store: Store, *, take_over: bool) -> None:
-        self.store, self.lost = store, ""
+        self.store, self.lost, self.doubt = store, "", ""
+        self.look: Callable[[], str] = lambda: ""
         self._takes_over = take_over
         self._record: PublisherRecord | None = None
         self._renewing = Event()  # set when it ends
@@ -135,9 +143,17 @@ class Tenure(Closeable):
                 raise _at_work(self.store.url, found)
 
     def _run(self) -> None:
-        while not self._renewing.wait(RENEW_S):
-            if not self._renew():
+        for number in itertools.count(1):
+            if self._renewing.wait(RENEW_S) or not self._renew():
                 return
+            if number % LOOKS_EVERY == 0:
+                self._look()
+
+    def _look(self) -> None:
+        doubt = self.look()
+        if doubt and doubt != self.doubt:
+            logger.warning("%s", doubt)
+        self.doubt = doubt
 
     def _renew(self) -> bool:
         """Renew the record; return whether it is still this publisher's."""

@@ -17,6 +17,7 @@ from deltachain.chain.recent_edges import KnownEdges, edge_id
 from deltachain.errors import (
     BrokenChainError,
     DeltaChainError,
+    ForkedChainError,
     FormatError,
     ObjectNotFoundError,
     PublisherFencedError,
@@ -81,6 +82,27 @@ class Writer:
         self._added: list[EdgeSummary] = []
         self._offered: tuple[EdgeSummary, ...] = ()
         self._uncertain: Manifest | None = None
+
+    def why_stuck(self) -> str:
+        """Look at the store; return why the next version cannot be committed, or nothing.
+
+        A revert, a second publisher and a restored backup are found before the next version.
+        """
+        head = self.parent
+        if head is None or self.uncertain:
+            return ""
+        url = self.chain.store.url
+        try:
+            if self.chain.find(head.version) is None:
+                return f"{url} lost version {head.version}, which this publisher committed"
+            later = self.chain.find(head.version + 1)
+        except ForkedChainError as error:
+            return str(error.args[0])
+        except DeltaChainError:
+            return ""  # the store is away, which the next version tells
+        if later is None or later.manifest.epoch == self.epoch:
+            return ""
+        return f"another publisher committed version {later.version} of {url}"
 
     def draft(
         self,

@@ -243,6 +243,19 @@ def test_a_publisher_with_a_key_renews_its_heartbeat_while_it_is_idle() -> None:
         eventually(lambda: (seen_in(author) or first).version == 2)
 
 
+def test_a_clock_that_is_set_back_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    author, ahead = Author().grow(2), 3600.0
+    with monkeypatch.context() as patched:
+        patched.setattr("deltachain.publish.heartbeat_thread.time.time", lambda: now() + ahead)
+        now = time.monotonic
+        with beating(author):
+            eventually(lambda: seen_in(author))
+            first = seen_in(author)
+            assert first is not None
+            ahead = 0.0
+            eventually(lambda: (seen_in(author) or first).time < first.time - 3000)
+
+
 @pytest.mark.parametrize("why", ["no key", "another rank", "fenced"])
 def test_a_publisher_writes_no_heartbeat(why: str) -> None:
     author = Author(NOBODY if why == "no key" else trust_of(1, key=1)).grow(2)

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -17,6 +18,7 @@ import httpx
 import pytest
 from msgspec.structs import replace
 
+from deltachain.chain.chain import Chain
 from deltachain.chain.publisher_record import (
     PublisherRecord,
     new_record,
@@ -27,6 +29,7 @@ from deltachain.errors import PublisherFencedError
 from deltachain.format.documents import dump
 from deltachain.format.keys import PUBLISHER_KEY
 from deltachain.publish import PublishConfig, Publisher, tenure
+from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, open_store
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.testing.models import plain_model, train_
@@ -37,6 +40,7 @@ Attach = Callable[..., Publisher]
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenure, "RENEW_S", 0.02)
+    monkeypatch.setattr(tenure, "LOOKS_EVERY", 1)
     monkeypatch.setattr(tenure, "WATCH_S", 0.5)
     monkeypatch.setattr(tenure, "LOOK_S", 0.01)
 
@@ -196,6 +200,38 @@ def test_an_idle_publisher_is_told_before_its_next_version(
     found = read_record(chain)
     assert found is not None
     assert found.pid == 4242
+
+
+def test_an_idle_publisher_says_that_its_chain_was_reverted_or_lost(
+    attach: Attach, chain: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model = plain_model()
+    publisher = attach(model, metrics="0")
+    train_(model, 1)
+    publisher.publish(step=1).result()
+    ready = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
+
+    def said(text: str, status: int) -> bool:
+        answer = httpx.get(ready)
+        return answer.status_code == status and text in answer.text
+
+    newest = manifests(chain)[-1]
+    kept = chain.get(newest)
+    chain.delete(newest)
+    until(lambda: said("lost version 2, which this publisher committed", 503))
+    chain.put(newest, kept)
+    until(lambda: said("", 200))
+    opened = Chain.open(chain)
+    revert(opened, opened.read(1))
+    until(lambda: said("another publisher committed version 3", 503))
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
