@@ -244,10 +244,9 @@ def test_a_publisher_with_a_key_renews_its_heartbeat_while_it_is_idle() -> None:
 
 
 def test_a_clock_that_is_set_back_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    author, ahead = Author().grow(2), 3600.0
+    author, now, ahead = Author().grow(2), time.monotonic, 3600.0
     with monkeypatch.context() as patched:
         patched.setattr("deltachain.publish.heartbeat_thread.time.time", lambda: now() + ahead)
-        now = time.monotonic
         with beating(author):
             eventually(lambda: seen_in(author))
             first = seen_in(author)
