@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from deltachain.closeable import Closeable
 from deltachain.errors import ConfigError
-from deltachain.figures import Figure, FigureSource
+from deltachain.figures import Figure, FigureSource, figures
 from deltachain.redact import redacted_url
 from deltachain.threads import started
 
@@ -145,7 +145,7 @@ class MetricsServer(Closeable):
                 "metrics need the package prometheus_client",
                 hint="pip install 'deltachain[server]'",
             ) from exc
-        app = partial(_answer, make_wsgi_app(_registry(source)), unready)
+        app = partial(_answer, make_wsgi_app(_registry(partial(_all, source, unready))), unready)
         try:
             self._server = make_server(host, port, app, _server_class(host), _Request)
         except OSError as exc:
@@ -221,6 +221,12 @@ class _Server(ThreadingMixIn, WSGIServer):
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of clients that leave in the middle of a request."""
+
+
+def _all(source: FigureSource, unready: Callable[[], str]) -> Iterator[Figure]:
+    """Yield the figures of a source, and readiness, for alerts."""
+    yield from source()
+    yield from figures({"ready": not unready()})
 
 
 def _server_class(host: str) -> type[WSGIServer]:

@@ -12,6 +12,7 @@ from typing import Final
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.mirror_record import refuse_mirror
 from deltachain.chain.plan import Plan
+from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
 from deltachain.doctor.finding import Finding, Role, failed, fault, note, ok
 from deltachain.doctor.probe import CLOCK, SKEW_S, compare_clocks
@@ -117,7 +118,7 @@ def _publisher_clock(head: Committed, stored: ObjectInfo | None) -> Iterator[Fin
 
 def _newcomer(chain: Chain, head: Committed, environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
-        plan = chain.plan(None, head)
+        plan = plan_present(chain, None, head)
     except DeltaChainError as exc:
         yield failed(START, exc)
         return

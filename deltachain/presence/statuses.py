@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deltachain.checkpoint import HELD_FILE
-from deltachain.errors import ChainError, ControlPlaneError, FormatError
+from deltachain.errors import ControlPlaneError, StoreUnavailableError
 from deltachain.redact import redacted_url
 from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.status import ReplicaStatus
@@ -85,8 +85,10 @@ def mirror_status(
         totals.head_of(mirror),
         totals.silence_of(mirror),
     )
-    is_doubt = isinstance(totals.trouble, ChainError | FormatError)
-    doubt = str(totals.trouble.args[0]) if totals.trouble and is_doubt else ""
+    trouble = totals.trouble
+    # A source that does not answer is a matter of silence; all else keeps versions from readers.
+    is_away = isinstance(trouble, StoreUnavailableError) and trouble.url != mirror.destination.url
+    doubt = str(trouble.args[0]) if trouble is not None and not is_away else ""
     reason = _why_unready(given, version=version, newest=head, silence_s=silence_s, doubt=doubt)
     return _status(
         url=url,

@@ -19,6 +19,7 @@ from deltachain.errors import (
     ChainMismatchError,
     DeltaChainError,
     ForkedChainError,
+    FormatError,
     PartialApplyError,
     StoreWentBackError,
     TensorMismatchError,
@@ -315,7 +316,7 @@ class Subscriber(Closeable):
                 return held is not None
             try:
                 state = self.target.state()
-            except TensorMismatchError:
+            except (FormatError, TensorMismatchError):
                 self._poison()
                 raise
             if str(state) != held.state:

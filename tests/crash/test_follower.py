@@ -13,7 +13,7 @@ import pytest
 from deltachain.checkpoint import Checkpoint
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import FolderTarget, Subscriber
-from deltachain.subscribe.targets.folder import LOCK_FILE
+from deltachain.subscribe.targets.folder_lock import LOCK_FILE
 from deltachain.testing.models import State, TinyModel, bits_of, replica_of, same, train_
 
 FOLDER = "deltachain.subscribe.targets.folder"

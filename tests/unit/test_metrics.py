@@ -60,9 +60,12 @@ def test_the_server_answers_scrapes_and_probes() -> None:
     with MetricsServer("0", shown, lambda: reason) as server, httpx.Client() as client:
         answer = client.get(f"{server.url}/metrics")
         assert samples(answer.text)["deltachain_version", ""] == 7
+        assert samples(answer.text)["deltachain_ready", ""] == 1
         assert client.get(f"{server.url}/healthz").text == "ok\n"
         assert client.get(f"{server.url}/readyz").status_code == 200
         reason = "its store has not answered for 7 s"
+        text = client.get(f"{server.url}/metrics").text
+        assert samples(text)["deltachain_ready", ""] == 0
         refused = client.get(f"{server.url}/readyz")
         assert (refused.status_code, refused.text) == (503, f"not ready: {reason}\n")
         assert client.get(f"{server.url}/healthz").status_code == 200

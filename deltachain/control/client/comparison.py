@@ -158,8 +158,8 @@ def _doubts(
     found = {}
     for url, one in there.items():
         said, known = [], newest[one.chain]
-        if one.chain and chains[one.chain] < max(chains.values()):
-            said.append(f"most follow another chain than {one.chain[:12]}")
+        if one.chain and _is_disputed(one.chain, chains):
+            said.append(f"others follow another chain than {one.chain[:12]}")
         if one.manifest and _is_disputed(one.manifest, manifests[one.version]):
             said.append(f"others hold another version {one.version}")
         if one.head is not None and known is not None and one.head > known:
@@ -168,10 +168,10 @@ def _doubts(
     return found
 
 
-def _is_disputed(manifest: str, holders: Counter[str]) -> bool:
-    """Return whether a manifest is not the one that most holders of its version have."""
+def _is_disputed(one: str, holders: Counter[str]) -> bool:
+    """Return whether a chain, or the manifest of a version, is not what most replicas have."""
     most = max(holders.values())
-    return holders[manifest] < most or list(holders.values()).count(most) > 1
+    return holders[one] < most or list(holders.values()).count(most) > 1
 
 
 def _failed(url: str, error: DeltaChainError) -> ReplicaRow:

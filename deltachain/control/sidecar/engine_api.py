@@ -55,10 +55,15 @@ class EngineClient:
         return found
 
     def has(self, path: str) -> bool:
-        """Return whether a GET route exists at a path."""
-        return (
-            self._http.request("GET", path, timeout_s=LOOK_S).status_code != httpx.codes.NOT_FOUND
-        )
+        """Return whether a GET route exists at a path.
+
+        Raises:
+            ControlPlaneError: The server answered neither yes nor no, as a proxy does before it.
+        """
+        answer = self._http.request("GET", path, timeout_s=LOOK_S)
+        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
+            raise self._refused(path, answer)
+        return answer.is_success
 
     def close(self) -> None:
         """Close the connection; idempotent."""
@@ -76,6 +81,9 @@ class EngineClient:
     ) -> httpx.Response:
         answer = self._http.request(method, path, body, timeout_s=timeout_s)
         if not answer.is_success:
-            about = f"{self._http.url} answered {answer.status_code} to {path}"
-            raise ControlPlaneError(f"{about}: {answer.text[:300]}", hint=self._hint)
+            raise self._refused(path, answer)
         return answer
+
+    def _refused(self, path: str, answer: httpx.Response) -> ControlPlaneError:
+        about = f"{self._http.url} answered {answer.status_code} to {path}"
+        return ControlPlaneError(f"{about}: {answer.text[:300]}", hint=self._hint)

@@ -55,9 +55,15 @@ class ReloadServer(Reader):
 
     @override
     def has(self, folder: Path, version: Version) -> bool:
-        loader = self._find()
-        if self._loaded != version or loader.named() != str(version):
+        if self._loaded != version:
             return False
+        loader = self._find()
+        try:
+            if loader.named() != str(version):
+                return False
+        except ControlPlaneError:
+            self._loader = None  # a server of the other kind may have come up in its place
+            raise
         if loader.is_paused():
             raise ControlPlaneError(
                 f"{self._url} has version {version} and is paused by another client",
@@ -67,9 +73,9 @@ class ReloadServer(Reader):
 
     def load(self, folder: Path, version: Version) -> None:
         """Pause, load and resume; a failure leaves the server paused. See :class:`Reader`."""
-        loader, self._loaded = self._find(), None
+        loader, self._loader, self._loaded = self._find(), None, None
         loader.load(folder.absolute(), version)
-        self._loaded = version
+        self._loader, self._loaded = loader, version
 
     def close(self) -> None:
         """Close the connection; idempotent."""

@@ -7,15 +7,11 @@ nothing.
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 import shutil
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from typing_extensions import override
@@ -47,6 +43,7 @@ from deltachain.format.documents import Document, dump, parse
 from deltachain.kernels.protocol import same_bits
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.targets.folder_lock import FolderLock
 from deltachain.subscribe.targets.journal import Journal, Seal
 from deltachain.subscribe.targets.live import WholeTensor, state_of, sum_states
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
@@ -56,8 +53,6 @@ from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 logger = logging.getLogger(__name__)
-
-LOCK_FILE: Final = ".deltachain-lock"
 
 
 class HeldFile(Document, frozen=True, kw_only=True):
@@ -84,8 +79,7 @@ class FolderTarget(PatchedTarget):
         self._aliases: Mapping[str, str] = {}
         self._live: dict[str, list[FileBits]] = {}
         self._stamps: Stamps | None = {}  # None: to be mapped and read again
-        self._unlock: weakref.finalize[..., FolderTarget] | None = None
-        self._made = False
+        self._lock = FolderLock(folder)
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Match tensors by name, and finish an interrupted swap; see :class:`Target`.
@@ -97,9 +91,7 @@ class FolderTarget(PatchedTarget):
         """
         self._specs, self._aliases, self._live = specs, aliases, {}
         with explained(self.folder):
-            self._refuse_file()
-            while not self._lock():
-                pass
+            self._lock.take()
             remove_partials(self.folder, ".*.safetensors.*", f".{HELD_FILE}.*")
             self._map()
             self._recover()
@@ -110,55 +102,7 @@ class FolderTarget(PatchedTarget):
 
         A folder that was never filled is left in its original state.
         """
-        if self._unlock is not None and self._unlock.alive:
-            with suppress(OSError):
-                if [file.name for file in self.folder.iterdir()] == [LOCK_FILE]:
-                    (self.folder / LOCK_FILE).unlink()
-                    if self._made:
-                        self.folder.rmdir()
-            self._unlock()
-
-    def _refuse_file(self) -> None:
-        there = next((one for one in (self.folder, *self.folder.parents) if one.exists()), None)
-        if there is not None and not there.is_dir():
-            raise ConfigError(
-                f"{there} is not a folder",
-                hint="name a new folder, or one that this chain fills",
-            )
-
-    def _lock(self) -> bool:
-        """Lock the folder against other processes, for the lifetime of this target.
-
-        Returns:
-            Whether the lock file still exists: a process that closes an empty folder removes it.
-        """
-        if self._unlock is not None and self._unlock.alive:
-            return True
-        self._made |= not self.folder.exists()
-        self.folder.mkdir(parents=True, exist_ok=True)
-        file = self.folder / LOCK_FILE
-        if file.is_symlink() or (file.exists() and not file.is_file()):
-            raise ConfigError(
-                f"{file} is no file of its own, but a link or a device",
-                hint="see who writes to this folder, and remove it",
-            )
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(file, flags, 0o666)
-        self._unlock = weakref.finalize(self, os.close, descriptor)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), file.stat()):
-                return True
-        except (BlockingIOError, PermissionError) as exc:
-            self._unlock()
-            raise ConfigError(
-                f"another process writes to {self.folder}",
-                hint="give every follower a folder of its own",
-            ) from exc
-        except FileNotFoundError:
-            pass
-        self._unlock()
-        return False
+        self._lock.release()
 
     def held(self) -> HeldVersion | None:
         """Return the version of the last complete swap, by any process."""
@@ -182,6 +126,7 @@ class FolderTarget(PatchedTarget):
     @override
     def is_altered(self) -> bool:
         with explained(self.folder):
+            self._lock.take()  # again, if the folder was removed
             return self._stamped() != self._stamps
 
     def _stamped(self) -> Stamps:
@@ -323,6 +268,12 @@ class FolderTarget(PatchedTarget):
     def _remember(self, chain: str, held: HeldVersion | None) -> None:
         write_atomic(self.folder / HELD_FILE, dump(HeldFile(chain=chain, held=held)))
 
+    def _is_alone(self) -> bool:
+        """Return whether all weights are in the one file that this target made."""
+        made = self.folder / weights_file(self._specs)
+        is_ours = (self.folder / HELD_FILE).exists()
+        return is_ours and list(self.folder.glob("*.safetensors")) == [made]
+
     def _files(self) -> list[Path]:
         """Return the weights files with tensors of the chain."""
         return sorted({place.file for live in self._live.values() for place in live})
@@ -332,7 +283,14 @@ class FolderTarget(PatchedTarget):
         if not any(self.folder.glob("*.safetensors")):
             self._live = {}
             return
-        checkpoint = Checkpoint(self.folder)
+        try:
+            checkpoint = Checkpoint(self.folder)
+        except FormatError as exc:
+            if not self._is_alone():
+                raise
+            logger.warning("%s: its weights are written anew, since %s", self.folder, exc)
+            self._live = {}
+            return
         for file in checkpoint.paths:
             _unshare(file)
             fill_holes(file)  # on an in-memory file system, even reading a hole takes space

@@ -254,6 +254,24 @@ def test_a_server_is_told_whole_versions_whenever_it_comes_up(
         assert engine.named == "2"
 
 
+def test_a_server_behind_a_proxy_that_answers_for_it_is_asked_again(
+    store: MemoryStore, tmp_path: Path
+) -> None:
+    engine, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
+
+    def proxy(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(503, text="starting") if is_starting else engine(request)
+
+    is_starting = True
+    server._client._http._client = mocked(proxy)
+    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
+        with pytest.raises(ControlPlaneError, match="answered 503"):
+            agent.update()
+        is_starting = False
+        agent.update()
+    assert engine.named == "2"
+
+
 def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
     store: MemoryStore, tmp_path: Path
 ) -> None:

@@ -47,7 +47,7 @@ def judged(one: ReplicaStatus | ControlPlaneError, **limits: Any) -> ReplicaRow:
         (status(doubt="the store went back"), "in doubt", "the store went back"),
         (status(head=10**6), "in doubt", "it says that version 1000000 exists, which no other"),
         (status(manifest="f" * 64), "in doubt", "others hold another version 7"),
-        (status(chain="d" * 32), "in doubt", "most follow another chain than dddddddddddd"),
+        (status(chain="d" * 32), "in doubt", "others follow another chain than dddddddddddd"),
         (ControlPlaneError("http://a did not answer in 5 s"), "failed", "did not answer in 5 s"),
     ],
 )
@@ -80,6 +80,12 @@ def test_one_that_says_too_much_makes_no_other_stale() -> None:
 def test_one_that_holds_a_new_version_is_believed() -> None:
     rows = compare({"http://a": status(8), **OTHERS}, HealthLimits())
     assert [(row.health, row.lag) for row in rows] == [*[("behind", 1)] * 3, ("ready", 0)]
+
+
+def test_two_that_follow_two_chains_are_both_in_doubt() -> None:
+    there = {"http://a": status(chain="c" * 32), "http://b": status(chain="d" * 32)}
+    rows = compare(there, HealthLimits())
+    assert [row.health for row in rows] == ["in doubt", "in doubt"]
 
 
 def test_of_two_each_is_believed() -> None:

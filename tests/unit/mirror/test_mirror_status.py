@@ -7,7 +7,14 @@ from threading import Event
 
 import pytest
 
-from deltachain.errors import DeltaChainError, ForkedChainError, StoreUnavailableError
+from deltachain.errors import (
+    DeltaChainError,
+    ForkedChainError,
+    ObjectNotFoundError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from deltachain.format.keys import manifest_key
 from deltachain.mirror import Mirror
 from deltachain.mirror.figures import MirrorTotals
@@ -84,6 +91,19 @@ def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
         totals.count(receipt)
     assert 20 < len(seen) < 300
     assert all(one.reason == one.trouble.split("\n")[0] != "" for one in seen[:20])
+
+
+@pytest.mark.parametrize("kind", [ObjectNotFoundError, StorePermissionError, StoreUnavailableError])
+def test_a_mirror_that_cannot_write_its_copy_is_not_ready(
+    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, kind: type[StoreError]
+) -> None:
+    grow(2)
+    mirror, totals = Mirror(source, mirror_store), MirrorTotals()
+    for receipt in mirror.catch_up():
+        totals.count(receipt)
+    assert mirror_status(mirror, totals, {}, url="x").ready
+    totals.looked(kind("its copy is gone", url=mirror_store.url))
+    assert mirror_status(mirror, totals, {}, url="x").reason == "its copy is gone"
 
 
 def test_a_mirror_finds_another_history_of_its_source_in_a_few_rounds(

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltachain.errors import MalformedError, PoisonedError, TensorMismatchError
+from deltachain.errors import PoisonedError, TensorMismatchError
 from deltachain.filebits import FileBits
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
@@ -152,17 +152,15 @@ def test_a_file_of_another_model_is_named_and_left_alone(
 
 
 @pytest.mark.usefixtures("publisher")
-def test_a_file_that_was_cut_is_named_until_it_is_back(
-    folder: Path, subscribe: Subscribe, model: TinyModel
+def test_a_file_that_was_cut_is_named_and_written_anew(
+    folder: Path, subscribe: Subscribe, model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
     subscriber = subscribe(folder)
     subscriber.update()
-    whole = weights(folder).read_bytes()
     os.truncate(weights(folder), 1000)
-    with pytest.raises(MalformedError, match=r"model\.safetensors"):
-        subscriber.update()
-    weights(folder).write_bytes(whole)
     subscriber.update()
+    assert "written anew" in caplog.text
+    assert "model.safetensors" in caplog.text
     assert holds(folder, model)
 
 
