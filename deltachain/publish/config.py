@@ -21,6 +21,9 @@ from deltachain.types import WIRE_DTYPES
 
 _FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF")))
 
+AS_IN_MODEL: Final = "model"
+"""Value of ``PublishConfig.dtype`` for the dtypes of the model, whatever its checkpoint has."""
+
 
 @names_checked({"every_steps": "attach"})
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +74,10 @@ class PublishConfig:
     """Wire dtype of floating point weights, as safetensors names it (``BF16``); a torch dtype, such
     as ``torch.bfloat16``, is turned into that name. By default, each weight's dtype in the
     checkpoint that the model was loaded from, else its own: fp32, of which nearly all elements
-    change in a step, for masters without a checkpoint. A finite value that it cannot have is
-    refused."""
+    change in a step, for masters without a checkpoint. Weights of a quantised checkpoint that the
+    model has dequantised, and what a class of transformers keeps in fp32 in a 16-bit model, have
+    their own as well. ``model`` publishes each weight in its dtype in the model, as
+    ``save_pretrained`` writes it. A finite value that the wire dtype cannot have is refused."""
 
     quantization: str | Quantization | None = None
     """Recipe that quantises the weights of linear layers and experts before they are published, by
@@ -218,9 +223,10 @@ def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is che
         from deltachain.torch_names import WIRE_NAMES  # noqa: PLC0415
 
         name = WIRE_NAMES.get(dtype, str(dtype))
-    if isinstance(name, str) and name not in _FLOATS:
+    if isinstance(name, str) and name not in (*_FLOATS, AS_IN_MODEL):
         raise ConfigError(
-            f"dtype={dtype!r}: expected one of {', '.join(_FLOATS)}, or such a dtype of torch",
+            f"dtype={dtype!r}: expected one of {', '.join(_FLOATS)}, such a dtype of torch, or "
+            f"{AS_IN_MODEL!r}",
             hint="for example dtype='BF16', or dtype=torch.bfloat16",
         )
     return name

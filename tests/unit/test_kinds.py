@@ -87,6 +87,7 @@ def test_paths_and_numbers_of_other_libraries_are_taken(tmp_path: Path) -> None:
 def test_a_torch_dtype_is_a_wire_dtype() -> None:
     assert PUBLISH(dtype=torch.bfloat16).dtype == "BF16"
     assert PUBLISH(dtype=torch.float8_e4m3fn).dtype == "F8_E4M3"
+    assert PUBLISH(dtype="model").dtype == "model"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "bf16", "I8", torch.int8, torch.float8_e4m3fnuz])

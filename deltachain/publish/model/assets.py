@@ -11,6 +11,7 @@ from torch import nn
 from deltachain.checkpoint import read_assets
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
+from deltachain.publish.model.origin import origin
 from deltachain.publish.model.source import TensorSource
 from deltachain.publish.model.tokenizer_files import MAIN_FILES
 from deltachain.publish.model.touched import (
@@ -21,7 +22,6 @@ from deltachain.publish.model.touched import (
     with_architecture,
     with_touched,
 )
-from deltachain.publish.model.wire_dtypes import origin
 from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code

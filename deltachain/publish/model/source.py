@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,10 +15,12 @@ from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
+from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
 from deltachain.publish.model.look import SAME_TENSORS, ModelForm, refuse_changes
+from deltachain.publish.model.origin import Known, given_dtypes, origin, origin_dtypes
 from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
     refuse_adapters,
@@ -30,9 +33,11 @@ from deltachain.publish.model.refusals import (
     say_wrapped,
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
-from deltachain.publish.model.wire_dtypes import checkpoint_dtypes, origin, say_dtypes, wire_dtype
-from deltachain.torch_names import named_tensors, unwrapped
+from deltachain.publish.model.wire_dtypes import kept_in_fp32, say_dtypes, wire_dtype
+from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 _YIELD: Final = "yield names and torch tensors, as model.named_parameters() or tensors.items() do"
 
@@ -195,7 +200,7 @@ def collect_weights(
     Args:
         model: Model on any device, wrapped or not, whole or sharded as DTensors; or an export,
             which yields the tensors of a checkpoint in the dtypes to publish.
-        dtype: Wire dtype of every floating point weight.
+        dtype: Wire dtype of every floating point weight; ``model`` for that in the model.
         checkpoint: Folder of the model's checkpoint, for the wire dtypes; by default the folder
             that the model was loaded from, if any.
         alone: Whether no other rank publishes. A model without any parameter that requires a
@@ -204,6 +209,8 @@ def collect_weights(
     Raises:
         ConfigError: The model cannot be published as it is; the hint names an alternative.
     """
+    as_in_model = dtype == AS_IN_MODEL
+    dtype = None if as_in_model else dtype
     if not isinstance(model, nn.Module):
         return _collect_export(model, dtype)
     wrapper, model = model, unwrapped(model)
@@ -213,20 +220,25 @@ def collect_weights(
     refuse_adapters(model)
     refuse_lazy(named_tensors(model))
     refuse_other_names(model, model.state_dict(keep_vars=True))
-    known = checkpoint_dtypes(checkpoint or origin(model))
-    wire = {} if dtype else known
     live, aliases = _distinct(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
     converted = conversions(model, shapes)
+    found = Known() if as_in_model else _known_dtypes(model, live, converted, checkpoint)
+    wire = {} if dtype else found.dtypes
+    # A base says the bits of version 0, and their dtypes.
+    kept = frozenset() if checkpoint else kept_in_fp32(model, live)
     weights = [
         replace(
-            _weight(name, live[name], converted.get(name), dtype, wire),
+            _weight(name, live[name], converted.get(name), dtype, {} if name in kept else wire),
             is_buffer=not isinstance(live[name], nn.Parameter),
         )
         for name in sorted(live)
     ]
     specs = specs_of(slot.spec for weight in weights for slot in weight.element_map.slots)
+    if found.warning and not dtype:
+        logger.warning(found.warning)
+    known = None if as_in_model else found.dtypes
     say_dtypes(((one.spec, one.tensor.dtype) for one in weights), dtype, known)
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
@@ -239,6 +251,26 @@ def collect_weights(
         weights = [replace(weight, frozen=False) for weight in weights]
     live_now = with_config_watched(model, partial(_live_tensors, model))
     return ModelTensors(tuple(weights), specs, named, live_now, attached=attached)
+
+
+def _known_dtypes(
+    model: nn.Module,
+    live: Mapping[str, Tensor],
+    converted: Mapping[str, Conversion],
+    checkpoint: Path | None,
+) -> Known:
+    """Return the wire dtypes of the model's checkpoint, by the names there."""
+    own: dict[str, TensorSpec] = {}
+    for name, tensor in live.items():
+        dtype = WIRE_NAMES.get(tensor.dtype)
+        if dtype is not None and name in converted:
+            own |= {t.name: TensorSpec(t.name, dtype, t.shape) for t in converted[name].targets}
+        elif dtype is not None:
+            own[name] = TensorSpec(name, dtype, tuple(tensor.shape))
+    if checkpoint is not None:
+        return given_dtypes(checkpoint, own)
+    straight = {name: tensor for name, tensor in live.items() if name not in converted}
+    return origin_dtypes(origin(model), own, straight)
 
 
 def _live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -171,11 +171,17 @@ def with_architecture(data: bytes, model: nn.Module) -> bytes:
 
 
 def _with_dtypes(data: bytes, origin: bytes | None, name: str) -> bytes:
-    """Return a configuration with the dtypes of the checkpoint's own: masters have others."""
+    """Return a configuration with the dtypes of the checkpoint's own: masters have others.
+
+    Weights of a quantised checkpoint that were dequantised have those of the model.
+    """
     known = None if origin is None else json.loads(origin) if name == CONFIG_FILE else None
     if not isinstance(known, dict):
         return data
-    made = _dtyped(json.loads(data), known)
+    made = json.loads(data)
+    if known.get(LIBRARY) and not made.get(LIBRARY):
+        return data
+    made = _dtyped(made, known)
     return json.dumps(made, indent=2, ensure_ascii=False).encode() + b"\n"
 
 

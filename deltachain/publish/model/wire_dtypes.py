@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from deltachain.checkpoint import Checkpoint
-from deltachain.errors import ConfigError, FormatError, UnsupportedModelError
-from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
+from deltachain.errors import ConfigError, UnsupportedModelError
+from deltachain.publish.config import AS_IN_MODEL
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,10 @@ _FP32: Final = (
     "no checkpoint says otherwise: fp32 weights are published as fp32, nearly all of which change "
     "in a step; give dtype='BF16' if they are masters of a bf16 model"
 )
+
+
+_KEPT: Final = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+"""Attributes of classes of transformers: patterns of names that stay fp32 at a load."""
 
 
 def say_dtypes(
@@ -33,7 +38,7 @@ def say_dtypes(
     Args:
         weights: Spec and live dtype of each weight.
         dtype: Wire dtype of every floating point weight, if given.
-        known: Wire dtypes of the checkpoint by name, if any; ``None`` for an export.
+        known: Wire dtypes of the checkpoint by name, if any; ``None`` if none was looked for.
     """
     found = list(weights)
     if not dtype and known == {} and any(spec.dtype == "F32" for spec, _ in found):
@@ -49,6 +54,7 @@ def say_dtypes(
             limits.smallest_normal * limits.eps / 2,
         )
     if not dtype:
+        _say_rounded(found)
         return
     wide = TORCH_DTYPES[dtype].itemsize
     is_mixed = any(live.is_floating_point and live.itemsize <= wide for _, live in found)
@@ -64,10 +70,29 @@ def say_dtypes(
     if rounded:
         logger.warning(
             "dtype=%r rounds %d weights that the model or its checkpoint has in a wider dtype than "
-            "others, such as %r: leave dtype out to publish each in its own",
+            "others, such as %r: dtype=%r publishes each in its dtype in the model; without dtype, "
+            "that of the checkpoint counts",
             dtype,
             len(rounded),
             rounded[0],
+            AS_IN_MODEL,
+        )
+
+
+def _say_rounded(found: Sequence[tuple[TensorSpec, torch.dtype]]) -> None:
+    """Log fp32 weights beside 16-bit ones that are rounded to the dtype of the checkpoint."""
+    rounded = [
+        spec for spec, live in found if live == torch.float32 and _is_half(TORCH_DTYPES[spec.dtype])
+    ]
+    if rounded and any(_is_half(live) for _, live in found):
+        logger.warning(
+            "%d weights such as %r are rounded to %s, their dtype in the checkpoint that the model "
+            "was loaded from; a save of the model has them in F32, beside others in 16 bits: "
+            "dtype=%r publishes each in its dtype in the model",
+            len(rounded),
+            rounded[0].name,
+            rounded[0].dtype,
+            AS_IN_MODEL,
         )
 
 
@@ -78,42 +103,29 @@ def _is_narrower(wanted: torch.dtype, live: torch.dtype) -> bool:
     return torch.finfo(wanted).smallest_normal > 2 * torch.finfo(live).smallest_normal
 
 
-def origin(model: nn.Module) -> Path | None:
-    """Return the folder the model was loaded from: a path, or the cache of its Hub repository."""
-    config = getattr(unwrapped(model), "config", None)
-    name = getattr(config, "_name_or_path", "")
-    if not name or Path(name).is_dir():
-        return Path(name) if name else None
-    try:
-        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - if it is there
-        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
-    except ImportError:
-        return None
-    try:
-        commit = getattr(config, "_commit_hash", None)
-        cached = try_to_load_from_cache(name, "config.json", revision=commit)
-    except HFValidationError:  # neither a folder nor a repository
-        return None
-    return Path(cached).parent if isinstance(cached, str) else None
+def kept_in_fp32(model: nn.Module, weights: Mapping[str, Tensor]) -> frozenset[str]:
+    """Return the names of fp32 weights that the model's class keeps so beside 16-bit weights.
 
+    None of a model that is wholly fp32: its weights are masters.
 
-def checkpoint_dtypes(folder: Path | None) -> dict[str, str]:
-    """Return the wire dtypes of a checkpoint by name; none if the folder has no weights.
-
-    Weights files that cannot be read are named in the log.
+    Args:
+        model: The model, unwrapped.
+        weights: Its weights by name.
     """
-    if folder is None or not any(folder.glob("*.safetensors*")):
-        return {}
-    try:
-        checkpoint = Checkpoint(folder)
-    except (ConfigError, FormatError) as exc:
-        logger.warning(
-            "the dtypes of the checkpoint that the model was loaded from are not known, so that "
-            "weights are published in the dtypes of the model: %s",
-            exc,
-        )
-        return {}
-    return {name: spec.dtype for name, spec in checkpoint.specs.items()}
+    if not any(map(_is_half, (one.dtype for one in weights.values()))):
+        return frozenset()
+    kept = (getattr(one, name, None) or () for one in model.modules() for name in _KEPT)
+    globs = sorted(set(itertools.chain.from_iterable(kept)))
+    patterns = [re.compile(glob.replace("*", ".*")) for glob in globs]
+    return frozenset(
+        name
+        for name, one in weights.items()
+        if one.dtype == torch.float32 and any(pattern.search(name) for pattern in patterns)
+    )
+
+
+def _is_half(dtype: torch.dtype) -> bool:
+    return dtype in (torch.float16, torch.bfloat16)
 
 
 def wire_dtype(

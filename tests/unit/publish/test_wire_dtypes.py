@@ -185,6 +185,75 @@ def test_what_a_checkpoint_has_in_two_dtypes_is_not_guessed() -> None:
     assert "dtype=" in caught.value.hint
 
 
+def test_a_dequantised_model_is_published_in_its_own_dtypes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    codes = {name: one.float() for name, one in plain_model().state_dict().items()}
+    codes["0.weight"] = codes["0.weight"].to(torch.float8_e4m3fn)
+    codes["0.weight_scale_inv"] = torch.ones(1, 1)
+    folder = folder_of(codes, tmp_path / "fp8")
+    assert set(dtypes(plain_model(), checkpoint=folder).values()) == {"BF16"}  # type: ignore[arg-type]
+    assert "1 weights such as '0.weight' are F8_E4M3 in the checkpoint" in caplog.text
+    caplog.clear()
+    collect_weights(plain_model(), checkpoint=folder, dtype="BF16")
+    assert "F8_E4M3" not in caplog.text
+    masters = plain_model(dtype=torch.float32)
+    assert set(dtypes(masters, checkpoint=folder).values()) == {"F32"}  # type: ignore[arg-type]
+    quantised = nn.Sequential(nn.Linear(2, 2, bias=False).to(torch.float8_e4m3fn))
+    folder_of(quantised.state_dict(), folder)
+    caplog.clear()
+    assert set(dtypes(quantised, checkpoint=folder).values()) == {"F8_E4M3"}  # type: ignore[arg-type]
+    assert not caplog.text
+
+
+def of_bf16(model: nn.Module, folder: Path) -> nn.Module:
+    """Return a model whose origin has its weights in bf16."""
+    folder_of({name: one.bfloat16() for name, one in model.state_dict().items()}, folder)
+    model.config = SimpleNamespace(_name_or_path=str(folder))  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize("name", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
+def test_what_a_class_keeps_in_fp32_is_published_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    model = of_bf16(plain_model(), tmp_path / "bf16")
+    model[1].float()  # type: ignore[index]
+    setattr(model, name, {"1.we*ht"})
+    found = dtypes(model)
+    assert {one for one, dtype in found.items() if dtype == "F32"} == {"1.weight"}
+    assert "1 weights such as '1.bias' are rounded to BF16" in caplog.text
+    caplog.clear()
+    assert set(dtypes(model.float()).values()) == {"BF16"}  # masters
+    assert not caplog.text
+
+
+def test_fp32_weights_of_a_bf16_model_that_are_rounded_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = of_bf16(plain_model(), tmp_path / "bf16")
+    model[1].float()  # type: ignore[index]
+    assert set(dtypes(model).values()) == {"BF16"}
+    assert "2 weights such as '1.bias' are rounded to BF16" in caplog.text
+    assert "dtype='model'" in caplog.text
+    caplog.clear()
+    own = dtypes(model, dtype="model")
+    assert {one for one, dtype in own.items() if dtype == "F32"} == {"1.bias", "1.weight"}
+    assert not caplog.text
+
+
+def test_the_dtypes_of_the_model_may_be_asked_for(
+    attach: Callable[..., Publisher], store: MemoryStore, tmp_path: Path
+) -> None:
+    model = of_bf16(plain_model(), tmp_path / "bf16")
+    model[1].float()  # type: ignore[index]
+    publisher = attach(model, dtype="model")
+    train_(model, 1, share=0.1)
+    publisher.publish()
+    publisher.flush()
+    assert same(recompute(store)[1].state, bits_of(model.state_dict()))
+
+
 def test_a_wrapped_model_keeps_its_dtypes_and_its_configuration(tmp_path: Path) -> None:
     checkpoint = tmp_path / "base"
     config = Qwen3Config(
