@@ -259,3 +259,16 @@ def test_generation_settings_that_change_while_a_model_is_trained_are_told_once(
         model.generation_config.temperature = 0.25
         publisher.publish(step=4).result()
         assert "changed in 'eos_token_id', 'temperature'" in caplog.text
+
+
+def test_the_configuration_of_a_dequantised_model_says_its_own_dtype(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_bytes())
+    config |= {"dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = llama().float()
+    model.config._name_or_path = str(folder)
+    model.config.dtype = torch.float32
+    files = collect_assets(model, PublishConfig(url="memory://x"))
+    written = json.loads(files["config.json"])
+    assert "quantization_config" not in written
+    assert written["dtype"] == "float32"
