@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -32,25 +32,36 @@ _HASHED_NBYTES: Final = 16 << 20
 
 logger = logging.getLogger(__name__)
 
-_PEFT_PREFIX: Final = "base_model.model."
+PEFT_PREFIX: Final = "base_model.model."
+"""Begin of the names of an adapter's tensors, by most methods."""
+
+ADAPTER_CONFIG: Final = "adapter_config.json"
+"""Configuration of an adapter of PEFT."""
+
+_CONFIG: Final = "config.json"
 
 HELD_FILE: Final = "deltachain.json"
 """Status file of a folder that follows a chain; not an asset of the checkpoint."""
 
 _ASSET: Final = re.compile(
-    r".*\.(json|txt|model|jinja|spm|tiktoken|bpe|codes)|tokenizer\.model\.v\w+", re.DOTALL
+    r".*\.(json|txt|model|jinja|spm|tiktoken|bpe|codes|tokenizer|npy)|tokenizer\.model\.v\w+",
+    re.DOTALL,
 )
 """Names of assets, the small files published with a chain. Code is excluded: write access to a
-store must not grant execution where a follower's folder is loaded. References to remote code are
-removed as well; see ``remote_code.py``."""
+store must not grant execution where a follower's folder is loaded. References to remote code and
+pickled objects are removed as well; see ``remote_code.py``."""
 
 _NO_ASSET: Final = re.compile(
     r".*\.index\.json|trainer_state\.json|(all|eval|train)_results\.json", re.IGNORECASE
 )
 """Names of files that describe other files, or a run."""
 
-_ASSET_FOLDER: Final = re.compile(r"additional_chat_templates|[0-9]+_\w+")
-"""Names of folders with assets: further templates, and modules of sentence-transformers."""
+_ASSET_FOLDER: Final = re.compile(
+    r"additional_chat_templates|[0-9]+_\w+|\w*(tokenizer|processor|feature_extractor)\w*"
+    r"|language_model|speaker_embeddings"
+)
+"""Names of folders with assets: further templates, modules of sentence-transformers, and parts of a
+processor."""
 
 _INNER: Final = re.compile(rf"{_ASSET_FOLDER.pattern}|dense\w*|\w*heads?|\w*projector")
 """Names of folders with parts of a model: folders of assets, heads and projectors."""
@@ -62,6 +73,19 @@ _WEIGHTS: Final = re.compile(
 )
 """Paths of weights that are not published, unless they are a trainer's state or the same in another
 format."""
+
+_APART: Final = re.compile(
+    rf"\..*|{re.escape(HELD_FILE)}|(README|LICENSE|NOTICE)[^/]*|__pycache__/"
+    r"|[^/]*\.(md|log|lock|png|jpe?g|gif|svg|pdf)"
+    r"|(checkpoint-|global_step)\d+/|(runs|logs|wandb)/|events\.out\..*"
+    r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|npz|msgpack|ot|distcp)",
+    re.IGNORECASE,
+)
+"""Paths that no save of a model or a processor writes, and those of weights, which are told apart
+from small files."""
+
+_NAMED: Final = 8
+"""Most files that a warning names."""
 
 _PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")
 """Names of unfinished files."""
@@ -99,10 +123,10 @@ def named_folder(named: str, *, revision: str | None = None, cache: str | None =
 class Checkpoint:
     """The tensors of one safetensors file, or of the weights in a folder.
 
-    Of several sets of weights in a folder, the files of ``model.safetensors.index.json`` count,
-    else ``model.safetensors``, the shards ``model-i-of-n``, the adapter, or the files of the only
-    other index, in this order. Files that are left out are named in a warning. Nothing is mapped or
-    kept open: files are read by calls.
+    Of several sets of weights in a folder, ``model.safetensors`` counts, else the files of
+    ``model.safetensors.index.json``, the shards ``model-i-of-n``, the adapter, or the files of the
+    only other index, in this order. Files that are left out are named in a warning. Nothing is
+    mapped or kept open: files are read by calls.
 
     Args:
         path: The file or the folder.
@@ -190,31 +214,65 @@ class Checkpoint:
         return read_assets(self.path, trusted=trusted) if self.path.is_dir() else {}
 
 
-def read_assets(folder: Path, *, trusted: bool = False) -> dict[str, bytes]:
+def read_assets(
+    folder: Path, *, trusted: bool = False, told: Collection[str] | None = ()
+) -> dict[str, bytes]:
     """Read the configuration and tokenizer files of a checkpoint folder, by path in it.
+
+    Small files that are no assets are named in a warning.
 
     Args:
         folder: The checkpoint folder.
         trusted: Whether references to remote code are kept.
+        told: Files that another warning names; ``None`` for no warning.
 
     Raises:
         ConfigError: There is no such folder.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
-    inner = [one for one in folder.iterdir() if one.is_dir() and _INNER.fullmatch(one.name)]
     found: dict[str, bytes] = {}
-    for file in sorted([*folder.iterdir(), *(file for one in inner for file in one.iterdir())]):
-        name = file.relative_to(folder).as_posix()
-        if not is_asset(name) or not file.is_file() or file.stat().st_size > ASSET_NBYTES:
-            if _WEIGHTS.fullmatch(name):
+    for name in _names(folder):
+        if not _is_carried(folder, name):
+            if _WEIGHTS.fullmatch(name) and told is not None:
                 logger.warning("%s: weights in %s are not published", folder, name)
             continue
-        data = file.read_bytes()
+        data = (folder / name).read_bytes()
         kept = without_remote_code(name, data, trusted=trusted, where=str(folder))
         if kept is not None:
             found[name] = kept
+    left = [] if told is None else [name for name in left_out(folder) if name not in told]
+    if left:
+        more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+        named = ", ".join(left[:_NAMED])
+        logger.warning("%s: not published, followers lack them: %s%s", folder, named, more)
     return found
+
+
+def left_out(folder: Path) -> list[str]:
+    """Return the paths of a checkpoint folder's small files that are no assets.
+
+    Folders without assets are named instead of their files, with a ``/`` at the end.
+    """
+    left = (name for name in _names(folder) if not _is_carried(folder, name))
+    return [name for name in left if not _APART.fullmatch(name) and not _NO_ASSET.fullmatch(name)]
+
+
+def _names(folder: Path) -> list[str]:
+    """Return the paths of the files in a folder and in its folders of parts, and other folders."""
+    found = []
+    for one in sorted(folder.iterdir()):
+        if one.is_dir() and _INNER.fullmatch(one.name):
+            files = sorted(one.iterdir())
+            found += [f"{one.name}/{file.name}{'/' * file.is_dir()}" for file in files]
+        else:
+            found.append(f"{one.name}{'/' * one.is_dir()}")
+    return found
+
+
+def _is_carried(folder: Path, name: str) -> bool:
+    file = folder / name
+    return is_asset(name) and file.is_file() and file.stat().st_size <= ASSET_NBYTES
 
 
 def is_asset(name: str) -> bool:
@@ -225,13 +283,22 @@ def is_asset(name: str) -> bool:
         and _NO_ASSET.fullmatch(file) is None
         and file.lower() != HELD_FILE
         and is_segment(file)
-        and (not folder or _ASSET_FOLDER.fullmatch(folder) is not None)
+        and (not folder or (_ASSET_FOLDER.fullmatch(folder) is not None and is_segment(folder)))
     )
 
 
-def weights_file(names: Iterable[str]) -> str:
-    """Return the file name of the weights: PEFT's if all tensors belong to an adapter."""
-    is_adapter = all(name.startswith(_PEFT_PREFIX) for name in names)
+def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
+    """Return the file name of the weights: PEFT's if they belong to an adapter.
+
+    Names of tensors differ by the method of the adapter, so that its configuration counts, unless
+    there is that of a whole model too.
+
+    Args:
+        names: Names of the tensors.
+        assets: Paths of the files beside them.
+    """
+    is_adapter = ADAPTER_CONFIG in assets and _CONFIG not in assets
+    is_adapter = is_adapter or all(name.startswith(PEFT_PREFIX) for name in names)
     return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
 
 

@@ -1,4 +1,4 @@
-"""References to remote code in the assets of a checkpoint.
+"""References to remote code, and pickled objects, in the assets of a checkpoint.
 
 A chain carries no code, but ``auto_map`` may name a class in any repository, and loading the folder
 with ``trust_remote_code=True`` fetches and runs it. A reference to a file beside the weights
@@ -7,12 +7,15 @@ with ``trust_remote_code=True`` fetches and runs it. A reference to a file besid
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, Final
+
+import numpy as np
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,14 @@ POINTERS: Final = {
 _IMPLEMENTATION: Final = re.compile(r"\w*_implementation(_\w+)?")
 """Names of fields that choose kernels, of attention, experts or whatever comes."""
 
+_ARRAY: Final = ".npy"
+
+_HEADERS: Final = {
+    (1, 0): np.lib.format.read_array_header_1_0,
+    (2, 0): np.lib.format.read_array_header_2_0,
+}
+"""Readers of the header of an array's file, by version."""
+
 ORIGINS: Final = ("_name_or_path", "name_or_path")
 """Fields with the repository that an ``auto_map`` without one refers to."""
 
@@ -47,6 +58,8 @@ _MARKS: Final = (b"--", b"auto_map", b"_implementation", b"\\u", b"\0")
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes | None:
     """Remove references to remote code from an asset; return equal bytes if there are none.
 
+    An array of pickled objects is left out.
+
     ``_name_or_path`` is removed beside an ``auto_map``: loaders look there for a module that the
     map names without a repository. Of a field that occurs twice, only the last is kept.
 
@@ -59,6 +72,13 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
     Returns:
         The bytes to use, or None for a file that cannot be examined and must be left out.
     """
+    if name.endswith(_ARRAY) and not trusted and _is_pickled(data):
+        logger.warning(
+            "%s: left out %s, which may have pickled objects; trust_remote_code keeps it",
+            where,
+            name,
+        )
+        return None
     if trusted or not name.endswith(".json") or not any(mark in data for mark in _MARKS):
         return data
     repeated: list[str] = []
@@ -84,6 +104,16 @@ def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) ->
         ", ".join(found),
     )
     return kept + b"\n"
+
+
+def _is_pickled(data: bytes) -> bool:
+    """Return whether the file of an array may have more than numbers: unpickling may run code."""
+    file = io.BytesIO(data)
+    try:
+        read = _HEADERS[np.lib.format.read_magic(file)]
+        return read(file)[2].hasobject
+    except (ValueError, KeyError):
+        return True
 
 
 def _last(repeated: list[str], fields: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -75,6 +75,8 @@ def find_weights(path: Path) -> WeightFiles:
             else "give a folder with model.safetensors, or one safetensors file",
         )
     left_out = [name for name in there if name not in names]
+    if index != INDEX_FILE and (path / INDEX_FILE).is_file():
+        left_out.append(INDEX_FILE)
     if left_out:
         logger.warning(
             "%s: reading weights from %s; ignoring %s",
@@ -87,7 +89,7 @@ def find_weights(path: Path) -> WeightFiles:
 
 def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
     """Return the index of a folder: the model's, or the only one of a folder without ``model*``."""
-    if (path / INDEX_FILE).is_file():
+    if (path / INDEX_FILE).is_file() and not _is_stale(path / INDEX_FILE, there):
         return INDEX_FILE, _read_index(path / INDEX_FILE)
     sets = _sets(there)
     if WEIGHTS_FILE in sets or _MODEL_SHARDS in sets or ADAPTER_FILE in sets:
@@ -95,6 +97,14 @@ def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
     read = ((file.name, _read_index(file)) for file in path.glob("[!.]*.safetensors.index*.json"))
     found = [(name, places) for name, places in read if not set(there).isdisjoint(places.values())]
     return found[0] if len(found) == 1 else ("", {})
+
+
+def _is_stale(index: Path, there: Sequence[str]) -> bool:
+    """Return whether an index is of an earlier save: ``from_pretrained`` prefers the whole file.
+
+    A save into one file leaves the index of an earlier one in shards.
+    """
+    return WEIGHTS_FILE in there and set(_read_index(index).values()) != {WEIGHTS_FILE}
 
 
 def _read_index(index: Path) -> dict[str, str]:

@@ -107,6 +107,11 @@ def asset_path(ref: ObjectRef) -> str:
     return path
 
 
+def asset_paths(identity: Identity) -> frozenset[str]:
+    """Return the paths of a chain's assets."""
+    return frozenset(map(asset_path, identity.assets))
+
+
 def check_paths(paths: Iterable[str]) -> None:
     """Check the paths of assets that a writer was given.
 

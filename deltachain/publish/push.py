@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -193,7 +193,7 @@ class _Found:
 def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust) -> _Found:
     """Find the chain of a checkpoint; write nothing, unless a chain lost its identity."""
     refuse_mirror(store, trust)
-    assets = partial(checkpoint.assets, trusted=config.trust_remote_code)
+    assets = cache(partial(checkpoint.assets, trusted=config.trust_remote_code))
     quantization = Quantization.chosen(config.quantization)
     if quantization is not None:
         return _find_quantised(store, checkpoint, assets, quantization, trust)

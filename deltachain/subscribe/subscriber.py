@@ -35,7 +35,7 @@ from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged, overtaken, trace_apply
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.subscribe.targets.choose import TargetLike, as_target
+from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
 from deltachain.subscribe.targets.local import decodes_once
 from deltachain.subscribe.times import Times
 from deltachain.subscribe.undo import UndoLog
@@ -96,7 +96,7 @@ class Subscriber(Closeable):
 
     def _open(self) -> Chain:
         chain = Chain.open(self.store, self.config.trust())
-        self.target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
+        bind(self.target, chain)
         self._held = identify(chain, self.target, verify=self.config.verify_at_start)
         self.times.looked()
         return chain

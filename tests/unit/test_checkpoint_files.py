@@ -184,16 +184,6 @@ def test_of_two_sets_the_models_own_is_published_and_the_other_named(
         assert f"ignoring {other}" in caplog.text
 
 
-def test_the_index_wins_over_a_single_file(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path / "c/model-00001-of-00001.safetensors", 5.0)
-    save(tmp_path / "c/model.safetensors", 1.0)
-    index(tmp_path / "c", dict.fromkeys(tensors(1.0), "model-00001-of-00001.safetensors"))
-    assert first_of(tmp_path / "c") == 5.0
-    assert "ignoring model.safetensors" in caplog.text
-
-
 def test_shards_without_an_index_are_one_set(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, save(tmp_path / "c/model-00001-of-00002.safetensors"))
     save_file({"b": torch.ones(2)}, save(tmp_path / "c/model-00002-of-00002.safetensors"))
@@ -347,6 +337,20 @@ def test_of_two_sets_the_one_with_an_index_of_its_own_is_read(
     )
     assert set(Checkpoint(tmp_path / "c").specs) == {"w1", "w2"}
     assert "ignoring vision.safetensors" in caplog.text
+
+
+@pytest.mark.parametrize("shards", [(1, 2), (1,), ()])
+def test_an_index_that_an_earlier_save_left_is_ignored_by_name(
+    tmp_path: Path, shards: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """``from_pretrained`` of transformers loads ``model.safetensors`` first."""
+    save(tmp_path / "c/model.safetensors", 7.0)
+    save_shards(tmp_path / "c", STEMS[0], *shards)
+    index(tmp_path / "c", {f"w{n}": STEMS[0].format(n=n) for n in (1, 2)})
+    assert first_of(tmp_path / "c") == 7.0
+    (line,) = caplog.messages
+    assert "reading weights from model.safetensors; ignoring " in line
+    assert line.endswith("model.safetensors.index.json")
 
 
 def test_weights_that_are_not_published_are_named(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.checkpoint import read_assets
 from deltachain.format.documents import Table
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.remote_code import without_remote_code
@@ -113,13 +116,32 @@ def test_of_a_field_given_twice_no_reading_finds_code() -> None:
 
 def test_a_chain_of_whole_weights_brings_no_configuration_of_an_adapter(tmp_path: Path) -> None:
     """Loaders that see one load the base it names instead of the weights beside it."""
-    files = {"adapter_config.json": b'{"base_model_name_or_path": "attacker/repo"}'}
-    for name, written in (("a", []), ("base_model.model.a", ["adapter_config.json"])):
+    adapter = {"adapter_config.json": b'{"base_model_name_or_path": "attacker/repo"}'}
+    both = adapter | {"config.json": b"{}"}
+    for name, files, written in (
+        ("a", both, ["config.json"]),
+        ("b", adapter, list(adapter)),
+        ("base_model.model.a", both, list(both)),
+    ):
         table = Table(tensors=((name, "F32", (1,)),))
         chain = Chain.create(MemoryStore(), table, chain_id="one", time=0.0, assets=files)
         folder = tmp_path / name
         folder.mkdir()
         assert write_assets(chain, folder) == written
+
+
+def test_arrays_with_pickled_objects_neither_go_into_a_chain_nor_come_out(tmp_path: Path) -> None:
+    arrays = {"numbers.npy": np.arange(3), "objects.npy": np.array([{}], dtype=object)}
+    for name, array in arrays.items():
+        np.save(tmp_path / name, array)
+    files = {name: (tmp_path / name).read_bytes() for name in arrays}
+    zipped = io.BytesIO()
+    np.savez(zipped, a=arrays["objects.npy"])
+    files["archive.npy"] = zipped.getvalue()
+    assert list(read_assets(tmp_path)) == ["numbers.npy"]
+    chain = Chain.create(MemoryStore(), Table(tensors=()), chain_id="one", time=0.0, assets=files)
+    (tmp_path / "out").mkdir()
+    assert write_assets(chain, tmp_path / "out") == ["numbers.npy"]
 
 
 def test_who_trusts_code_elsewhere_gets_it() -> None:

@@ -6,6 +6,7 @@ live bf16 weights and reverting would change most of them.
 
 from __future__ import annotations
 
+import copy
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch import Tensor
 
-from deltachain.checkpoint import read_assets
+from deltachain.checkpoint import PEFT_PREFIX, read_assets
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish.model.conversion import SaveConversion
 from deltachain.publish.model.refusals import refuse_overflow
-from deltachain.torch_names import WIRE_NAMES, named_tensors
+from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -44,18 +45,38 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
     adapter, config = _find(model, adapter)
     _refuse_other_scale(model, adapter, config)
     state: Mapping[str, Tensor] = get_peft_model_state_dict(model, adapter_name=adapter)
-    yield from state.items()
+    prefix = PEFT_PREFIX if _is_of_transformers(model) else ""
+    for name, tensor in state.items():
+        yield prefix + name, tensor
 
 
 def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, bytes]:
-    """Return the configuration files of an adapter; arguments as of :func:`adapter_tensors`.
+    """Return the files that ``save_pretrained`` writes of an adapter besides its tensors.
+
+    Arguments as of :func:`adapter_tensors`.
 
     Raises:
         ConfigError: The model has no such adapter, or several and none was named.
     """
+    config = copy.copy(_find(model, adapter)[1])  # PEFT sets fields while it saves
+    mapping = None
+    if not _is_of_transformers(model):
+        config.inference_mode = True
+        if config.task_type is None:
+            kind = type(model.get_base_model())
+            mapping = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
     with tempfile.TemporaryDirectory(prefix="deltachain-adapter-") as scratch:
-        _find(model, adapter)[1].save_pretrained(scratch)
+        config.save_pretrained(scratch, auto_mapping_dict=mapping)
         return read_assets(Path(scratch))
+
+
+def _is_of_transformers(model: PeftModel) -> bool:
+    """Return whether ``add_adapter`` of transformers made the adapters, not a model of PEFT.
+
+    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. The attribute is the
+    model's own: PEFT's models have those of the model inside.
+    """
+    return bool(vars(unwrapped(model)).get("_hf_peft_config_loaded"))
 
 
 def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:

@@ -191,7 +191,7 @@ def _written_anew(files: Mapping[str, bytes]) -> dict[str, bytes]:
         found: SavesItself = AutoTokenizer.from_pretrained(
             scratch, trust_remote_code=False, local_files_only=True
         )
-        return saved(found, trusted=False)
+        return saved(found, trusted=False, told=None)
 
 
 def _template(files: Mapping[str, bytes]) -> object:

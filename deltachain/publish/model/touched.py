@@ -6,11 +6,11 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
-from deltachain.checkpoint import read_assets
+from deltachain.checkpoint import left_out, read_assets
 from deltachain.publish.quantise.settings import CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class SavesItself(Protocol):
         """Write its files into a folder."""
 
 
-def saved(*things: object, trusted: bool) -> dict[str, bytes]:
-    """Return the files that these write, as far as they write any."""
+def saved(*things: object, trusted: bool, told: Collection[str] | None = ()) -> dict[str, bytes]:
+    """Return the files that these write, as far as they write any; see :func:`read_assets`."""
     with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
         for thing in things:
             if isinstance(thing, SavesItself):
@@ -58,7 +58,7 @@ def saved(*things: object, trusted: bool) -> dict[str, bytes]:
                     thing.save_pretrained(scratch)
                 except ValueError as exc:  # a generation configuration that contradicts itself
                     logger.warning("%s was not saved: %s", type(thing).__name__, exc)
-        return read_assets(Path(scratch), trusted=trusted)
+        return read_assets(Path(scratch), trusted=trusted, told=told)
 
 
 def own_parts(model: nn.Module) -> tuple[object, ...]:
@@ -81,11 +81,12 @@ def with_touched(
         others: Tokenizer or processor of the model.
         trusted: Whether references to remote code are kept.
     """
-    files = dict(origin)
+    files, told = dict(origin), left_out(folder)
     for part in (*own_parts(model), *others):
         if not isinstance(part, SavesItself) or not _is_written(part, origin):
             continue
-        now, then = saved(part, trusted=trusted), _loaded_anew(part, folder, trusted=trusted)
+        now = saved(part, trusted=trusted, told=told)
+        then = _loaded_anew(part, folder, trusted=trusted)
         if CONFIG_FILE in now:
             now[CONFIG_FILE] = with_architecture(now[CONFIG_FILE], model)
         for name in now.keys() | then.keys():
@@ -108,7 +109,7 @@ def _loaded_anew(part: SavesItself, folder: Path, *, trusted: bool) -> dict[str,
     if load is None:
         return {}
     try:
-        return saved(load(str(folder)), trusted=trusted)
+        return saved(load(str(folder)), trusted=trusted, told=None)
     except Exception as exc:  # noqa: BLE001 - of any library; its files are then all its own
         logger.debug("%s does not load as %s: %s", folder, type(part).__name__, exc)
         return {}

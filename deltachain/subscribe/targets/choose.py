@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
+from deltachain.chain.chain import Chain
+from deltachain.chain.checks import asset_paths
 from deltachain.errors import ConfigError
 from deltachain.subscribe.targets.base import Target
 from deltachain.subscribe.targets.folder import FolderTarget
@@ -37,3 +39,10 @@ def as_target(thing: TargetLike) -> Target:
             hint="give a torch module, a dict of tensors by name, or the path of a folder",
         )
     return cast("Target", thing)
+
+
+def bind(target: Target, chain: Chain) -> None:
+    """Bind a target to the tensors of a chain; see :meth:`Target.bind`."""
+    if isinstance(target, FolderTarget):
+        target.assets = asset_paths(chain.identity)
+    target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)

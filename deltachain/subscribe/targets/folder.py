@@ -74,6 +74,7 @@ class FolderTarget(PatchedTarget):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.assets = frozenset[str]()  # paths in the chain, which say whether it is an adapter's
         self._journal = Journal(folder)
         self._specs: Mapping[str, TensorSpec] = {}
         self._aliases: Mapping[str, str] = {}
@@ -222,7 +223,7 @@ class FolderTarget(PatchedTarget):
 
     def _create(self, patches: Iterable[Patch], held: HeldVersion) -> Stamps:
         """Create the weights file of a folder without one, with one patch in memory at a time."""
-        file = weights_file(self._specs)
+        file = weights_file(self._specs, self.assets)
         absent = set(self._specs)
         with creating(self.folder / file) as partial:
             allocate(partial, self._specs.values())

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Final
 
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain
+from deltachain.chain.checks import asset_paths
 from deltachain.chain.identity import chain_around
-from deltachain.checkpoint import HELD_FILE, is_asset, weights_file, write_atomic
+from deltachain.checkpoint import ADAPTER_CONFIG, HELD_FILE, is_asset, weights_file, write_atomic
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.format.documents import parse
 from deltachain.remote_code import without_remote_code
 from deltachain.subscribe import FolderTarget, HeldVersion, Patch
 from deltachain.subscribe.targets.folder import HeldFile, explained
 from deltachain.types import TensorSpec
-from deltachain.weight_files import ADAPTER_FILE
+from deltachain.weight_files import ADAPTER_FILE, WEIGHTS_FILE
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""Configuration of an adapter of PEFT."""
+logger = logging.getLogger(__name__)
 
 
 class OwnFolder(FolderTarget):
@@ -90,8 +90,16 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
     """
     written = []
     refused = set[str]()
-    if weights_file(name for name, *_ in chain.table.tensors) != ADAPTER_FILE:
+    paths = asset_paths(chain.identity)
+    if weights_file((name for name, *_ in chain.table.tensors), paths) != ADAPTER_FILE:
         refused.add(ADAPTER_CONFIG)
+    elif ADAPTER_CONFIG in paths and (folder / WEIGHTS_FILE).is_file():
+        refused.add(ADAPTER_CONFIG)  # an earlier release made this folder
+        logger.warning(
+            "%s: %s holds the adapter, and PEFT does not read that name: pull into a new folder",
+            folder,
+            WEIGHTS_FILE,
+        )
     for name, data in chain.assets():
         file = folder / name
         with explained(folder):

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import BdLoraConfig, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import save_file
+import transformers.integrations.peft
+from peft import (
+    BdLoraConfig,
+    LoraConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -20,7 +30,8 @@ from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.lora import adapter_assets, adapter_tensors, merged_tensors
 from deltachain.publish.model.source import collect_weights
-from deltachain.store import MemoryStore
+from deltachain.publish.push import push
+from deltachain.store import FileStore, MemoryStore
 from deltachain.testing.models import recompute
 
 TOKENS = torch.arange(12).view(2, 6)
@@ -259,6 +270,53 @@ def test_a_pulled_adapter_is_what_peft_loads(tmp_path: Path) -> None:
     pull(url, out=tmp_path / "pulled")
     loaded = PeftModel.from_pretrained(base(), tmp_path / "pulled")
     assert torch.equal(loaded.eval()(TOKENS).logits, model(TOKENS).logits)
+
+
+METHODS = {
+    "prompt": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "prefix": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "vera": VeraConfig(target_modules=["q_proj"]),
+    "lora": LoraConfig(target_modules=["q_proj"]),
+}
+
+
+def publish_adapter(model: Any, url: str) -> None:
+    with Publisher(url).attach(lambda: adapter_tensors(model), assets=adapter_assets(model)):
+        pass
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_pulled_adapter_of_any_method_is_what_peft_saves(tmp_path: Path, method: str) -> None:
+    model = get_peft_model(base(), copy.deepcopy(METHODS[method]))
+    publish_adapter(model, (tmp_path / "chain").as_uri())
+    model.save_pretrained(str(tmp_path / "saved"))
+    push(FileStore(tmp_path / "pushed"), tmp_path / "saved", PublishConfig(url="x"))
+    for name in ("chain", "pushed"):
+        pull((tmp_path / name).as_uri(), out=tmp_path / "out" / name)
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            found = (tmp_path / "out" / name / file).read_bytes()
+            if file.endswith(".json"):
+                assert json.loads(found) == json.loads((tmp_path / "saved" / file).read_bytes())
+        assert bits(load_file(tmp_path / "out" / name / file).items()) == bits(
+            load_file(tmp_path / "saved" / file).items()
+        )
+        PeftModel.from_pretrained(base(), tmp_path / "out" / name)
+
+
+def test_an_adapter_that_transformers_added_has_the_names_of_peft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.integrations.peft, "check_peft_version", lambda **_: None)
+    model = base()
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    publish_adapter(model, (tmp_path / "chain").as_uri())
+    pull((tmp_path / "chain").as_uri(), out=tmp_path / "out")
+    model.save_pretrained(tmp_path / "saved")
+    found, saved = (tmp_path / name / "adapter_model.safetensors" for name in ("out", "saved"))
+    assert bits(load_file(found).items()) == bits(load_file(saved).items())
+    assert json.loads((tmp_path / "out/adapter_config.json").read_bytes()) == json.loads(
+        (tmp_path / "saved/adapter_config.json").read_bytes()
+    )
 
 
 class Lora(nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BlipImageProcessor,
+    InstructBlipProcessor,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
 )
 
 from deltachain.chain.chain import Chain
+from deltachain.checkpoint import ASSET_NBYTES
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig
 from deltachain.publish.model.assets import collect_assets
@@ -40,6 +44,9 @@ OTHERS = (
     "additional_chat_templates/tools.jinja",
     "1_Pooling/config.json",
     "modules.json",
+    "qformer_tokenizer/tokenizer_config.json",
+    "language_model/unigrams.txt",
+    "prophetnet.tokenizer",
 )
 NO_FILES = ("trainer_state.json", "modeling_x.py", "2_Dense/x.py", "checkpoint-5/config.json")
 
@@ -82,6 +89,37 @@ def test_files_of_every_kind_come_with_the_checkpoint(tmp_path: Path, folder: Pa
     for name in there - {"model.safetensors", *NO_FILES}:
         assert (pulled / name).read_bytes() == (folder / name).read_bytes(), name
     assert not any((pulled / name).exists() for name in NO_FILES)
+
+
+def test_small_files_that_are_not_carried_are_named_in_one_line(
+    tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("README.md", ".gitattributes", "onnx/model.onnx", "my_tokenizer/v2/a.json"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("{}")
+    with (folder / "large.json").open("wb") as file:
+        file.truncate(ASSET_NBYTES + 1)
+    named = ["2_Dense/x.py", "large.json", "modeling_x.py", "my_tokenizer/v2/", "onnx/"]
+    push(FileStore(tmp_path / "chain"), folder, PublishConfig(url="x"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    collect_assets(model, PublishConfig(url="x"), AutoTokenizer.from_pretrained(folder))
+    lines = [line for line in caplog.messages if "not published" in line]
+    assert lines == [f"{folder}: not published, followers lack them: {', '.join(named)}"] * 2
+
+
+def test_a_tokenizer_of_a_processor_comes_in_its_folder(tmp_path: Path, folder: Path) -> None:
+    shutil.rmtree(folder / "additional_chat_templates")
+    main, other = (AutoTokenizer.from_pretrained(folder) for _ in range(2))
+    other.add_tokens(["[DEC]"])
+    processor = InstructBlipProcessor(BlipImageProcessor(), main, other)
+    model = llama()
+    publish(model, tmp_path / "chain", processor)
+    processor.save_pretrained(folder)
+    push(FileStore(tmp_path / "pushed"), folder, PublishConfig(url="x"))
+    for name in ("chain", "pushed"):
+        pulled = pull(tmp_path / name, tmp_path / f"{name}-out")
+        found: Any = InstructBlipProcessor.from_pretrained(pulled)
+        assert found.qformer_tokenizer.convert_tokens_to_ids("[DEC]") == 64
 
 
 def test_nothing_is_written_through_a_link_in_the_followers_folder(

@@ -76,6 +76,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(
         (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
         with pytest.raises(FormatError, match="outside the folder"):
             subscribe(mirror).update()
+    (mirror / "model.safetensors").rename(mirror / "other.safetensors")
     index = {"weight_map": {"frozen.weight": "gone.safetensors"}}
     (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"gone\.safetensors is missing"):
