@@ -29,6 +29,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors
+from deltachain.publish.model.touched import with_dtype_of
 from deltachain.publish.place import open_or_make
 from deltachain.publish.quantise.begin import Files, quantised
 from deltachain.publish.quantise.layers import Layers
@@ -154,7 +155,7 @@ def _take_chain(
     chain = open_or_make(
         tenure.store,
         source.table(),
-        assets,
+        lambda: with_dtype_of(assets(), source.specs),
         trust=Trust.of_writer(config.signing_key),
         base=config.base,
     )

@@ -306,10 +306,9 @@ class Subscriber(Closeable):
         self.told.set()
 
     def scrub(self, *, if_altered: bool = False) -> bool:
-        """Verify the state digest of the live bits; poison the target if it differs.
+        """Verify the live bits by their state digest; poison the target if they differ.
 
-        The target must not be written to meanwhile. Returns whether the digest matches. With
-        ``if_altered``, only a target that someone else may have written to is read.
+        With ``if_altered``, a target that nobody else changed is not read. Returns whether it holds.
         """
         with self._writing:
             if (held := self.held) is None or (if_altered and not self.target.is_altered()):

@@ -294,27 +294,46 @@ def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
         )
     weights: dict[str, Weight] = {}
     for name, tensor in _yielded(live):
-        if name in weights:
-            raise UnsupportedModelError(
-                f"the export gives {name!r} twice",
-                hint="tensors that the checkpoint has joined must be yielded joined, once",
-            )
         weight = _weight(name, tensor.detach(), None, dtype, {})
         weights[name] = replace(weight, frozen=False)
     say_dtypes(((one.spec, one.tensor.dtype) for one in weights.values()), dtype, None)
     found = tuple(weights[name] for name in sorted(weights))
     specs = specs_of(weight.element_map.slots[0].spec for weight in found)
-    return ModelTensors(found, specs, {}, live, one_by_one=True)
+    live_now = partial(_yielded, live, frozenset(weights))
+    return ModelTensors(found, specs, {}, live_now, one_by_one=True)
 
 
-def _yielded(live: TensorSource) -> Iterator[tuple[str, Tensor]]:
-    """Yield what an export yields, once it is seen to be names and tensors."""
+def _yielded(
+    live: TensorSource, known: frozenset[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield what an export yields, once it is seen to be names and tensors.
+
+    Args:
+        live: The export.
+        known: Names that it yielded on this rank when it was attached; ``None`` at that time.
+
+    Raises:
+        ConfigError: It yields something else, a name twice, or a name that is not known.
+    """
     found: object = live()
     if not isinstance(found, Iterable):
         raise ConfigError(f"the export returned a {type(found).__name__}", hint=_YIELD)
+    seen: set[str] = set()
     for item in found:
         match item:
             case (str(name), Tensor() as tensor):
+                # Also of one tensor twice: one made anew may lie where the first one was.
+                if name in seen:
+                    raise UnsupportedModelError(
+                        f"the export gives {name!r} twice",
+                        hint="tensors that the checkpoint has joined must be yielded joined, once",
+                    )
+                if known is not None and name not in known:
+                    raise UnsupportedModelError(
+                        f"{name!r} was not there when the publisher was attached",
+                        hint=SAME_TENSORS,
+                    )
+                seen.add(name)
                 refuse_lazy([(name, tensor)])
                 yield name, tensor
             case _:

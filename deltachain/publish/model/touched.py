@@ -6,12 +6,15 @@ import json
 import logging
 import re
 import tempfile
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from deltachain.checkpoint import left_out, read_assets
 from deltachain.publish.quantise.settings import CONFIG_FILE
+from deltachain.torch_names import TORCH_DTYPES
+from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +22,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _DTYPES: Final = ("dtype", "torch_dtype")
+
+_STATED: Final = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+"""Dtypes of weights that are not quantised, and what configurations call them."""
 
 RUN_FIELDS: Final = frozenset(
     {
@@ -169,6 +175,54 @@ def with_architecture(data: bytes, model: nn.Module) -> bytes:
         return data
     config["architectures"] = [type(model).__name__]
     return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+
+
+def with_dtype_of(files: Mapping[str, bytes], specs: Iterable[TensorSpec]) -> dict[str, bytes]:
+    """Return files whose configuration states the dtype of the weights, as saving them would.
+
+    Loading casts all weights to the stated dtype: that of most of their elements. A part of the
+    model may state another one that some of them have. Nothing is added, and configurations of
+    quantised weights stay as they are.
+
+    Args:
+        files: Small files of a checkpoint, by path.
+        specs: Its tensors.
+    """
+    made = dict(files)
+    numel: Counter[str] = Counter()
+    for spec in specs:
+        if TORCH_DTYPES[spec.dtype].is_floating_point:
+            numel[spec.dtype] += spec.numel
+    wanted = _STATED.get(max(numel, key=numel.__getitem__, default=""))
+    try:
+        config = json.loads(files.get(CONFIG_FILE, b""))
+    except (ValueError, RecursionError):
+        return made
+    if wanted is not None and isinstance(config, dict) and LIBRARY not in config:
+        has = frozenset(_STATED[name] for name in numel if name in _STATED)
+        if (stated := _stating(config, wanted, frozenset((wanted,)), has)) != config:
+            made[CONFIG_FILE] = json.dumps(stated, indent=2, ensure_ascii=False).encode() + b"\n"
+    return made
+
+
+def _stating(
+    config: Mapping[str, Any], wanted: str, fine: frozenset[str], fine_inside: frozenset[str]
+) -> dict[str, Any]:
+    """Return a configuration with the wanted dtype in place of others.
+
+    Args:
+        config: The configuration, or the part of it that describes a part of the model.
+        wanted: The dtype.
+        fine: Dtypes that it may state.
+        fine_inside: Dtypes that its parts may state.
+    """
+    made = dict(config)
+    for key, value in config.items():
+        if key in _DTYPES and value in _STATED.values() and value not in fine:
+            made[key] = wanted
+        elif key.endswith("_config") and isinstance(value, dict) and LIBRARY not in value:
+            made[key] = _stating(value, wanted, fine_inside, fine_inside)
+    return made
 
 
 def _with_dtypes(data: bytes, origin: bytes | None, name: str) -> bytes:

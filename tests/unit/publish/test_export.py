@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.testing.models import recompute
@@ -93,6 +93,27 @@ def test_an_export_that_gives_a_name_twice_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="'w' twice"):
         Publisher("memory://v", store=MemoryStore()).attach(twice)
+
+
+@pytest.mark.parametrize("name", ["head.w", "1.w.weight"])
+def test_an_export_that_gives_a_further_tensor_publishes_nothing(name: str) -> None:
+    store, exporter, further = MemoryStore(), Exporter(), dict[str, Tensor]()
+
+    def export() -> Iterator[tuple[str, Tensor]]:
+        yield from exporter()
+        yield from further.items()
+
+    with Publisher("memory://t", store=store).attach(export) as publisher:
+        further[name] = torch.ones(2)
+        exporter.train_(1)
+        with pytest.raises(UnsupportedModelError, match=f"{name}'") as caught:
+            publisher.publish()
+        assert caught.value.hint
+        assert publisher.version == 0
+        del further[name]
+        assert publisher.flush() is not None
+    *_, newest = recompute(store).values()
+    assert {name: b.tobytes() for name, b in newest.state.items()} == bits(exporter)
 
 
 def test_an_empty_export_is_refused() -> None:

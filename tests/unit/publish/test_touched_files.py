@@ -27,11 +27,13 @@ from deltachain.checkpoint import ASSET_NBYTES
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig
 from deltachain.publish.model.assets import collect_assets
+from deltachain.publish.model.touched import with_dtype_of
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.push import push
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+from deltachain.types import TensorSpec
 from tests.unit.publish.library import llama
 
 UNKNOWN = "<unk>"
@@ -139,6 +141,66 @@ def test_a_model_that_is_as_it_was_loaded_has_the_files_of_its_origin(folder: Pa
     files = collect_assets(model, PublishConfig(url="x"), AutoTokenizer.from_pretrained(folder))
     assert files == {name: (folder / name).read_bytes() for name in files}
     assert set(OTHERS) | {"config.json", "tokenizer.json"} <= set(files)
+
+
+@pytest.mark.parametrize(
+    ("wire", "saved"), [(None, torch.bfloat16), ("F32", torch.float32), ("F16", torch.float16)]
+)
+def test_the_pulled_folder_loads_in_the_dtype_that_was_published(
+    tmp_path: Path, folder: Path, wire: str | None, saved: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight += 1e-4
+    with Publisher(PublishConfig(url=str(tmp_path / "chain"), dtype=wire)) as publisher:
+        publisher.attach(model, alone=True)
+    loaded = AutoModelForCausalLM.from_pretrained(pull(tmp_path / "chain", tmp_path / "out"))
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.to(saved))
+
+
+def test_a_configuration_without_a_folder_states_the_dtype_of_its_model(tmp_path: Path) -> None:
+    model = llama().float()
+    model.config.dtype = torch.bfloat16
+    publish(model, tmp_path / "chain")
+    pulled = pull(tmp_path / "chain", tmp_path / "out")
+    assert json.loads((pulled / "config.json").read_bytes())["dtype"] == "float32"
+
+
+ROWS = (("F32", 30), ("BF16", 20), ("I64", 90))
+
+
+@pytest.mark.parametrize(
+    ("stated", "then"),
+    [
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}),
+        ({"torch_dtype": "float16", "a": 1}, {"torch_dtype": "float32", "a": 1}),
+        ({"text_config": {"dtype": "float16"}}, {"text_config": {"dtype": "float32"}}),
+    ],
+)
+def test_the_stated_dtype_is_that_of_most_elements(
+    stated: dict[str, Any], then: dict[str, Any]
+) -> None:
+    specs = [TensorSpec(str(n), dtype, (numel,)) for n, (dtype, numel) in enumerate(ROWS)]
+    files = {"config.json": json.dumps(stated).encode(), "tokenizer.json": b"{}"}
+    made = with_dtype_of(files, specs)
+    assert json.loads(made["config.json"]) == then
+    assert made["tokenizer.json"] == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("stated", "dtype"),
+    [
+        ({"dtype": "float32", "vision_config": {"dtype": "bfloat16"}}, "F32"),
+        ({"dtype": None}, "F32"),
+        ({"vocab_config": {"dtype": 7}}, "F32"),
+        ({"dtype": "bfloat16"}, "F8_E4M3"),
+        ({"dtype": "bfloat16", "quantization_config": {}}, "F32"),
+    ],
+)
+def test_what_states_no_other_dtype_stays_as_it_is(stated: dict[str, Any], dtype: str) -> None:
+    files = {"config.json": json.dumps(stated).encode()}
+    specs = [TensorSpec("a", dtype, (30,)), TensorSpec("b", "BF16", (20,))]
+    assert with_dtype_of(files, specs) == files
 
 
 def test_after_a_resize_the_pulled_folder_loads(tmp_path: Path, folder: Path) -> None:
