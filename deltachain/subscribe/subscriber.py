@@ -308,7 +308,7 @@ class Subscriber(Closeable):
     def scrub(self, *, if_altered: bool = False) -> bool:
         """Verify the live bits by their state digest; poison the target if they differ.
 
-        With ``if_altered``, a target that nobody else changed is not read. Returns whether it holds.
+        ``if_altered`` leaves out a target that nobody else changed. Returns whether they match.
         """
         with self._writing:
             if (held := self.held) is None or (if_altered and not self.target.is_altered()):
