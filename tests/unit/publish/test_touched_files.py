@@ -321,3 +321,15 @@ def test_generation_settings_that_change_while_a_model_is_trained_are_told_once(
         model.generation_config.temperature = 0.25
         publisher.publish(step=4).result()
         assert "changed in 'eos_token_id', 'temperature'" in caplog.text
+
+
+@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
+def test_a_token_that_changes_in_the_configuration_alone_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    model = llama(eos_token_id=2, pad_token_id=0)
+    with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
+        publisher.attach(model, alone=True)
+        setattr(model.config, field, 7)
+        publisher.publish(step=1).result()
+    assert f"generation settings changed in {field!r}" in caplog.text
