@@ -154,9 +154,14 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _generation(model: nn.Module) -> dict[str, Any]:
-    """Return what decides which tokens a model's followers sample, and where they stop."""
+    """Return what decides which tokens a model's followers sample, and where they stop.
+
+    Of each field, the value of the configuration and that of the generation settings.
+    """
     ids = {k: v for k, v in _fields(getattr(model, "config", None)).items() if k.endswith(_ID)}
-    return ids | _fields(getattr(model, "generation_config", None))
+    settings = _fields(getattr(model, "generation_config", None))
+    both = {key: (ids.get(key), settings.get(key)) for key in ids.keys() | settings.keys()}
+    return {key: values for key, values in both.items() if values != (None, None)}
 
 
 def _fields(settings: object) -> dict[str, Any]:

@@ -7,26 +7,34 @@ live bf16 weights and reverting would change most of them.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltachain.checkpoint import PEFT_PREFIX, read_assets
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish.model.conversion import SaveConversion
-from deltachain.publish.model.refusals import refuse_overflow
-from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
+from deltachain.publish.model.refusals import is_of_peft, refuse_overflow
+from deltachain.torch_names import WIRE_NAMES, named_modules, named_tensors, unwrapped
 from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
+logger = logging.getLogger(__name__)
+
 _FACTORS: Final = ("A", "embedding_A")
 """Ends of the names of a layer's first factors, by adapter."""
+
+_CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""Starts of the names of initialisations that write to the weights of the base."""
+
+_ALONE: Final = "publish the adapter alone (adapter_tensors), or a merged copy of the model"
 
 
 def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -55,10 +63,23 @@ def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, by
 
     Arguments as of :func:`adapter_tensors`.
 
+    An adapter whose initialisation changed the base is named in the log.
+
     Raises:
         ConfigError: The model has no such adapter, or several and none was named.
     """
-    config = copy.copy(_find(model, adapter)[1])  # PEFT sets fields while it saves
+    name, found = _find(model, adapter)
+    start = getattr(found, "init_lora_weights", None)
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        logger.warning(
+            "adapter %r fits only the base as PEFT's initialisation %r left it, which is another "
+            "one than its files: engines that load both files compute something else; publish "
+            "merged_tensors, or the files of save_pretrained with "
+            "path_initial_model_for_weight_conversion",
+            name,
+            start,
+        )
+    config = copy.copy(found)  # PEFT sets fields while it saves
     mapping = None
     if not _is_of_transformers(model):
         config.inference_mode = True
@@ -93,16 +114,19 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
     adapter, config = _find(model, adapter)
     base: Any = model.get_base_model()
     _refuse_more(config, base, adapter)
+    tuned = _tuned(base)
     layers = {
-        f"{name}.weight": layer
-        for name, layer in base.named_modules()
-        if adapter in getattr(layer, "lora_A", ())
+        f"{own}.weight": layer
+        for path, layer in tuned.items()
+        if adapter in getattr(layer, "lora_A", ()) and (own := _own_name(path, tuned))
     }
     own_tensors = {
-        name.replace(".base_layer", ""): tensor
+        own: tensor
         for name, tensor in named_tensors(base)
-        if ".lora_" not in name
+        if (own := _own_name(name, tuned)) is not None
     }
+    if absent := layers.keys() - own_tensors.keys():
+        raise _unmerged(adapter, f"a layer without the weight {min(absent)!r}")
     saving = SaveConversion(base, {name: tuple(t.shape) for name, t in own_tensors.items()})
     seen: dict[int, str] = {}
     for own, tensor in own_tensors.items():
@@ -115,6 +139,47 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
         if own in layers:
             weight = _added(own, layers[own], adapter, weight)
         yield from saving.convert({own: weight}).items()
+
+
+def _tuned(base: nn.Module) -> dict[str, nn.Module]:
+    """Return PEFT's layers around layers of a model, by path in its checkpoint.
+
+    Raises:
+        ConfigError: A module is in a wrapper of PEFT with weights of an adapter in place of its
+            own, whichever adapter that is.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - as above
+
+    modules = {path.removesuffix("."): module for _, path, module in named_modules(base)}
+    tuned: dict[str, nn.Module] = {
+        path: one for path, one in modules.items() if isinstance(one, BaseTunerLayer)
+    }
+    for path, module in modules.items():
+        if path not in tuned and is_of_peft(module) and _own_name(path, tuned) is not None:
+            raise UnsupportedModelError(
+                f"{path!r} is a {type(module).__name__} of PEFT, in which an adapter has weights "
+                "in place of those of the base: that is not merged here",
+                hint=_ALONE,
+            )
+    return tuned
+
+
+def _own_name(name: str, tuned: Collection[str]) -> str | None:
+    """Return the name in the base model of a module or tensor; ``None`` for those of adapters.
+
+    Args:
+        name: Its name in the model with adapters.
+        tuned: Paths of PEFT's layers there.
+    """
+    kept: list[str] = []
+    path = ""
+    for word in name.split("."):
+        if path not in tuned:
+            kept.append(word)
+        elif word != "base_layer":
+            return None
+        path = f"{path}.{word}" if path else word
+    return ".".join(kept)
 
 
 def _added(own: str, layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noqa: ANN401 - of peft
@@ -187,7 +252,7 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
 def _unmerged(adapter: str, more: str) -> ConfigError:
     return UnsupportedModelError(
         f"adapter {adapter!r} has {more}, which is not merged here",
-        hint="publish the adapter by itself (adapter_tensors), or a merged copy of the model",
+        hint=_ALONE,
     )
 
 

@@ -22,11 +22,12 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.chain.chain import Chain
 from deltachain.cli.pull import pull
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.lora import adapter_assets, adapter_tensors, merged_tensors
 from deltachain.publish.model.source import collect_weights
@@ -106,6 +107,19 @@ def scale(model: Any, by: float) -> None:
     for layer in model.modules():
         if "default" in getattr(layer, "lora_A", ()):
             layer.set_scale("default", by)
+
+
+@pytest.mark.parametrize(
+    ("start", "told"), [("pissa_niter_2", 1), ("olora", 1), ("orthogonal", 0), (True, 0)]
+)
+def test_an_adapter_whose_initialisation_changed_its_base_is_told(
+    start: Any, told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=start)
+    model = get_peft_model(base().float(), settings)
+    adapter_assets(model)
+    assert caplog.text.count("fits only the base") == told
+    assert caplog.text.count("path_initial_model_for_weight_conversion") == told
 
 
 @pytest.mark.parametrize("change", [alpha, scale])
@@ -188,6 +202,47 @@ def test_an_adapter_that_does_more_than_add_is_not_merged(more: dict[str, Any], 
     model = get_peft_model(base(), LoraConfig(r=4, **settings))
     with pytest.raises(ConfigError, match=name):
         list(merged_tensors(model))
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"modules_to_save": ["lm_head"]}, "'lm_head' is a ModulesToSaveWrapper"),
+        (
+            {"trainable_token_indices": {"embed_tokens": [1, 2]}},
+            r"'model\.embed_tokens' is a TrainableTokensWrapper",
+        ),
+    ],
+)
+def test_weights_that_another_adapter_replaces_are_not_merged(
+    more: dict[str, Any], name: str
+) -> None:
+    model = adapted()
+    model.add_adapter("ref", LoraConfig(r=4, target_modules=["q_proj"], **more))
+    with pytest.raises(UnsupportedModelError, match=name) as caught:
+        list(merged_tensors(model, "default"))
+    assert "merged copy" in caught.value.hint
+    with pytest.raises(UnsupportedModelError, match=next(iter(more))):
+        list(merged_tensors(model, "ref"))
+
+
+def test_names_of_the_base_model_stay_as_they_are() -> None:
+    model = base()
+    attention = model.model.layers[0].self_attn
+    attention.register_parameter("lora_w", nn.Parameter(torch.ones(2)))
+    attention.base_layer = nn.Linear(2, 2)
+    names = set(model.state_dict())
+    peft = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    assert {name for name, _ in merged_tensors(peft)} == names
+
+
+def test_layers_in_wrappers_are_merged() -> None:
+    model = adapted()
+    train_(model, 0)
+    expected = bits(merged_tensors(model))
+    layers = model.base_model.model.model.layers
+    layers[0] = checkpoint_wrapper(layers[0])
+    assert bits(merged_tensors(model)) == expected
 
 
 @pytest.mark.parametrize("name", ["lora_bias", "target_parameters"])

@@ -372,3 +372,15 @@ def test_the_configuration_of_a_dequantised_model_says_its_own_dtype(folder: Pat
     written = json.loads(files["config.json"])
     assert "quantization_config" not in written
     assert written["dtype"] == "float32"
+
+
+@pytest.mark.parametrize("field", ["eos_token_id", "pad_token_id"])
+def test_a_token_that_changes_in_the_configuration_alone_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    model = llama(eos_token_id=2, pad_token_id=0)
+    with Publisher(PublishConfig(url=str(tmp_path / "chain"))) as publisher:
+        publisher.attach(model, alone=True)
+        setattr(model.config, field, 7)
+        publisher.publish(step=1).result()
+    assert f"generation settings changed in {field!r}" in caplog.text
