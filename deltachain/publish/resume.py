@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,6 +16,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload_clock import MeasuredTransfer
+from deltachain.checkpoint import weights_file
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -23,17 +24,19 @@ from deltachain.errors import (
     ObjectNotFoundError,
     PublisherFencedError,
 )
+from deltachain.format.keys import CHAIN_KEY
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.diff import Diff, map_changes
+from deltachain.publish.model.made import refuse_other_folder
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.model.touched import with_dtype_of
 from deltachain.publish.place import open_or_make
 from deltachain.publish.quantise.begin import Files, quantised
 from deltachain.publish.quantise.layers import Layers
-from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.ranks.sharing import divide
@@ -44,6 +47,7 @@ from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
+from deltachain.weight_files import ADAPTER_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +115,12 @@ def _begin(
     ranks: Ranks,
     layers: Callable[[ModelTensors, Files], Layers],
 ) -> Session:
-    source, files = divide(collect, ranks), assets
+    source = divide(collect, ranks)
+    described: Files = partial(_described, tenure.store, source, assets)
+    files = described
     if (quantization := Quantization.chosen(config.quantization)) is not None:
         made = quantised(source, lambda: layers(source, assets), quantization, ranks)
-        source, files = made.source, lambda: made.assets(assets())
+        source, files = made.source, lambda: made.assets(described())
     refuse_specs(source.specs)  # those of all ranks: every rank refuses
     source.agree("begin")
     with Collective(ranks, "begin") as collective:
@@ -132,6 +138,20 @@ def _begin(
     else:
         catch_up(session, writer.parent)
     return session
+
+
+def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str, bytes]:
+    """Return the files of a chain; those of a new one must describe the tensors of an export.
+
+    Modules are compared with their own configuration. Of an adapter it may be the base's.
+    """
+    files = assets()
+    if not source.one_by_one or CONFIG_FILE not in files:
+        return files
+    specs = {spec.name: spec for spec in source.specs}
+    if weights_file(specs, files) != ADAPTER_FILE and store.find(CHAIN_KEY) is None:
+        refuse_other_folder(files, specs)
+    return files
 
 
 def _position(writer: Writer) -> Position:

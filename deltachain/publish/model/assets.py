@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 
 from deltachain.checkpoint import read_assets
+from deltachain.config_fields import fields
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
 from deltachain.publish.model.origin import origin
@@ -16,7 +17,6 @@ from deltachain.publish.model.source import TensorSource
 from deltachain.publish.model.tokenizer_files import MAIN_FILES
 from deltachain.publish.model.touched import (
     SavesItself,
-    fields,
     own_parts,
     saved,
     with_architecture,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -11,27 +10,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, differing_fields, settings_of
 from deltachain.errors import UnsupportedModelError
 from deltachain.publish.model.made import Difference, refuse_difference
 from deltachain.publish.model.refusals import is_of_peft
-from deltachain.publish.model.touched import LIBRARY, differing_fields, fields
 from deltachain.torch_names import named_tensors
 
 logger = logging.getLogger(__name__)
-
-_RUNTIME: Final = frozenset(
-    {
-        "architectures",
-        "problem_type",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
-)
-"""Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
-
-_ID: Final = "_token_id"
-"""End of the names of token ids, which trainers align with the tokenizer."""
 
 _OTHER_FILES: Final = (
     "; or give PublishConfig.assets, a folder of the files to publish, if no follower loads them "
@@ -149,8 +134,8 @@ def _settings(model: nn.Module) -> dict[str, Any]:
     """Return the fields of a model's configuration that do not change while it is trained."""
     if not hasattr(model, "from_pretrained"):
         return {}
-    found = _fields(getattr(model, "config", None))
-    return {k: v for k, v in found.items() if k not in _RUNTIME and not k.endswith(_ID)}
+    found = settings_of(getattr(model, "config", None))
+    return {k: v for k, v in found.items() if k not in RUNTIME and not k.endswith(ID_END)}
 
 
 def _generation(model: nn.Module) -> dict[str, Any]:
@@ -158,14 +143,8 @@ def _generation(model: nn.Module) -> dict[str, Any]:
 
     Of each field, the value of the configuration and that of the generation settings.
     """
-    ids = {k: v for k, v in _fields(getattr(model, "config", None)).items() if k.endswith(_ID)}
-    settings = _fields(getattr(model, "generation_config", None))
+    config = settings_of(getattr(model, "config", None))
+    ids = {key: value for key, value in config.items() if key.endswith(ID_END)}
+    settings = settings_of(getattr(model, "generation_config", None))
     both = {key: (ids.get(key), settings.get(key)) for key in ids.keys() | settings.keys()}
     return {key: values for key, values in both.items() if values != (None, None)}
-
-
-def _fields(settings: object) -> dict[str, Any]:
-    """Return the fields of a configuration of transformers; none of anything else."""
-    told = getattr(settings, "to_dict", None)
-    found = fields(json.dumps(told(), default=str).encode()) if callable(told) else None
-    return found if isinstance(found, dict) else {}

@@ -13,6 +13,7 @@ from typing import Any, Final
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
+from deltachain.config_fields import differing_fields, fields
 from deltachain.errors import ChainMismatchError
 from deltachain.format.digest import object_digest
 from deltachain.publish.model.tokenizer_files import (
@@ -20,7 +21,7 @@ from deltachain.publish.model.tokenizer_files import (
     TOKENIZER_FILE,
     tokenizer_difference,
 )
-from deltachain.publish.model.touched import differing_fields, fields, read_config
+from deltachain.publish.model.touched import read_config
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from deltachain.config_fields import LIBRARY
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.touched import LIBRARY, read_config
+from deltachain.publish.model.touched import read_config
 from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec

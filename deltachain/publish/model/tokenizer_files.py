@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from deltachain.config_fields import differing_fields, fields
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.touched import SavesItself, differing_fields, fields, saved
+from deltachain.publish.model.touched import SavesItself, saved
 from deltachain.publish.quantise.settings import CONFIG_FILE
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 from deltachain.checkpoint import left_out, read_assets
+from deltachain.config_fields import LIBRARY, fields
 from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
@@ -25,26 +25,6 @@ _DTYPES: Final = ("dtype", "torch_dtype")
 
 _STATED: Final = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 """Dtypes of weights that are not quantised, and what configurations call them."""
-
-RUN_FIELDS: Final = frozenset(
-    {
-        *_DTYPES,
-        "_name_or_path",
-        "transformers_version",
-        "use_cache",
-        "_commit_hash",
-        "_from_model_config",
-    }
-)
-"""Fields of configurations that tell of a run and not of what the weights compute; trainers keep
-fp32 masters of bf16 weights, and switch the cache off."""
-
-
-_OF_TRAINING: Final = re.compile("drop(out|path|_prob|_rate)|layerdrop|_loss_|^initializer_")
-"""Names of fields that only training reads."""
-
-LIBRARY: Final = "quantization_config"
-"""Field of a configuration with its own check, which knows releases of libraries."""
 
 
 @runtime_checkable
@@ -131,29 +111,6 @@ def read_config(data: bytes) -> Any:  # noqa: ANN401 - of transformers
     with tempfile.TemporaryDirectory(prefix="deltachain-config-") as scratch:
         (Path(scratch) / CONFIG_FILE).write_bytes(data)
         return AutoConfig.from_pretrained(scratch, trust_remote_code=False)
-
-
-def fields(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Return a JSON document without the fields of a run; ``None`` if it is none."""
-    try:
-        return _without(json.loads(data))
-    except (ValueError, RecursionError):
-        return None
-
-
-def differing_fields(old: Any, new: Any) -> str:  # noqa: ANN401 - JSON
-    """Name the fields in which two configurations differ; a null is an absent field."""
-    if not isinstance(old, dict) or not isinstance(new, dict):
-        return "" if old == new else "other content"
-    found = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    return ", ".join(repr(key) for key in found if key != LIBRARY)
-
-
-def _without(value: Any) -> Any:  # noqa: ANN401 - JSON
-    if isinstance(value, dict):
-        kept = (k for k in value if k not in RUN_FIELDS and not _OF_TRAINING.search(k))
-        return {key: _without(value[key]) for key in kept}
-    return [_without(one) for one in value] if isinstance(value, list) else value
 
 
 def _differ(name: str, one: bytes, other: bytes) -> bool:

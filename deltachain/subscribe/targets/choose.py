@@ -42,7 +42,15 @@ def as_target(thing: TargetLike) -> Target:
 
 
 def bind(target: Target, chain: Chain) -> None:
-    """Bind a target to the tensors of a chain; see :meth:`Target.bind`."""
+    """Bind a target to the tensors of a chain; see :meth:`Target.bind`.
+
+    A module whose configuration is not the chain's is told in a warning.
+    """
     if isinstance(target, FolderTarget):
         target.assets = asset_paths(chain.identity)
     target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(module := getattr(target, "source", None), torch.nn.Module):
+        from deltachain.subscribe.targets.other_config import say_other_config  # noqa: PLC0415
+
+        say_other_config(module, chain)

@@ -39,10 +39,13 @@ class TensorTarget(PatchedTarget):
 
     Args:
         tensors: Contiguous tensors, or a module.
+
+    Attributes:
+        source: These tensors, or the module.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
-        self._source = tensors
+        self.source = tensors
         self._tensors = self._current()
         self._live: dict[str, list[WholeTensor]] = {}
         self._specs: Mapping[str, TensorSpec] = {}
@@ -78,15 +81,15 @@ class TensorTarget(PatchedTarget):
 
     def _current(self) -> dict[str, Tensor]:
         """Return the present tensors: casting or loading a module may have replaced them."""
-        if isinstance(self._source, nn.Module):
-            return dict(named_tensors(self._source))
-        for name, tensor in self._source.items():
+        if isinstance(self.source, nn.Module):
+            return dict(named_tensors(self.source))
+        for name, tensor in self.source.items():
             if not isinstance(tensor, Tensor):
                 raise ConfigError(
                     f"{name!r} of the target is a {type(tensor).__name__}, not a torch tensor",
                     hint="torch.from_numpy(array) shares the memory of an array",
                 )
-        return dict(self._source)
+        return dict(self.source)
 
     def _has_moved(self) -> bool:
         """Return whether the bound tensors were replaced; if so, bind the present ones."""

@@ -229,3 +229,15 @@ def test_a_configuration_that_transformers_makes_no_model_of_is_published_as_it_
     folder = saved(tmp_path / "c", keep, **fields)
     pushed = push(FileStore(tmp_path / "chain"), folder, PublishConfig(url="x"))
     assert pushed.head.version == 0
+
+
+def test_an_export_that_its_files_do_not_describe_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    folder = saved(tmp_path / "c", keep)
+    wrong = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    config = PublishConfig(url=str(tmp_path / "wrong"), assets=folder)
+    with Publisher(config) as publisher, pytest.raises(ConfigError, match=r"config\.json"):
+        publisher.attach(wrong.items, alone=True)
+    config = PublishConfig(url=str(tmp_path / "right"), assets=folder)
+    with Publisher(config) as publisher:
+        publisher.attach(lambda: model.state_dict().items(), alone=True)
