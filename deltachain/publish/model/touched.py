@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from deltachain.checkpoint import left_out, read_assets
 from deltachain.config_fields import LIBRARY, fields
 from deltachain.publish.quantise.settings import CONFIG_FILE
-from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def with_dtype_of(files: Mapping[str, bytes], specs: Iterable[TensorSpec]) -> di
     made = dict(files)
     numel: Counter[str] = Counter()
     for spec in specs:
-        if TORCH_DTYPES[spec.dtype].is_floating_point:
+        if spec.dtype.startswith(("F", "BF")):
             numel[spec.dtype] += spec.numel
     wanted = _STATED.get(max(numel, key=numel.__getitem__, default=""))
     try:
