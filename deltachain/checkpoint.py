@@ -81,8 +81,7 @@ _APART: Final = re.compile(
     r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|npz|msgpack|ot|distcp)",
     re.IGNORECASE,
 )
-"""Paths that no save of a model or a processor writes, and those of weights, which are told apart
-from small files."""
+"""Paths of weights, and of files that no save of a model or a processor writes."""
 
 _NAMED: Final = 8
 """Most files that a warning names."""

@@ -141,7 +141,7 @@ def _begin(
 
 
 def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str, bytes]:
-    """Return the files of a chain; those of a new one must describe the tensors of an export.
+    """Return the files of a chain. Files of a new chain must describe the tensors of an export.
 
     Modules are compared with their own configuration. Of an adapter it may be the base's.
     """

@@ -141,7 +141,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 def _generation(model: nn.Module) -> dict[str, Any]:
     """Return what decides which tokens a model's followers sample, and where they stop.
 
-    Of each field, the value of the configuration and that of the generation settings.
+    Each field has two values: of the configuration, and of the generation settings.
     """
     config = settings_of(getattr(model, "config", None))
     ids = {key: value for key, value in config.items() if key.endswith(ID_END)}

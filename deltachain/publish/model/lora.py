@@ -59,7 +59,7 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
 
 
 def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, bytes]:
-    """Return the files that ``save_pretrained`` writes of an adapter besides its tensors.
+    """Return the files that ``save_pretrained`` writes for an adapter, without its tensors.
 
     Arguments as of :func:`adapter_tensors`.
 
@@ -94,8 +94,8 @@ def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, by
 def _is_of_transformers(model: PeftModel) -> bool:
     """Return whether ``add_adapter`` of transformers made the adapters, not a model of PEFT.
 
-    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. The attribute is the
-    model's own: PEFT's models have those of the model inside.
+    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. Only the
+    model's own attribute counts: a model of PEFT shows the attributes of the model inside.
     """
     return bool(vars(unwrapped(model)).get("_hf_peft_config_loaded"))
 
@@ -157,15 +157,15 @@ def _tuned(base: nn.Module) -> dict[str, nn.Module]:
     for path, module in modules.items():
         if path not in tuned and is_of_peft(module) and _own_name(path, tuned) is not None:
             raise UnsupportedModelError(
-                f"{path!r} is a {type(module).__name__} of PEFT, in which an adapter has weights "
-                "in place of those of the base: that is not merged here",
+                f"{path!r} is a {type(module).__name__} of PEFT, with weights of an adapter "
+                "instead of the base's: it is not merged here",
                 hint=_ALONE,
             )
     return tuned
 
 
 def _own_name(name: str, tuned: Collection[str]) -> str | None:
-    """Return the name in the base model of a module or tensor; ``None`` for those of adapters.
+    """Return the name of a module or tensor in the base model; ``None`` for parts of adapters.
 
     Args:
         name: Its name in the model with adapters.

@@ -36,6 +36,9 @@ _VARIANT: Final = re.compile(r"model\.([^.]+?)(-\d+-of-\d+)?\.safetensors")
 _PLACES: Final = ("*.safetensors", "[!.]*/*.safetensors", "[!.]*/[!.]*/*.safetensors")
 """Patterns of weight files in a folder and in folders below it."""
 
+_RUN: Final = re.compile(r"(checkpoint-|global_step)\d+")
+"""Names of the folders that a trainer writes; they hold masters, which a resumed run loads."""
+
 _WHOLE: Final = "model"
 """Key of the weights of a folder that are no variant."""
 
@@ -56,7 +59,7 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """One set of weights: the files of a folder, or those of a variant."""
+    """One set of weights: the files of a folder, or of a variant."""
 
     label: str
     parts: tuple[Checkpoint, ...]
@@ -102,8 +105,8 @@ def origin_dtypes(
 ) -> Known:
     """Return the wire dtypes of the weights that a model was loaded from.
 
-    Weights in subfolders and of variants are looked at if those of the folder have other values
-    than the model, or dtypes that a model in its own cannot be published in.
+    Subfolders and variants are read if the folder's own weights have other values than the model,
+    or dtypes in which the model cannot be published.
 
     Args:
         folder: The folder; ``None`` if it is unknown.
@@ -167,7 +170,7 @@ def _others(folder: Path) -> Iterator[_Set]:
         variant = _VARIANT.fullmatch(file.name)
         groups.setdefault((file.parent, variant[1] if variant else _WHOLE), []).append(file)
     for (parent, kind), members in groups.items():
-        if (parent, kind) == (folder, _WHOLE):
+        if (parent, kind) == (folder, _WHOLE) or _RUN.fullmatch(parent.name):
             continue
         paths = [parent] if kind == _WHOLE else members
         try:

@@ -184,7 +184,7 @@ def _stating(
 def _with_dtypes(data: bytes, origin: bytes | None, name: str) -> bytes:
     """Return a configuration with the dtypes of the checkpoint's own: masters have others.
 
-    Weights of a quantised checkpoint that were dequantised have those of the model.
+    Dequantised weights have the dtypes of the model.
     """
     known = None if origin is None else json.loads(origin) if name == CONFIG_FILE else None
     if not isinstance(known, dict):

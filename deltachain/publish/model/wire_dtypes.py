@@ -71,7 +71,7 @@ def say_dtypes(
         logger.warning(
             "dtype=%r rounds %d weights that the model or its checkpoint has in a wider dtype than "
             "others, such as %r: dtype=%r publishes each in its dtype in the model; without dtype, "
-            "that of the checkpoint counts",
+            "the checkpoint's dtype counts",
             dtype,
             len(rounded),
             rounded[0],

@@ -58,10 +58,10 @@ class FolderLock:
 
     def _refuse_file(self) -> None:
         folder = self._folder
-        there = next((one for one in (folder, *folder.parents) if one.exists()), None)
-        if there is not None and not there.is_dir():
+        nearest = next((one for one in (folder, *folder.parents) if one.exists()), None)
+        if nearest is not None and not nearest.is_dir():
             raise ConfigError(
-                f"{there} is not a folder",
+                f"{nearest} is not a folder",
                 hint="name a new folder, or one that this chain fills",
             )
 
@@ -74,7 +74,7 @@ class FolderLock:
         file = self._file
         if file.is_symlink() or (file.exists() and not file.is_file()):
             raise ConfigError(
-                f"{file} is no file of its own, but a link or a device",
+                f"{file} is a link or a device, not a file",
                 hint="see who writes to this folder, and remove it",
             )
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

@@ -39,8 +39,8 @@ def say_other_config(module: nn.Module, chain: Chain) -> None:
     theirs = _completed(config, read_asset(chain.store, ref))
     if found := differences(mine, theirs):
         logger.warning(
-            "the module's configuration is not that of the chain at %s: %s; with the same weights "
-            "it may compute something else",
+            "the module and the chain at %s have different configurations: %s; with the same "
+            "weights the module may compute something else",
             chain.store.url,
             ", ".join(found),
         )

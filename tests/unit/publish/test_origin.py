@@ -110,3 +110,10 @@ def test_a_dtype_that_no_set_of_weights_has_is_refused(tmp_path: Path) -> None:
     save_file(state(1, torch.float32), tmp_path / "model.fp32.safetensors")
     with pytest.raises(ConfigError, match="F16 in the model and BF16 in its checkpoint"):
         collect_weights(loaded(state(1, torch.float16), torch.float16, tmp_path))
+
+
+def test_a_resumed_run_keeps_the_dtypes_of_its_folder(tmp_path: Path) -> None:
+    folder_of(state(1, torch.bfloat16), tmp_path)
+    masters = state(2, torch.float32)
+    folder_of(masters, tmp_path / "checkpoint-500")
+    assert set(dtypes(loaded(masters, torch.float32, tmp_path)).values()) == {"BF16"}

@@ -81,3 +81,20 @@ def add_anchor(publisher: Publisher) -> Callable[[], None]:
 def other_model() -> nn.Module:
     """Has other tensors than the one that is published."""
     return TinyModel(width=32)
+
+
+@pytest.fixture
+def mirror(tmp_path: Path) -> Path:
+    return tmp_path / "mirror"
+
+
+@pytest.fixture
+def subscriber(
+    mirror: Path, subscribe: Callable[..., Subscriber], publish: Callable[..., None]
+) -> Subscriber:
+    """Holds version 1 of 2."""
+    publish(1)
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    publish(2)
+    return subscriber

@@ -29,21 +29,6 @@ Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
 
 
-@pytest.fixture
-def mirror(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
-
-
-@pytest.fixture
-def subscriber(mirror: Path, subscribe: Subscribe, publish: Publish) -> Subscriber:
-    """Holds version 1 of 2."""
-    publish(1)
-    subscriber = subscribe(mirror)
-    subscriber.update()
-    publish(2)
-    return subscriber
-
-
 def bits(mirror: Path) -> State:
     return bits_of(load_file(mirror / "model.safetensors"))
 
