@@ -36,7 +36,7 @@ _SCHEME_ALONE: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(?://|[:;])")
 _OF_FSSPEC: Final = frozenset({"abfs", "abfss", "az", "gcs", "gs", "http", "https"})
 _KNOWN: Final = (
     "a folder, s3://bucket/prefix, hf://buckets/namespace/name/prefix, file:///folder, "
-    "memory://name, dist://name, or a URL of fsspec such as gs:// and az://"
+    "memory://name, or a URL of fsspec such as gs:// and az://"
 )
 
 
@@ -62,11 +62,10 @@ def open_store(
 
     ``memory://name`` is the store of that name in this process. ``file:///folder`` and plain paths
     are folders of a file system, created by the first write; ``~`` is the user's home.
-    ``s3://bucket/prefix`` is a bucket of any S3-compatible server; see ``deltachain.store.s3``. ``hf://buckets/namespace/name/prefix``
-    is a bucket of the Hugging Face Hub; see ``deltachain.store.hf``. ``dist://name`` is the memory
-    of a ``torch.distributed`` job; see ``deltachain.store.dist``. Other packages add schemes; see
-    ``deltachain.store.registry``. Any other scheme is passed to fsspec, which guarantees less; see
-    ``deltachain.store.fs``.
+    ``s3://bucket/prefix`` is a bucket of any S3-compatible server; see ``deltachain.store.s3``.
+    ``hf://buckets/namespace/name/prefix`` is a bucket of the Hugging Face Hub; see
+    ``deltachain.store.hf``. Other packages add schemes; see ``deltachain.store.registry``. Any
+    other scheme is passed to fsspec, which guarantees less; see ``deltachain.store.fs``.
 
     Args:
         url: The URL, or the path of a folder.

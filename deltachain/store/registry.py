@@ -75,7 +75,6 @@ class _BuiltIn:
 
 
 _BUILT_IN: Final[Mapping[str, _BuiltIn]] = {
-    "dist": _BuiltIn("dist", "open_dist", "torch", "torch"),
     "file": _BuiltIn("file.store", "open_file_store"),
     "hf": _BuiltIn("hf.url", "open_hf"),
     "memory": _BuiltIn("memory", "open_memory"),

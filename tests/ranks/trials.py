@@ -8,7 +8,6 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.distributed.tensor.debug import CommDebugMode
@@ -30,14 +29,12 @@ from deltachain.kernels.device import bits_of
 from deltachain.publish import (
     PublishConfig,
     Publisher,
-    PublishReceipt,
     encoding_choice,
     version_encoding,
 )
 from deltachain.publish.encoding_choice import EncodingCost
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
-from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.types import BITS_DTYPES
 from tests.ranks.layouts import LAYOUTS, Block, train_step, whole
@@ -270,57 +267,6 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
     "frozen": _frozen_on_one,
     "nothing": nn.Identity,
 }
-
-
-def direct(rank: int, folder: str) -> None:
-    """Two ranks train, two follow, and nothing lies between them but their process group."""
-    trainers = distributed.new_group([0, 1])
-    distributed.new_group([2, 3])
-    url = "dist://run"
-    store = open_store(url)  # every rank opens it
-    mesh = DeviceMesh.from_group(trainers, "cpu") if rank < 2 else None
-    versions = 5
-    if mesh is not None:
-        model = LAYOUTS["rows"](mesh)
-        trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
-        config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
-        beside = replace(config, url=(Path(folder) / "beside").as_uri())
-        receipts, others = [], []
-        with (
-            Publisher(config).attach(model, group=trainers) as publisher,
-            Publisher(beside).attach(model, group=trainers) as other,
-        ):
-            for number in range(versions):
-                train_step("rows", model, optimizer, number)
-                receipts.append(publisher.publish(step=number).result(60))
-                others.append(other.publish(step=number).result(60))
-        assert [said(receipt) for receipt in receipts] == [said(receipt) for receipt in others]
-        note(folder, rank, states=[str(receipt.state) for receipt in receipts])
-        full = whole(model, trainers)
-        if rank == 0:
-            torch.save(full, Path(folder) / "full.pt")
-    else:
-        while store.find("manifests/00000000000000000000.json") is None:
-            time.sleep(0.02)
-        out, states = Path(folder) / f"follower-{rank}", {}
-        with Subscriber(url, FolderTarget(out)) as subscriber:
-            while subscriber.version != versions:
-                receipt = subscriber.update()
-                if receipt is not None:
-                    states[receipt.version] = str(receipt.state)
-                time.sleep(0.02)
-        note(folder, rank, states=states)
-    distributed.barrier()
-    if rank > 1:
-        compare(Path(folder) / f"follower-{rank}", torch.load(Path(folder) / "full.pt"))
-    distributed.barrier()  # whoever holds objects stays until all have read them
-
-
-def said(receipt: PublishReceipt) -> dict[str, Any]:
-    """What a receipt says that does not depend on the clock, nor on what carries it."""
-    kept = ("version", "epoch", "kind", "step", "state", "nnz", "numel", "nbytes", "kernel")
-    return {name: getattr(receipt, name) for name in kept}
 
 
 def note(folder: str, rank: int, **facts: Any) -> None:
