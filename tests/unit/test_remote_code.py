@@ -191,3 +191,10 @@ def test_push_and_pull_must_both_trust_it(tmp_path: Path, *, pushed: bool, pulle
     assert there is (pushed and pulled)
     assets = dict(Chain.open(open_store(str(tmp_path / "chain"))).assets())
     assert (EVIL.encode() in assets["config.json"]) is pushed
+
+
+@pytest.mark.parametrize("header", ["(" * 9000, "-" * 9000, "{'descr': '<f4', (", ""])
+def test_a_hostile_header_of_an_array_leaves_the_file_out(header: str) -> None:
+    data = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header.encode()
+    assert without_remote_code("a.npy", data, trusted=False, where="x") is None
+    assert without_remote_code("a.npy", data[:7], trusted=False, where="x") is None

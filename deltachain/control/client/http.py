@@ -68,10 +68,7 @@ class Http:
                 hint="use http://HOST:PORT, without a query",
             )
         self._credentials, self._timeout_s = credentials, timeout_s
-        self._client = make_client(
-            headers={"accept-encoding": "identity"},
-            timeout=httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S)),
-        )
+        self._client = make_client(headers={"accept-encoding": "identity"})
 
     def request(
         self,

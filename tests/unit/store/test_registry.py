@@ -126,7 +126,7 @@ def test_an_unknown_scheme_is_answered_with_those_of_packages(outside: Path) -> 
         "try: open_store('nonsense://user:secret@host/x')\nexcept Exception as exc: print(exc)"
     )
     said = run(outside, "-c", code)
-    known = ("dist", "file", "hf", "memory", "s3", "sqlite", "deltachain[fsspec]")
+    known = ("file", "hf", "memory", "s3", "sqlite", "deltachain[fsspec]")
     assert all(name in said for name in known)
     assert "secret" not in said
 
