@@ -270,6 +270,7 @@ def test_a_server_behind_a_proxy_that_answers_for_it_is_asked_again(
         is_starting = False
         agent.update()
     assert engine.named == "2"
+    assert engine.asked[-1] == "resume"  # of vLLM, not of SGLang
 
 
 def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
@@ -344,8 +345,7 @@ def test_a_server_that_hangs_is_told_within_seconds(store: MemoryStore, tmp_path
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         agent.update()
         agent.update()
-    assert limits
-    assert max(limits) <= 10
+    assert set(limits) == {10.0}  # a load has half an hour
 
 
 @pytest.mark.parametrize("named", [["URL"], ["--chain", "URL"]])
