@@ -84,11 +84,10 @@ test-floors: venv  ## the unit tests, on the lowest versions that pyproject.toml
 	.venv-floors/bin/pytest tests/unit --ignore tests/unit/testing -o filterwarnings=default
 
 bench: venv  ## speed and size on this CPU
-	$(BIN)/deltachain bench codec
-	$(BIN)/deltachain bench detect
-	$(BIN)/deltachain bench apply
-	$(BIN)/deltachain bench anchor
-	$(BIN)/deltachain bench reach
+	$(BIN)/python -m tests.bench codec
+	$(BIN)/python -m tests.bench detect
+	$(BIN)/python -m tests.bench apply
+	$(BIN)/python -m tests.bench anchor
 
 # Debian's, unpacked without being installed: promtool reads the alert rules.
 PROMETHEUS := $(HOME)/.cache/deltachain/prometheus
@@ -127,7 +126,7 @@ bench-vllm: venv-vllm  ## what an update costs a real vLLM, beside floors and pe
 	.venv-vllm/bin/python -m tests.engines.bench
 
 cross-region: venv  ## what a deployment over regions costs: Linux, as root, six minutes
-	$(BIN)/python -m examples.cross_region
+	$(BIN)/python -m tests.bench.cross_region
 
 bench-dist: venv  ## what publishing costs the ranks of a sharded trainer
 	$(BIN)/python -m tests.ranks.bench

@@ -18,7 +18,6 @@ from typer.core import TyperCommand, TyperGroup
 import deltachain
 from deltachain import environment
 from deltachain.cli.agent import agent
-from deltachain.cli.bench import bench
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.dashboard import dashboard
 from deltachain.cli.demo import demo
@@ -48,7 +47,6 @@ EXTRAS: Final = {
     "trl": "trl",
     "datasets": "trl",
     "accelerate": "trl",
-    "matplotlib": "plot",
     "huggingface_hub": "hf",
     "boto3": "s3",
     "fsspec": "fsspec",
@@ -56,7 +54,6 @@ EXTRAS: Final = {
     "adlfs": "azure",
     "cryptography": "signing",
     "fastapi": "server",
-    "simpy": "bench",
     "starlette": "server",
     "uvicorn": "server",
     "prometheus_client": "server",
@@ -256,7 +253,7 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent, dashboard),
     "Offline": (diff, patch),
-    "Try": (demo, demo_async, bench),
+    "Try": (demo, demo_async),
 }
 """Commands by panel of ``--help``."""
 

@@ -26,13 +26,13 @@ from typing import Any, Final
 import httpx
 from fastapi import FastAPI, Response
 
-from deltachain.bench import report
 from deltachain.chain.chain import Chain, Committed
 from deltachain.demo.online.processes import free_port
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import payload_key
 from deltachain.format.publish_phases import phases_mark
 from deltachain.store import MemoryStore, open_store
+from tests.bench import report
 from tests.e2e.pages import chromium
 from tests.unit.control.replicas import served
 from tests.unit.manifest_chains import create, manifest_after

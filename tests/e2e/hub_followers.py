@@ -15,11 +15,11 @@ from statistics import median, quantiles
 from threading import Event, Thread
 from typing import Any, Final
 
-from deltachain.bench import report
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.testing.hub.server import HubServer
 from deltachain.testing.models import plain_model, tensors_of, train_
+from tests.bench import report
 
 BUCKET: Final = "me/followers"
 

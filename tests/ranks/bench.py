@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from deltachain.bench import report
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.shard import local_of
+from tests.bench import report
 from tests.ranks.spawn import run
 
 LAYERS, WIDTH = 12, 1024

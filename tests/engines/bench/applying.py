@@ -19,12 +19,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from deltachain.bench.timing import say
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import Write
+from tests.bench.timing import say
 from tests.engines.bench.figures import (
     FETCH,
     FLOOR,

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
-from deltachain.bench.timing import say
 from deltachain.publish import PublishConfig, Publisher
+from tests.bench.timing import say
 from tests.engines.bench.figures import Drawn
 
 CONTEXT: Final = 512

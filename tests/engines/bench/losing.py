@@ -18,11 +18,11 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from deltachain.bench.timing import say
 from deltachain.replica.engine import Engine
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe.config import SubscribeConfig
+from tests.bench.timing import say
 from tests.engines.bench.figures import Drawn, Lost
 
 Generate: TypeAlias = "Callable[[list[int], int], AsyncIterator[int]]"

@@ -10,8 +10,8 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from deltachain.bench import report
-from deltachain.bench.timing import Timings
+from tests.bench import report
+from tests.bench.timing import Timings
 from tests.engines.bench.figures import (
     FLOOR,
     LOAD,

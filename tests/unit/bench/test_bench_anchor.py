@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltachain.bench import anchor
+from tests.bench import anchor
 
 
 def test_rows_hold_every_candidate_and_floor(capsys: pytest.CaptureFixture[str]) -> None:

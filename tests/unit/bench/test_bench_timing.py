@@ -3,7 +3,7 @@ import os
 import pytest
 import torch
 
-from deltachain.bench.timing import Candidate, Timings, one_core, round_robin
+from tests.bench.timing import Candidate, Timings, one_core, round_robin
 
 
 def test_candidates_take_turns_and_the_first_round_does_not_count() -> None:

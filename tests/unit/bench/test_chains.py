@@ -3,10 +3,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from deltachain.bench.chains import Step, SyntheticChain, bf16_bits
-from deltachain.bench.shapes import LARGE, SMALL, TINY
-from deltachain.bench.stats import ChainStats, chain_stats
 from deltachain.errors import ConfigError
+from tests.bench.chains import Step, SyntheticChain, bf16_bits
+from tests.bench.shapes import LARGE, SMALL, TINY
+from tests.bench.stats import ChainStats, chain_stats
 
 CHAIN = SyntheticChain(seed=3, layout=TINY, warmup=1)
 

@@ -3,14 +3,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 
-from deltachain.bench.changes import ChangedTensors, TensorChange, changes_of, count
-from deltachain.bench.layouts.layout import DecodedWrite, PeerLayout
-from deltachain.bench.layouts.nemo_rl import NEMO_XOR
-from deltachain.bench.layouts.pulse import PULSE
-from deltachain.bench.layouts.registry import LAYOUTS
-from deltachain.bench.layouts.slime_gaps import SLIME_DELTAS
-from deltachain.bench.layouts.trl import TRL_GAPS, TRL_V1
 from deltachain.types import BITS_DTYPES, TensorSpec
+from tests.bench.changes import ChangedTensors, TensorChange, changes_of, count
+from tests.bench.layouts.layout import DecodedWrite, PeerLayout
+from tests.bench.layouts.nemo_rl import NEMO_XOR
+from tests.bench.layouts.pulse import PULSE
+from tests.bench.layouts.registry import LAYOUTS
+from tests.bench.layouts.slime_gaps import SLIME_DELTAS
+from tests.bench.layouts.trl import TRL_GAPS, TRL_V1
 
 # Bits a change that the systems' own encoders wrote on a synthetic chain of 16 M elements at
 # 1.006 % density; the two streams of slime's former encodings were sized at 1.23 %, ModelExpress's

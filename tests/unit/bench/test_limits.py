@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from deltachain.bench.chains import Step
-from deltachain.bench.limits import EntropyLimits, code_limits, entropy_limits
 from deltachain.errors import ConfigError
+from tests.bench.chains import Step
+from tests.bench.limits import EntropyLimits, code_limits, entropy_limits
 
 # Bits a change measured at 1.25 % density on a synthetic chain of 52 M elements, and at 1.07 % on a
 # trained model of 18 M: ours, at 1.2 %, has to lie near both.

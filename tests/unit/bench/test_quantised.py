@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from deltachain.bench.chains import SyntheticChain
-from deltachain.bench.quantised import FP8, INT8, fp8_blocks, int8_rows, quantised
-from deltachain.bench.shapes import TINY
+from tests.bench.chains import SyntheticChain
+from tests.bench.quantised import FP8, INT8, fp8_blocks, int8_rows, quantised
+from tests.bench.shapes import TINY
 
 
 def weight(rows: int, cols: int) -> torch.Tensor:

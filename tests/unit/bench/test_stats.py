@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from deltachain.bench.chains import U16
-from deltachain.bench.stats import chain_stats
 from deltachain.errors import ConfigError
+from tests.bench.chains import U16
+from tests.bench.stats import chain_stats
 
 ONE = 0x3F80
 

@@ -1,1 +1,0 @@
-"""Reach of a chain, simulated: requests, dollars and delays of a thousand followers."""

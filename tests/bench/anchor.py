@@ -1,0 +1,279 @@
+"""Benchmark of anchors in a folder, beside floors of the same run.
+
+Weights are normal, in tensors of 8 MB. A publisher attaches, with its first anchor, to a new chain;
+an attached one makes an anchor by itself, all but its record; a newcomer joins from nothing. Each
+is done as in a training or serving process, with all threads.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from deltachain.codec.frames import FRAME, deflate_stream, inflate
+from deltachain.format.digest import digest_of_pieces
+from deltachain.kernels import host
+from deltachain.publish import Publisher
+from deltachain.publish.edge_share import EdgeShare
+from deltachain.publish.session import Attempt, Session
+from deltachain.subscribe import Subscriber
+from deltachain.threads import cores
+from tests.bench import report
+from tests.bench.timing import Candidate, Timings, round_robin, say
+
+NBYTES: Final = 256_000_000
+"""Size of the model in bf16, in bytes."""
+
+WIDTH: Final = 2048
+"""Rows and columns of a tensor: 8 MB in bf16."""
+
+STD: Final = 0.02
+"""Standard deviation of the weights, which determines the compression of their exponents."""
+
+ROUNDS: Final = 5
+
+ATTACH: Final = "attach with first anchor"
+ANCHOR: Final = "anchor by itself"
+NEWCOMER: Final = "newcomer"
+TOUCH: Final = "floor: first touch of fresh memory for the weights"
+COPY: Final = "floor: copy of the weights"
+STATE: Final = "floor: state digest of the weights"
+ZSTD: Final = "floor: zstd of the high bytes"
+INFLATE: Final = "floor: inflation of the high bytes"
+DIGEST: Final = "floor: blake3 of the anchor"
+WRITE: Final = "floor: write of the anchor"
+READ: Final = "floor: read of the anchor"
+"""Floors are of one thread, as core-seconds: each pass is needed, and all threads share them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnchorRow:
+    """One candidate.
+
+    Attributes:
+        name: Name in tables.
+        best_s: Minimum, in seconds.
+        median_s: Median, in seconds.
+        gb_per_s: Dense bf16 bytes of the model by the minimum, in 10^9 bytes a second.
+        threads: Largest number of threads that compute.
+    """
+
+    name: str
+    best_s: float
+    median_s: float
+    gb_per_s: float
+    threads: int
+
+
+class Bench:
+    """A model, an attached publisher and the candidates.
+
+    Args:
+        folder: Empty folder for chains, removed by the caller.
+        nbytes: Size of the model in bf16, in bytes.
+    """
+
+    def __init__(self, folder: Path, nbytes: int) -> None:
+        count = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
+        layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(count)]
+        self.model, self._folder = nn.Sequential(*layers), folder
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.normal_(0, STD, generator=generator)
+        self.nbytes = sum(parameter.nbytes for parameter in self.model.parameters())
+        self._publisher = Publisher(str(folder / "kept")).attach(self.model, alone=True)
+        self.share = self.anchor()
+        self.anchor_nbytes = self.share.edge.nbytes
+        self._live: dict[str, Tensor] = {}
+
+    def close(self) -> None:
+        """Close the publisher."""
+        self._publisher.close()
+
+    @property
+    def session(self) -> Session:
+        """Session of the attached publisher."""
+        return self._publisher._require_session()
+
+    def attach(self) -> None:
+        """Attach a publisher to a new chain."""
+        Publisher(str(self._folder / "new")).attach(self.model, alone=True).close()
+
+    def anchor(self) -> EdgeShare:
+        """Encode and upload an anchor, which no record names."""
+        keys = self.session.keys("anchor", self.session.head)
+        return self.session.put_share(keys, Attempt(topic="bench"))
+
+    def prepare_newcomer(self) -> None:
+        """Create the tensors that a newcomer writes into."""
+        self._live = {
+            name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()
+        }
+
+    def join(self) -> None:
+        """Join from nothing."""
+        Subscriber(str(self._folder / "kept"), self._live).update()
+
+    def check_newcomer(self) -> None:
+        """Check that a newcomer holds the model's bits.
+
+        Raises:
+            ArithmeticError: A tensor differs.
+        """
+        self.prepare_newcomer()
+        self.join()
+        for name, parameter in self.model.named_parameters():
+            if not torch.equal(self._live[name].view(torch.int16), parameter.view(torch.int16)):
+                raise ArithmeticError(f"a newcomer holds other bits of {name}")
+
+    def candidates(self) -> list[Candidate]:
+        """Return what is measured, floors last."""
+        weights = [parameter.detach() for parameter in self.model.parameters()]
+        bits = [weight.view(-1).view(torch.int16).numpy() for weight in weights]
+        copies = [np.zeros_like(array) for array in bits]
+        high = np.concatenate([array.view(np.uint8)[1::2] for array in bits])
+        parts = [(self._folder / "kept" / part.key).read_bytes() for part in self.share.edge.parts]
+        new, anchors = self._folder / "new", self._folder / "kept" / "anchors"
+        kept = {path.name for path in anchors.iterdir()}
+        stored = self._folder / "stored"
+        stored.write_bytes(b"".join(parts))
+        frames = [deflate_stream(high[at : at + FRAME].data) for at in range(0, high.size, FRAME)]
+        return [
+            Candidate(ATTACH, self.attach, partial(shutil.rmtree, new, ignore_errors=True)),
+            Candidate(ANCHOR, self.anchor, partial(_remove_others, anchors, kept)),
+            Candidate(NEWCOMER, self.join, self.prepare_newcomer),
+            Candidate(TOUCH, partial(_touch, self.nbytes)),
+            Candidate(COPY, partial(_copy, bits, copies)),
+            Candidate(STATE, partial(_state, bits)),
+            Candidate(ZSTD, partial(_compress, high)),
+            Candidate(INFLATE, partial(_inflate, frames, high.size)),
+            Candidate(DIGEST, partial(_digest, parts)),
+            Candidate(WRITE, partial(_write, self._folder / "written", parts)),
+            Candidate(READ, partial(_read, stored)),
+        ]
+
+
+def _remove_others(folder: Path, kept: set[str]) -> None:
+    for path in folder.iterdir():
+        if path.name not in kept:
+            shutil.rmtree(path)
+
+
+def _touch(nbytes: int) -> None:
+    np.empty(nbytes, np.uint8)[:: mmap.PAGESIZE] = 1  # too large for the allocator to keep
+
+
+def _copy(sources: Sequence[Any], copies: Sequence[Any]) -> None:
+    for source, copy in zip(sources, copies, strict=True):
+        np.copyto(copy, source)
+
+
+def _compress(plane: Any) -> None:
+    for at in range(0, plane.size, FRAME):
+        deflate_stream(plane[at : at + FRAME].data)
+
+
+def _state(weights: Sequence[Any]) -> None:
+    for bits in weights:
+        host.digest((1, 2), bits.view(np.uint16))
+
+
+def _inflate(frames: Sequence[bytes], nbytes: int) -> None:
+    for at, frame in zip(range(0, nbytes, FRAME), frames, strict=True):
+        inflate(frame, min(FRAME, nbytes - at))
+
+
+def _digest(parts: Sequence[bytes]) -> None:
+    for part in parts:
+        digest_of_pieces([part])
+
+
+def _write(path: Path, parts: Sequence[bytes]) -> None:
+    with path.open("wb") as out:
+        for part in parts:
+            out.write(part)
+        out.flush()
+        os.fsync(out.fileno())
+    path.unlink()
+
+
+def _read(path: Path) -> None:
+    piece = memoryview(bytearray(FRAME))
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
+
+
+def rows(timings: Timings, nbytes: int) -> list[AnchorRow]:
+    """Return the figures of every candidate, in the order measured."""
+    whole = (ATTACH, ANCHOR, NEWCOMER)
+    return [
+        AnchorRow(
+            name=name,
+            best_s=timings.best(name),
+            median_s=timings.typical(name),
+            gb_per_s=nbytes / timings.best(name) / 1e9,
+            threads=cores() if name in whole else 1,
+        )
+        for name in timings.seconds
+    ]
+
+
+def run(*, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
+    """Generate, check and measure; return all figures for JSON.
+
+    Args:
+        nbytes: Size of the model in bf16, in bytes.
+        rounds: Repetitions of each candidate.
+    """
+    say(f"a model of {nbytes / 1e6:.0f} MB in bf16")
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="deltachain-bench-")))
+        bench = Bench(folder, nbytes)
+        stack.callback(bench.close)
+        bench.check_newcomer()
+        found = rows(round_robin(bench.candidates(), rounds), bench.nbytes)
+        return {
+            "benchmark": "anchor",
+            "dense_nbytes": bench.nbytes,
+            "anchor_nbytes": bench.anchor_nbytes,
+            "of_dense": bench.anchor_nbytes / bench.nbytes,
+            "parts": len(bench.share.edge.parts),
+            "rounds": rounds,
+            "rows": [asdict(row) for row in found],
+            "machine": report.machine(),
+        }
+
+
+def main(*, json_output: bool, nbytes: int = NBYTES) -> int:
+    """Run ``deltachain bench anchor``; return 0."""
+    result = run(nbytes=nbytes)
+    title = (
+        f"Anchors of {result['dense_nbytes'] / 1e6:.0f} MB of bf16 weights, N(0, {STD}), in a "
+        f"folder: {result['of_dense']:.4f} of dense, {result['parts']} parts"
+    )
+    table = report.grid(title, "", "best ms", "median ms", "dense GB/s", "threads")
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            f"{row['best_s'] * 1e3:.0f}",
+            f"{row['median_s'] * 1e3:.0f}",
+            f"{row['gb_per_s']:.2f}",
+            str(row["threads"]),
+        )
+    caveat = "The best of some repetitions, in turn. On a busy machine trust only the ratios."
+    report.emit(result, [table], json_output=json_output, caveat=caveat)
+    return 0

@@ -1,0 +1,372 @@
+"""Benchmark of applying a delta: stage (while an engine serves) and swap (in its pause).
+
+The swap writes staged bits in place; its baseline is a bare torch ``index_copy_`` of as many
+elements. Staging reads the part, verifies every frame, decodes, gathers the old bits and proves the
+state digest. Results are checked bit for bit before any timing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.codec import Change, Part, encode_part
+from deltachain.delta import TensorDelta
+from deltachain.format.digest import digest_key
+from deltachain.kernels import host
+from deltachain.kernels.device import bits_of
+from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from deltachain.replica.device_staging import streams_of
+from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.subscribe.targets.live import WholeTensor
+from deltachain.subscribe.targets.patch import Patch, write
+from deltachain.subscribe.targets.tensors import TensorTarget
+from deltachain.threads import Pool
+from deltachain.types import Bits, Indices, StateDigest, TensorSpec
+from tests.bench import report
+from tests.bench.detect import Data
+from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
+
+TENSORS: Final = 16
+NUMEL: Final = 1 << 22
+"""Elements of a tensor."""
+DENSITY: Final = 0.012
+ROUNDS: Final = 20
+THREADS: Final = 2
+"""Threads of the row that stages in several."""
+SMALL: Final = 18_000
+"""Tensors of the model of small ones, as many as a large mixture of experts has."""
+SMALL_NUMEL: Final = 4096
+SMALL_ROUNDS: Final = 4
+AIM: Final = 2.0
+"""Limit of the swap's duration, as a multiple of the bare ``index_copy_``."""
+
+BARE: Final = "torch index_copy_, bare"
+SWAP: Final = "swap"
+UNDO: Final = "undo"
+STAGE: Final = "stage: decode, gather, prove"
+STAGE_SEVERAL: Final = "stage, a tensor a thread"
+WHOLE: Final = "stage and swap"
+HELD: Final = HeldVersion(chain="", version=1, epoch=0, manifest="", state="")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSample:
+    """One tensor before and after, live and as a delta.
+
+    Attributes:
+        spec: Spec of the tensor.
+        live: The written tensor.
+        old: Old bits of the changed elements.
+        new: New bits of the changed elements.
+        indices: Flat indices of the changed elements.
+    """
+
+    spec: TensorSpec
+    live: Tensor
+    old: Bits
+    new: Bits
+    indices: Indices
+
+    @property
+    def bits(self) -> Bits:
+        """The live bits."""
+        return bits_of(self.live).numpy().view(np.uint16)
+
+    def put(self, bits: Bits) -> None:
+        """Set the changed elements without the code under test."""
+        self.bits[self.indices] = bits
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A dict of tensors one version behind, and the part of the next version."""
+
+    tensors: Sequence[TensorSample]
+    target: TensorTarget
+    data: bytes
+    change: StateDigest
+
+    @classmethod
+    def generate(cls, tensors: int, numel: int, density: float) -> Scene:
+        """Generate normal weights; ``density`` of them change by one unit in the last place."""
+        made, changes, total = [], [], StateDigest()
+        for number in range(tensors):
+            data = Data.generate(numel, density, seed=number)
+            spec = TensorSpec(f"model.layers.{number}.weight", "BF16", (numel,))
+            live = torch.from_numpy(data.snapshot.view(np.int16)).view(torch.bfloat16)
+            new = data.current[data.indices]
+            made.append(TensorSample(spec, live, data.old, new, data.indices))
+            key = digest_key(spec)
+            change = host.digest_at(key, data.indices, new)
+            change -= host.digest_at(key, data.indices, data.old)
+            delta = TensorDelta(spec=spec, indices=data.indices, values=new - data.old)
+            changes.append(Change(delta, change))
+            total += change
+        target = TensorTarget({tensor.spec.name: tensor.live for tensor in made})
+        target.bind({tensor.spec.name: tensor.spec for tensor in made}, {})
+        return cls(made, target, encode_part(changes).data, total)
+
+    @property
+    def nnz(self) -> int:
+        """Number of changed elements."""
+        return sum(tensor.indices.size for tensor in self.tensors)
+
+    @property
+    def numel(self) -> int:
+        """Number of all elements."""
+        return sum(tensor.spec.numel for tensor in self.tensors)
+
+    def put_old(self) -> None:
+        """Restore the old version."""
+        for tensor in self.tensors:
+            tensor.put(tensor.old)
+
+    def put_new(self) -> None:
+        """Set the new version."""
+        for tensor in self.tensors:
+            tensor.put(tensor.new)
+
+    def stage(self, threads: int = 1) -> list[Patch]:
+        """Stage the part, including the proof.
+
+        Args:
+            threads: Number of threads, each with a tensor at a time.
+
+        Raises:
+            ArithmeticError: The staged bits have another digest.
+        """
+        part = Part.from_bytes(self.data)
+        if threads == 1:
+            patches = [self.target.prepare(delta) for delta in part]
+        else:
+            with Pool(threads) as pool:
+                names = [tensor.spec.name for tensor in self.tensors]
+                patches = list(pool.map(lambda name: self.target.prepare(part.read(name)), names))
+        if sum((patch.change for patch in patches), StateDigest()) != self.change:
+            raise ArithmeticError("the staged bits have another digest")
+        return patches
+
+    def check(self) -> list[Patch]:
+        """Stage, swap and undo, and compare every bit.
+
+        Raises:
+            ArithmeticError: A bit differs.
+        """
+        self.put_old()
+        patches = self.stage()
+        self.target.write(patches, HELD)
+        for wanted in ("new", "old"):
+            for tensor in self.tensors:
+                if not np.array_equal(tensor.bits[tensor.indices], getattr(tensor, wanted)):
+                    raise ArithmeticError(f"{tensor.spec.name} does not hold its {wanted} bits")
+            self.target.write([patch.undo() for patch in patches], HELD)
+        return patches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyRow:
+    """One candidate: nanoseconds a changed element, and dense bf16 gigabytes a second.
+
+    ``times_bare`` is its time over that of the bare ``index_copy_``; ``None`` where it does more.
+    """
+
+    name: str
+    threads: int
+    best_ns: float
+    median_ns: float
+    gb_per_s: float
+    times_bare: float | None
+
+
+def measure(scene: Scene, rounds: int) -> Timings:
+    """Check exactness, then measure on one core."""
+    with one_core():
+        patches = scene.check()
+        backwards = [patch.undo() for patch in patches]
+        live = [bits_of(tensor.live.data) for tensor in scene.tensors]  # not counted by torch
+        new = [
+            (torch.from_numpy(t.indices), torch.from_numpy(t.new.view(np.int16)))
+            for t in scene.tensors
+        ]
+
+        def bare() -> None:
+            for bits, (indices, values) in zip(live, new, strict=True):
+                bits.index_copy_(0, indices, values)
+
+        def fancy() -> None:
+            for tensor in scene.tensors:
+                tensor.bits[tensor.indices] = tensor.new
+
+        def patch_write() -> None:
+            for tensor, patch in zip(scene.tensors, patches, strict=True):
+                write(WholeTensor(tensor.bits), patch)
+
+        candidates = [
+            Candidate(BARE, bare, scene.put_old),
+            Candidate("numpy w[i] = v", fancy, scene.put_old),
+            Candidate("patch.write", patch_write, scene.put_old),
+            Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
+            Candidate(UNDO, partial(scene.target.write, backwards, HELD), scene.put_new),
+            Candidate(STAGE, scene.stage, scene.put_old),
+            Candidate(WHOLE, lambda: scene.target.write(scene.stage(), HELD), scene.put_old),
+        ]
+        return round_robin(candidates, rounds)
+
+
+def measure_threads(scene: Scene, rounds: int) -> Timings:
+    """Measure staging with one thread and with several, in turn, on as many cores as there are."""
+    several = Candidate(STAGE_SEVERAL, partial(scene.stage, THREADS), scene.put_old)
+    return round_robin([Candidate(STAGE, scene.stage, scene.put_old), several], rounds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bytes:
+    """Bytes of memory a changed element.
+
+    Attributes:
+        wire: Bytes of the part.
+        host: Bytes of the part, of its inflated streams, and of the arrays that staging makes
+            (indices, values, old and new bits): each once, however often it is read.
+        device: Bytes that cross to weights on a device of an engine: streams and their table.
+    """
+
+    wire: float
+    host: float
+    device: float
+
+
+def count_bytes(scene: Scene) -> Bytes:
+    """Count what staging a scene reads and makes."""
+    part = Part.from_bytes(scene.data)
+    inflated = sum(sum(row.raw) for row in part.directory.streams)
+    deltas = sum(delta.nbytes for delta in part)
+    kept = sum(tensor.old.nbytes + tensor.new.nbytes for tensor in scene.tensors)
+    wire = len(scene.data)
+    host_bytes = wire + inflated + deltas + kept
+    groups: dict[StreamLayout, list[TensorStreams]] = defaultdict(list)
+    for number, name in enumerate(part.rows):
+        layout, streams = streams_of(part.reader(name), number)
+        groups[layout].append(streams)
+    crossing = sum(pack(layout, group).buffer.nbytes for layout, group in groups.items())
+    return Bytes(wire=wire / scene.nnz, host=host_bytes / scene.nnz, device=crossing / scene.nnz)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PerTensor:
+    """Best microseconds a tensor, in a model of many small ones; one thread."""
+
+    tensors: int
+    numel: int
+    nnz: int
+    stage_us: float
+    swap_us: float
+
+
+def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerTensor:
+    """Check and measure staging and swapping many small tensors, on one core."""
+    scene = Scene.generate(tensors, numel, density)
+    with one_core():
+        patches = scene.check()
+        candidates = [
+            Candidate(STAGE, scene.stage, scene.put_old),
+            Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
+        ]
+        timings = round_robin(candidates, rounds)
+    return PerTensor(
+        tensors=tensors,
+        numel=scene.numel,
+        nnz=scene.nnz,
+        stage_us=timings.best(STAGE) / tensors * 1e6,
+        swap_us=timings.best(SWAP) / tensors * 1e6,
+    )
+
+
+def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[ApplyRow]:
+    """Compute the figures of every candidate."""
+    return [
+        ApplyRow(
+            name=name,
+            threads=threads,
+            best_ns=timings.best(name) / scene.nnz * 1e9,
+            median_ns=timings.typical(name) / scene.nnz * 1e9,
+            gb_per_s=2 * scene.numel / timings.best(name) / 1e9,
+            times_bare=None
+            if name in (STAGE, STAGE_SEVERAL, WHOLE)
+            else 1 / timings.ratio(name, BARE),
+        )
+        for name in timings.seconds
+    ]
+
+
+def run(
+    *,
+    tensors: int = TENSORS,
+    numel: int = NUMEL,
+    density: float = DENSITY,
+    rounds: int = ROUNDS,
+    small: int = SMALL,
+) -> Mapping[str, Any]:
+    """Generate, check and measure; return all figures for JSON."""
+    say(f"{tensors} tensors of {numel / 1e6:.1f} M elements, {density:.2%} changed")
+    scene = Scene.generate(tensors, numel, density)
+    found = rows(measure(scene, rounds), scene)
+    several = measure_threads(scene, rounds)
+    found += [row for row in rows(several, scene, THREADS) if row.name == STAGE_SEVERAL]
+    say(f"{small} tensors of {SMALL_NUMEL} elements")
+    per_tensor = measure_small(small, SMALL_NUMEL, density, min(rounds, SMALL_ROUNDS))
+    slow = [r.name for r in found if r.name in (SWAP, UNDO) and (r.times_bare or 0) > AIM]
+    return {
+        "benchmark": "apply",
+        "tensors": tensors,
+        "numel": scene.numel,
+        "nnz": scene.nnz,
+        "nbytes": len(scene.data),
+        "encoding": "step",
+        "rounds": rounds,
+        "rows": [asdict(row) for row in found],
+        "stage_speedup": several.ratio(STAGE_SEVERAL, STAGE),
+        "bytes_a_change": asdict(count_bytes(scene)),
+        "small": asdict(per_tensor),
+        "aim_times_bare": AIM,
+        "missed": slow,
+        "machine": report.machine(),
+    }
+
+
+def main(*, json_output: bool) -> int:
+    """Run ``deltachain bench apply``; return 0 if a swap takes at most twice the bare writes."""
+    result = run()
+    title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
+    columns = ("", "threads", "best ns", "median", "GB/s", "of bare")
+    table = report.grid(title, *columns)
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            str(row["threads"]),
+            f"{row['best_ns']:.2f}",
+            f"{row['median_ns']:.2f}",
+            f"{row['gb_per_s']:.1f}",
+            "" if row["times_bare"] is None else f"{row['times_bare']:.2f}",
+        )
+    memory, small = result["bytes_a_change"], result["small"]
+    counts = report.grid("Memory", "bytes a changed element", "")
+    counts.add_row("on the wire", f"{memory['wire']:.2f}")
+    counts.add_row("on the host, each array once", f"{memory['host']:.2f}")
+    counts.add_row("to weights on a device", f"{memory['device']:.2f}")
+    many = report.grid(
+        "Many small tensors, one thread",
+        f"{small['tensors']} of {SMALL_NUMEL} elements",
+        "us/tensor",
+    )
+    many.add_row("stage", f"{small['stage_us']:.1f}")
+    many.add_row(SWAP, f"{small['swap_us']:.1f}")
+    report.emit(result, [table, counts, many], json_output=json_output)
+    return 1 if result["missed"] else 0

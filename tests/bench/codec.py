@@ -1,0 +1,287 @@
+"""Benchmark of the codec: size and speed of deltas with the statistics of RL updates.
+
+Sizes include all bytes of the part and the manifest that commits it, whose size does not grow with
+the model. Speeds include all digests: encoding computes the state digest of the changes and blake3
+of frames and part; decoding verifies every frame. Every part, and every update in the layout of
+another system, is decoded and compared bit for bit before anything is timed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+
+from deltachain.chain.recent_edges import VERSIONS_LISTED, KnownEdges
+from deltachain.codec import ENCODINGS as REGISTRY
+from deltachain.codec import Change, EncodedPart, Part, encode_part
+from deltachain.codec.old_bits import OldBits
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.format.digest import digest_key
+from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, seal
+from deltachain.format.keys import payload_key
+from deltachain.kernels import host
+from deltachain.types import Bits
+from tests.bench import codec_tables, report
+from tests.bench.chains import SyntheticChain
+from tests.bench.changes import ChangedTensors, count, dense_nbytes
+from tests.bench.codec_rows import ChainRow, EncodingRow, LayoutRow
+from tests.bench.layouts.layout import Objects, PeerLayout, Specs, specs_of
+from tests.bench.layouts.registry import LAYOUTS
+from tests.bench.shapes import LARGE
+from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
+from tests.bench.updates import Update, updates
+
+ENCODINGS: Final = ("step", "max", "overwrite", "raw")
+LISTED_FROM: Final = 992
+"""The first version of those whose manifests are measured, far from the start of a chain."""
+
+ROUNDS: Final = 10
+"""Rounds where layouts of other systems are timed as well."""
+OWN_FACTOR: Final = 4
+"""As many times more rounds elsewhere: deltachain's encodings alone take milliseconds each."""
+
+AIM_DENSITY: Final = 0.012
+AIMS: Final[dict[str, float]] = {"step": 10.0, "overwrite": 20.0}
+"""Limits of bits a change of bf16 weights at about ``AIM_DENSITY``, by encoding."""
+
+FULL_COPY: Final = "full copy"
+
+Old: TypeAlias = Mapping[str, Bits]
+"""All bits of each tensor before an update, flat."""
+
+
+def encode(changes: ChangedTensors, old: Old, encoding: str) -> EncodedPart:
+    """Encode an update of some old bits as one part, including the state digest of its changes."""
+    return encode_part(_parts(changes, old, encoding), raw=REGISTRY.get(encoding).own_arrays)
+
+
+def decode(data: bytes, old: Old) -> list[TensorDelta]:
+    """Decode all tensors of a part, with the bits before it."""
+    part = Part.from_bytes(data)
+    return [part.read(name, old=OldBits(old[name])) for name in part.rows]
+
+
+def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
+    """Compare decoded deltas with the update, bit for bit.
+
+    Raises:
+        ArithmeticError: They differ.
+    """
+    left = {name for name, change in changes.items() if change.indices.size}
+    for delta in deltas:
+        change = changes[delta.spec.name]
+        indices = np.arange(change.numel) if delta.indices is None else delta.indices
+        exact = np.array_equal(indices, change.indices)
+        if not exact or not np.array_equal(delta.new_bits(change.old), change.new):
+            raise ArithmeticError(f"{delta.spec.name} does not decode to what was encoded")
+        left.discard(delta.spec.name)
+    if left:
+        raise ArithmeticError(f"{sorted(left)} were encoded, and not decoded")
+
+
+def manifest_nbytes(part: EncodedPart, numel: int) -> int:
+    """Return the mean size of manifests that commit such parts, in bytes, rounded up."""
+    versions = range(LISTED_FROM, LISTED_FROM + VERSIONS_LISTED)
+    return -(-sum(_manifest_nbytes(part, numel, one) for one in versions) // len(versions))
+
+
+def _manifest_nbytes(part: EncodedPart, numel: int, version: int) -> int:
+    digest, state, commit = "0" * 64, "0" * 32, "0" * 32
+    key = payload_key("delta", version, 0, commit, 0)
+    ref = ObjectRef(key=key, nbytes=len(part.content), blake3=part.digest, directory=part.directory)
+    first = version - VERSIONS_LISTED
+    before = tuple(
+        EdgeSummary(
+            version=number,
+            kind="delta",
+            base=number - 1,
+            nbytes=len(part.content),
+            parts=1,
+            encodings=part.encodings,
+            state=state,
+        )
+        for number in range(first, version)
+    )
+    recent, window_from = KnownEdges(before, first).listed(version)
+    manifest = Manifest(
+        chain=commit,
+        version=version,
+        epoch=0,
+        commit_id=commit,
+        parent=digest,
+        step=version,
+        time=1.7e9,
+        base_state=state,
+        state=state,
+        nnz=part.nnz,
+        numel=numel,
+        edge=Edge(kind="delta", base=version - 1, encodings=part.encodings, parts=(ref,)),
+        recent=recent,
+        window_from=window_from,
+    )
+    return len(seal(manifest))
+
+
+def measure(update: Update, rounds: int) -> ChainRow:
+    """Encode one update with each encoding and layout; check each; measure, on one core."""
+    say(f"update {update.label}")
+    changes = update.changes
+    parts = {encoding: encode(changes, update.old, encoding) for encoding in ENCODINGS}
+    for part in parts.values():
+        check(changes, decode(part.data, update.old))
+    numel = sum(change.numel for change in changes.values())
+    manifest = manifest_nbytes(parts["step"], numel)
+    peers = _peers(update)
+    with one_core():
+        timings = round_robin(
+            [*_own(update, parts), *_others(update, peers)],
+            rounds if update.peers_timed else OWN_FACTOR * rounds,
+        )
+    return ChainRow(
+        label=update.label,
+        lr=update.lr,
+        dtype=update.dtype,
+        density=count(changes) / numel,
+        numel=numel,
+        nnz=count(changes),
+        dense_nbytes=dense_nbytes(changes),
+        manifest_nbytes=manifest,
+        encodings=[
+            _encoding_row(name, len(part.content), manifest, changes, timings)
+            for name, part in parts.items()
+        ],
+        layouts={
+            name: _layout_row(name, sum(map(len, objects)), update, timings)
+            for name, objects in peers.items()
+        },
+        full_copy=_layout_row(FULL_COPY, dense_nbytes(changes), update, timings),
+        limits=update.limits,
+    )
+
+
+def missed(rows: Sequence[ChainRow]) -> list[str]:
+    """Return the encodings above their size limit."""
+    bf16 = (row for row in rows if row.dtype == "BF16")
+    at = min(bf16, key=lambda row: abs(row.density - AIM_DENSITY))
+    return [e.encoding for e in at.encodings if e.bits > AIMS.get(e.encoding, np.inf)]
+
+
+def run(
+    base: SyntheticChain,
+    named: Callable[[SyntheticChain], Iterator[Update]] = updates,
+    *,
+    rounds: int = ROUNDS,
+) -> tuple[list[ChainRow], Mapping[str, Any]]:
+    """Measure every update; return the rows, and all figures for JSON."""
+    rows = [measure(update, rounds) for update in named(base)]
+    document = {
+        "benchmark": "codec",
+        "rounds": rounds,
+        "threads": 1,
+        "rows": [asdict(row) for row in rows],
+        "aim_density": AIM_DENSITY,
+        "aims": AIMS,
+        "missed": missed(rows),
+        "machine": report.machine(),
+    }
+    return rows, document
+
+
+def main(*, json_output: bool) -> int:
+    """Run ``deltachain bench codec``; return 0 if all encodings are within their size limits."""
+    rows, document = run(SyntheticChain(seed=1, layout=LARGE))
+    report.emit(document, codec_tables.tables(rows), json_output=json_output)
+    return 1 if document["missed"] else 0
+
+
+def _parts(changes: ChangedTensors, old: Old, encoding: str) -> Iterator[Change]:
+    chosen = REGISTRY.get(encoding)
+    for change in changes.values():
+        if not change.indices.size:
+            continue
+        absolute = chosen.absolute
+        delta = TensorDelta(
+            spec=change.spec,
+            indices=change.indices,
+            values=change.new if absolute else change.new - change.old,
+            absolute=ABSOLUTE if absolute else STEP,
+        )
+        key = digest_key(change.spec)
+        digest = host.digest_at(key, change.indices, change.new)
+        digest -= host.digest_at(key, change.indices, change.old)
+        kept = chosen.needs_old and chosen.suits(change.spec)  # as publishers choose
+        with_old = chosen.encodes_with_old(change.spec)
+        before = partial(OldBits, old[change.spec.name]) if with_old else None
+        yield Change(delta, digest, encoding=chosen if kept else None, old=before)
+
+
+def _peers(update: Update) -> dict[str, Objects]:
+    """Encode the update in each layout that can store it, and check each."""
+    objects = {}
+    for name, layout in LAYOUTS.items():
+        if layout.any_dtype or update.dtype == "BF16":
+            objects[name] = layout.encode(update.changes)
+            layout.check(update.changes, objects[name])
+    return objects
+
+
+def _own(update: Update, parts: Mapping[str, EncodedPart]) -> Iterator[Candidate]:
+    for name, part in parts.items():
+        yield Candidate(f"encode {name}", partial(encode, update.changes, update.old, name))
+        yield Candidate(f"decode {name}", partial(decode, part.data, update.old))
+
+
+def _others(update: Update, peers: Mapping[str, Objects]) -> Iterator[Candidate]:
+    """Layouts of other systems and a full copy, whose encoding and decoding are a copy each."""
+    if not update.peers_timed:
+        return
+    specs = specs_of(update.changes)
+    for name, objects in peers.items():
+        layout: PeerLayout = LAYOUTS[name]
+        yield Candidate(f"encode {name}", partial(layout.encode, update.changes))
+        yield Candidate(f"decode {name}", partial(_drain, layout, objects, specs))
+    copy, back = ({n: bits.copy() for n, bits in update.old.items()} for _ in range(2))
+    yield Candidate(f"encode {FULL_COPY}", partial(_copy, update.old, copy))
+    yield Candidate(f"decode {FULL_COPY}", partial(_copy, copy, back))
+
+
+def _drain(layout: PeerLayout, objects: Objects, specs: Specs) -> None:
+    """Decode one tensor after another; each is freed before the next, as its receiver would."""
+    deque(layout.decode(objects, specs), maxlen=0)
+
+
+def _copy(source: Mapping[str, Bits], target: Mapping[str, Bits]) -> None:
+    for name, bits in source.items():
+        np.copyto(target[name], bits)
+
+
+def _encoding_row(
+    name: str, nbytes: int, manifest: int, changes: ChangedTensors, timings: Timings
+) -> EncodingRow:
+    to_encode, to_decode = timings.best(f"encode {name}"), timings.best(f"decode {name}")
+    nnz, dense = count(changes), dense_nbytes(changes)
+    return EncodingRow(
+        encoding=name,
+        nbytes=nbytes,
+        bits=8 * (nbytes + manifest) / nnz,
+        encode_gb_per_s=dense / to_encode / 1e9,
+        decode_gb_per_s=dense / to_decode / 1e9,
+        encode_ns=to_encode / nnz * 1e9,
+        decode_ns=to_decode / nnz * 1e9,
+    )
+
+
+def _layout_row(name: str, nbytes: int, update: Update, timings: Timings) -> LayoutRow:
+    nnz, timed = count(update.changes), update.peers_timed
+    return LayoutRow(
+        layout=name,
+        nbytes=nbytes,
+        bits=8 * nbytes / nnz,
+        encode_ns=timings.best(f"encode {name}") / nnz * 1e9 if timed else None,
+        decode_ns=timings.best(f"decode {name}") / nnz * 1e9 if timed else None,
+    )

@@ -1,0 +1,151 @@
+"""The run: every way in turn over the same network, the same store and the same changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tests.bench.cross_region.network import Network
+from tests.bench.cross_region.plan import REPLICAS, STORE, TRAINER, Place
+from tests.bench.cross_region.processes import Process
+from tests.bench.cross_region.scene import Scene
+from tests.bench.timing import say
+
+START_S: Final = 120.0
+VERSION_S: Final = 120.0
+"""Longest that anything is waited for: far more than any of it should take."""
+
+WARM_UP: Final = 2
+"""Versions at first that load libraries and open connections, which a run of hours does once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One version.
+
+    Attributes:
+        version: Its number.
+        sent_s: Seconds from the end of the optimizer's step until the trainer had sent it.
+        served_s: The same until each replica served it.
+        sent_nbytes: Bytes that the trainer put on its link.
+        received_nbytes: Bytes that each replica took from its link.
+        mismatches: Elements of each replica that are not the trainer's.
+    """
+
+    version: int
+    sent_s: float
+    served_s: Mapping[str, float]
+    sent_nbytes: int
+    received_nbytes: Mapping[str, int]
+    mismatches: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What all ways share."""
+
+    network: Network
+    scene: Scene
+    folder: Path
+    url: str
+    endpoint: str
+    env: Mapping[str, str]
+    poll_s: float
+
+    @contextmanager
+    def way(self, way: str) -> Iterator[Cast]:
+        """A trainer and replicas that do it one way, at version 0."""
+        slug = way.replace(" ", "-").replace(",", "")
+        order = {
+            "scene": str(self.scene.folder),
+            "way": way,
+            "url": f"{self.url}/{slug}",
+            "poll_s": self.poll_s,
+        }
+        with ExitStack() as stack:
+
+            def start(role: str, place: Place) -> Process:
+                """A process behind a proxy of its own."""
+                log = self.folder / f"{slug}-{place.name}.log"
+                proxy = Process(
+                    self.network.plan,
+                    place.name,
+                    "proxy",
+                    {"endpoint": self.endpoint, "delay_s": place.link.delay_s},
+                    log=log,
+                )
+                stack.enter_context(proxy)
+                env = {**self.env, "AWS_ENDPOINT_URL": proxy.answer(START_S)["endpoint"]}
+                made = Process(self.network.plan, place.name, role, order, log=log, env=env)
+                return stack.enter_context(made)
+
+            trainer = start(TRAINER.name, TRAINER)
+            replicas = {place.name: start("replica", place) for place in REPLICAS}
+            trainer.answer(START_S)
+            for replica in replicas.values():
+                replica.answer(START_S)
+            yield Cast(self.network, trainer, replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """The processes of one way."""
+
+    network: Network
+    trainer: Process
+    replicas: Mapping[str, Process]
+
+    def version(self, number: int) -> Sample:
+        """One step, and everything until all replicas serve its version and were compared."""
+        before = {name: self.network.counted(name) for name in (TRAINER.name, *self.replicas)}
+        for replica in self.replicas.values():
+            replica.order(receive=number)
+        self.trainer.order(step=number)
+        sent = self.trainer.answer(VERSION_S)
+        served = {name: one.answer(VERSION_S)["served"] for name, one in self.replicas.items()}
+        moved = {name: self.network.counted(name).since(then) for name, then in before.items()}
+        for replica in self.replicas.values():
+            replica.order(compare=number)
+        return Sample(
+            version=number,
+            sent_s=sent["sent"] - sent["stepped"],
+            served_s={name: at - sent["stepped"] for name, at in served.items()},
+            sent_nbytes=moved[TRAINER.name].sent,
+            received_nbytes={name: moved[name].received for name in self.replicas},
+            mismatches={
+                name: one.answer(VERSION_S)["mismatches"] for name, one in self.replicas.items()
+            },
+        )
+
+
+@contextmanager
+def opened(network: Network, scene: Scene, folder: Path, *, poll_s: float) -> Iterator[Run]:
+    """A run, with its store started."""
+    plan = network.plan
+    order = {"folder": str(folder / "store"), "host": plan.address(STORE.name)}
+    with Process(plan, STORE.name, "store", order, log=folder / "store.log") as store:
+        ready = store.answer(START_S)
+        env = dict(ready["env"])
+        endpoint = env.pop("AWS_ENDPOINT_URL")
+        yield Run(network, scene, folder, ready["url"], endpoint, env, poll_s)
+
+
+def measure(run: Run, ways: Sequence[str], *, versions: int) -> dict[str, list[Sample]]:
+    """So many versions of every way, after the first ones, which do not count."""
+    return {way: _measure(run, way, versions) for way in ways}
+
+
+def _measure(run: Run, way: str, versions: int) -> list[Sample]:
+    say(f"{way}: version 0")
+    found: list[Sample] = []
+    with run.way(way) as cast:
+        for number in range(1, WARM_UP + versions + 1):
+            sample = cast.version(number)
+            times = ", ".join(f"{name} {took:.3f} s" for name, took in sample.served_s.items())
+            say(f"{way}: version {number} of {WARM_UP + versions}: {times}")
+            if number > WARM_UP:
+                found.append(sample)
+    return found

@@ -1,0 +1,113 @@
+"""A layout: how another system stores one update, and how its receiver writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.types import BITS_DTYPES, Bits, TensorSpec
+from tests.bench.changes import ChangedTensors, TensorChange
+
+Objects: TypeAlias = tuple[bytes, ...]
+"""Contents of the objects that store one update."""
+
+Specs: TypeAlias = Mapping[str, TensorSpec]
+"""The receiver's tensors by name, in checkpoint order."""
+
+FILLER: Final = 0xA5
+"""Byte of unchanged elements in `PeerLayout.check`, so that a write to one of them is seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedWrite:
+    """What a receiver writes into one tensor.
+
+    Attributes:
+        positions: Where, counted in elements of ``values``'s dtype; None for the whole tensor.
+        values: Unsigned integers; bytes where the layout counts bytes.
+        xor: Whether ``values`` are combined with the old bits by exclusive or, or replace them.
+    """
+
+    positions: npt.NDArray[np.integer[Any]] | None
+    values: Bits
+    xor: bool
+
+    def apply(self, weights: Bits) -> None:
+        """Write into the bits of a tensor, in place."""
+        target = weights.view(self.values.dtype)
+        where = slice(None) if self.positions is None else self.positions
+        if self.xor:
+            target[where] ^= self.values
+        else:
+            target[where] = self.values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerLayout:
+    """A layout of another system.
+
+    Attributes:
+        name: Name in tables.
+        encode: Return the objects of an update.
+        decode: Yield name and write of each changed tensor, ready for a receiver with these
+            tensors. Nothing is written yet; nothing of a tensor is kept once the next is asked for.
+        any_dtype: Whether it stores tensors of all dtypes, or those of 16 bits only.
+    """
+
+    name: str
+    encode: Callable[[ChangedTensors], Objects]
+    decode: Callable[[Objects, Specs], Iterator[tuple[str, DecodedWrite]]]
+    any_dtype: bool = False
+
+    def nbytes(self, changes: ChangedTensors) -> int:
+        """Size of an update, in bytes."""
+        return sum(map(len, self.encode(changes)))
+
+    def check(self, changes: ChangedTensors, objects: Objects) -> None:
+        """Decode an update, write it, and compare all elements bit for bit.
+
+        Raises:
+            ArithmeticError: They differ.
+        """
+        writes = dict(self.decode(objects, specs_of(changes)))
+        for name, change in changes.items():
+            weights, expected = _before_and_after(change)
+            if name in writes:
+                writes[name].apply(weights)
+            if not np.array_equal(weights, expected):
+                raise ArithmeticError(f"{self.name}: {name} does not decode to what was encoded")
+        if not writes.keys() <= changes.keys():
+            raise ArithmeticError(f"{self.name}: decoded tensors that were not encoded")
+
+
+def specs_of(changes: ChangedTensors) -> dict[str, TensorSpec]:
+    """The tensors of an update by name."""
+    return {name: change.spec for name, change in changes.items()}
+
+
+def changed(changes: ChangedTensors) -> dict[str, TensorChange]:
+    """The tensors with changes."""
+    return {name: change for name, change in changes.items() if change.nnz}
+
+
+def gaps_of(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Unchanged elements before each change."""
+    return np.diff(indices, prepend=-1) - 1
+
+
+def indices_of(gaps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Undo `gaps_of`."""
+    return np.cumsum(gaps, dtype=np.int64) + np.arange(gaps.size)
+
+
+def _before_and_after(change: TensorChange) -> tuple[Bits, Bits]:
+    size, dtype = change.numel * change.spec.itemsize, BITS_DTYPES[change.spec.itemsize]
+    weights = np.full(size, FILLER, np.uint8).view(dtype)
+    weights[change.indices] = change.old
+    expected = weights.copy()
+    expected[change.indices] = change.new
+    return weights, expected

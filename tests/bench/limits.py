@@ -1,0 +1,183 @@
+"""Entropy limits of one update in bits a change, lower bounds for encodings of each kind.
+
+Of bf16 weights given the old exponent, of 8-bit codes given the whole old code.
+
+All figures are empirical entropies of the given update, without the cost of tables.
+``tests/unit/bench/test_limits.py`` compares them with the codec study behind the format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.errors import ConfigError
+from deltachain.types import Bits
+from tests.bench.chains import Step
+from tests.bench.stats import biased_exponents
+
+Counts: TypeAlias = npt.NDArray[np.int64]
+
+CLASSES: Final = 16
+"""Classes of old exponents: one a binade, with open ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class EntropyLimits:
+    """Limits in bits a change.
+
+    Attributes:
+        density: Changed elements over all elements, in [0, 1].
+        positions: Which elements changed, if all are alike: H(p) / p.
+        positions_given_exponent: The same, where the reader knows every old exponent.
+        sign: Direction of a change; no context known to the reader predicts it.
+        magnitude: Units in the last place moved, order 0.
+        magnitude_given_exponent: The same, where the reader knows the old exponent.
+    """
+
+    density: float
+    positions: float
+    positions_given_exponent: float
+    sign: float
+    magnitude: float
+    magnitude_given_exponent: float
+
+    @property
+    def stateless(self) -> float:
+        """Total for a reader with the base and nothing older."""
+        return self.positions_given_exponent + self.sign + self.magnitude_given_exponent
+
+    @property
+    def without_base(self) -> float:
+        """Total for a reader without the base: all positions are alike."""
+        return self.positions + self.sign + self.magnitude
+
+    def __str__(self) -> str:
+        """One line of bits a change."""
+        return (
+            f"density {self.density:.3%}: positions {self.positions:.2f}, given exponent "
+            f"{self.positions_given_exponent:.2f}; sign {self.sign:.2f}; magnitude "
+            f"{self.magnitude:.2f}, given exponent {self.magnitude_given_exponent:.2f}; total "
+            f"without the base {self.without_base:.2f}, stateless {self.stateless:.2f} bits/change"
+        )
+
+
+def entropy_limits(step: Step) -> EntropyLimits:
+    """Compute the limits of one update over all its tensors.
+
+    Raises:
+        ConfigError: Nothing changed.
+    """
+    elements = np.zeros(256, np.int64)
+    exponents, moves = [], []
+    for old, new in step.values():
+        difference = (new - old).view(np.int16)
+        changed = np.flatnonzero(difference)
+        elements += np.bincount(biased_exponents(old), minlength=256)
+        exponents.append(biased_exponents(old[changed]))
+        moves.append(difference[changed])
+    move = np.concatenate(moves).astype(np.int32)
+    if not move.size:
+        raise ConfigError("an update that changes nothing has no bits a change")
+    lowest = _lowest_class(elements)
+    numel = np.bincount(_classes(np.arange(256), lowest), weights=elements, minlength=CLASSES)
+    kind = _classes(np.concatenate(exponents), lowest)
+    changes = np.bincount(kind, minlength=CLASSES)
+    magnitude = np.abs(move)
+    return EntropyLimits(
+        density=move.size / float(elements.sum()),
+        positions=_position_bits(changes.sum(keepdims=True), numel.sum(keepdims=True)) / move.size,
+        positions_given_exponent=_position_bits(changes, numel) / move.size,
+        sign=_symbol_bits(np.bincount(move > 0)) / move.size,
+        magnitude=_symbol_bits(np.bincount(magnitude)) / move.size,
+        magnitude_given_exponent=sum(
+            _symbol_bits(np.bincount(magnitude[kind == one])) for one in range(CLASSES)
+        )
+        / move.size,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLimits:
+    """Limits of updates of 8-bit codes, in bits a changed code.
+
+    Attributes:
+        density: Changed codes over all codes, in [0, 1].
+        positions: Which codes changed, if all are alike: H(p) / p.
+        positions_given_code: The same, where the reader knows every old code.
+        move: Difference of the bits of new and old code, order 0.
+        move_given_code: The same, where the reader knows the old code.
+    """
+
+    density: float
+    positions: float
+    positions_given_code: float
+    move: float
+    move_given_code: float
+
+    @property
+    def stateless(self) -> float:
+        """Total for a reader with the base and nothing older."""
+        return self.positions_given_code + self.move_given_code
+
+    @property
+    def without_base(self) -> float:
+        """Total for a reader without the base: all positions are alike."""
+        return self.positions + self.move
+
+
+def code_limits(step: Mapping[str, tuple[Bits, Bits]]) -> CodeLimits:
+    """Compute the limits of one update of 8-bit codes over all its tensors of that width.
+
+    Raises:
+        ConfigError: Nothing changed.
+    """
+    numel = np.zeros(256, np.int64)
+    moved = np.zeros((256, 256), np.int64)
+    for old, new in step.values():
+        if old.itemsize == 1:
+            numel += np.bincount(old, minlength=256)
+            changed = np.flatnonzero(old != new)
+            pair = old[changed].astype(np.int64) << 8 | (new[changed] - old[changed])
+            moved += np.bincount(pair, minlength=1 << 16).reshape(256, 256)
+    changes = moved.sum(1)
+    total = int(changes.sum())
+    if not total:
+        raise ConfigError("an update that changes nothing has no bits a change")
+    return CodeLimits(
+        density=total / float(numel.sum()),
+        positions=_position_bits(changes.sum(keepdims=True), numel.sum(keepdims=True)) / total,
+        positions_given_code=_position_bits(changes, numel) / total,
+        move=_symbol_bits(moved.sum(0)) / total,
+        move_given_code=sum(map(_symbol_bits, moved)) / total,
+    )
+
+
+def _lowest_class(elements: Counts) -> int:
+    """Biased exponent of class 0, so that 0.1 % of the elements lie above the last but one."""
+    top = int(np.searchsorted(np.cumsum(elements), 0.999 * elements.sum()))
+    return max(0, top - (CLASSES - 2))
+
+
+def _classes(exponents: npt.NDArray[Any], lowest: int) -> npt.NDArray[np.int64]:
+    return np.clip(exponents.astype(np.int64) - lowest, 0, CLASSES - 1)
+
+
+def _position_bits(changes: npt.NDArray[Any], numel: npt.NDArray[Any]) -> float:
+    """Bits that say which elements of each class changed: the sum of ``n H(k / n)``."""
+    stays = numel - changes
+    return float(_plogp(numel) - _plogp(changes) - _plogp(stays))
+
+
+def _symbol_bits(counts: Counts) -> float:
+    """Bits of a sequence of symbols that occur ``counts`` times, order 0."""
+    return float(_plogp(counts.sum(keepdims=True)) - _plogp(counts))
+
+
+def _plogp(counts: npt.NDArray[Any]) -> float:
+    positive = counts[counts > 0].astype(np.float64)
+    return float(np.sum(positive * np.log2(positive)))

@@ -1,0 +1,215 @@
+"""Benchmark of a store: throughput, latency, and requests a version.
+
+On ``s3://`` the baseline is bare boto3 with the same bytes in the same round, in ranges of 16 MiB
+by 8 threads into one buffer. All written objects are removed at the end, also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from statistics import median, quantiles
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from deltachain.chain.fetch import fetch
+from deltachain.errors import ConfigError, StoreError
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.store import Store, open_store
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.bench import report
+from tests.bench.bare_s3 import BareS3
+from tests.bench.timing import Candidate, Timings, round_robin, say
+from tests.bench.versions import AnchorVersion, make_version
+
+NBYTES: Final = 64_000_000
+ROUNDS: Final = 8
+LATENCIES: Final = 20
+"""Number of small objects for latencies."""
+VERSIONS: Final = 5
+"""Number of versions published and followed to count requests."""
+AIMS: Final[dict[str, tuple[str, float]]] = {"put": ("bare put", 0.8), "version": ("bare get", 0.7)}
+"""Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
+NAMES: Final = {
+    "bare put": "bare boto3: multipart put",
+    "put": "put",
+    "bare get": "bare boto3: ranged get into one buffer",
+    "get": "read",
+    "version": "fetch a version: read, verify, decode",
+}
+CAVEAT: Final = "Medians, in turn. Shares are the median over rounds of the share in that round."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreRow:
+    """One candidate: median, and speed as a fraction of the bare client's."""
+
+    name: str
+    median_s: float
+    best_s: float
+    mb_per_s: float
+    of_bare: float | None
+
+
+@contextmanager
+def scratch(url: str) -> Iterator[Store]:
+    """Open a store at a new prefix below ``url``, and empty it at the end."""
+    store = open_store(f"{url.rstrip('/')}/bench-{secrets.token_hex(4)}", writer=True)
+    try:
+        yield store
+    finally:
+        with suppress(StoreError):  # must not hide an earlier error
+            for info in list(store.list()):
+                store.delete(info.key)
+        store.close()
+
+
+def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: int) -> Timings:
+    """Measure put and get of a part, and the fetch of its version."""
+    part = version.part
+    ref = version.edge.parts[0]
+
+    def get() -> None:
+        if len(store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)) != len(part):
+            raise ArithmeticError("read another size than was put")
+
+    def follow() -> None:
+        fetched = fetch(version.chain, version.plan)
+        elements = sum(delta.values.size for delta in fetched.deltas())
+        if elements != version.numel:
+            raise ArithmeticError(f"decoded {elements} of {version.numel} elements")
+
+    candidates = [
+        Candidate("put", lambda: store.put("objects/put", part)),
+        Candidate("get", get),
+        Candidate("version", follow),
+    ]
+    if bare is not None:
+        candidates = [
+            Candidate("bare put", lambda: bare.put("objects/bare", part)),
+            candidates[0],
+            Candidate("bare get", lambda: bare.get(ref.key, len(part))),
+            *candidates[1:],
+        ]
+    return round_robin(candidates, rounds)
+
+
+def latencies(store: Store) -> dict[str, dict[str, float]]:
+    """Measure small requests: median and 95th percentile, in milliseconds."""
+    calls: dict[str, Callable[[str], object]] = {
+        "commit (put if absent)": lambda key: store.put_if_absent(key, b"x" * 4096),
+        "look (find)": store.find,
+        "get 4 KB": store.get,
+        "get 1 KB range": lambda key: store.get_range(key, 1024, 1024),
+    }
+    found = {}
+    for name, call in calls.items():
+        say(name)
+        seconds = []
+        for number in range(LATENCIES):
+            start = time.perf_counter()
+            call(f"latencies/{number:03}")
+            seconds.append(time.perf_counter() - start)
+        tail = quantiles(seconds, n=20)[-1]
+        found[name] = {"median_ms": 1e3 * median(seconds), "p95_ms": 1e3 * tail}
+    return found
+
+
+def requests(url: str) -> dict[str, float]:
+    """Count requests a version of a publisher, and of a follower that polls once a version."""
+    say(f"publish and follow {VERSIONS} versions")
+    model = nn.Linear(256, 256).to(torch.bfloat16)
+    mirror = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
+    published = followed = 0
+    with (
+        Publisher(PublishConfig(url=url, dtype="BF16")).attach(model, assets={}) as publisher,
+        Subscriber(SubscribeConfig(url=url), mirror) as follower,
+    ):
+        follower.update()
+        for step in range(VERSIONS):
+            with torch.no_grad():
+                model.weight.view(torch.int16)[step] += 1
+            publisher.publish(step=step)
+            sent = publisher.flush()
+            held = follower.version
+            later = None if held is None else follower.chain.later(held)  # as follow() looks
+            received = follower.update(later)
+            if sent is None or received is None:
+                raise ArithmeticError("the follower found nothing new")
+            published += sent.requests
+            followed += received.requests
+    return {"publisher": published / VERSIONS, "follower": followed / VERSIONS}
+
+
+def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
+    """Run all measurements; return the figures for JSON."""
+    with scratch(url) as store:
+        say(f"a version of {nbytes / 1e6:.0f} MB")
+        version = make_version(store, nbytes)
+        bare = BareS3(store.url) if store.url.startswith("s3://") else None
+        timings = measure(store, version, bare, rounds)
+        small = latencies(store)
+        spent = requests(f"{store.url}/requests")
+        kept = store.capabilities
+    found = list(rows(timings, len(version.part)))
+    return {
+        "benchmark": "store",
+        "url": url,
+        "conditional_put": kept.conditional_put,
+        "nbytes": len(version.part),
+        "numel": version.numel,
+        "rounds": rounds,
+        "rows": [asdict(row) for row in found],
+        "latencies": small,
+        "requests_per_version": spent,
+        "aims": {name: aim for name, (_, aim) in AIMS.items()},
+        "missed": [r.name for r in found if r.of_bare is not None and r.of_bare < aim_of(r.name)],
+        "machine": report.machine(),
+    }
+
+
+def aim_of(name: str) -> float:
+    """Return the smallest allowed fraction of the bare client's speed; 0 for none."""
+    return AIMS[name][1] if name in AIMS else 0.0
+
+
+def rows(timings: Timings, nbytes: int) -> Iterator[StoreRow]:
+    """Compute the figures of every candidate."""
+    floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
+    for name in timings.seconds:
+        floor = floors.get(name, "")
+        yield StoreRow(
+            name=name,
+            median_s=timings.typical(name),
+            best_s=timings.best(name),
+            mb_per_s=nbytes / timings.typical(name) / 1e6,
+            of_bare=timings.paired_ratio(name, floor) if floor in timings.seconds else None,
+        )
+
+
+def main(url: str | None, *, json_output: bool, nbytes: int = NBYTES) -> int:
+    """Run ``deltachain bench store``; return 0 if all candidates reach their allowed speed."""
+    if url is None:
+        hint = "deltachain bench store s3://bucket/prefix"
+        raise ConfigError("no store given", hint=hint)
+    result = run(url, nbytes=nbytes)
+    title = f"{result['nbytes'] / 1e6:.0f} MB in {url}"
+    speeds = report.grid(title, "", "median s", "MB/s", "of bare boto3")
+    for row in result["rows"]:
+        share = "" if row["of_bare"] is None else f"{row['of_bare']:.2f}"
+        speeds.add_row(
+            NAMES[row["name"]], f"{row['median_s']:.3f}", f"{row['mb_per_s']:.0f}", share
+        )
+    small = report.grid("Small requests", "", "median ms", "p95 ms")
+    for name, figures in result["latencies"].items():
+        small.add_row(name, f"{figures['median_ms']:.1f}", f"{figures['p95_ms']:.1f}")
+    spent = report.grid("Requests a version", "", "requests")
+    for name, count in result["requests_per_version"].items():
+        spent.add_row(name, f"{count:.1f}")
+    report.emit(result, [speeds, small, spent], json_output=json_output, caveat=CAVEAT)
+    return 1 if result["missed"] else 0
