@@ -77,11 +77,11 @@ package: venv  ## build sdist and wheel into dist/, and check what is in them
 	$(BIN)/pytest -m package tests/package
 
 # Not in CI: torch of the lowest version is another download of gigabytes. Old releases on newer ones of
-# what they need may warn; that is not ours. tests/unit/testing holds the emulated Hub against a client of today.
+# what they need may warn; that is not ours. tests/unit/support holds the emulated Hub against a client of today.
 test-floors: venv  ## the unit tests, on the lowest versions that pyproject.toml promises
 	$(BIN)/uv venv -q --clear -p $(BIN)/python .venv-floors
 	$(BIN)/uv pip install -q -p .venv-floors --resolution lowest-direct -e ".[all]" --group test
-	.venv-floors/bin/pytest tests/unit --ignore tests/unit/testing -o filterwarnings=default
+	.venv-floors/bin/pytest tests/unit --ignore tests/unit/support -o filterwarnings=default
 
 bench: venv  ## speed and size on this CPU
 	$(BIN)/python -m tests.bench codec

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from deltachain.testing.hub.server import HubServer
-    from deltachain.testing.seaweed import Seaweed
+    from tests.support.hub.server import HubServer
+    from tests.support.seaweed import Seaweed
 
 # Read when huggingface_hub and hf_xet are imported. hf_xet remembers there which content a server
 # has, by address: a server that began empty on the port of an older one would be sent too little.
@@ -34,7 +34,7 @@ _NUMBERS = itertools.count()
 
 @pytest.fixture(scope="session")
 def seaweed_of_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seaweed]:
-    from deltachain.testing.seaweed import Seaweed  # noqa: PLC0415
+    from tests.support.seaweed import Seaweed  # noqa: PLC0415
 
     with Seaweed(tmp_path_factory.mktemp("seaweed")) as server:
         yield server
@@ -56,7 +56,7 @@ def s3_url(seaweed: Seaweed) -> Callable[[], str]:
 
 @pytest.fixture(scope="session")
 def hub_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubServer]:
-    from deltachain.testing.hub.server import HubServer  # noqa: PLC0415
+    from tests.support.hub.server import HubServer  # noqa: PLC0415
 
     with HubServer(tmp_path_factory.mktemp("hub")) as server:
         yield server

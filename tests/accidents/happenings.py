@@ -7,8 +7,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from deltachain.format import keys
-from deltachain.testing.faults import clock_jump
 from tests.accidents.scene import Scene
+from tests.support.faults import clock_jump
 
 Happening: TypeAlias = Callable[[Scene], None]
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.testing.models import State, same
 from deltachain.types import Version
+from tests.support.models import State, same
 
 History = Mapping[str, State]
 """The bits of every state that a trainer published, by state digest: the truth."""

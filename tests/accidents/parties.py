@@ -14,11 +14,11 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import Replica, State, bits_of, train_
 from deltachain.types import Version
 from deltachain.weight_files import WEIGHTS_FILE
 from tests.accidents.copies import Kept
 from tests.accidents.oracle import View
+from tests.support.models import Replica, State, bits_of, train_
 
 TURN_S = 120.0
 """Longest time that one look may take before the test fails."""

@@ -20,7 +20,12 @@ from deltachain.format import keys
 from deltachain.format.digest import object_digest
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import (
+from deltachain.types import Version
+from tests.accidents.bulk import delete_all, put_all
+from tests.accidents.copies import Journal, Kept, Objects
+from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
+from tests.accidents.parties import Follower, Trainer, words
+from tests.support.models import (
     Replica,
     State,
     bits_of,
@@ -28,11 +33,6 @@ from deltachain.testing.models import (
     replica_of,
     state_digest,
 )
-from deltachain.types import Version
-from tests.accidents.bulk import delete_all, put_all
-from tests.accidents.copies import Journal, Kept, Objects
-from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
-from tests.accidents.parties import Follower, Trainer, words
 from tests.unit.cli.support import Done, invoke
 
 LOOKS: int = 40

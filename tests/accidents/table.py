@@ -60,11 +60,11 @@ def _chosen(names: list[str], fates: list[str]) -> Iterator[tuple[str, Fate]]:
 
 def _server(kind: str, folder: Path, stack: ExitStack) -> object:
     if kind == "s3":
-        from deltachain.testing.seaweed import Seaweed  # noqa: PLC0415
+        from tests.support.seaweed import Seaweed  # noqa: PLC0415
 
         return stack.enter_context(Seaweed(folder / kind))
     if kind == "hf":
-        from deltachain.testing.hub.server import HubServer  # noqa: PLC0415
+        from tests.support.hub.server import HubServer  # noqa: PLC0415
 
         return stack.enter_context(HubServer(folder / kind))
     return None

@@ -12,9 +12,9 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import bits_of, plain_model, replica_of, same, train_
-from deltachain.testing.seaweed import Seaweed
 from tests.accidents.liar import Liar
+from tests.support.models import bits_of, plain_model, replica_of, same, train_
+from tests.support.seaweed import Seaweed
 from tests.unit.cli.support import invoke
 
 ETAG = {"ETag": '"0123456789abcdef0123456789abcdef"'}

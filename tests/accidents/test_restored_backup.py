@@ -13,11 +13,11 @@ import pytest
 
 from deltachain.errors import ChainError, DeltaChainError
 from deltachain.format.revert_mark import reverted_to
-from deltachain.testing.models import State, plain_model, same, state_digest
 from tests.accidents import oracle
 from tests.accidents.copies import Objects
 from tests.accidents.person import roll_back
 from tests.accidents.scene import Scene
+from tests.support.models import State, plain_model, same, state_digest
 from tests.unit.cli.support import ok
 
 FOLLOWERS = ("dict", "folder")

@@ -18,8 +18,8 @@ from deltachain.mirror import Mirror
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import TinyModel, replica_of, train_
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import TinyModel, replica_of, train_
 
 STEPS = 4
 PART_NBYTES = 64

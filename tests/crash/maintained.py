@@ -13,7 +13,7 @@ from deltachain.maintain import KeepRule, Maintainer, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
-from deltachain.testing.models import TinyModel, train_
+from tests.support.models import TinyModel, train_
 
 KEPT = 24
 """Newest versions that the maintainers keep."""

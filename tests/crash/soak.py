@@ -58,7 +58,7 @@ def stopping() -> Event:
 
 def publish(url: str) -> None:
     from deltachain.publish import PublishConfig, Publisher  # noqa: PLC0415 - in the child
-    from deltachain.testing.models import TinyModel, train_  # noqa: PLC0415
+    from tests.support.models import TinyModel, train_  # noqa: PLC0415
 
     stop, model = stopping(), TinyModel(width=64)
     with Publisher(PublishConfig(url=url, when_busy="wait", on_error="warn")).attach(
@@ -98,7 +98,7 @@ def mirror(url: str, other: str) -> None:
 
 def follow(url: str) -> None:
     from deltachain.subscribe import Subscriber  # noqa: PLC0415
-    from deltachain.testing.models import TinyModel, tensors_of  # noqa: PLC0415
+    from tests.support.models import TinyModel, tensors_of  # noqa: PLC0415
 
     stop = stopping()
     with Subscriber(url, tensors_of(TinyModel(seed=1, width=64))) as subscriber:

@@ -24,11 +24,11 @@ from deltachain.chain.reachable import is_reachable
 from deltachain.errors import BrokenChainError
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import TinyModel, tensors_of
 from tests.crash.conftest import PROCESSES
 from tests.crash.maintained import GRACE_S, maintain_for_ever
 from tests.crash.places import Place
 from tests.crash.test_maintainers import kill, publishing
+from tests.support.models import TinyModel, tensors_of
 
 ROUNDS: Final = {"file": 150, "s3": 250, "hf": 100}
 PRUNES: Final = {"file": 50, "s3": 100, "hf": 20}

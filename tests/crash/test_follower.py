@@ -14,7 +14,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.subscribe.targets.folder_lock import LOCK_FILE
-from deltachain.testing.models import State, TinyModel, bits_of, replica_of, same, train_
+from tests.support.models import State, TinyModel, bits_of, replica_of, same, train_
 
 FOLDER = "deltachain.subscribe.targets.folder"
 JOURNAL = "deltachain.subscribe.targets.journal"

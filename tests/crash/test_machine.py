@@ -31,8 +31,8 @@ from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedErr
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import Action, Fault, FaultyStore
-from deltachain.testing.models import (
+from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.models import (
     Replica,
     State,
     bits_of,

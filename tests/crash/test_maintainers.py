@@ -27,11 +27,11 @@ from deltachain.maintain import Maintainer
 from deltachain.maintain.survey import Survey
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import TinyModel, tensors_of
 from deltachain.verify import verify
 from tests.crash.conftest import PROCESSES
 from tests.crash.maintained import KEPT, maintain_for_ever, maintainer_of, publish_until
 from tests.crash.places import Place
+from tests.support.models import TinyModel, tensors_of
 
 KILLS = {"file": 100, "s3": 100, "hf": 100}
 VERSIONS = 5 * KEPT

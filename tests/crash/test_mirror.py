@@ -12,8 +12,8 @@ from deltachain.mirror import Mirror
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import TinyModel, bits_of, recompute, same, tensors_of, train_
 from tests.crash.places import Place, contents
+from tests.support.models import TinyModel, bits_of, recompute, same, tensors_of, train_
 
 KILLS = 10
 

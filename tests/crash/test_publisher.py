@@ -12,7 +12,9 @@ from deltachain.errors import ObjectNotFoundError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import (
+from tests.crash.child import STEPS
+from tests.crash.places import Place, contents, copy_store
+from tests.support.models import (
     State,
     TinyModel,
     bits_of,
@@ -21,8 +23,6 @@ from deltachain.testing.models import (
     tensors_of,
     train_,
 )
-from tests.crash.child import STEPS
-from tests.crash.places import Place, contents, copy_store
 
 DELTA = f"deltas/{2:020d}-"
 MANIFEST = f"manifests/{2:020d}"

@@ -17,10 +17,10 @@ from deltachain.format.documents import Edge, Table
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.writer import Writer, take_over
 from deltachain.store import MemoryStore, Store, open_store
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
 from deltachain.types import StateDigest
 from tests.crash.places import Place
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import bits_of, plain_model, recompute, same, train_
 
 ROUNDS = {"memory": 200, "file": 200, "s3": 20}
 TABLE = Table(tensors=(("a", "BF16", (4,)),))

@@ -17,10 +17,10 @@ from deltachain.chain.chain import Chain
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import State, bits_of, fill_, recompute, same, tensors_of, train_
 from deltachain.verify import verify
 from tests.crash.places import Place
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import State, bits_of, fill_, recompute, same, tensors_of, train_
 
 DOWN_S = 0.5
 """How long a server stays away, at least."""

@@ -18,10 +18,10 @@ from deltachain.errors import ForkedChainError, PublisherFencedError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import bits_of, plain_model, recompute, same, tensors_of
-from deltachain.testing.models import train_ as train_some_
 from tests.crash.places import Place
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import bits_of, plain_model, recompute, same, tensors_of
+from tests.support.models import train_ as train_some_
 
 
 @pytest.fixture

@@ -17,9 +17,9 @@ from typing import Any, Final
 
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.models import plain_model, tensors_of, train_
 from tests.bench import report
+from tests.support.hub.server import HubServer
+from tests.support.models import plain_model, tensors_of, train_
 
 BUCKET: Final = "me/followers"
 

@@ -20,13 +20,13 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig
-from deltachain.testing.models import train_
-from deltachain.testing.proxy import Proxy
-from deltachain.testing.ranks import FakeEngine
-from deltachain.testing.seaweed import Seaweed
-from deltachain.testing.sharding import Sharding, save, trained
 from tests.e2e.pages import opened
 from tests.e2e.prometheus import PROMETHEUS, Prometheus, prometheus
+from tests.support.models import train_
+from tests.support.proxy import Proxy
+from tests.support.ranks import FakeEngine
+from tests.support.seaweed import Seaweed
+from tests.support.sharding import Sharding, save, trained
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import eventually
 

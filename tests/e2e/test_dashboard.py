@@ -20,8 +20,8 @@ from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
-from deltachain.testing.sharding import Sharding
 from tests.e2e.pages import opened
+from tests.support.sharding import Sharding
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed, eventually, led
 

@@ -20,9 +20,9 @@ from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
 from deltachain.demo.online.engine import EngineKind, variables
 from deltachain.demo.online.processes import Service, free_port, until
 from deltachain.demo.online.run import answers
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.seaweed import Seaweed
 from tests.containers import ARGUMENTS
+from tests.support.hub.server import HubServer
+from tests.support.seaweed import Seaweed
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 EXAMPLES: Final = ROOT / "examples"

@@ -11,8 +11,8 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.store import MemoryStore, open_store
-from deltachain.testing.seaweed import Seaweed
 from deltachain.threads import Pool
+from tests.support.seaweed import Seaweed
 from tests.unit.maintain.test_far_behind import VERSIONS, grow
 
 pytestmark = pytest.mark.slow

@@ -16,8 +16,8 @@ import pytest
 
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.models import bits_of, plain_model, same, tensors_of, train_
+from tests.support.hub.server import HubServer
+from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 
 LONG_S = 120.0
 NEVER_S = 100_000.0

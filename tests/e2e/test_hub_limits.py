@@ -18,8 +18,8 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.writer import HINT_EVERY
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.models import bits_of, plain_model, same, tensors_of, train_
+from tests.support.hub.server import HubServer
+from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 
 FASTER = 10
 WINDOW_S = 300 / FASTER

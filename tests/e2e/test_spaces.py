@@ -30,8 +30,8 @@ from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from deltachain.demo.pretrain import pretrain
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.hub.server import HubServer
 from tests.containers import ARGUMENTS, ROOT, USER, VARIABLES, as_user, environment_in, home_of
+from tests.support.hub.server import HubServer
 
 pytestmark = pytest.mark.slow
 

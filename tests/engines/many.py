@@ -16,10 +16,10 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import checkpoint
 from tests.engines.matrix import Change, attached, changed, computed, engine_fresh, has_digest
+from tests.support.spools import spool_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

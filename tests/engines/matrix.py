@@ -28,12 +28,12 @@ from deltachain.errors import DeltaChainError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.update_path import Agreement, agree, orphans
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.serving import ENGINE
 from tests.engines.two_ranks import two_ranks
+from tests.support.spools import spool_of
 
 SHARE: Final = 0.3
 """Of the elements of each tensor that change."""

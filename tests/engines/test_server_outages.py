@@ -15,12 +15,12 @@ from threading import Thread
 import httpx
 import pytest
 
-from deltachain.testing.seaweed import Seaweed
 from tests.engines.expected import Judge
 from tests.engines.load import prompt
 from tests.engines.replica import Replica, error_of, replicas, serving
 from tests.engines.serving import PAUSES
 from tests.engines.trainer import Trainer
+from tests.support.seaweed import Seaweed
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -20,11 +20,11 @@ import httpx
 import pytest
 
 from deltachain.demo.online.processes import free_port
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.seaweed import Seaweed
 from tests.containers import ARGUMENTS, USER, VARIABLES, as_user, environment_in, home_of
 from tests.engines.serving import ENGINE, HOST, ROOT, START_S
 from tests.engines.trainer import Trainer
+from tests.support.hub.server import HubServer
+from tests.support.seaweed import Seaweed
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -13,8 +13,8 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import Action, Fault, FaultyStore, clock_jump
-from deltachain.testing.models import (
+from tests.support.faults import Action, Fault, FaultyStore, clock_jump
+from tests.support.models import (
     State,
     bits_of,
     plain_model,

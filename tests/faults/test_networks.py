@@ -12,13 +12,13 @@ import pytest
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import bits_of, plain_model, same, tensors_of
-from deltachain.testing.proxy import Proxy
 from tests.faults.test_convergence import Trainer
+from tests.support.models import bits_of, plain_model, same, tensors_of
+from tests.support.proxy import Proxy
 
 if TYPE_CHECKING:
-    from deltachain.testing.hub.server import HubServer
-    from deltachain.testing.seaweed import Seaweed
+    from tests.support.hub.server import HubServer
+    from tests.support.seaweed import Seaweed
 
 Place: TypeAlias = tuple[Proxy, Callable[[], Store]]
 

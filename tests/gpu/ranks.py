@@ -20,11 +20,11 @@ from deltachain.delta import TensorDelta, changes
 from deltachain.replica.layout.update_path import agree
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.proof import Effect
-from deltachain.testing.engine import FakeModel
-from deltachain.testing.models import train_
-from deltachain.testing.sharding import Sharding, full_of, save, trained
-from deltachain.testing.spools import spool_of
 from deltachain.types import StateDigest
+from tests.support.engine import FakeModel
+from tests.support.models import train_
+from tests.support.sharding import Sharding, full_of, save, trained
+from tests.support.spools import spool_of
 
 BUDGET = 1 << 30
 

@@ -19,7 +19,7 @@ from deltachain.publish.quantise.tensors import quantise
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import SnapshotPlace
-from deltachain.testing.models import plain_model, train_
+from tests.support.models import plain_model, train_
 
 
 def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -23,13 +23,13 @@ from deltachain.format.digest import digest_key
 from deltachain.kernels import host
 from deltachain.replica.layout.update_path import agree, orphans
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.property.engine import RandomEngine
 from tests.property.recipe import Recipe
 from tests.property.snapshot import Seen, addresses, differences, look, served
 from tests.property.values import are_parted, first, later
+from tests.support.spools import spool_of
 
 BUDGET = 1 << 30
 

@@ -22,9 +22,9 @@ from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.shard import local_of
 from deltachain.store import open_store
-from deltachain.testing.faults import Fault, FaultyStore
 from tests.ranks.layouts import LAYOUTS, train_step, whole
 from tests.ranks.trials import RATE, check, compare
+from tests.support.faults import Fault, FaultyStore
 
 
 def comes_late(rank: int, url: str, folder: str) -> None:

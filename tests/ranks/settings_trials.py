@@ -14,9 +14,9 @@ import deltachain
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
-from deltachain.testing.faults import FaultyStore
 from tests.ranks.layouts import LAYOUTS, train_step
 from tests.ranks.quantised_trials import Layers, shard_, step_
+from tests.support.faults import FaultyStore
 
 DEADLINE_S = 60.0
 

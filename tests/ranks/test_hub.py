@@ -6,10 +6,10 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.store import open_store
-from deltachain.testing.hub.server import HubServer
 from deltachain.verify import verify
 from tests.ranks.hub_trials import VERSIONS
 from tests.ranks.spawn import run
+from tests.support.hub.server import HubServer
 
 pytestmark = pytest.mark.dist
 

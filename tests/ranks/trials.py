@@ -35,7 +35,7 @@ from deltachain.publish import (
 from deltachain.publish.encoding_choice import EncodingCost
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
-from deltachain.testing.faults import Fault, FaultyStore
+from tests.support.faults import Fault, FaultyStore
 from deltachain.types import BITS_DTYPES
 from tests.ranks.layouts import LAYOUTS, Block, train_step, whole
 

@@ -22,8 +22,8 @@ from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, EdgeRecord, Head, ObjectRef, Table, dump, seal
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.types import StateDigest
+from tests.support.faults import Action, Fault, FaultyStore
 from tests.unit.manifest_chains import (
     ANCHOR,
     TABLE,

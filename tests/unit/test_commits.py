@@ -20,8 +20,8 @@ from deltachain.errors import (
 from deltachain.format.documents import Edge, ObjectRef, seal
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.types import Buffer
+from tests.support.faults import Fault, FaultyStore
 from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend, manifest_after
 
 STORES = [MemoryStore, SingleWriterStore, WideStore]

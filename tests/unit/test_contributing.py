@@ -23,7 +23,7 @@ GUIDE: Final = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 SHOWN: Final = ("bench", "demo", "testing")
 """Packages that make or show chains, and do not decide by kind."""
 
-ENGINES: Final = ("vllm_ext/deltachain_vllm", "sglang_ext/deltachain_sglang", "deltachain/testing")
+ENGINES: Final = ("vllm_ext/deltachain_vllm", "sglang_ext/deltachain_sglang", "tests/support")
 
 
 def row(new: str) -> str:

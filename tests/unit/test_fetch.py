@@ -28,8 +28,8 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.store.file.store import FileStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "/not/there", "a\0b", "/dev/null", "/dev/zero"])

@@ -14,8 +14,8 @@ from deltachain.errors import (
 from deltachain.format.documents import seal
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import FaultyStore
 from deltachain.types import Buffer
+from tests.support.faults import FaultyStore
 from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend, manifest_after
 
 

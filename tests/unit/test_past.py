@@ -15,8 +15,8 @@ from deltachain.errors import BrokenChainError
 from deltachain.format.documents import Edge, EdgeSummary, Head, ObjectRef, dump, seal, summarise
 from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore, ObjectInfo
-from deltachain.testing.faults import FaultyStore
 from deltachain.types import StateDigest
+from tests.support.faults import FaultyStore
 from tests.unit.manifest_chains import ANCHOR, WideStore, create, extend, manifest_after
 
 LONG = 20_000

@@ -14,7 +14,7 @@ from deltachain.format.publish_phases import phases_mark, phases_of
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import TinyModel, train_
+from tests.support.models import TinyModel, train_
 
 PHASES = ["diff", "encode", "upload", "look", "fetch", "stage", "pause", "swap"]
 

@@ -18,7 +18,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.remote_code import without_remote_code
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe.targets.folder_owner import write_assets
-from deltachain.testing.models import TinyModel
+from tests.support.models import TinyModel
 from tests.unit.cli.support import ok, random_state, write_checkpoint
 
 EVIL = "attacker/repo--modeling.Evil"

@@ -16,10 +16,10 @@ from deltachain.store import MemoryStore, open_store
 from deltachain.store.s3 import bucket as s3_bucket
 from deltachain.store.s3 import upload as s3_upload
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import TinyModel, bits_of, replica_of, same, train_
-from deltachain.testing.seaweed import Seaweed
-from deltachain.testing.sharding import Sharding
 from deltachain.threads import Pool
+from tests.support.models import TinyModel, bits_of, replica_of, same, train_
+from tests.support.seaweed import Seaweed
+from tests.support.sharding import Sharding
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.replica.replicas import Followed
 

@@ -18,9 +18,9 @@ from deltachain.control.sidecar.engine_api import EngineClient
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.replica.leader import Leader
 from deltachain.store import open_store
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.seaweed import Seaweed
 from deltachain.tls import TlsFiles
+from tests.support.hub.server import HubServer
+from tests.support.seaweed import Seaweed
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.replica.replicas import Followed
 from tests.unit.tls import PrivateCa, http_proxy, tls_front

@@ -19,9 +19,9 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import FaultyStore
-from deltachain.testing.models import TinyModel, train_
 from deltachain.tracing import TRACEPARENT, VersionSpan, without_context
+from tests.support.faults import FaultyStore
+from tests.support.models import TinyModel, train_
 
 PUBLISH = ["diff", "encode", "commit", "publish"]
 APPLY = ["look", "fetch", "stage", "pause", "apply"]

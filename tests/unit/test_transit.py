@@ -10,7 +10,7 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError, FormatError
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import FaultyStore
+from tests.support.faults import FaultyStore
 from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend
 
 KEYS = [CHAIN_KEY, TABLE_KEY, manifest_key(1)]

@@ -32,7 +32,7 @@ from deltachain.errors import ControlPlaneError
 from deltachain.format.documents import Manifest
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
-from deltachain.testing.seaweed import Seaweed
+from tests.support.seaweed import Seaweed
 
 STEPS: Final = 40
 PRETRAIN_STEPS: Final = 250

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from deltachain.errors import ConfigError
-from deltachain.testing.seaweed import Seaweed
 from tests.bench.cross_region.delay import DelayProxy
 from tests.bench.cross_region.scene import Scene
 from tests.bench.cross_region.ways import receiver, sender
+from tests.support.seaweed import Seaweed
 
 Order = Mapping[str, Any]
 

@@ -19,9 +19,9 @@ from deltachain.control.client.replica import ReplicaClient
 from deltachain.demo.online.engine import HOST, EngineKind, command, variables
 from deltachain.demo.online.processes import Service, free_port
 from deltachain.store import Store, open_store
-from deltachain.testing.proxy import Proxy
-from deltachain.testing.seaweed import Seaweed
 from tests.small_disk import on_small_disk
+from tests.support.proxy import Proxy
+from tests.support.seaweed import Seaweed
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 KINDS: Final[tuple[EngineKind, ...]] = ("vllm", "sglang")

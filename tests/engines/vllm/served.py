@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.replica.layout.members import numbers_in
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
 from tests.engines.compare import copied, live
 from tests.engines.families import checkpoint
 from tests.engines.matrix import Change, attached, changed
 from tests.engines.vllm.fresh import known, load_in_context
+from tests.support.spools import spool_of
 
 
 @dataclass(frozen=True, slots=True)

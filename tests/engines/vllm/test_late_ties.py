@@ -17,12 +17,12 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta, changes
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
 from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.compare import copied, live
 from tests.engines.families import checkpoint
 from tests.engines.matrix import attached
 from tests.engines.vllm.fresh import known, load_fresh, load_in_context
+from tests.support.spools import spool_of
 
 pytestmark = pytest.mark.engine
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BaseMismatchError, ConfigError, EngineDamagedError
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
 from deltachain_vllm.model import VllmModel
 from tests.engines.families import checkpoint
 from tests.engines.matrix import Change, attached, changed
 from tests.engines.vllm.fresh import known, load_in_context
+from tests.support.spools import spool_of
 
 pytestmark = pytest.mark.engine
 

@@ -13,7 +13,7 @@ from deltachain.checkpoint import Checkpoint, write_weights
 from deltachain.format.keys import manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import open_store
-from deltachain.testing.models import TinyModel, bits_of, train_
+from tests.support.models import TinyModel, bits_of, train_
 from tests.unit.cli.support import (
     SPECS,
     Pushed,

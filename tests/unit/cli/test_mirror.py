@@ -15,7 +15,7 @@ from deltachain.errors import ConfigError
 from deltachain.mirror.placement import check_placement
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore, open_store
-from deltachain.testing.models import TinyModel, train_
+from tests.support.models import TinyModel, train_
 from tests.unit.cli.support import invoke
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltachain.publish import Publisher
-from deltachain.testing.models import TinyModel, train_
+from tests.support.models import TinyModel, train_
 from tests.unit.cli.support import invoke
 
 

@@ -17,7 +17,7 @@ from deltachain.errors import ChainError, ControlPlaneError, StoreWentBackError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.subscribe.follow import LOOK_BACK
-from deltachain.testing.models import train_
+from tests.support.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.control.statuses import status
 from tests.unit.replica.replicas import Followed

@@ -16,7 +16,7 @@ from deltachain.control.server.bootstrap import LedEngine, lead, leave_at_end
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
 from deltachain.presence.record import parse_record
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.testing.sharding import Sharding
+from tests.support.sharding import Sharding
 from tests.unit.control.replicas import followed
 from tests.unit.replica.replicas import Followed
 

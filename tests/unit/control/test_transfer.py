@@ -25,8 +25,8 @@ from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableEr
 from deltachain.format.keys import manifest_key
 from deltachain.publish import publisher as publisher_module
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Action, Fault, FaultyStore
-from deltachain.testing.models import recompute, same
+from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.models import recompute, same
 
 STEPS = 3
 

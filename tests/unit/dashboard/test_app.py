@@ -20,7 +20,7 @@ from deltachain.dashboard.watcher import Watcher
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.presence.board import PresenceBoard
 from deltachain.presence.record import PresenceRecord, encode_record
-from deltachain.testing.faults import FaultyStore
+from tests.support.faults import FaultyStore
 from tests.unit.dashboard.reports import chain_of, status
 from tests.unit.replica.replicas import eventually
 

@@ -8,7 +8,7 @@ from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.errors import StoreUnavailableError
 from deltachain.format.keys import manifest_key
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import FaultyStore
+from tests.support.faults import FaultyStore
 from tests.unit.dashboard.reports import chain_of
 from tests.unit.manifest_chains import WideStore, create, extend, manifest_after
 

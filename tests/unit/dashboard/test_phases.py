@@ -24,8 +24,8 @@ from deltachain.presence.statuses import follower_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
-from deltachain.testing.models import TinyModel, tensors_of
 from deltachain.types import StateDigest
+from tests.support.models import TinyModel, tensors_of
 from tests.unit.dashboard.reports import report, view_of
 from tests.unit.manifest_chains import create, manifest_after
 

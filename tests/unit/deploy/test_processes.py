@@ -19,7 +19,7 @@ import httpx
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from deltachain.testing import seaweed
+from tests.support import seaweed
 from tests.unit.deploy.recipes import DEPLOY, ROOT, services, variables
 
 PATIENCE_S: Final = 240.0

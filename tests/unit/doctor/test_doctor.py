@@ -17,8 +17,8 @@ from deltachain.errors import StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.base import ObjectInfo
 from deltachain.store.file.store import FileStore
-from deltachain.testing.seaweed import Seaweed
 from deltachain.types import Buffer
+from tests.support.seaweed import Seaweed
 
 FOLLOWER, PUBLISHER = Role.FOLLOWER, Role.PUBLISHER
 

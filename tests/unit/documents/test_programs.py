@@ -24,13 +24,13 @@ import deltachain
 import deltachain.demo.online
 from deltachain import Chain, open_store
 from deltachain.demo.model import make_tokenizer, save_checkpoint
-from deltachain.testing.models import bits_of, same
+from tests.support.models import bits_of, same
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.documents.blocks import ROOT, Block, blocks, commands
 
 if TYPE_CHECKING:
-    from deltachain.testing.hub.server import HubServer
-    from deltachain.testing.seaweed import Seaweed
+    from tests.support.hub.server import HubServer
+    from tests.support.seaweed import Seaweed
 
 PROGRAMS: Final = {str(block): block for block in blocks("python")}
 

@@ -14,7 +14,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import bits_of, plain_model, same, tensors_of, train_
+from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 
 
 @pytest.fixture(autouse=True)

@@ -31,8 +31,8 @@ from deltachain.format.keys import HEAD_KEY, edge_key, manifest_key
 from deltachain.maintain.due import anchor_version
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import FaultyStore
 from deltachain.types import StateDigest
+from tests.support.faults import FaultyStore
 from tests.unit.manifest_chains import WideStore, create, manifest_after, state
 
 VERSIONS: Final = 10_000

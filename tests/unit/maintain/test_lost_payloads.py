@@ -19,7 +19,7 @@ from deltachain.maintain.added_edges import add_anchor, upload_anchor
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import FaultyStore
+from tests.support.faults import FaultyStore
 from tests.unit.maintain.grown import SPECS, Grown
 
 

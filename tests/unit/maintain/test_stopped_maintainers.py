@@ -21,8 +21,8 @@ from deltachain.format.keys import PAYLOADS
 from deltachain.maintain import KeepRule, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.store import ObjectInfo
-from deltachain.testing.faults import FaultyStore
 from deltachain.types import Buffer
+from tests.support.faults import FaultyStore
 from tests.unit.maintain.grown import SPECS
 from tests.unit.maintain.pruning import Clock, grow_sixty
 

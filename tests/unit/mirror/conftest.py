@@ -7,7 +7,7 @@ import pytest
 from deltachain.format.keys import PUBLISHER_KEY
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
-from deltachain.testing.models import TinyModel, train_
+from tests.support.models import TinyModel, train_
 
 Grow = Callable[..., None]
 

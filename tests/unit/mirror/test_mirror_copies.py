@@ -26,8 +26,8 @@ from deltachain.mirror.plan import ObjectCopy
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Action, Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, recompute, same, tensors_of, train_
+from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, recompute, same, tensors_of, train_
 from tests.unit.mirror.conftest import Grow, copy_of
 
 

@@ -20,8 +20,8 @@ from deltachain.mirror.mirror import LOOK_BACK
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, same, tensors_of, train_
+from tests.support.faults import FaultyStore
+from tests.support.models import TinyModel, bits_of, same, tensors_of, train_
 from tests.unit.mirror.conftest import Grow, copy_of
 from tests.unit.subscribe.accidents import Told, nothing
 from tests.unit.subscribe.clock import Clock

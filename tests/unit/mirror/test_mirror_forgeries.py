@@ -31,8 +31,8 @@ from deltachain.format.keys import (
 )
 from deltachain.mirror import Mirror
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import recompute
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import recompute
 from tests.unit.mirror.conftest import Grow, copy_of
 
 AT = 5

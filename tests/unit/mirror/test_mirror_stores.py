@@ -11,9 +11,9 @@ from deltachain.format.keys import MIRROR_KEY
 from deltachain.mirror import Mirror
 from deltachain.store import Store, open_store
 from deltachain.subscribe import Subscriber
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.models import TinyModel, bits_of, recompute, same, tensors_of
-from deltachain.testing.seaweed import Seaweed
+from tests.support.hub.server import HubServer
+from tests.support.models import TinyModel, bits_of, recompute, same, tensors_of
+from tests.support.seaweed import Seaweed
 from tests.unit.mirror.conftest import Grow, copy_of
 
 

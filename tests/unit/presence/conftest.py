@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.seaweed import Seaweed
+from tests.support.hub.server import HubServer
+from tests.support.seaweed import Seaweed
 
 
 @pytest.fixture(params=["folder", "s3", "hub"])

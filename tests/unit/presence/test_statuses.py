@@ -9,7 +9,7 @@ from deltachain.errors import ControlPlaneError
 from deltachain.presence.statuses import follower_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import TinyModel
+from tests.support.models import TinyModel
 
 
 def test_a_follower_without_its_folder_and_an_agent_without_its_server_are_not_ready(

@@ -19,7 +19,7 @@ from deltachain.presence.writer import PresenceWriter, interval_s, record_key
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import Capabilities, MemoryStore, Store
 from deltachain.store.hf.url import open_hf
-from deltachain.testing.faults import Fault, FaultyStore
+from tests.support.faults import Fault, FaultyStore
 from tests.unit.control.statuses import status
 
 

@@ -13,8 +13,8 @@ from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher, snapshot
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import (
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import (
     TinyModel,
     bits_of,
     plain_model,

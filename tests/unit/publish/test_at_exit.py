@@ -10,14 +10,14 @@ import pytest
 
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore, open_store
-from deltachain.testing.models import bits_of, plain_model, recompute, same, train_
 from tests.crash.places import open_place
+from tests.support.models import bits_of, plain_model, recompute, same, train_
 
 SCRIPT = """
 import os
 import torch
 import deltachain
-from deltachain.testing.models import plain_model, train_
+from tests.support.models import plain_model, train_
 
 model = plain_model()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -19,8 +19,8 @@ from deltachain.publish.integrations import hf_trainer as callback_module
 from deltachain.publish.publisher import Publisher
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import bits_of, recompute, same
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import bits_of, recompute, same
 
 STEPS = 4
 

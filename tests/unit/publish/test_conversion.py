@@ -28,7 +28,7 @@ from transformers.core_model_loading import (
 from deltachain.errors import ConfigError
 from deltachain.publish.live_bits import wire_bits
 from deltachain.publish.model.source import ModelTensors, collect_weights
-from deltachain.testing.models import bits_of
+from tests.support.models import bits_of
 
 TINY: dict[str, Any] = {
     "vocab_size": 40,

@@ -12,7 +12,7 @@ from torch import Tensor
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
-from deltachain.testing.models import recompute
+from tests.support.models import recompute
 
 BLOCK = 8
 

@@ -20,8 +20,8 @@ from deltachain.publish import Publisher
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.session import Conclusion
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Action, Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 
 Attach = Callable[..., Publisher]
 

@@ -15,7 +15,7 @@ from deltachain.errors import ConfigError
 from deltachain.publish import Attachment, PublishConfig, attach
 from deltachain.publish.optimizer_steps import unwrap_optimizers
 from deltachain.store import FileStore
-from deltachain.testing.models import Recomputed, bits_of, plain_model, recompute, same
+from tests.support.models import Recomputed, bits_of, plain_model, recompute, same
 
 Hook = Callable[..., Attachment]
 

@@ -21,8 +21,8 @@ from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.version_bits import VersionBits
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import bits_of, fill_, recompute, same, tensors_of, train_
 from deltachain.types import Buffer
+from tests.support.models import bits_of, fill_, recompute, same, tensors_of, train_
 
 Attach = Callable[..., Publisher]
 

@@ -16,7 +16,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.look import MemoryRange, ModelForm, TensorForm
 from deltachain.publish.model.source import collect_weights
 from deltachain.store import MemoryStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same
 
 Attach = Callable[..., Publisher]
 

@@ -33,7 +33,7 @@ from deltachain.publish.model.lora import adapter_assets, adapter_tensors, merge
 from deltachain.publish.model.source import collect_weights
 from deltachain.publish.push import push
 from deltachain.store import FileStore, MemoryStore
-from deltachain.testing.models import recompute
+from tests.support.models import recompute
 
 TOKENS = torch.arange(12).view(2, 6)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
-from deltachain.testing.models import bits_of, same
+from tests.support.models import bits_of, same
 from tests.unit.publish.test_hook import Hook, fp32_model, hook, step, versions
 
 __all__ = ["hook"]  # a fixture

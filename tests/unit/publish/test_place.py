@@ -16,8 +16,8 @@ from deltachain.format.documents import dump
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import Publisher, place
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.unit.manifest_chains import SingleWriterStore, create, extend, manifest_after
 
 Attach = Callable[..., Publisher]

@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import FaultyStore
-from deltachain.testing.models import TinyModel, train_
+from tests.support.faults import FaultyStore
+from tests.support.models import TinyModel, train_
 
 Attach = Callable[..., Publisher]
 

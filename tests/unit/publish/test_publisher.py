@@ -16,8 +16,8 @@ from deltachain.codec import Part
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher, PublishReceipt
 from deltachain.store import MemoryStore, open_store
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 
 Attach = Callable[..., Publisher]
 

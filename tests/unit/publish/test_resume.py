@@ -19,8 +19,8 @@ from deltachain.errors import (
 from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import (
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import (
     State,
     TinyModel,
     bits_of,

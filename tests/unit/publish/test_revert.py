@@ -24,8 +24,9 @@ from deltachain.publish.revert import Reverted, revert
 from deltachain.publish.writer import take_over
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import (
+from deltachain.types import Buffer
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import (
     State,
     TinyModel,
     bits_of,
@@ -34,7 +35,6 @@ from deltachain.testing.models import (
     same,
     train_,
 )
-from deltachain.types import Buffer
 from tests.unit.manifest_chains import SingleWriterStore
 
 Attach = Callable[..., Publisher]

@@ -23,9 +23,9 @@ from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key, signature
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import TinyModel, bits_of, same, train_
 from deltachain.types import Buffer
 from deltachain.verify import verify
+from tests.support.models import TinyModel, bits_of, same, train_
 from tests.unit.manifest_chains import TABLE, SingleWriterStore, manifest_after
 
 KEY, OTHER = (SigningKey.of(bytes([seed]) * 32) for seed in (1, 2))

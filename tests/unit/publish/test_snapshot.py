@@ -25,7 +25,7 @@ from deltachain.publish.snapshot_memory import (
     reserve_nbytes,
 )
 from deltachain.store import MemoryStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 
 
 def snapshot_of(

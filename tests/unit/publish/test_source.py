@@ -17,8 +17,8 @@ from deltachain.errors import ConfigError
 from deltachain.publish import Publisher
 from deltachain.publish.model.source import collect_weights, specs_of
 from deltachain.store import MemoryStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from deltachain.types import TensorSpec
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 
 
 class _FabricModule(nn.Module):

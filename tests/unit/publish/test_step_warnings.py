@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD, AdamW
 
-from deltachain.testing.models import bits_of, same
+from tests.support.models import bits_of, same
 from tests.unit.publish.test_hook import Hook, fp32_model, hook, step, versions
 
 __all__ = ["hook"]  # a fixture

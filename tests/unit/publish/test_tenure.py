@@ -31,8 +31,8 @@ from deltachain.format.keys import PUBLISHER_KEY
 from deltachain.publish import PublishConfig, Publisher, tenure
 from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, open_store
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import plain_model, train_
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import plain_model, train_
 
 Attach = Callable[..., Publisher]
 
@@ -263,7 +263,7 @@ def test_a_store_that_allows_no_record_has_no_other_harm(
 PUBLISHES = """
 import sys, deltachain
 from deltachain.publish import tenure
-from deltachain.testing.models import plain_model
+from tests.support.models import plain_model
 tenure.RENEW_S = 0.05
 with deltachain.Publisher(sys.argv[1]).attach(plain_model()):
     print("attached", flush=True)

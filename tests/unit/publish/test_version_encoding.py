@@ -29,8 +29,8 @@ from deltachain.publish.encoding_trial import sample_of
 from deltachain.publish.model.source import Weight
 from deltachain.publish.version_encoding import TRANSFERS, VERSIONS, VersionEncoding
 from deltachain.store import open_store
-from deltachain.testing.faults import Fault, FaultyStore
 from deltachain.types import StateDigest, TensorSpec
+from tests.support.faults import Fault, FaultyStore
 from tests.unit.cli.support import invoke
 
 SLOW, FAST = MeasuredTransfer(1 << 20, 2.0), MeasuredTransfer(1 << 30, 0.5)

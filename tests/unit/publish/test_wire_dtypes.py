@@ -17,7 +17,7 @@ from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.source import collect_weights
 from deltachain.publish.model.wire_dtypes import wire_dtype
 from deltachain.store import MemoryStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.unit.publish.test_source import dtypes, folder_of
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.testing.sharding import Sharding
+from tests.support.sharding import Sharding
 from tests.unit.replica.replicas import Followed
 
 

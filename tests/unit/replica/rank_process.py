@@ -20,8 +20,8 @@ from deltachain.errors import StoreUnavailableError
 from deltachain.replica import fetcher
 from deltachain.replica.rpc import RankService
 from deltachain.replica.settings import RankSettings
-from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import Sharding
+from tests.support.engine import FakeModel
+from tests.support.sharding import Sharding
 
 PRELOADED = (__name__, "numba", "pytest")
 """Modules that ranks find imported."""

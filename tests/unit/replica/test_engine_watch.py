@@ -16,7 +16,7 @@ from deltachain.replica.engine_watch import EngineWatch
 from deltachain.replica.leader import Leader
 from deltachain.replica.pause import PauseHolds
 from deltachain.replica.status import ReplicaStatus
-from deltachain.testing.sharding import Sharding
+from tests.support.sharding import Sharding
 from tests.unit.replica.replicas import Followed, eventually, led
 
 EVERY_S = 0.01

@@ -26,10 +26,10 @@ from deltachain.replica.spool import PROBE, Spool
 from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import train_
-from deltachain.testing.ranks import FakeEngine
-from deltachain.testing.sharding import Sharding, save, trained
 from deltachain.types import StateDigest
+from tests.support.models import train_
+from tests.support.ranks import FakeEngine
+from tests.support.sharding import Sharding, save, trained
 from tests.unit.replica.rank_process import RankProcess
 from tests.unit.replica.replicas import Followed
 

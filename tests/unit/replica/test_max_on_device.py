@@ -21,9 +21,9 @@ from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import write
-from deltachain.testing.sharding import Sharding
 from deltachain.types import StateDigest
 from tests.contract.tiles import TILE_CHECKS, TileArm, TileCheck
+from tests.support.sharding import Sharding
 from tests.unit.replica.test_device_staging import OnDevice
 from tests.unit.replica.test_max_shares import (  # noqa: F401 - a fixture
     SPEC,

@@ -24,9 +24,9 @@ from deltachain.replica.rank import Rank
 from deltachain.replica.staged import RankStaged
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import Patch, write
-from deltachain.testing.sharding import Sharding
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench
+from tests.support.sharding import Sharding
 
 ALIASES = {"head.weight": "embed.weight"}
 

@@ -17,9 +17,9 @@ from deltachain.errors import (
 )
 from deltachain.kernels import device
 from deltachain.replica.prepared import PreparedSwap
-from deltachain.testing.engine import FakeModel
-from deltachain.testing.faults import Fault
-from deltachain.testing.sharding import HOSTED, Sharding, full_of
+from tests.support.engine import FakeModel
+from tests.support.faults import Fault
+from tests.support.sharding import HOSTED, Sharding, full_of
 from tests.unit.replica.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]

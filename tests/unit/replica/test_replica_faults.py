@@ -24,8 +24,8 @@ from deltachain.replica.messages import (
     RankReply,
     StagedReply,
 )
-from deltachain.testing.sharding import Sharding
 from deltachain.types import StateDigest
+from tests.support.sharding import Sharding
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]

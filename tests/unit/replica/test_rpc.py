@@ -64,8 +64,8 @@ from deltachain.replica.rpc import (
     raise_refusal,
 )
 from deltachain.replica.settings import RankSettings
-from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import Sharding, save, trained
+from tests.support.engine import FakeModel
+from tests.support.sharding import Sharding, save, trained
 
 URL = "s3://bucket/run"
 

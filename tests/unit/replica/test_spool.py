@@ -25,8 +25,8 @@ from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, object_fi
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.replica.staged import Share, stage
 from deltachain.subscribe.targets.live import WholeTensor
-from deltachain.testing.spools import spool_of
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
+from tests.support.spools import spool_of
 
 DTYPES = {1: "F8_E4M3", 2: "BF16", 4: "F32", 8: "I64"}
 ROWS = 300

@@ -25,7 +25,7 @@ from deltachain.replica.prepared import PreparedSwap
 from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import Subscriber, subscriber
-from deltachain.testing.sharding import HOSTED, Sharding
+from tests.support.sharding import HOSTED, Sharding
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]

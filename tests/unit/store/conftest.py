@@ -10,7 +10,7 @@ from deltachain.store import Store, open_store
 pytest.register_assert_rewrite("deltachain.testing.races", "deltachain.testing.store")
 
 if TYPE_CHECKING:
-    from deltachain.testing.hub.server import HubServer
+    from tests.support.hub.server import HubServer
 
 
 @pytest.fixture

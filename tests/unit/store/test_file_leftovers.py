@@ -8,7 +8,7 @@ import pytest
 
 from deltachain.errors import StoreUnavailableError
 from deltachain.store import FileStore
-from deltachain.testing.faults import clock_jump
+from tests.support.faults import clock_jump
 
 DAY = 86_400
 OLD = ".tmp-0123456789abcdef"

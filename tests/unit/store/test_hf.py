@@ -10,8 +10,8 @@ import pytest
 
 from deltachain.errors import AlreadyExistsError, ConfigError, MalformedError, ObjectNotFoundError
 from deltachain.store import Store, open_store
-from deltachain.testing.hub.server import HubServer
 from deltachain.testing.store import StoreContract, pattern
+from tests.support.hub.server import HubServer
 
 Open = Callable[..., Store]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.hub.server import HubServer
-from deltachain.testing.models import TinyModel, bits_of, replica_of, same, train_
+from tests.support.hub.server import HubServer
+from tests.support.models import TinyModel, bits_of, replica_of, same, train_
 
 
 def test_chain_is_published_and_followed_with_a_read_only_token(

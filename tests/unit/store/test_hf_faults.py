@@ -16,9 +16,9 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import Store, outage
-from deltachain.testing.hub.faults import RequestFault
-from deltachain.testing.hub.server import HubServer
 from deltachain.testing.store import pattern
+from tests.support.hub.faults import RequestFault
+from tests.support.hub.server import HubServer
 
 Open = Callable[..., Store]
 

@@ -15,8 +15,8 @@ from deltachain.store import MemoryStore, Store, open_store
 from deltachain.store.hf import feed as module
 from deltachain.store.hf.feed import HubFeed
 from deltachain.store.hf.store import HfStore
-from deltachain.testing.hub.faults import RequestFault
-from deltachain.testing.hub.server import HubServer
+from tests.support.hub.faults import RequestFault
+from tests.support.hub.server import HubServer
 
 Open = Callable[..., Store]
 

@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.store import Store, open_store, outage
-from deltachain.testing.hub.server import HubServer
+from tests.support.hub.server import HubServer
 
 Open = Callable[..., Store]
 

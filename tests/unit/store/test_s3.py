@@ -6,8 +6,8 @@ import pytest
 
 from deltachain.store import Store, open_store
 from deltachain.store.s3.store import S3Store
-from deltachain.testing.seaweed import Seaweed
 from deltachain.testing.store import StoreContract
+from tests.support.seaweed import Seaweed
 
 
 class TestS3Store(StoreContract):

@@ -14,7 +14,7 @@ from deltachain.errors import ConfigError, StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.s3.client import make_client
 from deltachain.store.s3.store import S3Store, open_s3
-from deltachain.testing.seaweed import Seaweed
+from tests.support.seaweed import Seaweed
 
 SERVER = "http://127.0.0.1:1"
 KEYS = {"key": "k", "secret": "s"}

@@ -20,9 +20,9 @@ from deltachain.store import Store, open_store
 from deltachain.store.ranges import RANGE_NBYTES
 from deltachain.store.s3.store import S3Store
 from deltachain.store.s3.upload import PART_NBYTES
-from deltachain.testing.proxy import Proxy
-from deltachain.testing.seaweed import Seaweed
 from deltachain.testing.store import pattern
+from tests.support.proxy import Proxy
+from tests.support.seaweed import Seaweed
 
 LARGE = 20_000_000
 """Three ranges to read."""

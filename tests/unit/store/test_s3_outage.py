@@ -11,8 +11,8 @@ import pytest
 
 from deltachain.errors import StoreUnavailableError
 from deltachain.store import Store, open_store
-from deltachain.testing.proxy import Proxy
-from deltachain.testing.seaweed import Seaweed
+from tests.support.proxy import Proxy
+from tests.support.seaweed import Seaweed
 
 
 @pytest.fixture

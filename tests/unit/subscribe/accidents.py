@@ -10,7 +10,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.follow import LOOK_BACK
-from deltachain.testing.models import TinyModel, train_
+from tests.support.models import TinyModel, train_
 from tests.unit.subscribe.clock import Clock
 
 Copy: TypeAlias = dict[str, bytes]

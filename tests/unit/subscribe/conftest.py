@@ -12,7 +12,7 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.models import Replica, TinyModel, replica_of, train_
+from tests.support.models import Replica, TinyModel, replica_of, train_
 
 
 @pytest.fixture

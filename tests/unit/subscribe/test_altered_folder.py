@@ -22,7 +22,7 @@ from deltachain.filebits import FileBits
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import FolderTarget
-from deltachain.testing.models import TinyModel
+from tests.support.models import TinyModel
 
 Subscribe = Callable[..., Subscriber]
 

@@ -20,7 +20,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.subscribe.announcements import RARE, Announcements, FeedAgreement
 from deltachain.subscribe.follow import LOOK_BACK
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.testing.models import plain_model, tensors_of, train_
+from tests.support.models import plain_model, tensors_of, train_
 from tests.unit.subscribe.clock import Clock
 
 POLL_S = 10.0

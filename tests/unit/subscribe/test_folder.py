@@ -23,7 +23,7 @@ from deltachain.subscribe.targets import folder, journal
 from deltachain.subscribe.targets.folder_lock import LOCK_FILE
 from deltachain.subscribe.targets.local import Patches
 from deltachain.subscribe.targets.patch import Patch
-from deltachain.testing.models import State, TinyModel, bits_of, plain_model, same
+from tests.support.models import State, TinyModel, bits_of, plain_model, same
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]

@@ -16,7 +16,7 @@ from deltachain.errors import ConfigError, FormatError, TensorMismatchError
 from deltachain.filebits import FileBits
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder_lock import LOCK_FILE
-from deltachain.testing.models import TinyModel
+from tests.support.models import TinyModel
 from deltachain.types import TensorSpec
 
 Subscribe = Callable[..., Subscriber]

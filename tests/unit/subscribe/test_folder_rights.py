@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from deltachain.errors import ApplyError, DeltaChainError
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import State, TinyModel, bits_of, same
+from tests.support.models import State, TinyModel, bits_of, same
 
 Subscribe = Callable[..., Subscriber]
 NOBODY = 65534

@@ -21,8 +21,8 @@ from deltachain.format.keys import manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, Subscriber, follow
 from deltachain.subscribe.follow import LOOK_BACK
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
 from tests.unit.subscribe.clock import Clock
 
 Publish = Callable[..., None]

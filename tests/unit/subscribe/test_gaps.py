@@ -14,7 +14,7 @@ from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.follow import LOOK_BACK
-from deltachain.testing.models import (
+from tests.support.models import (
     TinyModel,
     bits_of,
     same,

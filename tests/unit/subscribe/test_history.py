@@ -22,7 +22,7 @@ from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import Replica, TinyModel, bits_of, same, tensors_of, train_
+from tests.support.models import Replica, TinyModel, bits_of, same, tensors_of, train_
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]

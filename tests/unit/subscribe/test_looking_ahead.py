@@ -12,7 +12,7 @@ from deltachain.errors import StoreError
 from deltachain.publish import Publisher
 from deltachain.store.memory import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber, fetch
-from deltachain.testing.models import TinyModel, tensors_of, train_
+from tests.support.models import TinyModel, tensors_of, train_
 
 WITHIN_S = 20.0
 

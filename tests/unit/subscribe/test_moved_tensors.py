@@ -15,7 +15,7 @@ from torch import nn
 from deltachain.errors import BaseMismatchError, DeltaChainError, TensorMismatchError
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
-from deltachain.testing.models import bits_of, same
+from tests.support.models import bits_of, same
 
 Change = Callable[[nn.Module], Any]
 

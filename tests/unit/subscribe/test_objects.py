@@ -27,8 +27,8 @@ from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.testing.faults import Action, Fault, FaultyStore
-from deltachain.testing.models import TinyModel, bits_of, plain_model, same, tensors_of, train_
+from tests.support.faults import Action, Fault, FaultyStore
+from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of, train_
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]

@@ -16,8 +16,8 @@ from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe import subscriber as module
-from deltachain.testing.faults import Fault, FaultyStore
-from deltachain.testing.models import (
+from tests.support.faults import Fault, FaultyStore
+from tests.support.models import (
     Replica,
     State,
     TinyModel,

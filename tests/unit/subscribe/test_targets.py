@@ -13,8 +13,8 @@ from torch import nn
 from deltachain.errors import BaseMismatchError, ChainError, ConfigError, ObjectNotFoundError
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.testing.faults import FaultyStore
-from deltachain.testing.models import Replica, TinyModel, bits_of, replica_of, same, scribble
+from tests.support.faults import FaultyStore
+from tests.support.models import Replica, TinyModel, bits_of, replica_of, same, scribble
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]

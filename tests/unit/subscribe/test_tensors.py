@@ -20,7 +20,7 @@ from deltachain.subscribe import Subscriber, TensorTarget
 from deltachain.subscribe.targets import base as target_module
 from deltachain.subscribe.targets import patch as patch_module
 from deltachain.subscribe.targets.local import Patches
-from deltachain.testing.models import (
+from tests.support.models import (
     TinyModel,
     bits_of,
     plain_model,

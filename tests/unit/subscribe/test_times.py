@@ -8,8 +8,8 @@ from deltachain.publish import Publisher
 from deltachain.store.memory import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.times import Times
-from deltachain.testing.models import TinyModel, tensors_of
 from deltachain.types import Buffer
+from tests.support.models import TinyModel, tensors_of
 
 HOUR = 3600.0
 

@@ -19,8 +19,8 @@ from deltachain.format.keys import CHAIN_KEY, MIRROR_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.follow import LOOK_BACK
-from deltachain.testing.faults import FaultyStore
-from deltachain.testing.models import (
+from tests.support.faults import FaultyStore
+from tests.support.models import (
     TinyModel,
     bits_of,
     replica_of,

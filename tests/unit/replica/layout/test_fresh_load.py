@@ -19,7 +19,7 @@ from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.layer_probe import COLUMNS, probing_rows
 from deltachain.replica.layout.update_path import agree
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
+from tests.support.spools import spool_of
 from tests.unit.replica.layout.coded import LAYERS, SHAPE, Coded, CodedEngine, Quantise, quantise
 
 BUDGET: Final = 1 << 30

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from deltachain.replica.layout.recorder import Recording, live_tensors, record
 from deltachain.replica.windows import Window
-from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import ODD, Sharding, full_of, save, trained
 from deltachain.types import TensorSpec
+from tests.support.engine import FakeModel
+from tests.support.sharding import ODD, Sharding, full_of, save, trained
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 SPEC = TensorSpec("w", "BF16", SIZE)

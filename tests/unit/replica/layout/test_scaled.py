@@ -15,7 +15,7 @@ from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.layout.update_path import agree
 from deltachain.replica.rank import Rank
-from deltachain.testing.spools import spool_of
+from tests.support.spools import spool_of
 from tests.unit.replica.layout.scaled import ScaledEngine
 
 OLD, NEW = 0.5, 0.25

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deltachain.testing.engine import FakeModel
-from deltachain.testing.sharding import Sharding, put, trained
+from tests.support.engine import FakeModel
+from tests.support.sharding import Sharding, put, trained
 from tests.unit.replica import replicas
 from tests.unit.replica.replicas import Followed
 

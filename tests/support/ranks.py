@@ -25,8 +25,8 @@ from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.live import LiveElements
 from deltachain.subscribe.targets.patch import Patch, write
-from deltachain.testing.engine import FakeModel, bytes_of
-from deltachain.testing.sharding import Full, Sharding
+from tests.support.engine import FakeModel, bytes_of
+from tests.support.sharding import Full, Sharding
 
 
 @dataclass

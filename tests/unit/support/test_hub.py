@@ -20,8 +20,8 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import parse_ratelimit_headers
 
-from deltachain.testing.hub.faults import RequestFault
-from deltachain.testing.hub.server import HubServer
+from tests.support.hub.faults import RequestFault
+from tests.support.hub.server import HubServer
 
 NOISE = random.Random(7).randbytes(3_000_000)
 

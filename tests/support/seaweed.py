@@ -187,7 +187,7 @@ class Seaweed:
         ]
         with (self._folder / "log").open("ab") as log:
             # Run in the folder, since it reads configuration from the working directory.
-            self._process = subprocess.Popen(  # noqa: S603
+            self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._folder
             )
         if not self._is_ready():
@@ -231,7 +231,7 @@ def _free_block(host: str) -> int:
     """Return the first of eight consecutive free ports."""
     for _ in range(100):
         # Below the range of ephemeral ports.
-        base = random.randrange(12_000, 32_000, 10)  # noqa: S311 - not cryptography
+        base = random.randrange(12_000, 32_000, 10)
         with ExitStack() as stack:
             try:
                 for port in range(base, base + len(_PORTS)):

@@ -1,4 +1,4 @@
-"""Process of the emulated Hub: ``python -m deltachain.testing.hub.app FOLDER``."""
+"""Process of the emulated Hub: ``python -m tests.support.hub.app FOLDER``."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import uvicorn
 from fastapi import Body, FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from deltachain.testing.hub import gateway, hub, xet
-from deltachain.testing.hub.faults import Door, RequestFault, Script
-from deltachain.testing.hub.limits import Limits
-from deltachain.testing.hub.settings import Settings
-from deltachain.testing.hub.world import World
+from tests.support.hub import gateway, hub, xet
+from tests.support.hub.faults import Door, RequestFault, Script
+from tests.support.hub.limits import Limits
+from tests.support.hub.settings import Settings
+from tests.support.hub.world import World
 
 _PORT = "port"
 

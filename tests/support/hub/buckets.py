@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from deltachain.testing.hub.changes import ChangeLog
+from tests.support.hub.changes import ChangeLog
 
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS buckets (id TEXT PRIMARY KEY, created REAL NOT NULL);

@@ -16,8 +16,8 @@ from typing import Final
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from deltachain.testing.hub.changes import ChangeLog
-from deltachain.testing.hub.settings import Settings
+from tests.support.hub.changes import ChangeLog
+from tests.support.hub.settings import Settings
 
 _COMMENT: Final = b": keep-alive\n\n"
 

@@ -15,8 +15,8 @@ from fastapi import APIRouter, Body, Header
 from fastapi.responses import Response
 from starlette.requests import Request
 
-from deltachain.testing.hub.buckets import BucketFile, Missing
-from deltachain.testing.hub.world import World
+from tests.support.hub.buckets import BucketFile, Missing
+from tests.support.hub.world import World
 
 _CREDENTIAL = re.compile(r"Credential=([^/]+)/")
 

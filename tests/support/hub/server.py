@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-import deltachain
-from deltachain.testing.hub.settings import READ_TOKEN, S3_KEY, S3_SECRET, WRITE_TOKEN
+from tests.support.hub.settings import READ_TOKEN, S3_KEY, S3_SECRET, WRITE_TOKEN
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from deltachain.testing.hub.faults import RequestFault
+    from tests.support.hub.faults import RequestFault
 
 _START_S: Final = 60.0
 _STOP_S: Final = 10.0
@@ -72,15 +71,15 @@ class HubServer:
         """
         if self._process is not None and self._process.poll() is None:
             return
-        root = str(Path(deltachain.__file__).parents[1])
+        root = str(Path(__file__).parents[3])
         env = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
             "HF_HOME": str(self._folder / "home"),
             "HF_XET_TELEMETRY_ENABLED": "0",
         }
         with (self._folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(  # noqa: S603 - fixed command
-                [sys.executable, "-m", "deltachain.testing.hub.app", str(self._folder)],
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.hub.app", str(self._folder)],
                 stdin=subprocess.PIPE,  # closed when this process exits, which ends the server
                 stdout=log,
                 stderr=log,
@@ -163,7 +162,7 @@ class HubServer:
         self.stop()
         self._client.close()
 
-    def _admin(self, method: str, path: str, body: object = None) -> Any:  # noqa: ANN401 - JSON
+    def _admin(self, method: str, path: str, body: object = None) -> Any:
         reply = self._client.request(method, f"{self.url}/_admin/{path}", json=body)
         return reply.raise_for_status().json()
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
 from deltachain.replica.layout.recorder import live_tensors
-from deltachain.testing.sharding import (
+from tests.support.sharding import (
     HIDDEN,
     Full,
     RankModel,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from deltachain.testing.hub.formats import (
+from tests.support.hub.formats import (
     EMPTY_FILE,
     ChunkRun,
     XetFormatError,

@@ -13,7 +13,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import MemoryStore
-from deltachain.testing.faults import Action, Fault, FaultyStore, clock_jump
+from tests.support.faults import Action, Fault, FaultyStore, clock_jump
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from deltachain.testing.hub.auth import bearer
-from deltachain.testing.hub.limits import Allowance, Limits, route_of
-from deltachain.testing.hub.settings import Settings
+from tests.support.hub.auth import bearer
+from tests.support.hub.limits import Allowance, Limits, route_of
+from tests.support.hub.settings import Settings
 
 RequestAction: TypeAlias = Literal["status", "stall", "refuse", "lose-reply", "corrupt", "truncate"]
 """Actions of a fault.

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from deltachain.testing.hub.auth import Signer
-from deltachain.testing.hub.buckets import Buckets
-from deltachain.testing.hub.cas import Cas
-from deltachain.testing.hub.settings import Settings
+from tests.support.hub.auth import Signer
+from tests.support.hub.buckets import Buckets
+from tests.support.hub.cas import Cas
+from tests.support.hub.settings import Settings
 
 
 class World:
@@ -58,7 +58,7 @@ class World:
         info = handle.result().xet_info
         return str(info.hash), int(info.file_size)
 
-    def _client(self, hf_xet: Any) -> Any:  # noqa: ANN401 - it has no types
+    def _client(self, hf_xet: Any) -> Any:
         with self._lock:
             if self._session is None:
                 self._session = hf_xet.XetSession()

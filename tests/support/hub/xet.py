@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, Header
 from fastapi.responses import JSONResponse, Response
 
-from deltachain.testing.hub.auth import AccessDenied, Right
-from deltachain.testing.hub.cas import RangeError
-from deltachain.testing.hub.formats import XetFormatError
-from deltachain.testing.hub.world import World
+from tests.support.hub.auth import AccessDenied, Right
+from tests.support.hub.cas import RangeError
+from tests.support.hub.formats import XetFormatError
+from tests.support.hub.world import World
 
 _URL_S = 900
 """Validity of a signed xorb URL, in seconds."""

@@ -12,11 +12,11 @@ from urllib.parse import quote
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
 
-from deltachain.testing.hub import feed
-from deltachain.testing.hub.auth import AccessDenied, Right, bearer, check_right
-from deltachain.testing.hub.buckets import BucketFile, Missing, iso_date
-from deltachain.testing.hub.changes import RefusedResume, TooManyStreams
-from deltachain.testing.hub.world import World
+from tests.support.hub import feed
+from tests.support.hub.auth import AccessDenied, Right, bearer, check_right
+from tests.support.hub.buckets import BucketFile, Missing, iso_date
+from tests.support.hub.changes import RefusedResume, TooManyStreams
+from tests.support.hub.world import World
 
 _ROOT: Final = "/api/buckets/{namespace}/{name}"
 

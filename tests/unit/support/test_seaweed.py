@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.store import open_store
-from deltachain.testing.seaweed import Seaweed
+from tests.support.seaweed import Seaweed
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
@@ -64,6 +64,6 @@ def test_server_that_does_not_start_says_why(
     program = tmp_path / "weed"
     program.write_text("#!/bin/sh\necho the reason; exit 1\n")
     program.chmod(0o755)
-    monkeypatch.setattr("deltachain.testing.seaweed._binary", lambda: str(program))
+    monkeypatch.setattr("tests.support.seaweed._binary", lambda: str(program))
     with pytest.raises(RuntimeError, match="the reason"):
         Seaweed(tmp_path / "folder")

@@ -1,0 +1,1 @@
+"""Fault injection, emulated servers and models for tests."""
