@@ -24,12 +24,12 @@ venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 	$(BIN)/pip install -q -e ".[all]" --group dev && touch $@
 
 demo: venv  ## train, publish and follow a small model in one terminal
-	$(BIN)/deltachain demo
+	$(BIN)/python -m examples.demo
 
 # ENGINE=sglang for the other one; DASHBOARD=1 shows the run on a web page, whose address is printed.
 ENGINE ?= vllm
 demo-async: venv venv-$(ENGINE)  ## asynchronous GRPO with a real engine and a real S3 server
-	$(BIN)/deltachain demo-async --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
+	$(BIN)/python -m examples.demo.online --engine $(ENGINE) $(if $(DASHBOARD),--dashboard) $(DEMO)
 
 examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 	$(BIN)/pytest -m slow tests/e2e/test_examples.py

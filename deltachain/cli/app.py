@@ -20,8 +20,6 @@ from deltachain import environment
 from deltachain.cli.agent import agent
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.dashboard import dashboard
-from deltachain.cli.demo import demo
-from deltachain.cli.demo_async import demo_async
 from deltachain.cli.diff import diff, patch
 from deltachain.cli.doctor import doctor
 from deltachain.cli.fleet import fleet
@@ -253,12 +251,8 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent, dashboard),
     "Offline": (diff, patch),
-    "Try": (demo, demo_async),
 }
 """Commands by panel of ``--help``."""
-
-CLONE: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
-"""What an installed package lacks, and ``demo-async`` needs."""
 
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
@@ -288,5 +282,4 @@ def local(command: Callable[..., None]) -> Callable[..., None]:
 
 for panel, commands in PANELS.items():
     for command in commands:
-        hidden = command is demo_async and not CLONE.is_dir()
-        app.command(cls=Command, rich_help_panel=panel, hidden=hidden)(local(command))
+        app.command(cls=Command, rich_help_panel=panel)(local(command))

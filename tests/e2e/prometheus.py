@@ -14,7 +14,7 @@ from typing import Any, Final
 import httpx
 import yaml
 
-from deltachain.demo.online.processes import free_port
+from examples.demo.online.processes import free_port
 from tests.unit.deploy.recipes import DEPLOY, TOOLS, load
 
 FOLDER: Final = DEPLOY / "prometheus"

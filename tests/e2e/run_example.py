@@ -14,7 +14,7 @@ def main() -> None:
     example, *packages = sys.argv[1:]
     sys.path += packages
     if "async" in example:
-        from deltachain.demo.online.cpu import run_on_cpu  # noqa: PLC0415 - takes seconds
+        from examples.demo.online.cpu import run_on_cpu  # noqa: PLC0415 - takes seconds
 
         run_on_cpu()
     sys.argv = [example]

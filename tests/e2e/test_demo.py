@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.demo.follower_process import DemoError
-from deltachain.demo.run import run_demo
 from deltachain.format.keys import CHAIN_KEY
 from deltachain.store import open_store
+from examples.demo.follower_process import DemoError
+from examples.demo.run import run_demo
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ import pytest
 import trl
 
 from deltachain import Chain, open_store
-from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
-from deltachain.demo.online.engine import EngineKind, variables
-from deltachain.demo.online.processes import Service, free_port, until
-from deltachain.demo.online.run import answers
+from examples.demo.model import make_model, make_tokenizer, save_checkpoint
+from examples.demo.online.engine import EngineKind, variables
+from examples.demo.online.processes import Service, free_port, until
+from examples.demo.online.run import answers
 from tests.containers import ARGUMENTS
 from tests.support.hub.server import HubServer
 from tests.support.seaweed import Seaweed
@@ -115,7 +115,7 @@ def test_every_example_is_run_and_says_what_it_needs_and_prints() -> None:
         text = path.read_text(encoding="utf-8")
         assert f'"{path.name}"' in source
         assert f"({path.name})" in readme
-        assert "deltachain.demo" not in text, path.name
+        assert "examples.demo" not in text, path.name
         assert "deltachain.testing" not in text, path.name
         doc = text.split('"""')[1]
         assert "pip install" in doc, path.name

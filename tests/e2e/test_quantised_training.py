@@ -12,12 +12,12 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.cli.pull import pull
 from deltachain.codec.encode import Change, encode_part
-from deltachain.demo.model import make_model
-from deltachain.demo.pretrain import pretrain
-from deltachain.demo.train import run_grpo
 from deltachain.publish import DeltaChainCallback, PublishConfig
 from deltachain.store import open_store
 from deltachain.types import StateDigest
+from examples.demo.model import make_model
+from examples.demo.pretrain import pretrain
+from examples.demo.train import run_grpo
 from tests.unit.publish.library import differing, quantised_state
 
 STEPS = 3

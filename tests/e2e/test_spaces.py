@@ -19,17 +19,17 @@ import pytest
 from rich.console import Console
 
 from deltachain.control.client.replica import ReplicaClient
-from deltachain.demo.display import Display
-from deltachain.demo.evaluate import compare, manifests_in, verify
-from deltachain.demo.online.engine import EngineKind
-from deltachain.demo.online.game_transcripts import transcripts
-from deltachain.demo.online.processes import Service, until
-from deltachain.demo.online.run import answers
-from deltachain.demo.online.sample_log import unknown_in
-from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
-from deltachain.demo.pretrain import pretrain
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
+from examples.demo.display import Display
+from examples.demo.evaluate import compare, manifests_in, verify
+from examples.demo.online.engine import EngineKind
+from examples.demo.online.game_transcripts import transcripts
+from examples.demo.online.processes import Service, until
+from examples.demo.online.run import answers
+from examples.demo.online.sample_log import unknown_in
+from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
+from examples.demo.pretrain import pretrain
 from tests.containers import ARGUMENTS, ROOT, USER, VARIABLES, as_user, environment_in, home_of
 from tests.support.hub.server import HubServer
 
@@ -141,7 +141,7 @@ def test_a_run_whose_rollouts_are_a_space_that_is_restarted_in_its_middle(
                 if steps[-1] == STEPS // 2:
                     serving.kill()
 
-        module = [str(ROOT / ".venv" / "bin" / "python"), "-m", "deltachain.demo.online.trainer"]
+        module = [str(ROOT / ".venv" / "bin" / "python"), "-m", "examples.demo.online.trainer"]
         environment = hub.env() | {"DELTACHAIN_HF_CALLS": "1000000"}
         training = Service(
             "trainer",

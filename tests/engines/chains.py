@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deltachain.cli.pull import pull
-from deltachain.demo.compare_bits import Comparison, compare, dump_bits
-from deltachain.demo.corpus import documents
-from deltachain.demo.model import make_tokenizer
 from deltachain.publish import PublishConfig, Publisher
+from examples.demo.compare_bits import Comparison, compare, dump_bits
+from examples.demo.corpus import documents
+from examples.demo.model import make_tokenizer
 from tests.engines.families import named, with_tokenizer
 
 NAMES: Final = ("qwen3", "qwen2", "llama", "gemma3")

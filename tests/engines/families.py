@@ -28,8 +28,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from deltachain.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
 from deltachain.weight_files import WEIGHTS_FILE
+from examples.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
 
 _SPREAD: Final = 0.05
 """Standard deviation of every weight."""

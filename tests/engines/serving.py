@@ -29,7 +29,7 @@ from typing import Any, Final, Self, cast
 import httpx
 from torch import Tensor
 
-from deltachain.demo.online.processes import free_port
+from examples.demo.online.processes import free_port
 
 HOST: Final = "127.0.0.1"
 MODEL: Final = "tiny"

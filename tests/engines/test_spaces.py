@@ -19,7 +19,7 @@ from typing import Any, Final, Self
 import httpx
 import pytest
 
-from deltachain.demo.online.processes import free_port
+from examples.demo.online.processes import free_port
 from tests.containers import ARGUMENTS, USER, VARIABLES, as_user, environment_in, home_of
 from tests.engines.serving import ENGINE, HOST, ROOT, START_S
 from tests.engines.trainer import Trainer

@@ -115,10 +115,9 @@ def run(program: Path, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_of_a_bare_environment_shows_nothing_that_needs_a_clone(bare: Path) -> None:
+def test_a_bare_environment_shows_help_and_imports_stores(bare: Path) -> None:
     done = run(bare, "--help")
     assert done.returncode == 0, done.stderr
-    assert "demo-async" not in done.stdout
     assert "follow" in done.stdout
     assert "make " not in done.stdout
     python = bare.with_name("python")

@@ -20,9 +20,6 @@ from deltachain.replica.leader import Leader
 ROOT: Final = Path(__file__).resolve().parents[2]
 GUIDE: Final = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
-SHOWN: Final = ("bench", "demo", "testing")
-"""Packages that make or show chains, and do not decide by kind."""
-
 ENGINES: Final = ("vllm_ext/deltachain_vllm", "sglang_ext/deltachain_sglang", "tests/support")
 
 
@@ -53,11 +50,7 @@ def compares_kinds(source: Path) -> bool:
 
 
 def test_an_edge_kind_is_named_in_these_files_alone() -> None:
-    sources = [
-        source
-        for source in (ROOT / "deltachain").rglob("*.py")
-        if source.relative_to(ROOT / "deltachain").parts[0] not in SHOWN
-    ]
+    sources = (ROOT / "deltachain").rglob("*.py")
     found = {str(s.relative_to(ROOT)) for s in sources if compares_kinds(s)}
     assert found == files("edge kind")
 

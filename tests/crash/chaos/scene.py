@@ -16,9 +16,9 @@ from typing import Final, Self
 import httpx
 
 from deltachain.control.client.replica import ReplicaClient
-from deltachain.demo.online.engine import HOST, EngineKind, command, variables
-from deltachain.demo.online.processes import Service, free_port
 from deltachain.store import Store, open_store
+from examples.demo.online.engine import HOST, EngineKind, command, variables
+from examples.demo.online.processes import Service, free_port
 from tests.small_disk import on_small_disk
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from deltachain.demo.online.processes import free_port
 from deltachain.replica.engine import EngineModel
+from examples.demo.online.processes import free_port
 from tests.engines.two_ranks import RENDEZVOUS
 
 _ENVIRONMENT: Final[Mapping[str, str]] = {

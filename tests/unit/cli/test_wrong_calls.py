@@ -106,8 +106,8 @@ def test_a_folder_that_cannot_be_made_is_told_as_such(tmp_path: Path) -> None:
 def test_a_misspelt_store_of_the_demo_is_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltachain.demo.backends import start_backend  # noqa: PLC0415 - needs torch
     from deltachain.errors import ConfigError  # noqa: PLC0415
+    from examples.demo.backends import start_backend  # noqa: PLC0415 - needs torch
 
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="'s5' is no kind of store") as caught:

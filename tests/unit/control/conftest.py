@@ -1,3 +1,3 @@
 from __future__ import annotations
 
-import deltachain.demo.online  # noqa: F401 - silences a warning of TRL, which tests would fail of
+import examples.demo.online  # noqa: F401 - silences a warning of TRL, which tests would fail of

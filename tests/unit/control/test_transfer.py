@@ -19,12 +19,12 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from deltachain.control.client.fleet import Wait
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.transfer import DeltaChainWeightTransfer
-from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
-from deltachain.demo.online.cpu import run_on_cpu
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.format.keys import manifest_key
 from deltachain.publish import publisher as publisher_module
 from deltachain.store import MemoryStore
+from examples.demo.model import make_model, make_tokenizer, save_checkpoint
+from examples.demo.online.cpu import run_on_cpu
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import recompute, same
 

@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 from safetensors.torch import save_file
 
-from deltachain.demo import compare_bits
+from examples.demo import compare_bits
 
 
 class Tied(torch.nn.Module):

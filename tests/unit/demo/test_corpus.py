@@ -2,7 +2,7 @@ from itertools import islice
 
 import pytest
 
-from deltachain.demo.corpus import documents, questions, score
+from examples.demo.corpus import documents, questions, score
 
 
 def test_the_same_seed_gives_the_same_text() -> None:

@@ -18,16 +18,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import TrainerState
 from trl.experimental.async_grpo.packing import TreeRow
 
-from deltachain.demo.follower_process import DemoError
-from deltachain.demo.online import engine as engines
-from deltachain.demo.online.cpu import tree_attention
-from deltachain.demo.online.engine import UnlabelledError, sample
-from deltachain.demo.online.game_transcripts import read_words, transcripts
-from deltachain.demo.online.processes import Service, free_port, until
-from deltachain.demo.online.rollouts import Played
-from deltachain.demo.online.run import answers, dashboard_command
-from deltachain.demo.online.sample_log import rewards_of, staleness_of, unknown_in
-from deltachain.demo.online.trainer import TRAINER_STATE, last_checkpoint
+from examples.demo.follower_process import DemoError
+from examples.demo.online import engine as engines
+from examples.demo.online.cpu import tree_attention
+from examples.demo.online.engine import UnlabelledError, sample
+from examples.demo.online.game_transcripts import read_words, transcripts
+from examples.demo.online.processes import Service, free_port, until
+from examples.demo.online.rollouts import Played
+from examples.demo.online.run import answers, dashboard_command
+from examples.demo.online.sample_log import rewards_of, staleness_of, unknown_in
+from examples.demo.online.trainer import TRAINER_STATE, last_checkpoint
 
 
 def test_half_a_checkpoint_of_a_killed_trainer_is_passed_over(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from deltachain.demo.report import DemoReport, VersionRow
+from examples.demo.report import DemoReport, VersionRow
 
 
 def test_no_column_is_cut_at_80_columns() -> None:

@@ -9,18 +9,18 @@ pytest.importorskip("trl")
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from deltachain.demo.compare_bits import compare, dump_bits
-from deltachain.demo.corpus import documents
-from deltachain.demo.dump_callback import DumpCallback
-from deltachain.demo.generate import generate_text, load_for_generation
-from deltachain.demo.model import (
+from examples.demo.compare_bits import compare, dump_bits
+from examples.demo.corpus import documents
+from examples.demo.dump_callback import DumpCallback
+from examples.demo.generate import generate_text, load_for_generation
+from examples.demo.model import (
     VOCABULARY,
     make_model,
     make_tokenizer,
     save_checkpoint,
 )
-from deltachain.demo.pretrain import pretrain
-from deltachain.demo.train import GrpoStep, run_grpo
+from examples.demo.pretrain import pretrain
+from examples.demo.train import GrpoStep, run_grpo
 
 
 @pytest.fixture(scope="module")

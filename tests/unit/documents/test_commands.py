@@ -36,7 +36,7 @@ TARGETS: Final = set(
 
 ENGINES: Final = "".join(
     path.read_text(encoding="utf-8")
-    for folder in ("tests/engines", "deltachain/demo/online")
+    for folder in ("tests/engines", "examples/demo/online")
     for path in (ROOT / folder).rglob("*.py")
 ) + (ROOT / "spaces/rollout/entrypoint.sh").read_text(encoding="utf-8")
 """What starts real engines: an option that none of these gives was never tried."""

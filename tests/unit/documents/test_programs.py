@@ -21,9 +21,8 @@ from torch import nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import deltachain
-import deltachain.demo.online
 from deltachain import Chain, open_store
-from deltachain.demo.model import make_tokenizer, save_checkpoint
+from examples.demo.model import make_tokenizer, save_checkpoint
 from tests.support.models import bits_of, same
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.documents.blocks import ROOT, Block, blocks, commands
@@ -205,7 +204,7 @@ def test_quantised_chain(run: Any) -> None:
 
 
 def test_fsdp2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from deltachain.demo.online.processes import free_port  # noqa: PLC0415
+    from examples.demo.online.processes import free_port  # noqa: PLC0415
 
     one = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     for name, value in one.items():

@@ -15,7 +15,7 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import Final, Self
 
-from deltachain.demo.follower_process import DemoError
+from examples.demo.follower_process import DemoError
 
 STOP_S: Final = 15.0
 LOOK_S: Final = 0.2

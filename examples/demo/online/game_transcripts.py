@@ -15,31 +15,17 @@ from typing import Final
 
 import numpy as np
 
-import deltachain
 from deltachain.errors import ConfigError
 
-ENVIRONMENT: Final = Path(deltachain.__file__).parents[1] / "spaces" / "environment"
+ENVIRONMENT: Final = Path(__file__).parents[3] / "spaces" / "environment"
 """Folder of the game server's source, a Space in the repository."""
 
 MADE_UP: Final = 0.5
 
 
-def environment_folder() -> Path:
-    """Return the folder of the game server.
-
-    Raises:
-        ConfigError: This is an installed package, which lacks the Spaces.
-    """
-    if not (ENVIRONMENT / "server.py").is_file():
-        raise ConfigError(
-            f"{ENVIRONMENT} does not exist", hint="run this from a clone of the repository"
-        )
-    return ENVIRONMENT
-
-
 def read_words() -> list[str]:
     """Read the valid words."""
-    return (environment_folder() / "words.txt").read_text(encoding="utf-8").split()
+    return (ENVIRONMENT / "words.txt").read_text(encoding="utf-8").split()
 
 
 def transcripts(seed: int) -> Iterator[str]:
@@ -66,7 +52,7 @@ def _made_up(words: Sequence[str]) -> list[str]:
 
 def _rules() -> ModuleType:
     """Load the rules from the server's folder, which is not a package."""
-    file = environment_folder() / "game.py"
+    file = ENVIRONMENT / "game.py"
     spec = importlib.util.spec_from_file_location("deltachain_game", file)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{file} cannot be loaded")

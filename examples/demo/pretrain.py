@@ -16,9 +16,9 @@ from typing import Final
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from deltachain.demo.corpus import documents
-from deltachain.demo.model import make_model, make_tokenizer, save_checkpoint
-from deltachain.demo.process_setup import quiet_libraries, spare_one_core
+from examples.demo.corpus import documents
+from examples.demo.model import make_model, make_tokenizer, save_checkpoint
+from examples.demo.process_setup import quiet_libraries, spare_one_core
 
 STEPS: Final = 300
 SECONDS: Final = 45.0

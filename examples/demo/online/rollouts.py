@@ -19,8 +19,8 @@ import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from deltachain.control.client.http import KEEPALIVE_S
-from deltachain.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
 from deltachain.retry import Backoff
+from examples.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
 
 GUESS_TOKENS: Final = 6
 PAUSES: Final = Backoff(1.0, 1.0)

@@ -14,6 +14,8 @@ from typing import Any, Final
 from deltachain.errors import DeltaChainError
 
 TIMEOUT_S: Final = 60.0
+CLONE: Final = str(Path(__file__).parents[2])
+"""Where the follower imports the demo from."""
 
 
 class DemoError(DeltaChainError):
@@ -21,7 +23,7 @@ class DemoError(DeltaChainError):
 
 
 class FollowerProcess:
-    """Starts ``deltachain.demo.follower`` and collects its output.
+    """Starts ``examples.demo.follower`` and collects its output.
 
     Args:
         url: URL of the chain, which need not exist yet.
@@ -45,7 +47,7 @@ class FollowerProcess:
         self.lines: list[dict[str, Any]] = []
         self._heard = heard
         self._errors = out.with_suffix(".log")
-        command = [sys.executable, "-m", "deltachain.demo.follower", url, checkpoint, out]
+        command = [sys.executable, "-m", "examples.demo.follower", url, checkpoint, out]
         with self._errors.open("wb") as errors:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter and own module
                 [*map(str, command), "--save-steps", *map(str, save_steps)],
@@ -53,7 +55,7 @@ class FollowerProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=os.environ | {"PYTHONUNBUFFERED": "1"},
+                env=os.environ | {"PYTHONUNBUFFERED": "1", "PYTHONPATH": CLONE},
             )
         self._ready = Event()
         self._reader = Thread(target=self._read, daemon=True)

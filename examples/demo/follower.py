@@ -14,10 +14,10 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Final
 
-from deltachain.demo.generate import generate_text, load_for_generation
-from deltachain.demo.process_setup import quiet_libraries, spare_one_core
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from examples.demo.generate import generate_text, load_for_generation
+from examples.demo.process_setup import quiet_libraries, spare_one_core
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.recent_edges import edge_id
-from deltachain.demo import compare_bits
-from deltachain.demo.display import Display
-from deltachain.demo.follower_process import DemoError
-from deltachain.demo.report import BitCheck
 from deltachain.format.documents import Manifest
 from deltachain.store import Store
+from examples.demo import compare_bits
+from examples.demo.display import Display
+from examples.demo.follower_process import DemoError
+from examples.demo.report import BitCheck
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Sent:
 
 
 def compare(what: str, dump: Path, held: Path) -> BitCheck:
-    """Run :mod:`deltachain.demo.compare_bits` in a process without deltachain.
+    """Run :mod:`examples.demo.compare_bits` in a process without deltachain.
 
     Args:
         what: Name of the comparison in the report.

@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from deltachain.demo.figures import ChainFigures
+from examples.demo.figures import ChainFigures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

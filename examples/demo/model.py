@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from deltachain.demo.corpus import documents
+from examples.demo.corpus import documents
 
 VOCABULARY: Final = 512
 """Rows of the embedding, an upper bound of the tokenizer's vocabulary."""

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from deltachain.demo.compare_bits import dump_bits
+from examples.demo.compare_bits import dump_bits
 
 
 class DumpCallback(TrainerCallback):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from deltachain.demo.process_setup import quiet_libraries
+from examples.demo.process_setup import quiet_libraries
 
 
 def load_for_generation(folder: Path) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:

@@ -9,10 +9,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
-from deltachain.demo.follower_process import DemoError
 from deltachain.errors import ConfigError
 from deltachain.format.keys import CHAIN_KEY
 from deltachain.store import open_store
+from examples.demo.follower_process import DemoError
 
 LOCAL: Final = "file"
 S3: Final = "s3"

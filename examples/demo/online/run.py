@@ -18,21 +18,24 @@ import httpx
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.control.client.replica import ReplicaClient
-from deltachain.demo.display import Display
-from deltachain.demo.evaluate import compare, manifests_in, sent, verify
-from deltachain.demo.follower_process import DemoError
-from deltachain.demo.online.engine import HOST, EngineKind, command, variables
-from deltachain.demo.online.game_transcripts import environment_folder, transcripts
-from deltachain.demo.online.processes import Service, free_port, until
-from deltachain.demo.online.report import OnlineReport
-from deltachain.demo.online.sample_log import rewards_of, staleness_of, unknown_in
-from deltachain.demo.online.trainer import TrainerOptions, bits_of, diary_of
-from deltachain.demo.pretrain import pretrain
 from deltachain.errors import ControlPlaneError
 from deltachain.format.documents import Manifest
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
+from examples.demo.display import Display
+from examples.demo.evaluate import compare, manifests_in, sent, verify
+from examples.demo.follower_process import DemoError
+from examples.demo.online.engine import HOST, EngineKind, command, variables
+from examples.demo.online.game_transcripts import ENVIRONMENT, transcripts
+from examples.demo.online.processes import Service, free_port, until
+from examples.demo.online.report import OnlineReport
+from examples.demo.online.sample_log import rewards_of, staleness_of, unknown_in
+from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
+from examples.demo.pretrain import pretrain
 from tests.support.seaweed import Seaweed
+
+ROOT: Final = Path(__file__).parents[3]
+"""The clone, from which the trainer imports the demo."""
 
 STEPS: Final = 40
 PRETRAIN_STEPS: Final = 250
@@ -133,7 +136,7 @@ class _Run:
         return self._running
 
     def _environment(self) -> Service:
-        folder, port = environment_folder(), self.environment.rpartition(":")[2]
+        folder, port = ENVIRONMENT, self.environment.rpartition(":")[2]
         server = [sys.executable, str(folder / "server.py"), "--host", HOST, "--port", port]
         return Service("environment", server, self.plan.root / "logs", {})
 
@@ -174,12 +177,12 @@ class _Run:
             seed=self.plan.seed,
             token=self.token,
         ).write(file)
-        module = [sys.executable, "-m", "deltachain.demo.online.trainer", str(file)]
+        module = [sys.executable, "-m", "examples.demo.online.trainer", str(file)]
         return Service(
             "trainer",
             module,
             self.plan.root / "logs",
-            self.store.env(),
+            self.store.env() | {"PYTHONPATH": str(ROOT)},
             forever=False,
             heard=self._heard,
         )

@@ -19,18 +19,18 @@ from typing import Any
 from rich.console import Console
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.demo.backends import LOCAL, start_backend
-from deltachain.demo.display import Bar, Display
-from deltachain.demo.dump_callback import DumpCallback
-from deltachain.demo.evaluate import compare, manifests_in, sent, verify
-from deltachain.demo.follower_process import DemoError, FollowerProcess
-from deltachain.demo.pretrain import STEPS as PRETRAIN_STEPS
-from deltachain.demo.pretrain import pretrain
-from deltachain.demo.report import BitCheck, DemoReport, VersionRow
-from deltachain.demo.train import GrpoStep, run_grpo
 from deltachain.publish import DeltaChainCallback, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
+from examples.demo.backends import LOCAL, start_backend
+from examples.demo.display import Bar, Display
+from examples.demo.dump_callback import DumpCallback
+from examples.demo.evaluate import compare, manifests_in, sent, verify
+from examples.demo.follower_process import DemoError, FollowerProcess
+from examples.demo.pretrain import STEPS as PRETRAIN_STEPS
+from examples.demo.pretrain import pretrain
+from examples.demo.report import BitCheck, DemoReport, VersionRow
+from examples.demo.train import GrpoStep, run_grpo
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,12 +25,12 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from typing_extensions import override
 
 from deltachain.control.transfer import DeltaChainWeightTransfer
-from deltachain.demo.compare_bits import dump_bits
-from deltachain.demo.online.cpu import run_on_cpu
-from deltachain.demo.online.engine import EngineKind
-from deltachain.demo.online.rollouts import GameTable, GameWorker
-from deltachain.demo.process_setup import quiet_libraries, spare_one_core
-from deltachain.demo.reward_callback import RewardCallback
+from examples.demo.compare_bits import dump_bits
+from examples.demo.online.cpu import run_on_cpu
+from examples.demo.online.engine import EngineKind
+from examples.demo.online.rollouts import GameTable, GameWorker
+from examples.demo.process_setup import quiet_libraries, spare_one_core
+from examples.demo.reward_callback import RewardCallback
 
 LEARNING_RATE: Final = 1e-4
 GROUP: Final = 8

@@ -27,9 +27,9 @@ from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
 from typing_extensions import override
 
-from deltachain.demo.corpus import questions, score
-from deltachain.demo.process_setup import quiet_libraries, spare_one_core
-from deltachain.demo.reward_callback import RewardCallback
+from examples.demo.corpus import questions, score
+from examples.demo.process_setup import quiet_libraries, spare_one_core
+from examples.demo.reward_callback import RewardCallback
 
 STEPS: Final = 20
 LEARNING_RATE: Final = 1e-6
