@@ -59,10 +59,10 @@ test-dist: venv  ## trainers of several ranks
 test-dist-long: venv  ## ranks that are killed at every stage of a publish
 	$(BIN)/pytest tests/ranks -m "dist and slow"
 
-check: venv  ## format, lint, spelling, types, layers, file length
+check: venv  ## format, lint, spelling, types, layers, size
 	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/codespell
 	$(BIN)/mypy && $(BIN)/lint-imports --no-logo
-	@git ls-files -co --exclude-standard '*.py' | xargs wc -l | awk '$$2 != "total" && $$1 > 400 {print "over 400 lines:", $$0; bad = 1} END {exit bad}'
+	$(BIN)/python -m tests.size
 
 fix: venv  ## repair what ruff can, and make what documents show of the code anew
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

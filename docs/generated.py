@@ -55,7 +55,7 @@ def layers() -> str:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
     rows: list[str] = next(c["layers"] for c in contracts if c["type"] == "layers")
-    modules = [[name.strip() for name in row.split("|")] for row in rows]
+    modules = [[name.strip() for name in re.split(r"[|:]", row)] for row in rows]
     shown = {name: name.removeprefix("deltachain.") for row in modules for name in row}
     left = max(map(len, shown.values()))
     rule = f"{'─' * (left + 2)}┼{'─' * (_WIDTH + 2)}"

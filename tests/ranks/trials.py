@@ -35,9 +35,9 @@ from deltachain.publish import (
 from deltachain.publish.encoding_choice import EncodingCost
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
-from tests.support.faults import Fault, FaultyStore
 from deltachain.types import BITS_DTYPES
 from tests.ranks.layouts import LAYOUTS, Block, train_step, whole
+from tests.support.faults import Fault, FaultyStore
 
 RATE = 2e-3
 DEADLINE_S = 4.0

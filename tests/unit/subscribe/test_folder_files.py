@@ -16,8 +16,8 @@ from deltachain.errors import ConfigError, FormatError, TensorMismatchError
 from deltachain.filebits import FileBits
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder_lock import LOCK_FILE
-from tests.support.models import TinyModel
 from deltachain.types import TensorSpec
+from tests.support.models import TinyModel
 
 Subscribe = Callable[..., Subscriber]
 
