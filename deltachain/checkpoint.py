@@ -17,8 +17,8 @@ import numpy as np
 from deltachain.codec.container import Entry, read_header, write_header
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.file_reader import FileReader
-from deltachain.format.digest import digest_key, digest_of_pieces
 from deltachain.format.documents import FileRef
+from deltachain.format.keys import digest_key, digest_of_pieces
 from deltachain.kernels import host
 from deltachain.remote_code import without_remote_code
 from deltachain.room import reserve

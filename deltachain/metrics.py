@@ -17,11 +17,10 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.errors import ConfigError
 from deltachain.figures import Figure, FigureSource, figures
 from deltachain.redact import redacted_url
-from deltachain.threads import started
+from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment

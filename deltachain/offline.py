@@ -21,7 +21,7 @@ from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError, MalformedError
 from deltachain.file_reader import FileReader
 from deltachain.filebits import FileBits
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change, move
 from deltachain.types import Bits, TensorSpec, check_spec

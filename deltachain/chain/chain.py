@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from deltachain.chain.ancestry import Past
+from deltachain.chain.ancestry import Past, Skips
 from deltachain.chain.checks import asset_path, check_edge, check_record
 from deltachain.chain.commits import Commits
-from deltachain.chain.head_hint import read_hint
 from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
 from deltachain.chain.log import Committed, Manifests
-from deltachain.chain.lookup import SEEN, Standing
-from deltachain.chain.plan import Plan
+from deltachain.chain.lookup import SEEN, Standing, read_hint
+from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.chain.prunes import Prunes
-from deltachain.chain.recent_edges import VERSIONS_LISTED
-from deltachain.chain.skips import Skips
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS
 from deltachain.errors import (
@@ -29,7 +26,6 @@ from deltachain.errors import (
     MalformedError,
 )
 from deltachain.format import keys
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import (
     Edge,
     EdgeRecord,
@@ -42,6 +38,7 @@ from deltachain.format.documents import (
     summarise,
     unseal,
 )
+from deltachain.format.keys import object_digest
 from deltachain.store import ObjectInfo, Store
 from deltachain.types import StateDigest, Version
 

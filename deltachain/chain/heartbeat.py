@@ -13,12 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.numbered import NONE
+from deltachain.chain.lookup import NONE
 from deltachain.errors import ChainError, ObjectNotFoundError, StaleChainError
-from deltachain.format.documents import unseal
+from deltachain.format.documents import Heartbeat, PruneRecord, unseal
 from deltachain.format.keys import HEARTBEAT_KEY
-from deltachain.format.prune_record import PruneRecord
-from deltachain.format.signed import Heartbeat
 
 MAX_HEARTBEAT: Final = 1 << 22
 """Size limit of a heartbeat, in bytes: 28,000 tags of the longest name. It is read before it is

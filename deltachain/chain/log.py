@@ -21,10 +21,8 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
 )
-from deltachain.format.digest import object_digest
-from deltachain.format.documents import Manifest, Signature, read_state, unseal
-from deltachain.format.keys import CHAIN_KEY, manifest_key
-from deltachain.format.signed import opened
+from deltachain.format.documents import Manifest, Signature, opened, read_state, unseal
+from deltachain.format.keys import CHAIN_KEY, manifest_key, object_digest
 from deltachain.store import ObjectInfo, Store
 from deltachain.threads import Pool
 from deltachain.types import Buffer, StateDigest, Version

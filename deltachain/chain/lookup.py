@@ -7,17 +7,81 @@ that changed between two looks is a fork.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Final, NamedTuple
 
-from deltachain.errors import BrokenChainError, ForkedChainError
-from deltachain.format.digest import object_digest
-from deltachain.format.documents import Identity, parse
-from deltachain.format.keys import CHAIN_KEY, manifest_key, version_of
+from msgspec.structs import replace
+
+from deltachain.errors import BrokenChainError, ForkedChainError, FormatError, ObjectNotFoundError
+from deltachain.format.documents import Head, Identity, parse
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, manifest_key, object_digest, version_of
 from deltachain.store import ObjectInfo, Store
 from deltachain.types import Version
+
+MAX_HINT: Final = 1 << 16
+"""Size limit of a hint, in bytes. It is not authenticated, so reading it must be cheap."""
+
+MAX_ANCHORS: Final = 16
+"""Number of anchors used from a hint, the newest."""
+
+MAX_VERSION: Final = 1 << 53
+"""Largest plausible version; a hint with a larger one is ignored."""
+
+
+def read_hint(store: Store) -> Head:
+    """Read the hint; version 0 if it is missing or unreadable."""
+    try:
+        hint = parse(store.get(HEAD_KEY, limit=MAX_HINT), Head, key=HEAD_KEY)
+    except (ObjectNotFoundError, FormatError):
+        return Head(version=0)
+    if hint.version > MAX_VERSION:
+        return Head(version=0)
+    return replace(hint, anchors=hint.anchors[-MAX_ANCHORS:])
+
+
+WIDE: Final = 16
+"""Keys looked up by one request, in stores that look up many."""
+
+LIMIT: Final = 10**8
+"""Number of keys, since numbers have eight digits."""
+
+NONE: Final = -1
+"""Number of the newest record where there is none."""
+
+
+def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE) -> int:
+    """Find the largest number of a record, in O(log n) lookups.
+
+    Searches by doubling and bisection. Records that were lost below the newest one hide it only if
+    every number that was looked up above them is lost as well.
+
+    Args:
+        store: Store of the records, numbered from 0.
+        key: Function that returns the key of a number.
+        known: Number of a record that exists; -1 for none.
+
+    Returns:
+        The number; -1 if there is no record.
+    """
+    width = min(store.capabilities.probes, WIDE)
+    low, high, leap = known, LIMIT, 0
+    while high - low > 1:
+        if high == LIMIT:  # no record is known to be absent
+            asked = [known + (1 << (leap + n)) for n in range(width)]
+            asked, leap = [number for number in asked if number < LIMIT], leap + width
+            if not asked:
+                return low
+        else:
+            step = max(1, (high - low) // (width + 1))
+            asked = list(range(low + step, high, step))[:width]
+        found = store.find_all(map(key, asked))
+        low = max((number for number in asked if key(number) in found), default=low)
+        absent = (number for number in asked if key(number) not in found)
+        high = min((number for number in absent if number > low), default=high)
+    return low
+
 
 NEXT: Final = 16
 """Consecutive versions in one wide look, before the leaps."""

@@ -8,8 +8,198 @@ from dataclasses import dataclass
 from typing import Final
 
 from deltachain.errors import BrokenChainError
-from deltachain.format.documents import EdgeSummary
+from deltachain.format.documents import EdgeSummary, Manifest
 from deltachain.types import Version
+
+ANCHOR_FACTOR: Final = 3.0
+"""Default of ``anchor_factor``: anchors and manifests cost at most half of the deltas."""
+
+MOST_VERSIONS: Final = 8192
+"""Versions after which an anchor is due whatever it costs, so that no newcomer's plan grows without
+bound where little changes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a newcomer fetches behind the newest anchor, if there are no skips.
+
+    Attributes:
+        versions: Number of versions.
+        deltas: Size of the parts of their deltas, in bytes.
+        manifests: Size of their manifests, in bytes.
+    """
+
+    versions: int = 0
+    deltas: int = 0
+    manifests: int = 0
+
+    def __add__(self, other: Replay) -> Replay:
+        return Replay(
+            versions=self.versions + other.versions,
+            deltas=self.deltas + other.deltas,
+            manifests=self.manifests + other.manifests,
+        )
+
+    def __sub__(self, other: Replay) -> Replay:
+        return Replay(
+            versions=self.versions - other.versions,
+            deltas=self.deltas - other.deltas,
+            manifests=self.manifests - other.manifests,
+        )
+
+
+def anchor_due(
+    replay: Replay | None,
+    anchor_nbytes: int,
+    *,
+    factor: float = ANCHOR_FACTOR,
+    every: Version | None = None,
+) -> bool:
+    """Return whether a chain is due for another anchor.
+
+    One is due when the deltas since the last one are ``factor - 1`` times the size of an anchor and
+    of the manifests since. Between two anchors, anchor and manifests then cost at most
+    ``1 / (factor - 1)`` of the deltas, and a newcomer fetches about ``factor`` anchors at most.
+    The number of requests plays no part: anchors that save requests would cost a small model many
+    times its deltas, and skips save more of them.
+
+    Args:
+        replay: What a newcomer fetches behind the newest anchor; ``None`` if there is no way from
+            nothing.
+        anchor_nbytes: Size of an anchor, in bytes; may be an estimate.
+        factor: Size of a newcomer's plan, in anchors, above which an anchor is due. With 1 or less,
+            one is due after every version.
+        every: Number of versions between two anchors, whatever they cost; replaces ``factor``.
+    """
+    if replay is None:
+        return True
+    if replay.versions <= 0:
+        return False
+    if every is not None:
+        return replay.versions >= every
+    if factor <= 1 or replay.versions >= MOST_VERSIONS:
+        return True
+    return replay.deltas >= (factor - 1) * (anchor_nbytes + replay.manifests)
+
+
+VERSIONS_LISTED: Final = 16
+"""Versions whose edges a manifest lists completely. Listing more would save subscribers that are
+far behind a few small reads, but make every manifest of a small model larger than its delta."""
+
+SHORT_LISTED: Final = 4
+"""Of a chain with small deltas, versions whose edges are listed by manifests of versions that this
+number divides; those between list back to the last one of them."""
+
+SMALL_DELTA: Final = 256 << 10
+"""Mean size of deltas, in bytes, below which most manifests list few versions: 16 of them take 2.5
+KB, a hundredth of this."""
+
+ANCHORS_LISTED: Final = 2
+"""Edges from nothing that every manifest lists, regardless of their age."""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownEdges:
+    """Edges known to the writer of the next manifest.
+
+    Attributes:
+        edges: Edges in the order of :func:`edge_id`.
+        first: The oldest version whose edges are all among them.
+    """
+
+    edges: tuple[EdgeSummary, ...] = ()
+    first: Version = 0
+
+    def after(self, manifest: Manifest, added: Iterable[EdgeSummary] = ()) -> KnownEdges:
+        """Return what is known after a commit, less what no later manifest lists.
+
+        Args:
+            manifest: The committed manifest.
+            added: Edges that :meth:`listed` was given for it.
+        """
+        first = manifest.window_from if not self.edges else min(self.first, manifest.window_from)
+        first = max(first, window_from(manifest.version + 1))
+        known = (*self.edges, *added, *manifest.recent, manifest.summary())
+        return KnownEdges(_listed(known, first), first)
+
+    def listed(
+        self, version: Version, added: Iterable[EdgeSummary] = ()
+    ) -> tuple[tuple[EdgeSummary, ...], Version]:
+        """Return the edges to list in the manifest of ``version``, and its ``window_from``.
+
+        Args:
+            version: The version after all of ``edges``.
+            added: Edges recorded since the last commit.
+        """
+        is_short = _are_small(self.edges) and version % VERSIONS_LISTED != 0
+        first = max(self.first, window_from(version, is_short=is_short))
+        return _listed((*self.edges, *added), first), first
+
+
+def listed_edges(
+    parent: Manifest | None, added: Iterable[EdgeSummary] = ()
+) -> tuple[EdgeSummary, ...]:
+    """Return all recent edges for the manifest after ``parent``, oldest first.
+
+    Args:
+        parent: The previous manifest; ``None`` for version 0.
+        added: Edges recorded since ``parent`` was committed.
+    """
+    if parent is None:
+        return ()
+    known = (*parent.recent, parent.summary(), *added)
+    return _listed(known, window_from(parent.version + 1))
+
+
+def window_from(version: Version, *, is_short: bool = False) -> Version:
+    """Return the oldest version whose edges the manifest of ``version`` lists completely.
+
+    Args:
+        version: The version.
+        is_short: Whether the manifest lists few versions.
+    """
+    if is_short:
+        return max(0, version - (version % SHORT_LISTED or SHORT_LISTED))
+    return max(0, version - VERSIONS_LISTED)
+
+
+def windows_before(version: Version, count: int) -> Sequence[Version]:
+    """Return the versions whose manifests a backward search may read, newest first.
+
+    Args:
+        version: The first manifest of the search, or what its list ends with.
+        count: Number of complete lists to cover.
+    """
+    last = max(-1, version - count * VERSIONS_LISTED)
+    whole = version - version % VERSIONS_LISTED
+    short = range(version - version % SHORT_LISTED, max(-1, whole - 1), -SHORT_LISTED)
+    regular = range(whole, last, -VERSIONS_LISTED)
+    strides = range(version, last, -VERSIONS_LISTED)
+    return sorted({*short, *regular, *strides}, reverse=True)
+
+
+def edge_id(edge: EdgeSummary) -> tuple[int, str, int, str]:
+    """Return a unique key of an edge that sorts by version."""
+    return edge.version, edge.kind, -1 if edge.base is None else edge.base, edge.record
+
+
+def newest_start(edges: Iterable[EdgeSummary]) -> Version | None:
+    """Return the newest version that an edge reaches from nothing; ``None`` without one."""
+    return max((edge.version for edge in edges if edge.base is None), default=None)
+
+
+def _listed(known: Iterable[EdgeSummary], first: Version) -> tuple[EdgeSummary, ...]:
+    """Return each edge to ``first`` or later once, and the newest edges from nothing."""
+    edges = sorted({edge_id(edge): edge for edge in known}.values(), key=edge_id)
+    from_nothing = [edge for edge in edges if edge.base is None][-ANCHORS_LISTED:]
+    return tuple(edge for edge in edges if edge.version >= first or edge in from_nothing)
+
+
+def _are_small(edges: Iterable[EdgeSummary]) -> bool:
+    """Return whether deltas are small on average; true without any."""
+    deltas = [edge.nbytes for edge in edges if edge.base == edge.version - 1]
+    return sum(deltas) <= SMALL_DELTA * len(deltas)
+
 
 REQUEST_NBYTES: Final = 1 << 18
 """Bytes that could be fetched in the time one more request takes (10 ms at 25 MB/s)."""

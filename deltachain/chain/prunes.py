@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from deltachain.chain.numbered import NONE, newest_number
+from deltachain.chain.lookup import NONE, newest_number
 from deltachain.chain.trust import Trust
 from deltachain.errors import ChainMismatchError, FormatError, MalformedError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary, unseal
+from deltachain.format.documents import EdgeSummary, PruneRecord, unseal
 from deltachain.format.keys import prune_key
-from deltachain.format.prune_record import PruneRecord
 from deltachain.store import Store
 from deltachain.types import Version
 

@@ -1,7 +1,7 @@
 """Record of the publisher at work: `publisher.json`, renewed while it is attached.
 
 Nobody signs it and nothing safe depends on it: two publishers are kept apart by put-if-absent
-(:mod:`deltachain.chain.fencing`). It is there so that a second one that was started by mistake can
+(:mod:`deltachain.chain.commits`). It is there so that a second one that was started by mistake can
 be refused before it fences the first, and so that errors can say who took a chain over.
 """
 

@@ -16,9 +16,8 @@ import msgspec
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
-from deltachain.chain.numbered import NONE, newest_number
-from deltachain.chain.reachable import is_reachable
-from deltachain.chain.write_access import check_write_access
+from deltachain.chain.lookup import NONE, newest_number
+from deltachain.chain.reachable import check_write_access, is_reachable
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
@@ -31,9 +30,8 @@ from deltachain.errors import (
     StoreUnavailableError,
     StoreWentBackError,
 )
-from deltachain.format.documents import unseal
+from deltachain.format.documents import NAME, Tag, unseal
 from deltachain.format.keys import TAG_PREFIX, tag_key, tag_of
-from deltachain.format.tag import NAME, Tag
 from deltachain.threads import Pool
 
 READS: Final = 16

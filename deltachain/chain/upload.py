@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import BoundedSemaphore
+from threading import BoundedSemaphore, Lock
 from types import TracebackType
 from typing import Final, Self
 
-from deltachain.chain.upload_clock import MeasuredTransfer, UploadClock
 from deltachain.codec import Change, EncodedPart, encode_part
-from deltachain.format.digest import digest_of_pieces
 from deltachain.format.documents import Edge, ObjectRef
-from deltachain.format.keys import PayloadKind, payload_key
+from deltachain.format.keys import PayloadKind, digest_of_pieces, payload_key
 from deltachain.store import Store
 from deltachain.threads import Pool
 from deltachain.types import Version
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTransfer:
+    """Objects that crossed the link together: their size in bytes, and the time in seconds."""
+
+    nbytes: int
+    seconds: float
+
+
+class UploadClock:
+    """Measures uploads: their bytes, and the time in which at least one is under way.
+
+    Thread-safe. Uploads that run at the same time share the link, so their times do not add up.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._running = 0
+        self._since = 0.0
+        self._nbytes, self._seconds = 0, 0.0
+
+    @contextmanager
+    def upload(self, nbytes: int) -> Iterator[None]:
+        """Measure one upload of ``nbytes``; one that fails counts for time alone."""
+        with self._lock:
+            if not self._running:
+                self._since = time.perf_counter()
+            self._running += 1
+        sent = 0
+        try:
+            yield
+            sent = nbytes
+        finally:
+            with self._lock:
+                self._running -= 1
+                self._nbytes += sent
+                if not self._running:
+                    self._seconds += time.perf_counter() - self._since
+
+    @property
+    def total(self) -> MeasuredTransfer:
+        """All uploads that have ended, as one transfer."""
+        with self._lock:
+            return MeasuredTransfer(self._nbytes, self._seconds)
+
 
 DENSE_SHARE: Final = 0.67
 """Compression ratio of dense bf16 weights by byte planes and zstd, N(0, 0.02)."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from deltachain.cli.console import bits_per_change
 from deltachain.codec import ENCODINGS, Part
-from deltachain.codec import directory as d
+from deltachain.codec import container as d
 from deltachain.types import Bits
 
 DENSITIES: Final = (

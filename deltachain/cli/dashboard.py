@@ -137,7 +137,7 @@ def _bound(listen: str, token: str | Path) -> socket.socket:
         ConfigError: The address is invalid or cannot be bound, or others can connect to it and
             there is no token.
     """
-    from deltachain.control.server.origin import LOOPBACK
+    from deltachain.control.server.auth import LOOPBACK
     from deltachain.metrics import parse_address
 
     host, port = parse_address(listen)

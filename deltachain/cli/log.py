@@ -46,9 +46,7 @@ GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state")
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
-    from deltachain.format.documents import Edge
-    from deltachain.format.prune_record import PruneRecord
-    from deltachain.format.tag import Tag
+    from deltachain.format.documents import Edge, PruneRecord, Tag
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +219,7 @@ def describe_model(chain: Chain) -> dict[str, Any]:
 def _version(
     committed: Committed, records: Mapping[int, list[Edge]], dense_nbytes: int
 ) -> dict[str, Any]:
-    from deltachain.format.revert_mark import reverted_to
+    from deltachain.format.documents import reverted_to
 
     manifest = committed.manifest
     edge = manifest.edge

@@ -22,8 +22,7 @@ from typing_extensions import override
 
 from deltachain.cli.console import err
 from deltachain.store import Capabilities, ObjectInfo, Store
-from deltachain.store.base import MAX_DOCUMENT
-from deltachain.store.feed import Feed, OnChange
+from deltachain.store.base import MAX_DOCUMENT, Feed, OnChange
 from deltachain.types import Buffer
 
 _T = TypeVar("_T")

@@ -37,7 +37,7 @@ def keygen(
 
     Example: `deltachain keygen policy.key`
     """
-    from deltachain.chain.signatures import SigningKey
+    from deltachain.chain.trust import SigningKey
 
     key = SigningKey.generate()
     try:
@@ -97,7 +97,7 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
 def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]:
     """Sign what is not; return whether a version was committed, the head, and other records."""
     from deltachain.chain.chain import Chain
-    from deltachain.chain.mirror_record import refuse_mirror
+    from deltachain.chain.identity import refuse_mirror
     from deltachain.maintain.key_rotation import sign_again
     from deltachain.publish.writer import take_over
 

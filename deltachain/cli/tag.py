@@ -16,7 +16,7 @@ from deltachain.errors import ConfigError
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
     from deltachain.chain.choose import VersionChoice
-    from deltachain.format.tag import Tag
+    from deltachain.format.documents import Tag
 
 
 def tag(  # noqa: PLR0913 - one argument an option

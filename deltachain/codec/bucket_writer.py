@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.codec.stream_content import BytePlane, FlatArray, StreamPiece
+from deltachain.codec.frames import BytePlane, FlatArray, StreamPiece
 from deltachain.types import Bits
 
 if TYPE_CHECKING:

@@ -11,24 +11,22 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from deltachain.codec import directory as d
+from deltachain.codec import container as d
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import write_header
 from deltachain.codec.encodings import EncodedTensor, Encoding
 from deltachain.codec.encodings.dense import DenseEncoding
 from deltachain.codec.encodings.max import MaxEncoding
-from deltachain.codec.encodings.overwrite import OverwriteEncoding
-from deltachain.codec.encodings.plain import PlainEncoding
-from deltachain.codec.encodings.raw import RawEncoding
+from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding
 from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.frames import deflate_directory, largest_frame
+from deltachain.codec.frames import StoredFrame, StreamContent, deflate_directory, largest_frame
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import share
 from deltachain.codec.short_rows import with_short_rows
-from deltachain.codec.stream_content import StoredFrame, StreamContent
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
-from deltachain.format.digest import DIGEST_HEX, object_digest
+from deltachain.format.keys import DIGEST_HEX, object_digest
 from deltachain.threads import Pool, cores
 from deltachain.types import WIRE_DTYPES, StateDigest
 

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from deltachain.codec.directory import TensorRow
+from deltachain.codec.container import TensorRow
 from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError

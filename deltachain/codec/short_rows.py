@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from deltachain.codec.directory import MAX_DIRECTORY, Directory, TensorRow
+from deltachain.codec.container import MAX_DIRECTORY, Directory, TensorRow
 from deltachain.codec.encodings.max import MaxEncoding
 
 MAX_DIGITS: Final = len(str(MAX_DIRECTORY))

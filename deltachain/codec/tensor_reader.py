@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from deltachain import slab
-from deltachain.codec.directory import Segment, TensorRow, in_bits, stream_name
+from deltachain import threads as slab
+from deltachain.codec.container import Segment, TensorRow, in_bits, stream_name
 from deltachain.codec.frames import StreamReader
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import MalformedError

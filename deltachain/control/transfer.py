@@ -15,10 +15,9 @@ from deltachain.control.client.fleet import DEADLINE_S, Announced, Fleet, Wait
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.flight import Published
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.tokenizer_files import watched
-from deltachain.publish.publisher import Publisher
+from deltachain.publish.model.kept_files import watched
+from deltachain.publish.publisher import Published, Publisher
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.types import Version
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.chain_index import ChainView
 from deltachain.dashboard.replica_report import ReplicaReport
 from deltachain.types import Version
 

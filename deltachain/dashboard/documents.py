@@ -14,14 +14,14 @@ from math import isfinite
 from typing import Any, Final
 
 from deltachain.dashboard.alerts import lag_of
-from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.chain_index import ChainView
 from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTimes, middle
 from deltachain.dashboard.replica_report import ReplicaReport
 from deltachain.dashboard.thinning import spread, thinned_versions
 from deltachain.dashboard.track import Moment, changes
 from deltachain.dashboard.version_summary import VersionSummary
 from deltachain.dashboard.watcher import Overview
-from deltachain.format import publish_phases
+from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Final
 
-from deltachain.format.publish_phases import valid_times
+from deltachain.format.documents import valid_times
 
 REPLICA_PHASES: Final = ("look", "fetch", "stage", "pause", "swap")
 """Phases after the commit, in their order; ``swap`` is a part of ``pause``."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from deltachain.chain.chain import Committed
-from deltachain.format.publish_phases import phases_of
-from deltachain.format.revert_mark import reverted_to
+from deltachain.format.documents import phases_of, reverted_to
 from deltachain.redact import LONGEST, printable
 from deltachain.types import Version
 

@@ -12,18 +12,16 @@ from typing import Final
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.client.roster import ReplicaAnswer, Roster
 from deltachain.dashboard.alerts import Alert, AlertLimits, alerts, newest_seen
-from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.chain_index import ChainIndex, ChainView
 from deltachain.dashboard.phases import PhaseTrack
 from deltachain.dashboard.replica_report import ReplicaReport, answered, seen, trouble
 from deltachain.dashboard.track import FleetTrack, Moment
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.presence.board import PresenceBoard
-from deltachain.threads import started
+from deltachain.threads import Closeable, started
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,15 @@ from deltachain.doctor.engines import check_engines
 from deltachain.doctor.finding import Finding, Grade, Role, failed, note
 from deltachain.doctor.packages import check_packages
 from deltachain.doctor.presence import check_presence
-from deltachain.doctor.probe import STORE, probe_latency, probe_writes
 from deltachain.doctor.settings import check_files, check_names, check_transport
-from deltachain.doctor.start import check_chain, check_server, check_silence
+from deltachain.doctor.start import (
+    STORE,
+    check_chain,
+    check_server,
+    check_silence,
+    probe_latency,
+    probe_writes,
+)
 from deltachain.environment import mistakes
 from deltachain.errors import DeltaChainError
 from deltachain.store import open_store

@@ -8,8 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from deltachain.chain.signatures import SigningKey
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust
 from deltachain.control.client.http import make_client
 from deltachain.control.client.inventory import parse_inventory
 from deltachain.doctor.finding import Finding, failed, note, ok

@@ -6,7 +6,12 @@ other unknown field is an error, so that a later format is never misread.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -17,8 +22,8 @@ from deltachain.errors import (
     MalformedError,
     UnsupportedFormatError,
 )
-from deltachain.format.digest import object_digest
 from deltachain.format.json_guards import check_values, decode, no_repeats
+from deltachain.format.keys import object_digest
 from deltachain.types import StateDigest, TensorSpec, Version
 
 FORMAT: Final = 1
@@ -394,3 +399,254 @@ def read_state(text: str, *, key: str) -> StateDigest:
         return StateDigest.parse(text)
     except ValueError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
+
+
+NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+"""Names of tags."""
+
+MAX_NUMBER: Final = 10**8 - 1
+"""Largest number of a tag record: eight digits."""
+
+
+class Tag(Document, frozen=True, kw_only=True):
+    """One record of a tag; the record with the largest number counts.
+
+    Attributes:
+        chain: Id of the chain.
+        name: Name of the tag.
+        number: Number of the record, counted from 0.
+        version: The version that the name stands for from now on; ``None`` if the tag is removed.
+        state: State digest of that version; empty if the tag is removed.
+        manifest: blake3 of that version's manifest; empty if the tag is removed.
+        time: Seconds since 1970 on the writer's clock; informational only.
+    """
+
+    chain: str
+    name: str
+    number: Count
+    version: Count | None
+    state: str
+    manifest: str
+    time: float
+
+    def __post_init__(self) -> None:
+        if NAME.fullmatch(self.name) is None or self.number > MAX_NUMBER:
+            raise ValueError(f"tag {self.name[:80]!r}, number {self.number}: no such tag can exist")
+        if (self.version is None) != (not self.state) or bool(self.state) != bool(self.manifest):
+            raise ValueError(f"tag {self.name!r}: names a version without its state and manifest")
+
+
+_FIELD: Final = "deltachain.reverted_to"
+
+
+def revert_mark(version: Version) -> dict[str, Any]:
+    """Return the ``ext`` of a manifest that goes back to a version."""
+    return {_FIELD: version}
+
+
+def reverted_to(manifest: Manifest) -> Version | None:
+    """Return the version that a manifest goes back to; ``None`` if it has no valid mark."""
+    found = manifest.ext.get(_FIELD)
+    if not isinstance(found, int) or isinstance(found, bool):
+        return None
+    return found if 0 <= found < manifest.version else None
+
+
+NAMES: Final = ("diff", "encode", "upload")
+
+LONGEST_S: Final = 1e9
+"""Largest time that is believed, in seconds."""
+
+_PHASES: Final = "deltachain.phases"
+
+
+def phases_mark(seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Return the ``ext`` of a manifest that tells how long each phase took, to a millisecond."""
+    return {_PHASES: {name: round(seconds[name], 3) for name in NAMES if name in seconds}}
+
+
+def phases_of(manifest: Manifest) -> dict[str, float]:
+    """Return the seconds of each phase before the commit; without those that are invalid."""
+    found = manifest.ext.get(_PHASES)
+    return valid_times(found, NAMES) if isinstance(found, dict) else {}
+
+
+def valid_times(given: Mapping[str, object], names: Iterable[str]) -> dict[str, float]:
+    """Return the times under some names, in seconds; without those that are invalid."""
+    found = {name: given.get(name) for name in names}
+    return {name: float(value) for name, value in found.items() if _is_time(value)}  # type: ignore[arg-type]
+
+
+def _is_time(value: object) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and 0 <= value <= LONGEST_S  # type: ignore[arg-type,operator]
+
+
+PrunedKind = Literal["delta", "anchor", "skip"]
+
+
+class PrunedRange(Struct, frozen=True, kw_only=True):
+    """Pruned edges of one kind and span, to a range of versions.
+
+    Attributes:
+        kind: Kind of the edges.
+        span: Versions from their base to the version that they lead to; 0 for anchors.
+        first: The first version that they lead to.
+        last: The last one, included.
+        after: Earliest time of deletion of their objects, in seconds since 1970 by the clock of the
+            store.
+    """
+
+    kind: PrunedKind
+    span: Count
+    first: Count
+    last: Count
+    after: float
+
+    def __post_init__(self) -> None:
+        fits = {"delta": self.span == 1, "anchor": self.span == 0, "skip": self.span > 1}
+        if not fits[self.kind]:
+            raise ValueError(f"a pruned {self.kind} cannot have span {self.span}")
+        if self.first > self.last:
+            raise ValueError(f"a range of versions from {self.first} to {self.last}")
+
+    def covers(self, kind: str, base: Version | None, version: Version) -> bool:
+        """Return whether an edge is in the range."""
+        span = 0 if base is None else version - base
+        return (kind, span) == (self.kind, self.span) and self.first <= version <= self.last
+
+
+def range_of(
+    rows: Sequence[PrunedRange], kind: str, base: Version | None, version: Version
+) -> PrunedRange | None:
+    """Return the range that an edge is in, in O(log n); ``None`` if there is none.
+
+    Args:
+        rows: Ranges sorted by kind, span and first version, which do not overlap.
+        kind: Kind of the edge.
+        base: Base of the edge; ``None`` if it has none.
+        version: The version that the edge leads to.
+    """
+    span = 0 if base is None else version - base
+    place = bisect_right(
+        rows, (kind, span, version), key=lambda row: (row.kind, row.span, row.first)
+    )
+    row = rows[place - 1] if place else None
+    return row if row is not None and row.covers(kind, base, version) else None
+
+
+def closes(rows: Sequence[PrunedRange], version: Version) -> bool:
+    """Return whether ranges contain the delta to a version; for ``rows`` see :func:`range_of`."""
+    return range_of(rows, "delta", version - 1, version) is not None
+
+
+class PruneRecord(Document, frozen=True, kw_only=True):
+    """All edges pruned so far: a later record replaces an earlier one.
+
+    Attributes:
+        chain: Id of the chain.
+        number: Number of the record, from 0.
+        head: The newest version when the record was made.
+        maintainer: Random id of the process that made it.
+        time: Seconds since 1970 by the clock of the store.
+        pruned: Pruned edges, sorted by kind, span and first version; ranges do not overlap.
+    """
+
+    chain: str
+    number: Count
+    head: Count
+    maintainer: str
+    time: float
+    pruned: tuple[PrunedRange, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(row.last > self.head for row in self.pruned):
+            raise ValueError(f"prune record {self.number}: prunes versions after {self.head}")
+        rows = [(row.kind, row.span, row.first, row.last) for row in self.pruned]
+        for one, other in itertools.pairwise(rows):
+            if one[:2] > other[:2] or (one[:2] == other[:2] and one[3] >= other[2]):
+                raise ValueError(f"prune record {self.number}: ranges are not sorted")
+
+    def range_of(self, kind: str, base: Version | None, version: Version) -> PrunedRange | None:
+        """Return the range that an edge is in, in O(log n); ``None`` if it is not pruned."""
+        return range_of(self.pruned, kind, base, version)
+
+    def covers(self, edge: EdgeSummary) -> bool:
+        """Return whether an edge is pruned."""
+        return self.range_of(edge.kind, edge.base, edge.version) is not None
+
+    def closes(self, version: Version) -> bool:
+        """Return whether nothing may be added to a version, because the delta to it is pruned.
+
+        Parts of a skip or an anchor that come late would be taken for orphans.
+        """
+        return closes(self.pruned, version)
+
+
+class Heartbeat(Document, frozen=True, kw_only=True):
+    """A publisher's word that a version, and records of tags and pruning, are the newest at a time.
+
+    Attributes:
+        chain: Id of the chain.
+        version: The version.
+        manifest: blake3 of the exact bytes of its manifest.
+        time: Seconds since 1970 on the publisher's clock.
+        tags: Number of the newest record of each tag, of removed ones too, by name; ``None`` if
+            nothing is said of tags.
+        prunes: How many prune records there are.
+    """
+
+    chain: str
+    version: Count
+    manifest: str
+    time: float
+    tags: dict[str, Count] | None = None
+    prunes: Count = 0
+
+
+RECORD_TYPES: Final[Mapping[type[Document], str]] = {
+    Identity: "chain",
+    Manifest: "manifest",
+    EdgeRecord: "edge",
+    PruneRecord: "prune",
+    Tag: "tag",
+    Heartbeat: "heartbeat",
+}
+"""Record type of each document that can be signed; it is part of the signed bytes."""
+
+CONTEXT: Final = b"deltachain signature"
+"""First of the signed bytes, so that no signature of another program counts here."""
+
+
+CHAIN_ID: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,254}")
+"""Id of a chain that can be part of a key."""
+
+
+class IdentitySignature(Document, frozen=True, kw_only=True):
+    """Signature of the exact bytes of ``chain.json``, in an object of its own."""
+
+    chain: str
+    signature: Signature
+
+
+def signed_bytes(kind: type[Document], chain: str, payload: bytes) -> bytes:
+    """Return the bytes that a signature covers: context, record type, chain and payload.
+
+    Args:
+        kind: Class of the document, one of ``RECORD_TYPES``.
+        chain: Id of the chain.
+        payload: Exact bytes of the document, without its envelope.
+
+    Raises:
+        ValueError: The id cannot be part of a key, so that no object can have its signature.
+    """
+    if CHAIN_ID.fullmatch(chain) is None:
+        raise ValueError("its id cannot be part of a key")
+    fields = (CONTEXT, RECORD_TYPES[kind].encode(), chain.encode(), payload)
+    return b"\0".join(fields)
+
+
+def opened(envelope: bytes) -> tuple[bytes, tuple[Signature, ...]]:
+    """Return payload and signatures of an envelope that :func:`documents.unseal` accepted."""
+    found = msgspec.json.decode(envelope, type=Envelope)
+    return bytes(found.payload), found.signatures

@@ -14,9 +14,17 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels.device import INT_DTYPES, mix, signed
-from deltachain.kernels.placements import ChangeBatch, Field, PlacementTable, StagedChanges
 from deltachain.kernels.reference import PHI
-from deltachain.kernels.segments import Column, Reason, SegmentBatch, Table
+from deltachain.kernels.segments import (
+    ChangeBatch,
+    Column,
+    Field,
+    PlacementTable,
+    Reason,
+    SegmentBatch,
+    StagedChanges,
+    Table,
+)
 from deltachain.kernels.tile_batch import TileBatch
 
 

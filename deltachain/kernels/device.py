@@ -8,6 +8,8 @@ needed. Writes use ``index_copy_``, since ``scatter_`` costs as much as its whol
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +21,33 @@ from torch import Tensor
 from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.reference import MIX_A, MIX_B, PHI
 from deltachain.types import BITS_DTYPES, StateDigest
+
+logger = logging.getLogger(__name__)
+
+
+def pin_(tensor: Tensor) -> bool:
+    """Pin the memory of a tensor on the host until the tensor goes away.
+
+    ``Tensor.pin_memory`` copies to memory of the next power of two, which a snapshot cannot afford.
+
+    Returns:
+        Whether it is pinned. Copies work in either case; without, they are slow and block.
+    """
+    if not tensor.nbytes:
+        return True
+    runtime, address = torch.cuda.cudart(), tensor.data_ptr()
+    code = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
+    if code != 0:
+        logger.warning(
+            "cannot pin %d bytes of host memory, CUDA error %d: they are copied more slowly",
+            tensor.nbytes,
+            code,
+        )
+        return False
+    # Not at exit: the driver may be gone by then, and frees everything anyway.
+    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
+    return True
+
 
 CHUNK: Final = 1 << 24
 """Elements of a chunk: 16 M keep a GPU busy and temporaries below 1 GiB."""

@@ -17,8 +17,13 @@ from torch import Tensor
 from deltachain.kernels import programs
 from deltachain.kernels.batched import read_counts, send, table_of
 from deltachain.kernels.device import INT_DTYPES
-from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
-from deltachain.kernels.segments import SegmentBatch, Table
+from deltachain.kernels.segments import (
+    ChangeBatch,
+    PlacementTable,
+    SegmentBatch,
+    StagedChanges,
+    Table,
+)
 
 BLOCK: Final = 512
 """Elements that a program works on at a time."""

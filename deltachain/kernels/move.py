@@ -8,7 +8,7 @@ from typing import Any, Generic
 import numpy.typing as npt
 
 from deltachain.delta import TensorDelta, new_bits
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.protocol import B, kernels_for
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec

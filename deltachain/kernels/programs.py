@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 
 from deltachain.kernels.device import signed
-from deltachain.kernels.placements import Field
 from deltachain.kernels.reference import MIX_A, MIX_B, PHI
-from deltachain.kernels.segments import Column, Reason
+from deltachain.kernels.segments import Column, Field, Reason
 
 _PHI = tl.constexpr(signed(PHI))
 _MIX_A = tl.constexpr(signed(MIX_A))

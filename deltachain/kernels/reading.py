@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltachain import slab
+from deltachain import threads as slab
 from deltachain.kernels.compiling import compiled
 from deltachain.kernels.reference import (
     CANONICAL,

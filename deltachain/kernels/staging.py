@@ -19,8 +19,13 @@ from torch import Tensor
 
 from deltachain.kernels import batched
 from deltachain.kernels.batched import after, fold, upload
-from deltachain.kernels.placements import ChangeBatch, PlacementTable, StagedChanges
-from deltachain.kernels.segments import Plane, SegmentBatch
+from deltachain.kernels.segments import (
+    ChangeBatch,
+    PlacementTable,
+    Plane,
+    SegmentBatch,
+    StagedChanges,
+)
 from deltachain.kernels.tile_batch import TileBatch
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from deltachain import slab
+from deltachain import threads as slab
 from deltachain.kernels.compiling import compiled, inlined
 from deltachain.kernels.tile_classes import (
     SPAN,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from deltachain.kernels import host
 from deltachain.kernels.device import INT_DTYPES
-from deltachain.kernels.placements import ChangeBatch
-from deltachain.kernels.segments import Column
+from deltachain.kernels.segments import ChangeBatch, Column
 from deltachain.kernels.tile_batch import MESSAGES, TileBatch, TileReason
 from deltachain.kernels.tiles import TileStreams
 from deltachain.types import BITS_DTYPES

@@ -18,8 +18,7 @@ from deltachain.kernels import tile_triton
 from deltachain.kernels.batched import send
 from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.fused import BLOCK, WARPS, launch
-from deltachain.kernels.placements import ChangeBatch
-from deltachain.kernels.segments import Column, Table
+from deltachain.kernels.segments import ChangeBatch, Column, Table
 from deltachain.kernels.tile_batch import TileBatch, TileColumn, TileReason
 
 LISTED: Final = 1 << 26

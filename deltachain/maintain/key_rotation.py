@@ -7,12 +7,10 @@ from msgspec.structs import replace
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import newest_prune
-from deltachain.chain.write_access import check_write_access
+from deltachain.chain.reachable import check_write_access
 from deltachain.errors import AlreadyExistsError, ConfigError
-from deltachain.format.documents import Document
+from deltachain.format.documents import Document, PruneRecord, Tag
 from deltachain.format.keys import prune_key, tag_key
-from deltachain.format.prune_record import PruneRecord
-from deltachain.format.tag import Tag
 
 
 def sign_again(chain: Chain) -> tuple[str, ...]:

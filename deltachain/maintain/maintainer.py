@@ -3,31 +3,231 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Final
 
+from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.head_hint import read_hint
-from deltachain.chain.plan import Plan
-from deltachain.chain.skips import SPANS
-from deltachain.chain.write_access import check_write_access
+from deltachain.chain.lookup import read_hint
+from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
+from deltachain.chain.reachable import check_write_access, is_reachable, plan_present
+from deltachain.chain.upload import DENSE_SHARE
+from deltachain.checkpoint import Checkpoint
+from deltachain.codec import Change
+from deltachain.delta import TensorDelta
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
     ConfigError,
     DeltaChainError,
     FormatError,
+    MalformedError,
     ObjectNotFoundError,
     TensorMismatchError,
 )
 from deltachain.format.documents import EdgeSummary, dump
-from deltachain.maintain.added_edges import add_anchor, add_skip, is_pruned
-from deltachain.maintain.due import anchor_version, skips_due
-from deltachain.maintain.healing import heal
+from deltachain.format.keys import digest_key
+from deltachain.kernels import host
+from deltachain.maintain.added_edges import (
+    add_anchor,
+    add_skip,
+    is_pruned,
+    recorded_anchor,
+    restore_anchor,
+    upload_anchor,
+)
 from deltachain.maintain.pruner import PrunePlan, Pruner
 from deltachain.maintain.survey import Survey
+from deltachain.types import StateDigest, TensorSpec, Version, check_spec
+
+PART_NBYTES: Final = 2048
+"""Size of the header, directory and digests of a small part, about, which folding saves."""
+
+
+def skips_due(
+    edges: Collection[EdgeSummary],
+    span: int,
+    *,
+    known: Collection[EdgeSummary],
+    head: Version,
+    model_nbytes: int,
+) -> Iterator[tuple[Hop, Plan]]:
+    """Yield missing skips of one span and the edges to fold, newest first.
+
+    Edges that together are larger than an anchor are not folded: a way over an anchor costs less.
+
+    Args:
+        edges: All usable edges of the chain.
+        span: Versions between base and version of the skips.
+        known: All edges with a record, pruned ones too.
+        head: The newest version.
+        model_nbytes: Size of all weights, in bytes.
+    """
+    there = {(edge.base, edge.version) for edge in known}
+    leads: dict[Version, list[EdgeSummary]] = defaultdict(list)
+    for edge in edges:
+        if edge.base is not None:
+            leads[edge.version].append(edge)
+    oldest = min(
+        (edge.base for line in leads.values() for edge in line if edge.base is not None),
+        default=head,
+    )
+    for version in range(head - head % span, oldest + span - 1, -span):
+        hop = Hop(version - span, version)
+        has_delta = any(edge.base == version - 1 for edge in leads[version])
+        plan = _fold(hop, leads) if has_delta and hop not in there else None
+        if plan is not None:
+            saved = PART_NBYTES * sum(edge.parts for edge in plan.edges)
+            if plan.nbytes - saved <= DENSE_SHARE * model_nbytes:
+                yield hop, plan
+
+
+def _fold(hop: Hop, leads: dict[Version, list[EdgeSummary]]) -> Plan | None:
+    """Return the edges to fold into a skip; ``None`` if some are missing."""
+    versions = range(hop.base + 1, hop.version + 1)
+    inside = [
+        edge
+        for version in versions
+        for edge in leads.get(version, ())
+        if (edge.base or 0) >= hop.base
+    ]
+    names = {name for edge in inside for name in edge.encodings}
+    try:
+        return make_plan(hop.base, hop.version, inside, encodings=names)
+    except BrokenChainError:
+        return None
+
+
+def anchor_version(
+    edges: Collection[EdgeSummary],
+    *,
+    head: Version,
+    model_nbytes: int,
+    manifest_nbytes: int,
+    every: Version | None = None,
+) -> Version | None:
+    """Return the version that needs an anchor; ``None`` if none is due.
+
+    Args:
+        edges: All usable edges of the chain.
+        head: The newest version.
+        model_nbytes: Size of all weights, in bytes.
+        manifest_nbytes: Size of a manifest, in bytes, about.
+        every: Number of versions between two anchors; by default as their bytes say, see
+            :func:`anchor_due`.
+    """
+    anchors = [edge for edge in edges if edge.base is None]
+    newest = max(anchors, key=lambda edge: edge.version, default=None)
+    aligned = head - head % ANCHOR_AT
+    if newest is None or newest.version >= aligned:
+        return None
+    versions = aligned - newest.version
+    later = (
+        edge for edge in edges if edge.kind == "delta" and newest.version < edge.version <= aligned
+    )
+    replay = Replay(
+        versions=versions,
+        deltas=sum(edge.nbytes for edge in later),
+        manifests=versions * manifest_nbytes,
+    )
+    size = newest.nbytes or int(DENSE_SHARE * model_nbytes)
+    return aligned if anchor_due(replay, size, every=every) else None
+
+
+def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None:
+    """Add an anchor from a copy of the weights, if newcomers cannot reach the head.
+
+    Args:
+        chain: The chain.
+        head: The newest version.
+        copy: Folder that follows the chain, such as one of ``deltachain follow``; ``None`` for
+            none.
+
+    Returns:
+        The anchor; ``None`` if newcomers have a way.
+
+    Raises:
+        BrokenChainError: There is no copy, the copy does not lead to the head either, or its
+            version's anchor is recorded with parts of other bytes.
+        ChainError: The version of the copy is pruned.
+        TensorMismatchError: The copy is not the model of the chain.
+    """
+    if is_reachable(chain, head.version):
+        return None
+    lost = _lost_object(chain, head)
+    what = f"newcomers cannot reach version {head.version}: {lost}"
+    if copy is None:
+        raise BrokenChainError(
+            f"{what}, and no copy of the weights is known",
+            version=head.version,
+            hint="name a folder that follows this chain as --copy, or restart the publisher, which "
+            "adds an anchor",
+        )
+    specs, checkpoint = chain.table.specs(), Checkpoint(copy)
+    for spec in specs:
+        check_spec(spec.name, checkpoint.specs.get(spec.name), copy, spec)
+    keys = {spec.name: digest_key(spec) for spec in specs}
+    digests = {name: host.digest(key, checkpoint.bits(name)) for name, key in keys.items()}
+    state = sum(digests.values(), StateDigest())
+    held = head if head.state == state else chain.find_state(state)
+    if held is None:
+        raise BrokenChainError(
+            f"{what}, and {copy} holds no version of this chain",
+            version=head.version,
+            hint="let `deltachain follow` keep that folder at the head",
+        )
+    plan_present(chain, held.version, head)
+    changes = _proven(checkpoint, specs, held)
+    try:
+        recorded_anchor(chain, held)
+    except BrokenChainError:
+        return restore_anchor(chain, held, changes)
+    return upload_anchor(chain, held, changes)
+
+
+def _proven(
+    checkpoint: Checkpoint, specs: Iterable[TensorSpec], held: Committed
+) -> Iterator[Change]:
+    """Yield the bits of a copy, which may change while it is read.
+
+    Raises:
+        BrokenChainError: It did, or its bits are not those of the version, seen at the end.
+    """
+    changed = BrokenChainError(
+        f"{checkpoint.path} changed while it was read, and is not version {held.version} now",
+        version=held.version,
+        hint="run this again, or stop `deltachain follow` meanwhile",
+    )
+    total = StateDigest()
+    for spec in specs:
+        try:
+            bits = checkpoint.bits(spec.name)
+        except (ConfigError, MalformedError) as exc:
+            raise changed from exc
+        change = Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
+        total += change.digest
+        yield change
+    if total != held.state:
+        raise changed
+
+
+def _lost_object(chain: Chain, head: Committed) -> str:
+    """Name a lost object on the cheapest way from nothing, for a message."""
+    try:
+        plan = chain.plan(None, head)
+        parts = [part.key for edge in plan.edges for part in chain.edge(edge, head).parts]
+    except BrokenChainError as exc:
+        return str(exc.args[0])
+    except (ObjectNotFoundError, FormatError) as exc:
+        return f"{exc.key} is gone"
+    found = chain.store.find_all(parts)
+    lost = next((key for key in parts if key not in found), "an object")
+    return f"{lost} is gone, deleted by a lifecycle rule or a user"
+
 
 logger = logging.getLogger(__name__)
 
@@ -231,3 +431,51 @@ class Maintainer:
         newest = anchors[-HINTED:]
         if any(edge not in listed for edge in newest):
             self.chain.write_head(head.version, newest)
+
+
+EVERY_S: Final = 30.0
+"""Seconds between two rounds."""
+
+
+class MaintainerThread:
+    """Runs rounds of maintenance until it is closed; a failed round is logged and tried again.
+
+    Args:
+        make: Function that opens the chain, called in the thread.
+        every_s: Seconds between two rounds.
+    """
+
+    def __init__(self, make: Callable[[], Maintainer], *, every_s: float = EVERY_S) -> None:
+        self._make, self._every_s = make, every_s
+        self._stop = Event()
+        self._thread = Thread(target=self._run, name="deltachain-maintain", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the current round; may be called again."""
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        maintainer: Maintainer | None = None
+        said = ""
+        while not self._stop.wait(self._every_s if maintainer else 0):
+            try:
+                maintainer = maintainer or self._make()
+                done = maintainer.round()
+            except DeltaChainError as error:
+                if str(error) != said:
+                    said = str(error)
+                    logger.warning("maintenance failed, the next round tries again: %s", error)
+                self._stop.wait(self._every_s)
+                continue
+            said = ""
+            if done is not None and (done.skips or done.anchors):
+                logger.info(
+                    "maintained version %d: %d skips, %d anchors added",
+                    done.head,
+                    len(done.skips),
+                    len(done.anchors),
+                )
+        if maintainer is not None:
+            maintainer.chain.store.close()

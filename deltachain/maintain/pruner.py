@@ -6,28 +6,198 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
 from deltachain.chain import tags
+from deltachain.chain.ancestry import SPANS
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import newest_prune
-from deltachain.chain.recent_edges import VERSIONS_LISTED
-from deltachain.chain.write_access import check_write_access
-from deltachain.errors import AlreadyExistsError, ChainError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary
+from deltachain.chain.plan import VERSIONS_LISTED, Plan
+from deltachain.chain.reachable import check_write_access, plan_present
+from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ObjectNotFoundError
+from deltachain.format.documents import EdgeSummary, PruneRecord, closes
 from deltachain.format.keys import HEAD_KEY, prune_key
-from deltachain.format.prune_record import PruneRecord
-from deltachain.maintain.keep import KeepRule, cut_off, newest_edges
-from deltachain.maintain.orphans import orphans
-from deltachain.maintain.prune_ranges import ended_in, ends_a_grace, prunable, ranges, times_of
+from deltachain.maintain.keep import (
+    KeepRule,
+    cut_off,
+    ended_in,
+    ends_a_grace,
+    newest_edges,
+    prunable,
+    ranges,
+    times_of,
+)
 from deltachain.maintain.survey import Survey, by_version, with_objects, without_objects
-from deltachain.maintain.ways import ways_between, ways_to
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool
 from deltachain.types import Version
+
+
+def ways_to(
+    chain: Chain,
+    versions: Iterable[Version],
+    head: Committed,
+    edges: Collection[EdgeSummary],
+    ended: Collection[EdgeSummary] = (),
+) -> set[EdgeSummary]:
+    """Return the edges of the plans that lead readers from nothing to versions.
+
+    A reader knows only the anchors that the manifest of a version and the next one list. These
+    anchors stay as well, so that it finds its way also when others are gone.
+
+    Args:
+        chain: The chain.
+        versions: Versions to keep; one that no plan leads to is left out, with a warning.
+        head: The newest version.
+        edges: All edges of the chain.
+        ended: Pruned edges whose grace is over, which are used only where nothing else leads on.
+
+    Raises:
+        BrokenChainError: No plan whose objects are there leads to the head.
+    """
+    stay = set(_plan(chain, head, edges, ended).edges) | set(_listed(chain, head, edges))
+    lost = []
+    for version in versions:
+        committed = chain.find(version)
+        plan = None
+        if committed is not None:
+            with suppress(BrokenChainError):
+                plan = _plan(chain, committed, edges, ended)
+        if committed is None or plan is None:
+            lost.append(version)
+            continue
+        stay.update(plan.edges)
+        stay.update(_listed(chain, committed, edges))
+    if lost:
+        logger.warning(
+            "kept versions that cannot be reached any more: %d, version %d first",
+            len(lost),
+            lost[0],
+        )
+    return stay
+
+
+def ways_between(chain: Chain, first: Version, edges: Collection[EdgeSummary]) -> set[EdgeSummary]:
+    """Return the anchors before a version that later manifests may list, and the ways from them.
+
+    Args:
+        chain: The chain.
+        first: The first of the newest versions.
+        edges: All edges of the chain.
+    """
+    committed = chain.find(first)
+    listed = [] if committed is None else _listed(chain, committed, edges)
+    oldest = min((edge.version for edge in listed), default=first)
+    anchors = [edge for edge in edges if edge.base is None and oldest <= edge.version <= first]
+    stay = set(anchors)
+    for start in {edge.version for edge in anchors}:
+        if committed is not None and start < first:
+            try:
+                plan = plan_present(chain, start, committed)
+            except BrokenChainError:
+                continue
+            stay.update(plan.edges)
+    return stay
+
+
+def _plan(
+    chain: Chain,
+    target: Committed,
+    edges: Collection[EdgeSummary],
+    ended: Collection[EdgeSummary],
+) -> Plan:
+    """Return a reader's plan from nothing, if need be over pruned edges that are still there.
+
+    Where that leads on, the plan starts at an anchor that manifests list for good: the head hint
+    names others tomorrow.
+
+    Raises:
+        BrokenChainError: There is none.
+    """
+    listed = _listed(chain, target, edges)
+    hinted = [edge for edge in edges if edge.base is None and edge not in listed]
+    avoided = [*hinted, *ended]
+    for avoid, pruned in ((avoided, False), (avoided, True), (ended, False), (ended, True)):
+        with suppress(BrokenChainError):
+            return plan_present(chain, None, target, avoid=avoid, pruned=pruned)
+    return plan_present(chain, None, target, pruned=True)
+
+
+def _listed(
+    chain: Chain, committed: Committed, edges: Collection[EdgeSummary]
+) -> list[EdgeSummary]:
+    """Return the anchors that a manifest and the next one list."""
+    later = chain.find(committed.version + 1)
+    found = {*committed.manifest.recent, *(later.manifest.recent if later else ())}
+    places = {(edge.version, edge.record) for edge in found if edge.base is None}
+    return [
+        edge
+        for edge in edges
+        if edge.base is None
+        and edge.version <= committed.version
+        and (edge.version, edge.record) in places
+    ]
+
+
+def orphans(
+    survey: Survey,
+    head: Committed,
+    objects: Mapping[str, ObjectInfo],
+    gone: Collection[EdgeSummary],
+) -> tuple[ObjectInfo, ...]:
+    """Return the orphans among payload objects.
+
+    Parts of a delta are orphans if their version is committed with other parts: its manifest never
+    changes. Parts of an anchor or a skip may be named later, unless a record of that kind leads to
+    their version already, or the delta to it is pruned: nothing is added to such a version. Parts
+    that an unreadable record may name stay: others may be able to read it.
+
+    Args:
+        survey: Survey of the chain, up to ``head``.
+        head: The newest version.
+        objects: Payload objects, by key.
+        gone: Pruned edges whose grace is over.
+    """
+    edges = survey.edges(head)
+    known: dict[tuple[str, int], list[EdgeSummary]] = {}
+    for edge in edges:
+        known.setdefault((f"{edge.kind}s", edge.version), []).append(edge)
+    own = {edge.version: edge for edge in edges if not edge.record}
+    suspects: dict[EdgeSummary, None] = {}
+    lines = {line: infos for line, infos in by_version(objects).items() if line[1] <= head.version}
+    for folder, version in lines:
+        if folder == "deltas" and version in own:
+            suspects[own[version]] = None
+        suspects |= dict.fromkeys(known.get((folder, version), ()))
+    parts = survey.parts_of(suspects)
+    found, unreadable = [], survey.unreadable()
+    for (folder, version), infos in lines.items():
+        if (folder, version) in unreadable:
+            continue
+        mine = [own[version]] if folder == "deltas" and version in own else []
+        mine += known.get((folder, version), [])
+        is_gone = own.get(version) in gone or closes(survey.forgotten, version)
+        if not (_is_settled(folder, version, mine) or is_gone):
+            continue
+        named = [parts[edge] for edge in mine]
+        if all(one is not None for one in named):
+            keys = {key for one in named for key in one or ()}
+            found += [info for info in infos if info.key not in keys]
+    return tuple(found)
+
+
+def _is_settled(folder: str, version: int, edges: Sequence[EdgeSummary]) -> bool:
+    """Return whether every edge to a version that may have parts in a folder is known."""
+    if folder == "deltas":
+        return bool(edges)
+    records = sum(1 for edge in edges if edge.record)
+    spans = sum(version % span == 0 for span in SPANS)  # none: a skip of another program
+    return records >= (1 if folder == "anchors" or not spans else spans)
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.edge_record import read_summary
+from deltachain.chain.checks import read_summary
 from deltachain.errors import FormatError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary
+from deltachain.format.documents import EdgeSummary, PrunedRange, range_of
 from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, edge_of, version_of
-from deltachain.format.prune_record import PrunedRange, range_of
-from deltachain.maintain.prune_ranges import ranges
+from deltachain.maintain.keep import ranges
 from deltachain.store import ObjectInfo
 from deltachain.threads import Pool
 from deltachain.types import Version

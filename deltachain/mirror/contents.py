@@ -12,7 +12,6 @@ from typing import Final
 
 from deltachain.chain.log import Committed
 from deltachain.errors import ObjectNotFoundError
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import Manifest, unseal
 from deltachain.format.keys import (
     EDGE_PREFIX,
@@ -22,6 +21,7 @@ from deltachain.format.keys import (
     TAG_PREFIX,
     manifest_key,
     manifest_prefix,
+    object_digest,
     version_of,
 )
 from deltachain.mirror.plan import is_payload

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from itertools import chain as joined
+from pathlib import Path
 from threading import Event
 from typing import Final, Literal
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.head_hint import MAX_HINT
 from deltachain.chain.heartbeat import check_age
-from deltachain.chain.identity import has_versions
-from deltachain.chain.mirror_record import MirrorRecord, read_mirror
+from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
+from deltachain.chain.lookup import MAX_HINT
+from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
@@ -25,27 +28,177 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreWentBackError,
 )
-from deltachain.format.digest import object_digest
-from deltachain.format.documents import Head, dump, parse
+from deltachain.format.documents import EdgeRecord, Head, PruneRecord, dump, parse, unseal
 from deltachain.format.keys import (
     CHAIN_KEY,
     HEAD_KEY,
     MIRROR_KEY,
+    edge_key,
     manifest_key,
+    object_digest,
     version_of,
 )
-from deltachain.format.prune_record import PruneRecord
 from deltachain.mirror.contents import MirrorContents, VersionsToCopy
-from deltachain.mirror.newcomers import check_newcomers
 from deltachain.mirror.pipeline import CopyOutcome, CopyPipeline
-from deltachain.mirror.placement import check_placement
 from deltachain.mirror.plan import ObjectCopy, version_copies
-from deltachain.mirror.pruned import delete_pruned, is_pruned
 from deltachain.mirror.receipt import MirrorReceipt
 from deltachain.mirror.records import SourceRecords
 from deltachain.mirror.source import SourceDocuments, oldest_copied
 from deltachain.store import Store
+from deltachain.threads import Pool
 from deltachain.types import Version
+
+
+def check_placement(source: Store, destination: Store) -> None:
+    """Check that a mirror would not lie inside its source, nor in the folder of another chain.
+
+    Raises:
+        ConfigError: It would.
+    """
+    outer, inner = source.url.rstrip("/"), destination.url
+    if inner.startswith("file://"):
+        folder = Path(url2pathname(urlsplit(inner).path)).resolve()
+        around = chain_around(folder.parent)
+        found = str(around) if around else ""
+    else:
+        found = outer if inner.startswith(f"{outer}/") else ""
+    if found:
+        raise ConfigError(
+            f"{inner} is inside {found}, where a chain is stored",
+            hint="only its publisher may write there: name a folder or a prefix beside the chain",
+        )
+
+
+def check_newcomers(chain: Chain, version: Version, left_out: Collection[str]) -> None:
+    """Check that newcomers can join a mirror.
+
+    Args:
+        chain: The chain in the mirror.
+        version: Its newest version.
+        left_out: Keys of payloads that the source did not have.
+
+    Raises:
+        BrokenChainError: They cannot.
+    """
+    try:
+        plan_present(chain, None, chain.read(version))
+    except BrokenChainError as exc:
+        first = min(left_out, default="")
+        gone = f": {len(left_out)} payloads are gone from the source, {first} first"
+        raise BrokenChainError(
+            f"no newcomer can join the mirror {chain.store.url} at version "
+            f"{version}{gone if first else ''}",
+            version=version,
+            hint="what can be copied was copied; publish an anchor, and the mirror heals",
+        ) from exc
+
+
+DELETES: Final = 8
+"""Objects deleted at a time."""
+
+
+def is_pruned(copy: ObjectCopy, record: PruneRecord | None) -> bool:
+    """Return whether a prune record names the edge of a payload."""
+    version = version_of(copy.key)
+    if record is None or copy.edge is None or version is None:
+        return False
+    edge = copy.edge
+    return record.range_of(edge.kind, edge.base, version) is not None
+
+
+def pruned_payloads(keys: Iterable[str], record: PruneRecord, now: float) -> frozenset[str]:
+    """Return the parts of pruned deltas and anchors whose time has come.
+
+    Args:
+        keys: Keys of payloads.
+        record: The newest prune record.
+        now: Time of the store, in seconds since 1970.
+    """
+    return frozenset(
+        key
+        for key in keys
+        for row in record.pruned
+        if row.after <= now
+        and row.span <= 1
+        and key.startswith(f"{row.kind}s/")
+        and row.first <= (version_of(key) or 0) <= row.last
+    )
+
+
+def pruned_skips(keys: Iterable[str], record: PruneRecord, now: float) -> frozenset[str]:
+    """Return the keys of edge records of pruned skips whose time has come.
+
+    Args:
+        keys: Keys of payloads.
+        record: The newest prune record.
+        now: Time of the store, in seconds since 1970.
+    """
+    versions = {version_of(key) or 0 for key in keys if key.startswith("skips/")}
+    return frozenset(
+        edge_key(version, row.kind, version - row.span)
+        for version in versions
+        for row in record.pruned
+        if row.span > 1 and row.after <= now and max(row.first, row.span) <= version <= row.last
+    )
+
+
+def delete_pruned(
+    chain: Chain, source: Store, version: Version, record: PruneRecord, keys: Collection[str]
+) -> frozenset[str]:
+    """Delete payloads of a mirror that are pruned, and gone from the source; return their keys.
+
+    Args:
+        chain: The chain in the mirror.
+        source: Store of the source.
+        version: The newest version of the mirror.
+        record: The newest prune record.
+        keys: Payloads that a listing of the source does not have.
+
+    Raises:
+        BrokenChainError: No newcomer could reach the newest version; nothing was deleted.
+    """
+    soon = max((row.after for row in record.pruned), default=0.0)
+    if not (pruned_payloads(keys, record, soon) or pruned_skips(keys, record, soon)):
+        return frozenset()
+    now = _time(chain.store, version)
+    if now is None:
+        return frozenset()
+    now = min(now, record.time)  # a grace that no record ended may be taken back
+    due = pruned_payloads(keys, record, now)
+    due |= {
+        part
+        for place in pruned_skips(keys, record, now)
+        for part in _parts(chain.store, place)
+        if part in keys
+    }
+    due -= source.find_all(due).keys()
+    if due:
+        plan_present(chain, None, chain.read(version), gone=due)
+        with Pool(DELETES, "deltachain-delete") as pool:
+            for _ in pool.map(chain.store.delete, due):
+                pass
+    return frozenset(due)
+
+
+def _time(store: Store, version: Version) -> float | None:
+    """Return the time by the clock of the mirror, by a write of its head hint as it is."""
+    try:
+        hint = store.get(HEAD_KEY)
+    except ObjectNotFoundError:
+        hint = dump(Head(version=version))
+    store.put(HEAD_KEY, hint)
+    info = store.find(HEAD_KEY)
+    return info.modified if info else None
+
+
+def _parts(store: Store, place: str) -> Iterator[str]:
+    """Yield the keys of the parts that an edge record names, if it is readable."""
+    try:
+        record = unseal(store.get(place), EdgeRecord, key=place)
+    except (ObjectNotFoundError, FormatError):
+        return
+    yield from (part.key for part in record.edge.parts)
+
 
 logger = logging.getLogger(__name__)
 

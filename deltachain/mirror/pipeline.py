@@ -18,9 +18,8 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import EdgeRecord, unseal
-from deltachain.format.keys import EDGE_PREFIX
+from deltachain.format.keys import EDGE_PREFIX, object_digest
 from deltachain.mirror.plan import ObjectCopy
 from deltachain.store import Buffer, Store
 from deltachain.threads import Pool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.mirror_record import read_mirror
+from deltachain.chain.identity import read_mirror
 from deltachain.chain.reachable import plan_present
 from deltachain.errors import BrokenChainError, ChainMismatchError, ConfigError
 from deltachain.format.keys import MIRROR_KEY

@@ -9,7 +9,7 @@ from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import MAX_HEARTBEAT
-from deltachain.chain.numbered import NONE, newest_number
+from deltachain.chain.lookup import NONE, newest_number
 from deltachain.chain.trust import MAX_SIGNATURE
 from deltachain.errors import (
     ChainMismatchError,
@@ -19,7 +19,16 @@ from deltachain.errors import (
     ObjectNotFoundError,
     SignatureError,
 )
-from deltachain.format.documents import Identity, parse, unseal
+from deltachain.format.documents import (
+    CHAIN_ID,
+    Heartbeat,
+    Identity,
+    IdentitySignature,
+    PruneRecord,
+    Tag,
+    parse,
+    unseal,
+)
 from deltachain.format.keys import (
     CHAIN_KEY,
     HEARTBEAT_KEY,
@@ -29,9 +38,6 @@ from deltachain.format.keys import (
     signature_prefix,
     tag_of,
 )
-from deltachain.format.prune_record import PruneRecord
-from deltachain.format.signed import CHAIN_ID, Heartbeat, IdentitySignature
-from deltachain.format.tag import Tag
 from deltachain.mirror.plan import ObjectCopy
 from deltachain.store import Store
 from deltachain.threads import Pool

@@ -11,7 +11,6 @@ from typing import Final, TypeAlias
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.errors import (
     ControlPlaneError,
     DeltaChainError,
@@ -20,7 +19,7 @@ from deltachain.errors import (
 )
 from deltachain.presence.record import LARGEST, PresenceFound, PresenceRecord, parse_record
 from deltachain.store import ObjectInfo, Store, open_store
-from deltachain.threads import Pool
+from deltachain.threads import Closeable, Pool
 
 MOST: Final = 1024
 """Number of records that are read; a board with more has an error beside them."""

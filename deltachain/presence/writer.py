@@ -17,16 +17,15 @@ from typing import Final
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError
 from deltachain.figures import Figure, figures
-from deltachain.format.digest import object_digest
+from deltachain.format.keys import object_digest
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import Capabilities, open_store
 from deltachain.store.apart import check_apart
-from deltachain.threads import started
+from deltachain.threads import Closeable, started
 from deltachain.version import __version__
 
 LEAST_S: Final = 10.0

@@ -3,18 +3,238 @@
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from threading import Event, Thread
+from typing import Final
 
+from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.errors import ConfigError
+from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
+from deltachain.chain.lookup import NONE
+from deltachain.chain.prunes import Prunes
+from deltachain.errors import (
+    ChainMismatchError,
+    ConfigError,
+    FormatError,
+    ObjectNotFoundError,
+)
+from deltachain.figures import Figure, figures, info, phases
+from deltachain.format.keys import manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.metrics import MetricsServer
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.figures import PublishTotals, publisher_figures
-from deltachain.publish.heartbeat_thread import HeartbeatThread
+from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.writer import Writer
 from deltachain.store import open_store
+from deltachain.threads import Pool, started
+
+HEARTBEAT_S: Final = 30.0
+"""Seconds from one heartbeat to the next."""
+
+
+class NewestRecords:
+    """Numbers of the newest tag and prune records, which never fall while the publisher is at work.
+
+    A record counts once it was read: nobody but a holder of a trusted key can make a heartbeat name
+    one. Names of the heartbeat that is there at the start are taken over.
+
+    Args:
+        writer: Writer of a signed chain.
+
+    Attributes:
+        tags: Number of the newest record of each tag, by name.
+        prune: Number of the newest prune record; -1 for none.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self.tags: dict[str, int] = {}
+        self.prune = NONE
+        self._chain = chain = writer.chain
+        self._prunes = Prunes(chain.store, chain.identity.chain, chain.trust)
+        self._is_begun = False
+        self._lost: set[str] = set()
+
+    def look(self) -> None:
+        """Read the records that came since the last look; log those that the store lost.
+
+        Raises:
+            StoreError: The store did not answer.
+        """
+        if not self._is_begun:
+            self._begin()
+        listed = tags.numbers(self._chain)
+        came = [one for one in listed.items() if one[1] > self.tags.get(one[0], NONE)]
+        with Pool(min(tags.READS, len(came))) as pool:
+            accepted = pool.map(lambda one: tags.is_accepted(self._chain, *one), came)
+            self.tags |= {
+                name: number for (name, number), is_so in zip(came, accepted, strict=True) if is_so
+            }
+        there = self._newest_prune()
+        lost = {f"tag {n!r}" for n, known in self.tags.items() if known > listed.get(n, NONE)}
+        if there < self.prune:
+            lost.add(f"prune record {self.prune}")
+        if new := sorted(lost - self._lost):
+            logger.warning(
+                "%s lost or withholds the newest record of %s%s: readers with trusted keys refuse "
+                "the older one",
+                self._chain.store.url,
+                ", ".join(new[:4]),
+                f" and {len(new) - 4} others" if new[4:] else "",
+            )
+        self._lost, self.prune = lost, max(self.prune, there)
+
+    def _newest_prune(self) -> int:
+        """Return the number of the newest prune record; an unreadable one changes nothing."""
+        try:
+            record = self._prunes.newest_there()
+        except (FormatError, ObjectNotFoundError, ChainMismatchError):
+            return self.prune
+        return record.number if record else NONE
+
+    def _begin(self) -> None:
+        try:
+            before = read_heartbeat(self._chain)
+        except FormatError as error:  # the next heartbeat replaces it
+            logger.warning("the heartbeat of an earlier publisher does not count: %s", error)
+            before = None
+        if before is not None:
+            self.tags, self.prune = dict(before.tags or {}), before.prunes - 1
+        self._is_begun = True
+
+
+class HeartbeatThread:
+    """Writes heartbeats, if the writer has a signing key.
+
+    A failed heartbeat is logged once; the next one is due as before.
+
+    Args:
+        writer: Writer of the chain.
+        leads: Whether this rank commits.
+        every_s: Seconds from one heartbeat to the next.
+
+    Attributes:
+        trouble: Why the newest heartbeat was not written; empty if it was.
+    """
+
+    def __init__(self, writer: Writer, *, leads: bool, every_s: float = HEARTBEAT_S) -> None:
+        self._writer = writer
+        self._records = NewestRecords(writer)
+        self._every_s = every_s
+        self._last = -math.inf  # of the monotonic clock: a time that is set back delays nothing
+        self.trouble = ""
+        self._stop = Event()
+        self._thread = Thread(target=self._run, name="deltachain-heartbeat", daemon=True)
+        signs = leads and writer.chain.trust.key is not None
+        self._is_started = signs and started(self._thread)
+        if signs and not self._is_started:
+            logger.warning("no thread can be started for heartbeats of %s", writer.chain.store.url)
+
+    def close(self) -> None:
+        """End the thread; may be called again."""
+        self._stop.set()
+        if self._is_started:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._every_s / 4):
+            try:
+                self._beat()
+            except Exception as error:  # noqa: BLE001 - the next heartbeat is tried
+                if not self.trouble:
+                    logger.warning("no heartbeat: %s", error)
+                self.trouble = f"no heartbeat: {error.args[0] if error.args else error}"
+
+    def _beat(self) -> None:
+        """Write a heartbeat if one is due and no other publisher went on."""
+        writer, now = self._writer, time.monotonic()
+        head = writer.parent
+        if head is None or writer.uncertain:
+            return
+        if now - self._last < self._every_s:
+            return
+        self._records.look()
+        if writer.chain.store.find(manifest_key(head.version + 1)) is not None:
+            return  # of a version in flight, or of a publisher that fenced this one
+        newest = self._records
+        write_heartbeat(writer.chain, head, now=time.time(), tags=newest.tags, prune=newest.prune)
+        self._last, self.trouble = now, ""
+
+
+@dataclass(slots=True)
+class PublishTotals:
+    """Sums over all versions of this process.
+
+    Attributes:
+        commits: Number of committed versions.
+        failures: Number of versions that were not committed, or of unknown outcome.
+        nbytes: Size of their own objects, in bytes.
+        nnz: Number of changed elements.
+        diff_s: Seconds of diffs, which block the training loop.
+        encode_s: Seconds of encoding and uploading.
+        upload_s: Seconds of these in which something was uploaded.
+        commit_s: Seconds of commits.
+        last: The newest receipt; ``None`` before.
+        trouble: Why the newest version was not committed; empty if it was.
+    """
+
+    commits: int = 0
+    failures: int = 0
+    nbytes: int = 0
+    nnz: int = 0
+    diff_s: float = 0.0
+    encode_s: float = 0.0
+    upload_s: float = 0.0
+    commit_s: float = 0.0
+    last: PublishReceipt | None = None
+    trouble: str = ""
+
+    def fail(self, error: BaseException) -> None:
+        """Add a version that was not committed."""
+        self.failures += 1
+        self.trouble = str(error.args[0]) if error.args else type(error).__name__
+
+    def count(self, receipt: PublishReceipt) -> None:
+        """Add a committed version."""
+        self.last, self.trouble = receipt, ""
+        self.commits += 1
+        self.nbytes += receipt.nbytes
+        self.nnz += receipt.nnz
+        self.diff_s += receipt.diff_s
+        self.encode_s += receipt.encode_s
+        self.upload_s += receipt.upload_s
+        self.commit_s += receipt.commit_s
+
+
+def publisher_figures(writer: Writer, totals: PublishTotals) -> Iterator[Figure]:
+    """Yield the figures of the publishing rank that commits, from memory."""
+    head, last = writer.parent, totals.last
+    version = head.version if head else None
+    yield info(engine="publisher", chain=writer.chain.identity.chain)
+    yield from figures(
+        {
+            "version": version,
+            "head_version": version,
+            "epoch": writer.epoch,
+            "commit_timestamp_seconds": head.manifest.time if head else None,
+            "changed_ratio": last.density if last else None,
+            "commits": totals.commits,
+            "failures": totals.failures,
+            "published_bytes": totals.nbytes,
+            "changed_elements": totals.nnz,
+            "diff_seconds": totals.diff_s,
+            "encode_seconds": totals.encode_s,
+            "upload_seconds": totals.upload_s,
+            "commit_seconds": totals.commit_s,
+            "store_requests": writer.chain.store.requests,
+        }
+    )
+    yield from phases(last.phases if last else {})
+
 
 logger = logging.getLogger(__name__)
 

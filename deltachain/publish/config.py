@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from deltachain.chain.anchor_cost import ANCHOR_FACTOR
+from deltachain.chain.plan import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
 from deltachain.kinds import check_kinds, names_checked

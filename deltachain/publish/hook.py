@@ -11,16 +11,14 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from deltachain.errors import ConfigError
-from deltachain.publish.at_exit import close_at_exit
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.flight import check_every_steps
 from deltachain.publish.optimizer_steps import (
     OptimizerSteps,
     check_optimizers,
     say_averaged,
     unwrap_optimizers,
 )
-from deltachain.publish.publisher import Publisher
+from deltachain.publish.publisher import Publisher, check_every_steps, close_at_exit
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
 from types import TracebackType
-from typing import Self
+from typing import Final, Self, SupportsIndex
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.errors import (
     ChainError,
     ConfigError,
@@ -23,29 +27,248 @@ from deltachain.errors import (
     PublisherFencedError,
     RankError,
 )
-from deltachain.kinds import fields_of, names_checked
-from deltachain.publish.anchor_thread import AnchorThread
-from deltachain.publish.at_exit import close_at_exit, is_closed
-from deltachain.publish.beside import BackgroundWork
+from deltachain.kinds import fields_of, names_checked, whole
+from deltachain.publish.beside import BackgroundWork, PublishTotals
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import NO_CHANGES
-from deltachain.publish.figures import PublishTotals
-from deltachain.publish.flight import Flight, Published, whole_step
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
-from deltachain.publish.quantise.begin import find_layers
+from deltachain.publish.quantise.checkpoint_config import find_layers
 from deltachain.publish.rank_settings import agree
-from deltachain.publish.ranks.barrier import Decision, PublishBarrier
 from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import FAILURES
+from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Attempt, Session
-from deltachain.publish.waiting import WaitingCalls
+from deltachain.publish.version_bits import LateAnchor
+from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.store import Location, Store, open_store
-from deltachain.threads import Pool
+from deltachain.threads import Closeable, Pool
 from deltachain.tracing import VersionSpan
 from deltachain.types import Version
+
+
+class Published(Future[PublishReceipt]):
+    """Future of the receipt of the version that covers a call of ``publish``.
+
+    Args:
+        cover: Called before a thread waits for the result: the thread that publishes must not wait
+            for its own next call.
+    """
+
+    def __init__(self, cover: Callable[[Published], None]) -> None:
+        super().__init__()
+        self._cover = cover
+
+    @override
+    def result(self, timeout: float | None = None) -> PublishReceipt:
+        """Return the receipt; see :meth:`concurrent.futures.Future.result`."""
+        self._cover(self)
+        return super().result(timeout)
+
+    @override
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error; see :meth:`concurrent.futures.Future.exception`."""
+        self._cover(self)
+        return super().exception(timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A version in flight: created by the caller's thread, committed by the publisher's.
+
+    Attributes:
+        version: Number of the version.
+        diff: Changes on this rank; empty if the diff failed.
+        attempt: The attempt to commit it.
+        covered: Futures of the ``publish`` calls that it covers.
+        outcome: Future of its receipt or error; done before any of ``covered``.
+    """
+
+    version: Version
+    diff: Diff
+    attempt: Attempt
+    covered: Sequence[Published]
+    outcome: Future[PublishReceipt] = field(default_factory=Future)
+
+    def land(self, receipt: PublishReceipt) -> None:
+        """Give all futures the receipt."""
+        for future in (self.outcome, *self.covered):
+            future.set_result(receipt)
+
+    def fail(self, error: BaseException) -> None:
+        """Give all futures an error."""
+        for future in (self.outcome, *self.covered):
+            future.set_exception(error)
+
+
+def whole_step(step: SupportsIndex | None) -> int | None:
+    """Return the trainer's step as an ``int``: a reader would refuse any other in a manifest.
+
+    Raises:
+        ConfigError: It is no integer of Python, NumPy or torch.
+    """
+    hint = "give an int, such as the number of optimizer steps, or leave step out"
+    return None if step is None else whole("step", step, hint=hint)
+
+
+def check_every_steps(every_steps: object) -> None:
+    """Check the number of optimizer steps for each version.
+
+    Raises:
+        ConfigError: It is no ``int``, or below 1.
+    """
+    if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
+        raise ConfigError(
+            f"every_steps={every_steps!r}: expected 1 or more",
+            hint="give the number of optimizer steps for each version; 1 publishes every step",
+        )
+
+
+class WaitingCalls:
+    """Futures of the calls that no version covers yet, and the step of the newest."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._futures: list[Published] = []
+
+    def __contains__(self, published: Published) -> bool:
+        return published in self._futures
+
+    def __bool__(self) -> bool:
+        return bool(self._futures)
+
+    def add(self, published: Published, step: int | None) -> None:
+        """Add a call."""
+        self._futures.append(published)
+        self.step = step
+
+    def take(self) -> list[Published]:
+        """Return the futures that were not cancelled, and forget all."""
+        futures, self._futures = self._futures, []
+        return [future for future in futures if future.set_running_or_notify_cancel()]
+
+    def fail(self, error: BaseException) -> None:
+        """Give all calls an error: no version will cover them."""
+        for future in self.take():
+            future.set_exception(error)
+
+
+_open: Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]] = (
+    WeakKeyDictionary()
+)
+"""Process that attached each open publisher, and what closes it: a forked child must not commit its
+versions."""
+
+
+def close_at_exit(publisher: Publisher, close: Callable[[], None] | None = None) -> None:
+    """Close a publisher when Python ends, so that its last version is committed.
+
+    One of several ranks is not closed: the others may have ended, or wait for something else.
+
+    Args:
+        publisher: The publisher.
+        close: Closes it unless an error ends Python; by default, and after an error, its ``close``.
+    """
+    _open[publisher] = os.getpid(), close
+
+
+def is_closed(publisher: Publisher) -> None:
+    """Forget a publisher that was closed."""
+    _open.pop(publisher, None)
+
+
+@atexit.register
+def _close_all() -> None:
+    has_failed = getattr(sys, "last_value", None) is not None
+    for publisher, (process, close) in list(_open.items()):
+        if process != os.getpid():
+            continue
+        if not publisher.is_alone:
+            logger.warning(
+                "the publisher at %s was not closed: its last version may not be committed",
+                publisher.url,
+            )
+            continue
+        try:
+            (publisher.close if has_failed or close is None else close)()
+        except DeltaChainError as error:
+            logger.warning("closing the publisher at %s as Python ended: %s", publisher.url, error)
+
+
+class AnchorThread:
+    """Adds anchors one after another, beside later versions.
+
+    A failed anchor is logged: its version is committed, and a later one gets the next anchor.
+
+    Args:
+        session: The attached publisher.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._pool = Pool(1, "deltachain-anchor")
+        self._last: Future[None] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether old bits exceed ``PublishConfig.anchor_memory`` of this rank."""
+        session = self._session
+        kept = session.kept_nbytes
+        return kept > 0 and kept > session.config.anchor_memory * session.source.held_nbytes
+
+    def after_version(self, topic: str, *, due: bool) -> None:
+        """Begin an anchor of the newest version if one is due; wait while too much is kept.
+
+        The version is in flight until then: versions published meanwhile are covered.
+
+        Args:
+            topic: Unique name of the anchor among the ranks.
+            due: Whether one is due.
+        """
+        if due:
+            self.begin(topic)
+        if self.is_full:
+            self.wait()
+
+    def begin(self, topic: str) -> None:
+        """Begin an anchor of the newest version; call before the next diff.
+
+        Args:
+            topic: Unique name of the anchor among the ranks.
+        """
+        late = self._session.begin_anchor()
+        self._last = self._pool.submit(self._add, late, topic)
+
+    def wait(self) -> None:
+        """Wait for all anchors on their way; raise an error that nobody foresaw."""
+        last, self._last = self._last, None
+        if last is not None:
+            last.result()
+
+    def abandon(self, reason: str) -> None:
+        """Make anchors on their way fail, before the next part is uploaded."""
+        self._session.abandon_anchors(reason)
+
+    def close(self) -> None:
+        """Wait for all anchors, and end the thread; may be called again."""
+        self._pool.shutdown()
+
+    def _add(self, late: LateAnchor, topic: str) -> None:
+        start, session = time.perf_counter(), self._session
+        try:
+            anchor = session.add_anchor(topic=topic, late=late)
+        except DeltaChainError as error:
+            logger.warning("no anchor yet, the next version tries again: %s", error)
+            return
+        logger.info(
+            "anchor of version %d, %d B in %.3f s beside %d later versions, %d B of old bits kept",
+            anchor.version,
+            anchor.nbytes,
+            time.perf_counter() - start,
+            session.head - anchor.version,
+            late.bits.most_nbytes,
+        )
+
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.identity import check_recipe
-from deltachain.chain.mirror_record import refuse_mirror
+from deltachain.chain.identity import check_recipe, refuse_mirror
 from deltachain.chain.trust import Trust
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
@@ -36,14 +35,16 @@ from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.encoding_choice import EncodingChoice
+from deltachain.publish.model.described import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
-from deltachain.publish.model.made import refuse_other_folder
-from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import refuse_specs
-from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.place import newest, open_or_make
-from deltachain.publish.quantise.begin import Files, find_layers, quantised
-from deltachain.publish.quantise.checkpoint_config import check_config
+from deltachain.publish.model.source import ModelTensors, Pending, Weight
+from deltachain.publish.quantise.checkpoint_config import (
+    Files,
+    check_config,
+    find_layers,
+    quantised,
+)
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.resume import catch_up, first_version
@@ -52,7 +53,7 @@ from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import Kept
 from deltachain.publish.tenure import Tenure
-from deltachain.publish.writer import Writer
+from deltachain.publish.writer import Writer, newest, open_or_make
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, TensorSpec, mismatch

@@ -15,7 +15,7 @@ import numpy as np
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.trust import Trust
-from deltachain.chain.upload_clock import MeasuredTransfer
+from deltachain.chain.upload import MeasuredTransfer
 from deltachain.checkpoint import weights_file
 from deltachain.errors import (
     BrokenChainError,
@@ -28,13 +28,11 @@ from deltachain.format.keys import CHAIN_KEY
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import Diff, map_changes
-from deltachain.publish.model.made import refuse_other_folder
+from deltachain.publish.model.described import refuse_other_folder
+from deltachain.publish.model.look import with_dtype_of
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors
-from deltachain.publish.model.touched import with_dtype_of
-from deltachain.publish.place import open_or_make
-from deltachain.publish.quantise.begin import Files, quantised
+from deltachain.publish.quantise.checkpoint_config import Files, quantised
 from deltachain.publish.quantise.layers import Layers
 from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
 from deltachain.publish.ranks.channel import Ranks
@@ -44,7 +42,8 @@ from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Attempt, Session
 from deltachain.publish.snapshot import WINDOW_NUMEL, Snapshot
 from deltachain.publish.tenure import Tenure
-from deltachain.publish.writer import Writer, take_over
+from deltachain.publish.wire_form import Diff, map_changes
+from deltachain.publish.writer import Writer, open_or_make, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
 from deltachain.weight_files import ADAPTER_FILE

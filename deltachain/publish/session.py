@@ -12,31 +12,94 @@ from threading import Lock
 
 import msgspec
 
-from deltachain.chain.anchor_cost import anchor_due
+from deltachain.chain.plan import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
+from deltachain.checkpoint import Checkpoint
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
-from deltachain.errors import ChainError, DeltaChainError, UnsupportedModelError
-from deltachain.format.documents import EdgeSummary
+from deltachain.errors import ChainError, ConfigError, DeltaChainError, UnsupportedModelError
+from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import PayloadKind
-from deltachain.format.publish_phases import phases_mark
-from deltachain.publish.base import base_edge
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import CheckpointChanges, Diff
-from deltachain.publish.edge_share import EdgeShare, revealed
-from deltachain.publish.encoding_choice import EncodingChoice
-from deltachain.publish.late_anchor import LateAnchor
+from deltachain.publish.encoding_choice import EncodingChoice, VersionEncoding
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.version_bits import VersionBits
-from deltachain.publish.version_encoding import VersionEncoding
-from deltachain.publish.wire_form import sparse_change, window_change
+from deltachain.publish.version_bits import LateAnchor, VersionBits
+from deltachain.publish.wire_form import CheckpointChanges, Diff, sparse_change, window_change
 from deltachain.publish.writer import Writer
+from deltachain.store import Store
 from deltachain.tracing import UNTRACED, VersionSpan
-from deltachain.types import Bits, StateDigest, Version
+from deltachain.types import Bits, StateDigest, TensorSpec, Version
+
+
+class EdgeShare(msgspec.Struct, frozen=True):
+    """One rank's part of an edge.
+
+    Attributes:
+        edge: Edge with the rank's payload objects.
+        state: Contribution of the rank's weights to the state digest.
+        nnz: Number of changed elements.
+        requests: Number of store requests.
+        upload_s: Time in which at least one object was uploaded, in seconds.
+    """
+
+    edge: Edge
+    state: StateDigest
+    nnz: int
+    requests: int
+    upload_s: float = 0.0
+
+
+def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
+    """Join the parts of all ranks in one edge, and make them visible, in one request if possible.
+
+    Raises:
+        StoreError: Some of them may not be visible.
+    """
+    edge = joined(shares)
+    store.reveal({part.key: part.pin for part in edge.parts})
+    return edge
+
+
+def joined(shares: Sequence[EdgeShare]) -> Edge:
+    """Join the parts of all ranks in one edge."""
+    edges = [share.edge for share in shares]
+    return Edge(
+        kind=edges[0].kind,
+        base=edges[0].base,
+        encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
+        parts=tuple(part for edge in edges for part in edge.parts),
+    )
+
+
+def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
+    """Build the edge that refers to a checkpoint; verify that the model has the same bits.
+
+    Args:
+        folder: Folder of the checkpoint.
+        specs: Specs of the model's tensors.
+        state: State digest of the model.
+
+    Raises:
+        ConfigError: The bits differ, or the checkpoint lacks a tensor.
+    """
+    hint = (
+        "base must be the checkpoint that the model was loaded from, before training; "
+        "without it the first version is uploaded as an anchor"
+    )
+    checkpoint = Checkpoint(folder)
+    for spec in specs:
+        found = checkpoint.specs.get(spec.name)
+        if found != spec:
+            raise ConfigError(f"{folder} has {found}, the model has {spec}", hint=hint)
+    if checkpoint.state(spec.name for spec in specs) != state:
+        raise ConfigError(f"the model does not hold the bits of {folder}", hint=hint)
+    reference = BaseRef(path=str(folder.resolve()), files=tuple(checkpoint.files()))
+    return Edge(kind="base", reference=reference)
+
 
 INDEX_NBYTES = 8
 """Size of an element's index, in bytes, in a window that is not a whole tensor."""

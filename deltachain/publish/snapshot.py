@@ -16,13 +16,12 @@ from typing import Final, NamedTuple
 
 import torch
 
-from deltachain import slab
+from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import device, host, threaded
 from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.proven import fused_is_proven
 from deltachain.kernels.reference import Changes
-from deltachain.publish.diff import Diff, map_changes
 from deltachain.publish.live_bits import (
     compared,
     copied,
@@ -46,7 +45,7 @@ from deltachain.publish.snapshot_memory import (
     reserve_nbytes,
     wait_for_writes,
 )
-from deltachain.publish.wire_form import digest_window
+from deltachain.publish.wire_form import Diff, digest_window, map_changes
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits, Indices, StateDigest

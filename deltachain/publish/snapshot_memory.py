@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels.copy_stream import CopyStream
-from deltachain.kernels.device import INT_DTYPES
+from deltachain.kernels.device import INT_DTYPES, pin_
 from deltachain.kernels.lane import ALIGNMENT
-from deltachain.kernels.pinned import pin_
 
 SnapshotPlace: TypeAlias = Literal["host", "device"]
 """Where a snapshot of weights on a device is: in pinned host memory, or on that device."""

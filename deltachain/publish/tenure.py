@@ -18,11 +18,10 @@ from deltachain.chain.publisher_record import (
     read_record,
     write_record,
 )
-from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError, PublisherFencedError, StorePermissionError
 from deltachain.format.keys import PUBLISHER_KEY
 from deltachain.store import Store
-from deltachain.threads import started
+from deltachain.threads import Closeable, started
 
 logger = logging.getLogger(__name__)
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Final
 
 import numpy as np
 
+from deltachain.chain.chain import Committed
+from deltachain.chain.plan import Replay
 from deltachain.errors import ChainError
 from deltachain.kernels import host
-from deltachain.publish.diff import Diff
 from deltachain.publish.model.source import Weight
 from deltachain.publish.snapshot import Snapshot
-from deltachain.types import Bits, Indices, StateDigest
+from deltachain.publish.wire_form import Diff
+from deltachain.types import Bits, Indices, StateDigest, Version
 
 CHUNK: Final = 1 << 23
 """Elements copied at a time, the longest that a diff waits for: a few milliseconds."""
@@ -89,3 +92,20 @@ class VersionBits:
                 host.scatter_(bits, indices, old)
                 self.kept_nbytes -= indices.nbytes + old.nbytes
         return bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateAnchor:
+    """An anchor on its way while later versions are committed, on every rank.
+
+    Attributes:
+        version: The version that it leads to.
+        committed: Manifest of the version; on rank 0.
+        before: What a newcomer would fetch of all versions of the writer up to this one.
+        bits: Bits of the version on this rank.
+    """
+
+    version: Version
+    committed: Committed | None
+    before: Replay
+    bits: VersionBits

@@ -19,21 +19,23 @@ from typing_extensions import override
 from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.old_bits import HeldElements
 from deltachain.codec.tensor_reader import TensorReader
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import staging
 from deltachain.kernels.device import INT_DTYPES, storage_bits
-from deltachain.kernels.placements import (
+from deltachain.kernels.segments import (
     ChangeBatch,
     LivePlacement,
     PlacementTable,
+    Plane,
     StagedChanges,
+    StreamLayout,
+    TensorStreams,
     effects,
+    pack,
 )
-from deltachain.kernels.segments import Plane, StreamLayout, TensorStreams, pack
 from deltachain.kernels.tile_batch import TensorTiles, pack_tiles
 from deltachain.kernels.tiles import BINS, NEVER, TileGrid
-from deltachain.replica.held_bits import device_bits, held_elements
-from deltachain.replica.spool_reader import TensorPlan, near
+from deltachain.replica.spool_reader import TensorPlan, device_bits, held_elements, near
 from deltachain.replica.staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect

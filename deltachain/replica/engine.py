@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import re
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from deltachain.errors import ApplyError, ConfigError, EngineVersionError
 from deltachain.replica.messages import AnyRequest, RankReply
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRange:
+    """A range of versions: from ``first`` up to, not including, ``beyond``.
+
+    Attributes:
+        engine: Name of the engine; in lower case, the name of its package.
+        first: First tested version; its length is the number of components that are compared.
+        beyond: First version after the range, of the same length.
+    """
+
+    engine: str
+    first: tuple[int, ...]
+    beyond: tuple[int, ...]
+
+    def check(self, found: str) -> str:
+        """Return the given version, if it is in the range.
+
+        Raises:
+            EngineVersionError: The version is outside the range.
+        """
+        pattern = r"\.".join([r"(\d+)"] * len(self.first))
+        match = re.match(pattern, found)
+        version = tuple(map(int, match.groups())) if match else ()
+        if not self.first <= version < self.beyond:
+            first, beyond = (".".join(map(str, end)) for end in (self.first, self.beyond))
+            raise EngineVersionError(
+                f"{self.engine} {found} was not tested with this deltachain: "
+                f"{first} up to, not including, {beyond} was",
+                hint=f'pip install "{self.engine.lower()}>={first},<{beyond}", '
+                "or another deltachain",
+            )
+        return found
+
+
+_T = TypeVar("_T")
+
+
+def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) -> _T:
+    """Run a coroutine of an engine on its event loop, and wait for the result.
+
+    Args:
+        loop: Loop of the engine, which runs in another thread, or in none.
+        coroutine: Coroutine to run.
+
+    Raises:
+        ConfigError: The loop runs in this thread, which would wait for itself.
+        ApplyError: The engine raised, or has ended.
+    """
+    if _is_running_here(loop):
+        coroutine.close()
+        raise ConfigError(
+            "this thread runs the event loop of the engine, and cannot wait for it",
+            hint="call it in another thread: await asyncio.to_thread(subscriber.update)",
+        )
+    try:
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result()
+    except ApplyError:
+        raise
+    except Exception as exc:  # engines raise plain exceptions, also when they are dead
+        raise ApplyError(f"the engine did not answer: {exc}") from exc
+
+
+def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
+    try:
+        return asyncio.get_running_loop() is loop
+    except RuntimeError:
+        return False
 
 
 class EngineModel(Protocol):

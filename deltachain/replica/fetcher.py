@@ -3,22 +3,162 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Mapping, Sequence
+import secrets
+import socket
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
-from deltachain.chain.fetch import THREADS, Fetched
-from deltachain.chain.part import fetch_part
-from deltachain.codec.stored_ranges import Range
-from deltachain.errors import ApplyError, FormatError
+from deltachain.chain.fetch import THREADS, Fetched, fetch_part
+from deltachain.codec import Part
+from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
+from deltachain.errors import ApplyError, DigestMismatchError, FormatError
 from deltachain.format.documents import ObjectRef
-from deltachain.replica.hosts import Host
 from deltachain.replica.layout.update_path import Classified, TensorClass
 from deltachain.replica.messages import RankReply, Refusal
-from deltachain.replica.object_front import ObjectFront
-from deltachain.replica.spool import Spool, SpoolIndex, new_name, object_file
+from deltachain.replica.spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
 from deltachain.types import Buffer, TensorSpec, Version
+
+FRONT: Final = 1 << 20
+"""Bytes read at first: header and directory of most objects."""
+
+WORTH: Final = 0.8
+"""Share of an object above which it is fetched whole: one request, and one digest for all."""
+
+
+class ObjectFront:
+    """Front of one object of a store, read by ranges.
+
+    Args:
+        store: The store.
+        ref: The object.
+
+    Raises:
+        DigestMismatchError: The object has another directory than the chain says.
+        MalformedError: The object violates FORMAT.md.
+    """
+
+    def __init__(self, store: Store, ref: ObjectRef) -> None:
+        self._store, self._ref = store, ref
+        self._read: Sequence[tuple[int, Buffer]] = ()
+        self._front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
+        self._part = Part(self._read_at, ref.nbytes, key=ref.key)
+        if self._part.digest != ref.directory:
+            raise DigestMismatchError(
+                f"{ref.key}: directory",
+                expected=ref.directory,
+                actual=self._part.digest,
+                key=ref.key,
+            )
+
+    def ranges(self, wanted: Mapping[str, Range]) -> Sequence[Range] | None:
+        """Return the ranges of the object to read; ``None`` if the whole object is worth it.
+
+        Args:
+            wanted: Range of flat indices of each tensor to be read, by name.
+        """
+        front = self._part.front_nbytes
+        found = joined([(0, front), *stored_ranges(self._part, wanted)])
+        whole = sum(stop - start for start, stop in found) > WORTH * self._ref.nbytes
+        return None if whole else found
+
+    def read(
+        self, ranges: Sequence[Range], wanted: Mapping[str, Range]
+    ) -> Sequence[tuple[int, Buffer]]:
+        """Read ranges, and verify the frames of what is wanted; return bytes with their offsets.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+        """
+        self._read = [(start, self._read_at(start, stop - start)) for start, stop in ranges]
+        check_ranges(self._part, wanted)
+        return self._read
+
+    def _read_at(self, start: int, length: int) -> Buffer:
+        for at, data in ((0, self._front), *self._read):
+            if at <= start and start + length <= at + len(data):
+                return memoryview(data)[start - at : start - at + length]
+        return self._store.get_range(self._ref.key, start, length)
+
+
+# The leader fetches for the ranks that see its own folder. Elsewhere one rank of each host does,
+# from the same store, and every rank of the host reads what it has written.
+
+
+_BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """Ranks that share a folder of spools.
+
+    Attributes:
+        name: Host name, for messages.
+        ranks: Numbers of the ranks, ascending.
+        is_leaders: Whether the leader writes to the same folder.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    is_leaders: bool
+
+
+@contextmanager
+def shown(parent: Path) -> Iterator[tuple[str, str]]:
+    """Keep a probe in the folder of spools while open, and yield its name and content.
+
+    Raises:
+        ApplyError: The disk is full, or write permission is missing.
+    """
+    word = secrets.token_hex(16)
+    probe = Spool.probe(parent, word)
+    try:
+        yield probe.folder.name, word
+    finally:
+        probe.close()
+
+
+def sees_probe(folder: Path, word: str) -> bool:
+    """Return whether this process reads the leader's probe in its own folder of spools."""
+    try:
+        return (folder / PROBE).read_bytes() == word.encode()
+    except OSError:
+        return False
+
+
+def folder_id(parent: Path) -> str:
+    """Return an id of the folder of spools, equal for all processes of a machine that share it.
+
+    Raises:
+        OSError: The folder cannot be created, or is another user's.
+    """
+    make_folder(parent)
+    there = parent.stat()
+    try:
+        machine = _BOOT.read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
+    return f"{machine}:{there.st_dev}:{there.st_ino}"
+
+
+def hosts_of(found: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
+    """Group ranks by host, the leader's first.
+
+    Args:
+        found: Host name and folder id of each rank; the id is empty for the leader's folder.
+    """
+    groups: dict[str, list[int]] = {}
+    for number, (_, folder) in enumerate(found):
+        groups.setdefault(folder, []).append(number)
+    return tuple(
+        Host(found[ranks[0]][0], tuple(ranks), is_leaders=not folder)
+        for folder, ranks in sorted(groups.items())
+    )
+
 
 MOSTLY: Final = 0.8
 """Share of the elements above which a host fetches whole objects, which take fewer requests."""

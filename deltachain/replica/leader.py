@@ -7,38 +7,195 @@ from memory, without a request to the store or the engine.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Final
+from typing import Any, Final
+
+import msgspec
 
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
+    BrokenChainError,
     ChainError,
     ConfigError,
     DeltaChainError,
     EngineDamagedError,
     LeaderReplacedError,
+    PartialApplyError,
     PoisonedError,
     TensorMismatchError,
 )
 from deltachain.redact import redacted_url
 from deltachain.replica.engine import Engine
-from deltachain.replica.engine_watch import EngineWatch
+from deltachain.replica.messages import status_row
+from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
-from deltachain.replica.summary import summarise
 from deltachain.replica.target import ReplicaTarget
 from deltachain.store import Store
 from deltachain.subscribe.history import is_past
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged
+from deltachain.subscribe.status import lag
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.totals import Tally
 from deltachain.threads import started
 from deltachain.types import Version
+from deltachain.version import __version__
+
+
+def summarise(leader: Leader) -> ReplicaStatus:
+    """Return the status of a replica; makes no request to the store or the engine."""
+    subscriber, target = leader.subscriber, leader.target
+    held, chain, times = subscriber.held, subscriber.opened, subscriber.times
+    version, newest, last = held.version if held else None, leader.newest, subscriber.last
+    doubt = doubt_of(leader)
+    condition = Condition(
+        version=version,
+        newest=newest,
+        poisoned=subscriber.poisoned,
+        released=leader.released,
+        paused=target.why_paused,
+        doubt=doubt,
+        ended=leader.ended,
+        pinned=subscriber.pinned,
+        caught_up=leader.caught_up,
+        follows=leader.settings.follow,
+        silence_s=times.silence_s,
+        max_lag=leader.settings.max_lag,
+        max_silence_s=leader.settings.max_silence_s,
+        fault=leader.engine_watch.fault,
+    )
+    reason = why_unready(condition)
+    committed_at = times.commit_of(held.manifest) if held else None
+    return ReplicaStatus(
+        url=redacted_url(leader.settings.subscribe.url),
+        chain=chain.identity.chain if chain else None,
+        version=version,
+        state=held.state if held else None,
+        staged=leader.staged.to.version if leader.staged else None,
+        head=newest,
+        lag_versions=lag(newest, version),
+        ready=not reason,
+        reason=reason,
+        following=leader.settings.follow and not leader.ended,
+        paused=bool(condition.paused),
+        pinned=subscriber.pinned,
+        poisoned=subscriber.poisoned,
+        classes=target.classes(),
+        on_host=target.on_host(),
+        ranks=[status_row(reply) for reply in target.ranks],
+        last=None if last is None else _plain(last),
+        trouble=str(leader.trouble) if leader.trouble else "",
+        manifest=held.manifest if held else None,
+        doubt=doubt,
+        fault=condition.fault or leader.ended,
+        phases=last.phases if last else {},
+        deltachain=__version__,
+        engine=leader.engine.software,
+        looked_at=times.looked_at,
+        applied_at=times.applied_at,
+        committed_at=committed_at,
+        silence_s=condition.silence_s,
+        age_s=None if committed_at is None else max(0.0, time.time() - committed_at),
+    )
+
+
+def doubt_of(leader: Leader) -> str:
+    """Return why the held version may not be the chain's; empty if there is no doubt.
+
+    A pinned replica ignores lost manifests.
+    """
+    subscriber = leader.subscriber
+    doubt = subscriber.watch.doubt
+    if doubt is None or (subscriber.pinned and isinstance(doubt, BrokenChainError)):
+        return ""
+    return str(doubt.args[0])
+
+
+def _plain(receipt: ApplyReceipt) -> dict[str, Any]:
+    found: Mapping[str, Any] = msgspec.to_builtins(receipt)
+    return {**found, "state": str(receipt.state)}
+
+
+# An idle engine that hangs, or that another client has paused, raises no error by itself.
+
+
+EVERY_S: Final = 5.0
+"""Seconds between two questions, which every rank answers between two steps of the engine."""
+
+EVERY_S_IF_PAUSED: Final = 0.5
+"""The same while another client's pause keeps a replica from being ready."""
+
+MAX_SILENCE_S: Final = 60.0
+"""Seconds without an answer after which a replica is not ready; longer than an engine's step."""
+
+
+class EngineWatch:
+    """Questions to an engine, in a thread of their own.
+
+    Args:
+        target: The ranks of the engine.
+        is_asleep: Returns whether the engine has released memory; it is not asked then.
+        every_s: Seconds between two questions.
+    """
+
+    def __init__(
+        self, target: ReplicaTarget, is_asleep: Callable[[], bool], *, every_s: float = EVERY_S
+    ) -> None:
+        self._target = target
+        self._is_asleep = is_asleep
+        self._every_s = every_s
+        self._unanswered_since: float | None = None
+
+    @property
+    def fault(self) -> str:
+        """Why the engine cannot be relied upon, without a request to it; empty if it can."""
+        if self._target.engine.is_dead():
+            return "the engine is dead"
+        since = self._unanswered_since  # changes in the other thread
+        silence_s = 0.0 if since is None else time.monotonic() - since
+        if silence_s > MAX_SILENCE_S:
+            return f"the engine has not answered for {silence_s:.0f} s"
+        return ""
+
+    def run(self, stop: Event) -> None:
+        """Ask until ``stop`` is set.
+
+        Raises:
+            LeaderReplacedError: Another leader has attached the ranks since.
+        """
+        self._ask()
+        while not stop.wait(self._wait_s):
+            self._ask()
+
+    @property
+    def _wait_s(self) -> float:
+        return min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
+
+    def _ask(self) -> None:
+        if self._is_asleep():
+            self._unanswered_since = None
+            return
+        is_first = self._unanswered_since is None
+        if is_first:
+            self._unanswered_since = time.monotonic()
+        try:
+            self._target.look()
+        except LeaderReplacedError:
+            raise
+        except PartialApplyError:  # an answer: another client has an open update session
+            self._unanswered_since = None
+        except Exception as exc:  # noqa: BLE001 - engines raise plain exceptions
+            if is_first:
+                logger.warning("the engine did not answer: %s", exc)
+        else:
+            self._unanswered_since = None
+
 
 REFUSALS: Final = (ConfigError, TensorMismatchError)
 """Errors that a retry cannot resolve: the engine or its settings do not fit this chain."""

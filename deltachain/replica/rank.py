@@ -8,39 +8,168 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
+from typing import Any
+
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
     BaseMismatchError,
     PartialApplyError,
+    PoisonedError,
     TensorMismatchError,
     UnfinishedSwapError,
 )
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import device, host
+from deltachain.kernels.protocol import same_bits
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.host_copies import HostCopies
-from deltachain.replica.late_ties import LateTies, find_late_ties
 from deltachain.replica.layout.discover import Layout, discover, rediscover
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.fresh_load import expect_fresh
+from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod, load_with
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
 from deltachain.replica.layout.members import SavedBits, undisturbed
 from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.layout.unused import find_unused
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
-from deltachain.replica.live_record import REPLACED, LiveRecord
+from deltachain.replica.live_record import REPLACED, LateTies, LiveRecord, find_late_ties
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.replica.staged import NOTHING, HolderKey, RankStaged, Share, stage
-from deltachain.replica.streams import own_stream, settle, settled
 from deltachain.replica.windows import Placement, Window
 from deltachain.subscribe.targets.base import take_back, write_all
-from deltachain.subscribe.targets.live import WholeTensor, state_of
-from deltachain.subscribe.targets.patch import warm_up
+from deltachain.subscribe.targets.patch import WholeTensor, state_of, warm_up
 from deltachain.types import StateDigest, TensorSpec, Version
+
+
+class HostCopies:
+    """Copies of the tensors that an engine does not hold as they are in the checkpoint.
+
+    Args:
+        model: Model of the engine.
+        source: The checkpoint that the engine loaded.
+        specs: Specs of the chain's tensors.
+    """
+
+    def __init__(
+        self, model: EngineModel, source: LoadedCheckpoint, specs: Mapping[str, TensorSpec]
+    ) -> None:
+        self._model, self._source, self._specs = model, source, specs
+        self._bits: dict[str, npt.NDArray[Any]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._bits
+
+    def __getitem__(self, name: str) -> npt.NDArray[Any]:
+        return self._bits[name]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all tensors that have a copy."""
+        return frozenset(self._bits)
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
+        self._bits = {
+            name: self._bits[name] if name in self._bits else self._source.copy(name)
+            for name in names
+        }
+
+    def load(self, layout: Layout, names: Collection[str]) -> None:
+        """Let the engine load changed copies, together with the rest of their groups.
+
+        Raises:
+            Exception: Any error of the engine.
+        """
+        changed = _groups_of(layout, names)
+        for way in dict.fromkeys(way for way, _ in changed):
+            groups = [group for mine, group in changed if mine == way]
+            layers = frozenset().union(*(group.layers for group in groups))
+            if not all(group.layers for group in groups):
+                layers = frozenset()
+            wanted = [name for group in groups for name in group.names if name in self._bits]
+            load_with(self._model, way, layers, self.clones(wanted))
+
+    def read_back(self, layout: Layout, names: Collection[str]) -> None:
+        """Prove that loaded tensors are stored where they can be read back, and layers are fresh.
+
+        Raises:
+            TensorMismatchError: A live tensor holds other bits than were loaded, or a layer is not
+                what a fresh load gives.
+        """
+        fresh = [group for _, group in _groups_of(layout, names) if group in layout.comparable]
+        # First, and in order: ranks may exchange values while they quantise.
+        expect_fresh(self._model, fresh, self.clones, self._specs)
+        for name in layout.readable.keys() & set(names):
+            for place in layout.readable[name]:
+                if not same_bits(place.view, place.take(self._bits[name])):
+                    raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
+
+    def load_old(self, layout: Layout, names: Collection[str], version: Version) -> None:
+        """Load copies that have the old bits again.
+
+        Args:
+            layout: Layout of the rank.
+            names: Tensors that a swap changed.
+            version: Version that could not be loaded, for the error message.
+
+        Raises:
+            PoisonedError: The engine cannot load them, either.
+        """
+        try:
+            self.load(layout, names)
+            self.read_back(layout, names)
+        except Exception as exc:
+            raise PoisonedError(
+                f"the engine could load neither version {version} nor the old bits: {exc}",
+                version=version,
+            ) from exc
+
+    def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield tensors of copies under all names that the engine's checkpoint has for them."""
+        for name in names:
+            for here in self._source.names[name]:
+                yield here, tensor_of(self._specs[name], self._bits[name])
+
+
+def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
+    """Return the groups with one of the tensors, and the methods that load them."""
+    return [(way, g) for way, g in layout.groups if not set(names).isdisjoint(g.names)]
+
+
+def settle() -> None:
+    """Wait until the device, if any, has finished all its work."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """Synchronise before and after: other streams read old bits before, and new bits after."""
+    settle()
+    try:
+        yield
+    finally:
+        settle()
+
+
+@contextmanager
+def own_stream(model: EngineModel) -> Iterator[None]:
+    """Use a separate stream, so that staging does not queue behind the engine's kernels."""
+    where = next((tensor.device for tensor in model.tensors().values()), torch.device("cpu"))
+    if where.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(where), torch.cuda.stream(torch.cuda.Stream(where)):
+        yield
+        torch.cuda.current_stream(where).synchronize()
 
 
 class Rank:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Event, get_ident
 from typing import Any, Final, TypeAlias
@@ -26,13 +27,11 @@ from deltachain.errors import (
     DeltaChainError,
     DigestMismatchError,
     EngineDamagedError,
+    LeaderReplacedError,
 )
 from deltachain.redact import redacted_url
-from deltachain.replica.attachments import Attachments, Lead
-from deltachain.replica.call_id import addressed, call_id
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.fetcher import fill
-from deltachain.replica.hosts import folder_id, sees_probe
+from deltachain.replica.fetcher import fill, folder_id, sees_probe
 from deltachain.replica.messages import (
     AgreeReply,
     AgreeRequest,
@@ -61,6 +60,8 @@ from deltachain.replica.messages import (
     SwapRequest,
     UnusedStateReply,
     UnusedStateRequest,
+    addressed,
+    call_id,
     decode_request,
     encode_reply,
 )
@@ -68,6 +69,66 @@ from deltachain.replica.rank import Rank
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import Spool
 from deltachain.threads import Pool, cores
+from deltachain.types import TensorSpec
+
+ATTACHING: Final = (FindUnusedRequest, AgreeRequest)
+"""Requests of a leader that is not in charge yet: any rank may still refuse it."""
+
+
+@dataclass(slots=True)
+class Lead:
+    """What one leader has attached.
+
+    Attributes:
+        leader: Id of the leader; empty for none.
+        rank: The rank, laid out for the leader's chain; ``None`` before the first attach.
+        url: URL of the chain.
+        wanted: Elements of each tensor that this host needs; empty for all.
+    """
+
+    leader: str = ""
+    rank: Rank | None = None
+    url: str = ""
+    wanted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+
+class Attachments:
+    """The leader in charge, and the next one.
+
+    The next one takes over by its first request that is not in ``ATTACHING``, which it sends once
+    all ranks have agreed. If one of them refuses, the leader in charge stays so.
+    """
+
+    def __init__(self) -> None:
+        self._current = Lead()
+        self._next: Lead | None = None
+
+    def add(self, attachment: Lead) -> None:
+        """Add the next leader; it is in charge at once if there was none."""
+        if self._current.rank is None:
+            self._current = attachment
+        else:
+            self._next = attachment
+
+    def of(self, request: RankRequest) -> Lead:
+        """Return what the leader of a request has attached.
+
+        Raises:
+            LeaderReplacedError: Another leader is in charge.
+        """
+        if self._next is not None and request.leader == self._next.leader:
+            if isinstance(request, ATTACHING):
+                return self._next
+            self._current, self._next = self._next, None
+        if request.leader != self._current.leader:
+            raise LeaderReplacedError("another leader has attached this rank since")
+        return self._current
+
+    def rank_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> Rank | None:
+        """Return a rank that is laid out for these tensors already; ``None`` for none."""
+        ranks = [one.rank for one in (self._current, self._next) if one is not None]
+        return next((rank for rank in ranks if rank and rank.is_for(specs, aliases)), None)
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,12 +14,10 @@ import numpy as np
 from deltachain.delta import TensorDelta
 from deltachain.kernels.segments import StreamLayout, TensorStreams
 from deltachain.kernels.tile_batch import TensorTiles
-from deltachain.replica.held_bits import host_bits
-from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault
+from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault, host_bits
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
-from deltachain.subscribe.targets.live import LiveElements
-from deltachain.subscribe.targets.patch import prepare, prepare_steps
+from deltachain.subscribe.targets.patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
 
 HolderKey: TypeAlias = tuple[str, int]

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from threading import Lock
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -19,6 +22,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
+    ConfigError,
     EngineDamagedError,
     LeaderReplacedError,
     OldBitsError,
@@ -30,8 +34,7 @@ from deltachain.errors import (
 )
 from deltachain.replica.client import RankClient
 from deltachain.replica.engine import Engine
-from deltachain.replica.fetcher import Fetchers, elements_of
-from deltachain.replica.hosts import hosts_of, shown
+from deltachain.replica.fetcher import Fetchers, elements_of, hosts_of, receive, shown
 from deltachain.replica.layout.update_path import ON_HOST, Agreement, agree, orphans, summary
 from deltachain.replica.messages import (
     AgreeReply,
@@ -40,11 +43,14 @@ from deltachain.replica.messages import (
     AttachRequest,
     CheckLoadsReply,
     CheckLoadsRequest,
+    FetchedReply,
+    FetchRequest,
     FindUnusedReply,
     FindUnusedRequest,
     RankReply,
     Refusal,
     StagedReply,
+    StageRequest,
     StartedReply,
     StateReply,
     StateRequest,
@@ -55,15 +61,256 @@ from deltachain.replica.messages import (
     UnusedStateReply,
     UnusedStateRequest,
 )
-from deltachain.replica.pause import PauseHolds
-from deltachain.replica.prepared import PreparedSwap, add_up
 from deltachain.replica.rpc import error_of
 from deltachain.replica.spool import Spool, SpoolIndex
-from deltachain.replica.stage_calls import StageCalls
 from deltachain.replica.unused_state import UnusedState, unused_state
-from deltachain.subscribe.proof import check_whole, judge
+from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.types import StateDigest, TensorSpec, Version
+
+if TYPE_CHECKING:
+    from deltachain.replica.engine import Engine
+
+
+class TicketLease:
+    """The lease of a ticket and its spool; the ranks keep both while the leader holds it."""
+
+    def __init__(self, ticket: int, spool: Spool) -> None:
+        self.ticket = ticket
+        self.spool = spool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
+class PreparedSwap:
+    """A swap that all ranks have staged; see :class:`Prepared`.
+
+    Attributes:
+        nnz: Number of elements written, over all ranks.
+        nbytes: Bytes kept by the rank that keeps most.
+        base_too: Whether the overwritten bits are proven as well.
+        can_undo: Whether every rank keeps every old bit.
+        unused: Digests of the tensors that no rank holds, before the swap and after.
+        back: Whether the swap undoes a write.
+        lease: Lease of the ticket; shared with the undo.
+    """
+
+    nnz: int
+    nbytes: int
+    base_too: bool
+    can_undo: bool
+    unused: tuple[UnusedState, UnusedState]
+    back: bool = False
+    lease: TicketLease = field(repr=False)
+
+    @property
+    def ticket(self) -> int:
+        """Number under which every rank keeps its staged bits."""
+        return self.lease.ticket
+
+    def undo(self) -> PreparedSwap:
+        """Return the swap that undoes this one."""
+        return replace(self, back=not self.back)
+
+    @property
+    def unused_after(self) -> UnusedState:
+        """Digests of the tensors that no rank holds, after the swap."""
+        before, after = self.unused
+        return before if self.back else after
+
+
+def add_up(replies: Sequence[StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
+    """Add up the effects of all ranks; return too whether ranks with equal elements had equal ones.
+
+    Raises:
+        BaseMismatchError: Ranks with the same elements would hold different bits afterwards.
+    """
+    effects: dict[str, Effect] = {}
+    alike = True
+    for reply in replies:
+        for label, effect in reply.effects:
+            first = effects.setdefault(label, effect)
+            alike = alike and effect == first
+            ends_alike = fetched.from_nothing and effect.written == first.written
+            if effect != first and not ends_alike:
+                raise BaseMismatchError(
+                    f"ranks {label} hold different bits of the same elements",
+                    version=fetched.plan.target,
+                )
+    return sum(effects.values(), Effect()), alike
+
+
+class StageCalls:
+    """Stages of a replica, and the leases of what its ranks keep.
+
+    Args:
+        client: Connection to the ranks.
+        numbers: Numbers for tickets; none is used twice.
+
+    Attributes:
+        fetchers: Processes that fetch; set when the ranks are attached.
+    """
+
+    def __init__(self, client: RankClient, numbers: Iterator[int]) -> None:
+        self.fetchers = Fetchers(())
+        self._client, self._numbers = client, numbers
+        self._asking = Lock()
+        self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
+
+    def drop(self, lease: TicketLease) -> None:
+        """Let the ranks forget a stage at the next call."""
+        self._leases.discard(lease)
+
+    def everywhere(self, spool: Spool, fetched: Fetched, budget: int) -> TicketLease:
+        """Have every rank stage while every host fetches; return once all objects are there.
+
+        Raises:
+            ApplyError: No rank of a host could fetch.
+        """
+        while True:
+            lease, fetching = self._start_stage(spool, fetched, budget)
+            try:
+                receive(spool, fetched)
+                if fetching is None:
+                    return lease
+                failed = self._client.settle(fetching, FetchedReply, fetched.plan.target)
+                if not self.fetchers.replaced(failed, fetched.plan.target):
+                    return lease
+            except BaseException:
+                self.drop(lease)  # an error in flight would keep it
+                raise
+            self.drop(lease)
+
+    def _start_stage(
+        self, spool: Spool, fetched: Fetched, budget: int
+    ) -> tuple[TicketLease, int | None]:
+        """Ask the fetchers of other hosts to fetch, and every rank to stage.
+
+        Returns:
+            The lease of the ticket, and the ticket of the fetchers; ``None`` without other hosts.
+        """
+        mine = spool.folder.name
+        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
+            names, fetching = self._start_fetch(fetched)
+            lease = TicketLease(next(self._numbers), spool)
+            self._leases.add(lease)
+            request = StageRequest(
+                ticket=lease.ticket,
+                spools=tuple(name or mine for name in names),
+                ranks_on_host=self.fetchers.ranks_on_host(),
+                budget=budget,
+                keep=tuple(one.ticket for one in self._leases),
+            )
+            try:
+                self._client.ask(request, StartedReply)
+            except BaseException:
+                self.drop(lease)
+                raise
+        return lease, fetching
+
+    def _start_fetch(self, fetched: Fetched) -> tuple[tuple[str, ...], int | None]:
+        """Ask the fetchers of other hosts to fetch; return the spools of all ranks, and a ticket.
+
+        Raises:
+            ApplyError: No rank of a host could begin.
+        """
+        while any(names := self.fetchers.names()):
+            ticket, writers = next(self._numbers), self.fetchers.writers(names)
+            fetch = FetchRequest(ticket=ticket, spools=writers, index=SpoolIndex.of(fetched))
+            started = self._client.call(fetch, StartedReply)
+            if not self.fetchers.replaced(started, fetched.plan.target):
+                return names, ticket
+        return names, None
+
+
+def pause_mode(named: str, modes: Sequence[str]) -> str:
+    """Validate and return a pause mode; empty means the first one, the default.
+
+    Raises:
+        ConfigError: The engine has no such mode.
+    """
+    if named and named not in modes:
+        raise ConfigError(
+            f"the pause mode is none of {', '.join(modes)}",
+            hint="name one of them in DELTACHAIN_PAUSE, or unset it for the first one",
+        )
+    return named or modes[0]
+
+
+class PauseHolds:
+    """Reasons to keep an engine paused: a caller, doubt about weights, a swap, or other clients.
+
+    The engine resumes when no reason is left. If other clients paused it directly, it stays paused
+    through a swap, until they or a caller of deltachain resume it.
+
+    Args:
+        engine: The replica.
+
+    Attributes:
+        paused: Whether a caller of deltachain paused it.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.paused = False
+        self._engine = engine
+        self._in_doubt = self._ours = self._others = False
+        self._changes = 0
+
+    @property
+    def why(self) -> str:
+        """Why generation is paused, apart from swaps and doubt; empty if it is not."""
+        if self.paused:
+            return "paused"
+        return "paused by another client" if self._others else ""
+
+    def look(self) -> None:
+        """Ask the engine whether another client has paused it; its answer is for ``why``."""
+        changes = self._changes
+        paused = self._engine.is_paused()
+        if not self._ours and changes == self._changes:  # otherwise the pause may be ours
+            self._others = paused
+
+    def pause(self) -> None:
+        """Pause until ``resume``, regardless of swaps meanwhile."""
+        self.hold()
+        self.paused = True
+
+    def resume(self) -> None:
+        """Resume, regardless of the reasons for the pause."""
+        self._engine.resume()
+        self._changes += 1
+        self.paused = self._ours = self._others = False
+
+    def doubt(self) -> None:
+        """Pause until a swap has succeeded."""
+        self._in_doubt = True
+        self.hold(in_doubt=True)
+
+    def trust(self) -> None:
+        """End the doubt, after a successful swap."""
+        self._in_doubt = False
+
+    def hold(self, *, in_doubt: bool = False) -> None:
+        """Pause for a swap; see :meth:`Engine.pause`."""
+        was_ours = self._ours
+        if not was_ours:
+            self._others = self._engine.is_paused()
+        self._changes += 1
+        self._ours = True  # before it takes effect: a look meanwhile must not take it for another's
+        try:
+            self._engine.pause(in_doubt=in_doubt)
+        except BaseException:
+            self._ours = was_ours
+            raise
+
+    def go_on(self) -> None:
+        """Resume after a swap, unless another reason to stay paused remains."""
+        if self.paused or self._in_doubt:
+            return
+        if not self._others:
+            self._engine.resume()
+        self._changes += 1  # first: a look that saw the pause is then void
+        self._ours = False
+
 
 SHOWN: Final = 20
 """Number of reasons in a status."""

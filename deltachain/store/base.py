@@ -7,20 +7,205 @@ Guarantees that a store cannot give are declared in its ``Capabilities``, never 
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from email.utils import parsedate_to_datetime
+from functools import wraps
+from threading import Lock
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import SplitResult, urlsplit
+
+from typing_extensions import override
 
 from deltachain.errors import (
     AlreadyExistsError,
     ConfigError,
+    DeltaChainError,
     MalformedError,
     ObjectNotFoundError,
+    StoreUnavailableError,
 )
-from deltachain.store.feed import Feed, OnChange
 from deltachain.types import Buffer
+
+OnChange: TypeAlias = Callable[[str], None]
+"""Function called with the key of an object that was written or deleted; with an empty key if
+changes may have been missed, so that the caller looks once. Called from a thread of the feed: it
+returns soon and raises nothing."""
+
+
+class Feed(Protocol):
+    """Word of changes in a store; thread-safe.
+
+    A feed is a hint and nothing more: it may omit changes, repeat them, be late, and name objects
+    that do not exist. Whoever uses it still polls, less often while ``is_live``.
+    """
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the store was heard from lately, so that new changes are expected to arrive."""
+
+    def close(self) -> None:
+        """End the feed; idempotent. ``on_change`` is not called after the return."""
+
+
+class ServerClock:
+    """Clock of a server, as its answers tell it; thread-safe.
+
+    Args:
+        elapsed: Seconds since any moment, which nobody sets.
+    """
+
+    def __init__(self, elapsed: Callable[[], float] = time.monotonic) -> None:
+        self._elapsed = elapsed
+        self._heard: tuple[float, float] | None = None
+
+    def hear(self, date: str | None) -> None:
+        """Note the ``Date`` header of an answer; one that is missing or no date changes nothing."""
+        try:
+            self._heard = parsedate_to_datetime(date or "").timestamp(), self._elapsed()
+        except (ValueError, TypeError, OverflowError, IndexError):
+            return
+
+    def now(self) -> float | None:
+        """Return the server's time, in seconds since 1970; ``None`` before its first answer."""
+        if self._heard is None:
+            return None
+        told, at = self._heard
+        return told + self._elapsed() - at
+
+
+FIRST_S: Final = 20.0
+"""Seconds after which a call ends if no request of its client has ever been answered."""
+
+REPORT_S: Final = 5.0
+"""Seconds of retries after which a store is reported to be waited for, the first time."""
+
+logger = logging.getLogger(__name__)
+
+
+class Outage:
+    """Time since which a client's requests have had no answer; thread-safe.
+
+    Attributes:
+        since: Start of the first of these requests, by ``time.monotonic()``; ``None`` while
+            requests are answered, be it with an error.
+        is_known: Whether any request was answered.
+    """
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        self.is_known = self._is_reported = False
+        self._lock = Lock()
+
+    def unanswered(self, sent: float) -> None:
+        """Record that a request had no answer.
+
+        Args:
+            sent: Its start, by ``time.monotonic()``.
+        """
+        with self._lock:
+            self.since = sent if self.since is None else min(self.since, sent)
+
+    def answered(self) -> None:
+        """Record that a request was answered."""
+        with self._lock:
+            self.since, self.is_known = None, True
+
+    def is_lost(self, began: float) -> bool:
+        """Return whether to end a call, as its client's settings may be wrong.
+
+        Args:
+            began: Start of the call, by ``time.monotonic()``.
+        """
+        return not self.is_known and time.monotonic() - began > FIRST_S
+
+    def report(self, said: str, began: float, left_s: float) -> None:
+        """Warn once of a call that has waited long and goes on to wait.
+
+        Args:
+            said: Why the last request failed.
+            began: Start of the call, by ``time.monotonic()``.
+            left_s: Seconds until the call ends.
+        """
+        if time.monotonic() - began > REPORT_S and not self._is_reported:
+            self._is_reported = True
+            logger.warning("%s; trying again for %.0f s", said, left_s)
+
+
+_S = TypeVar("_S", bound=type)
+
+_CALLS: Final = (
+    "get",
+    "read",
+    "get_range",
+    "put",
+    "upload",
+    "reveal",
+    "put_if_absent",
+    "find",
+    "find_all",
+    "delete",
+)
+_HINT: Final = (
+    "the library of this store or what answered it is at fault; if it happens again, report it "
+    "with the traceback"
+)
+
+
+def guarded(store: _S) -> _S:
+    """Decorate a store class so that its methods raise only a ``DeltaChainError``.
+
+    A store converts expected errors itself; this covers unexpected ones: endless recursion in a
+    library, a response that crashes its parser, thread exhaustion. A failed assertion is a bug of
+    deltachain and passes through.
+    """
+    for name in _CALLS:
+        setattr(store, name, _guarded_call(getattr(store, name)))
+    setattr(store, "list", _guarded_list(getattr(store, "list")))  # noqa: B009, B010 - as above
+    return store
+
+
+def _guarded_call(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def guarding(store: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        with _errors_named(store, args[0] if args else ""):
+            return call(store, *args, **kwargs)
+
+    return guarding
+
+
+def _guarded_list(call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @wraps(call)
+    def guarding(store: Any, prefix: str = "") -> Iterator[Any]:  # noqa: ANN401
+        with _errors_named(store, prefix):
+            return _guarded_rows(store, prefix, call(store, prefix))
+
+    return guarding
+
+
+def _guarded_rows(store: Any, prefix: str, rows: Iterator[Any]) -> Iterator[Any]:  # noqa: ANN401
+    with _errors_named(store, prefix):
+        yield from rows
+
+
+@contextmanager
+def _errors_named(store: Any, key: object) -> Iterator[None]:  # noqa: ANN401
+    try:
+        yield
+    except (DeltaChainError, AssertionError):
+        raise
+    except Exception as exc:
+        named = key if isinstance(key, str) else ""
+        about = f"object {named!r} in {store.url}" if named else str(store.url)
+        raise StoreUnavailableError(
+            f"{about}: unexpected {type(exc).__name__}", key=named, url=store.url, hint=_HINT
+        ) from exc
+
 
 MAX_KEY_LENGTH: Final = 512
 """Longest key, in characters: leaves room for a bucket prefix within the 1,024 bytes of S3."""
@@ -357,3 +542,69 @@ def too_short(key: str, url: str, *, nbytes: int, end: int) -> MalformedError:
     return MalformedError(
         f"object {key!r} in {url}: expected at least {end} bytes, found {nbytes}", key=key
     )
+
+
+Choose: TypeAlias = Callable[[int], tuple[int, int]]
+"""Function from an object's size to the first byte and the length to read; raises to refuse."""
+
+
+class SimpleStore(Store):
+    """A store that reads a range of an object at once, and looks up objects one by one.
+
+    A subclass implements ``url``, ``capabilities``, ``put``, ``put_if_absent``, ``find``, ``list``,
+    ``delete`` and ``_read``.
+    """
+
+    @abstractmethod
+    def _read(self, key: str, choose: Choose) -> bytes:
+        """Read a range of an object.
+
+        Args:
+            key: Key of the object, already checked.
+            choose: Called with the object's size, before memory is allocated for the range.
+
+        Raises:
+            ObjectNotFoundError: No object has this key.
+        """
+
+    @property
+    @override
+    def requests(self) -> int:
+        return 0
+
+    @override
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        def whole(nbytes: int) -> tuple[int, int]:
+            check_limit(key, self.url, nbytes=nbytes, limit=limit)
+            return 0, nbytes
+
+        return self._read(check_key(key), whole)
+
+    @override
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
+        check_range(0, nbytes)
+
+        def whole(actual: int) -> tuple[int, int]:
+            check_nbytes(key, self.url, expected=nbytes, actual=actual)
+            return 0, nbytes
+
+        return self._read(check_key(key), whole)
+
+    @override
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        check_range(start, length)
+
+        def some(nbytes: int) -> tuple[int, int]:
+            if start + length > nbytes:
+                raise too_short(key, self.url, nbytes=nbytes, end=start + length)
+            return start, length
+
+        return self._read(check_key(key), some)
+
+    @override
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        return find_each(self, keys)
+
+    @override
+    def close(self) -> None:
+        """Do nothing: no connection stays open between calls."""

@@ -12,7 +12,9 @@ from typing_extensions import override
 
 from deltachain.store.base import (
     Capabilities,
+    Choose,
     ObjectInfo,
+    SimpleStore,
     already_exists,
     bytes_view,
     check_key,
@@ -20,7 +22,6 @@ from deltachain.store.base import (
     not_found,
     split_url,
 )
-from deltachain.store.simple import Choose, SimpleStore
 from deltachain.types import Buffer
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)

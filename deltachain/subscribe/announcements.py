@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Final
 
-from deltachain.closeable import Closeable
 from deltachain.format.keys import manifest_key, version_of
 from deltachain.store import Store
+from deltachain.threads import Closeable
 from deltachain.types import Version
 
 RARE: Final = 9

@@ -4,43 +4,330 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from threading import Event, RLock
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from threading import Event, Lock, RLock
+from typing import Final
 
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched
-from deltachain.closeable import Closeable
+from deltachain.chain.heartbeat import check_age
 from deltachain.errors import (
     BaseMismatchError,
+    BrokenChainError,
     ChainError,
     ChainMismatchError,
+    ConfigError,
     DeltaChainError,
     ForkedChainError,
     FormatError,
+    LeaderReplacedError,
+    MirrorLagsError,
+    ObjectNotFoundError,
     PartialApplyError,
     StoreWentBackError,
     TensorMismatchError,
+    UnsupportedFormatError,
 )
-from deltachain.format.publish_phases import phases_of
+from deltachain.format.documents import phases_of
 from deltachain.kinds import fields_of, names_checked, whole
+from deltachain.retry import between_polls
 from deltachain.store import Location, Store, open_store
+from deltachain.subscribe.announcements import Announcements
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
-from deltachain.subscribe.follow import follow
-from deltachain.subscribe.history import check_history, held_by, identify, require
+from deltachain.subscribe.history import Watch, check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged, overtaken, trace_apply
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
 from deltachain.subscribe.targets.local import decodes_once
-from deltachain.subscribe.times import Times
-from deltachain.subscribe.undo import UndoLog
-from deltachain.subscribe.watch import Watch
+from deltachain.threads import Closeable
 from deltachain.types import StateDigest, Version
+
+NEEDS_A_PERSON: Final = (
+    ChainMismatchError,
+    ConfigError,
+    ForkedChainError,
+    LeaderReplacedError,
+    TensorMismatchError,
+    UnsupportedFormatError,
+)
+"""Errors that need an operator; they end the loop."""
+
+LOOK_BACK: Final = 8
+"""Poll intervals between two checks of the held version in the store."""
+
+
+def follow(
+    subscriber: Subscriber,
+    *,
+    stop: Event,
+    every_version: bool,
+    looked: Callable[[DeltaChainError | None], None],
+) -> Iterator[ApplyReceipt]:
+    """Apply versions as they are committed, until ``stop`` is set.
+
+    An unavailable store, a corrupt or missing object and a target that was modified externally are
+    logged once and retried with back-off, from nothing if the target's state is unknown. Errors
+    that need an operator are raised: a fork, another model, a newer format.
+    """
+    with Announcements(subscriber.store, subscriber.notify) as announcements:
+        yield from _follow(
+            subscriber, announcements, stop, every_version=every_version, looked=looked
+        )
+
+
+def _follow(
+    subscriber: Subscriber,
+    announcements: Announcements,
+    stop: Event,
+    *,
+    every_version: bool,
+    looked: Callable[[DeltaChainError | None], None],
+) -> Iterator[ApplyReceipt]:
+    failures = polls = 0  # polls since the last look back, as many as the time had room for
+    logged = ""
+    while not stop.is_set():
+        receipt, is_sure = None, True
+        polls += 1
+        subscriber.told.clear()  # before the poll: what is told from here on may be missed by it
+        try:
+            receipt = _poll(subscriber, announcements, every_version=every_version)
+            is_due = polls >= LOOK_BACK or failures > 0
+            around, is_sure = _look_back(subscriber, is_due=is_due)
+            polls = 0 if is_due else polls
+            receipt = receipt or around
+            failures, logged = 0, ""
+            if is_sure:
+                looked(None)
+        except NEEDS_A_PERSON as exc:
+            subscriber.watch.ended(exc)
+            raise
+        except DeltaChainError as exc:
+            failures += 1
+            looked(exc)
+            if str(exc) != logged:
+                logged = str(exc)
+                logger.warning("following %s: %s", subscriber.store.url, exc)
+        if receipt is not None:
+            yield receipt
+        if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already
+            intervals = announcements.intervals if is_sure and not failures else 1
+            polls += _wait(subscriber, failures, stop, intervals=intervals)
+
+
+def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
+    """Check the held version in the store if a check is due; plan around a gap after it.
+
+    Returns:
+        The receipt of an apply, if any, and whether the held version was found in the store.
+    """
+    held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
+    if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
+        return None, True
+    try:
+        is_there = watch.look(chain, held)
+    except MirrorLagsError:
+        if (newest := chain.head()) is not None:
+            check_age(chain, newest)
+        raise
+    except BrokenChainError as exc:
+        receipt = None if subscriber.pinned else _around(subscriber, exc)
+        if receipt is None:
+            raise
+        return receipt, True
+    subscriber.times.looked()
+    if is_there and chain.latest == held.version and chain.trust.max_age_s is not None:
+        check_age(chain, chain.read(held.version))
+    return None, is_there
+
+
+def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None:
+    """Update to the head by any plan, and log the reason."""
+    receipt = subscriber.update()
+    if receipt is not None:
+        logger.warning("%s; reached version %d by another plan", exc.args[0], receipt.version)
+    return receipt
+
+
+def _poll(
+    subscriber: Subscriber, announcements: Announcements, *, every_version: bool
+) -> ApplyReceipt | None:
+    """Poll once and apply what was found; compare it with what was announced."""
+    before, announced = subscriber.version, announcements.take()
+    subscriber.is_told = announcements.is_relied_upon
+    receipt = _step(subscriber, every_version=every_version)
+    held = subscriber.version
+    if before is not None and held is not None and not subscriber.pinned:
+        announcements.compare(announced, before, held)
+    return receipt
+
+
+def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
+    """Poll once for a new version and apply it; one request to the store if there is none."""
+    chain = subscriber.chain
+    subscriber.scrub(if_altered=True)
+    held = subscriber.held
+    if held is None:
+        return subscriber.update()
+    if subscriber.pinned:
+        return None
+    later = None
+    try:
+        later = chain.find(held.version + 1) if every_version else chain.later(held.version)
+        subscriber.times.looked()
+        return subscriber.update(later) if later else None
+    except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
+        if later and later.version == chain.newest(held.version):
+            raise
+        return _around(subscriber, exc)  # a plan may lead to a later version
+    except (ChainError, BaseMismatchError):
+        there = subscriber.version
+        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
+            raise
+        return None  # rolled back or applied by another thread meanwhile
+
+
+def _was_rolled_back(subscriber: Subscriber) -> bool:
+    return subscriber.pinned and not subscriber.poisoned
+
+
+def _wait(subscriber: Subscriber, failures: int, stop: Event, *, intervals: int) -> int:
+    """Wait some poll intervals, longer after each failure; return the polls left out.
+
+    The wait ends early, with none left out, when the loop is notified or stopped.
+    """
+    pause_s = between_polls(subscriber.poll_s * intervals).pause_s(failures)
+    is_early = stop.is_set() or subscriber.told.wait(pause_s)
+    return 0 if is_early else intervals - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Undo:
+    """Undo of one apply: the version held before, and the writes that restore it."""
+
+    held: HeldVersion
+    prepared: Prepared
+
+
+class UndoLog:
+    """Old bits of the newest applies, bounded in number and in bytes.
+
+    Args:
+        applies: Largest number of applies.
+        nbytes: Largest size, in bytes.
+    """
+
+    def __init__(self, applies: int, nbytes: int) -> None:
+        self._log: deque[Undo] = deque(maxlen=applies)
+        self._nbytes = nbytes
+
+    def push(self, held: HeldVersion, prepared: Prepared) -> None:
+        """Add the apply that replaced ``held``; drop the oldest above the bounds."""
+        self._log.append(Undo(held, prepared.undo()))
+        while self._log and sum(undo.prepared.nbytes for undo in self._log) > self._nbytes:
+            self._log.popleft()
+
+    def clear(self) -> None:
+        """Drop all applies, which no longer fit the target."""
+        self._log.clear()
+
+    def last(self) -> Undo:
+        """Undo of the newest apply."""
+        return self._log[-1]
+
+    def pop(self) -> None:
+        """Drop the newest apply after its undo."""
+        self._log.pop()
+
+    def reaches(self, version: Version) -> bool:
+        """Return whether undoing applies leads to ``version``."""
+        return any(undo.held.version == version for undo in self._log)
+
+    @property
+    def newest(self) -> Version | None:
+        """Version restored by undoing the newest apply; ``None`` if the log is empty."""
+        return self._log[-1].held.version if self._log else None
+
+
+KEPT: Final = 64
+"""Number of versions whose time of commit is remembered; a rollback may hold one of them again."""
+
+
+class Times:
+    """Times of a subscriber; thread-safe.
+
+    Args:
+        unanswered_since: Start of the store's first request without an answer since the last one
+            with an answer, by ``time.monotonic()``; ``None`` for none.
+
+    Attributes:
+        looked_at: Time at which the store last answered a look or finished a fetch, in seconds
+            since 1970; ``None`` before.
+        applied_at: Time of the last swap, in seconds since 1970; ``None`` before.
+    """
+
+    def __init__(self, unanswered_since: Callable[[], float | None] = lambda: None) -> None:
+        self._unanswered_since = unanswered_since
+        self.looked_at: float | None = None
+        self.applied_at: float | None = None
+        self._since = time.monotonic()  # the wall clock may be set meanwhile
+        self._stages = 0
+        self._commits: OrderedDict[str, float] = OrderedDict()
+        self._lock = Lock()
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the store last answered, or since the start.
+
+        0 while objects are fetched and decoded; of stores that tell, only while requests for them
+        are answered. Otherwise a fetch without an answer ends with an error, so this counts again
+        soon.
+        """
+        with self._lock:
+            since = self._unanswered_since() if self._stages else self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def looked(self) -> None:
+        """Record that the store answered."""
+        with self._lock:
+            self._since, self.looked_at = time.monotonic(), time.time()
+
+    @contextmanager
+    def staging(self) -> Iterator[None]:
+        """Record that objects are fetched and decoded inside the context."""
+        with self._lock:
+            self._stages += 1
+        try:
+            yield
+            self.looked()
+        finally:
+            with self._lock:
+                self._stages -= 1
+
+    def applied(self, manifest: str, committed_at: float) -> None:
+        """Record a swap to the version of a manifest."""
+        self.applied_at = time.time()
+        self.committed(manifest, committed_at)
+
+    def committed(self, manifest: str, at: float) -> None:
+        """Record when the version of a manifest was committed."""
+        with self._lock:
+            self._commits[manifest] = at
+            self._commits.move_to_end(manifest)
+            while len(self._commits) > KEPT:
+                self._commits.popitem(last=False)
+
+    def commit_of(self, manifest: str) -> float | None:
+        """Return when the version of a manifest was committed; ``None`` if it is not known."""
+        return self._commits.get(manifest)
+
 
 logger = logging.getLogger(__name__)
 

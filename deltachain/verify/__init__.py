@@ -5,9 +5,7 @@ to version; each edge (delta, anchor, skip) must lead from the state of its base
 version.
 """
 
-from deltachain.verify.documents import edge_records, newest
-from deltachain.verify.walk import EdgeProof, VersionProof, verify
-from deltachain.verify.weights import counted
+from deltachain.verify.walk import EdgeProof, VersionProof, counted, edge_records, newest, verify
 
 __all__ = [
     "EdgeProof",

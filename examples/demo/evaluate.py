@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.recent_edges import edge_id
+from deltachain.chain.plan import edge_id
 from deltachain.format.documents import Manifest
 from deltachain.store import Store
 from examples.demo import compare_bits

@@ -16,9 +16,8 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from deltachain.control.server.auth import Control
+from deltachain.control.server.auth import LOOPBACK, Control
 from deltachain.control.server.bootstrap import LedEngine, lead, leave_at_end
-from deltachain.control.server.origin import LOOPBACK
 from deltachain.control.server.refusal import refused
 from deltachain.control.server.routes import probes, router
 from deltachain.environment import is_strict

@@ -8,10 +8,10 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
 from deltachain.errors import ApplyError, PartialApplyError
-from deltachain.replica.event_loop import run_on
+from deltachain.replica.engine import run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest
-from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.target import pause_mode
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.messages import SchedulerRequest, decode_scheduler_reply, encode_message
 from deltachain_sglang.start_check import PAUSES

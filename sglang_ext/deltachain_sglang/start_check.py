@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from deltachain.errors import ConfigError, UnsupportedEngineError
-from deltachain.replica.engine_version import VersionRange
-from deltachain.replica.pause import pause_mode
+from deltachain.replica.engine import VersionRange
+from deltachain.replica.target import pause_mode
 
 TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
 

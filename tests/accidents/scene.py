@@ -17,7 +17,7 @@ from torch import nn
 from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
 from deltachain.format import keys
-from deltachain.format.digest import object_digest
+from deltachain.format.keys import object_digest
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Version

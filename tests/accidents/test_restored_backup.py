@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ChainError, DeltaChainError
-from deltachain.format.revert_mark import reverted_to
+from deltachain.format.documents import reverted_to
 from tests.accidents import oracle
 from tests.accidents.copies import Objects
 from tests.accidents.person import roll_back

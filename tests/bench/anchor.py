@@ -23,11 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.codec.frames import FRAME, deflate_stream, inflate
-from deltachain.format.digest import digest_of_pieces
+from deltachain.format.keys import digest_of_pieces
 from deltachain.kernels import host
 from deltachain.publish import Publisher
-from deltachain.publish.edge_share import EdgeShare
-from deltachain.publish.session import Attempt, Session
+from deltachain.publish.session import Attempt, EdgeShare, Session
 from deltachain.subscribe import Subscriber
 from deltachain.threads import cores
 from tests.bench import report

@@ -19,14 +19,13 @@ from torch import Tensor
 
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.device import bits_of
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
 from deltachain.replica.device_staging import streams_of
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.subscribe.targets.live import WholeTensor
-from deltachain.subscribe.targets.patch import Patch, write
+from deltachain.subscribe.targets.patch import Patch, WholeTensor, write
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.threads import Pool
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec

@@ -16,14 +16,13 @@ from typing import Any, Final, TypeAlias
 
 import numpy as np
 
-from deltachain.chain.recent_edges import VERSIONS_LISTED, KnownEdges
+from deltachain.chain.plan import VERSIONS_LISTED, KnownEdges
 from deltachain.codec import ENCODINGS as REGISTRY
 from deltachain.codec import Change, EncodedPart, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, seal
-from deltachain.format.keys import payload_key
+from deltachain.format.keys import digest_key, payload_key
 from deltachain.kernels import host
 from deltachain.types import Bits
 from tests.bench import codec_tables, report

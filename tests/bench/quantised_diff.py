@@ -135,7 +135,7 @@ class Coded:
 
     def find(self, dtype: str) -> Changes:
         """Find the changed codes in one pass."""
-        from deltachain.kernels.codes_diff import BlockFactors, codes_diff_  # noqa: PLC0415 - numba
+        from deltachain.kernels.codes import BlockFactors, codes_diff_  # noqa: PLC0415 - numba
 
         factors = BlockFactors(self.nothing(), self.table, known=False)
         return codes_diff_(

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deltachain.kernels import batched, device
 from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device import pin_
 from deltachain.kernels.lane import Compared
-from deltachain.kernels.pinned import pin_
 from deltachain.kernels.reference import Changes, SplitSteps
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
 from deltachain.types import Bits, Indices, StateDigest

@@ -19,8 +19,16 @@ from deltachain.errors import MalformedError
 from deltachain.kernels import reference
 from deltachain.kernels.batched import fold, upload
 from deltachain.kernels.device import INT_DTYPES
-from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable, effects
-from deltachain.kernels.segments import MESSAGES, Reason, SegmentBatch, StreamLayout
+from deltachain.kernels.segments import (
+    MESSAGES,
+    ChangeBatch,
+    LivePlacement,
+    PlacementTable,
+    Reason,
+    SegmentBatch,
+    StreamLayout,
+    effects,
+)
 from deltachain.kernels.staging import StagingKernels
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.contract.segments import Given, batch_of, decoded

@@ -20,8 +20,13 @@ from torch import Tensor
 
 from deltachain.kernels import fused, tile_launch
 from deltachain.kernels.batched import upload
-from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable
-from deltachain.kernels.segments import SegmentBatch, StreamLayout
+from deltachain.kernels.segments import (
+    ChangeBatch,
+    LivePlacement,
+    PlacementTable,
+    SegmentBatch,
+    StreamLayout,
+)
 from deltachain.kernels.tile_batch import TileBatch
 from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm
 from tests.contract.segments import Given, batch_of

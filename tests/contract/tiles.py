@@ -14,7 +14,7 @@ from deltachain.errors import BaseMismatchError
 from deltachain.kernels import tiles
 from deltachain.kernels.batched import upload
 from deltachain.kernels.device import INT_DTYPES
-from deltachain.kernels.placements import ChangeBatch, LivePlacement, PlacementTable
+from deltachain.kernels.segments import ChangeBatch, LivePlacement, PlacementTable
 from deltachain.kernels.staging import StagingKernels, TileKernels
 from deltachain.kernels.tile_batch import TensorTiles, TileBatch, TileReason, pack_tiles
 from deltachain.kernels.tiles import BINS, NEVER, TileGrid, TileStreams

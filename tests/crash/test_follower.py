@@ -13,11 +13,11 @@ import pytest
 from deltachain.checkpoint import Checkpoint
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import FolderTarget, Subscriber
-from deltachain.subscribe.targets.folder_lock import LOCK_FILE
+from deltachain.subscribe.targets.folder import LOCK_FILE
 from tests.support.models import State, TinyModel, bits_of, replica_of, same, train_
 
 FOLDER = "deltachain.subscribe.targets.folder"
-JOURNAL = "deltachain.subscribe.targets.journal"
+JOURNAL = "deltachain.subscribe.targets.folder"
 TARGET = "deltachain.subscribe.targets.base"
 
 

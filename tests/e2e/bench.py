@@ -27,9 +27,8 @@ import httpx
 from fastapi import FastAPI, Response
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.format.documents import Edge, ObjectRef
+from deltachain.format.documents import Edge, ObjectRef, phases_mark
 from deltachain.format.keys import payload_key
-from deltachain.format.publish_phases import phases_mark
 from deltachain.store import MemoryStore, open_store
 from examples.demo.online.processes import free_port
 from tests.bench import report

@@ -16,8 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from deltachain.replica.host_copies import HostCopies
-from deltachain.replica.rank import Rank
+from deltachain.replica.rank import HostCopies, Rank
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets import patch
 

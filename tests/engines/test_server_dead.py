@@ -12,7 +12,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from deltachain.replica.engine_watch import MAX_SILENCE_S
+from deltachain.replica.leader import MAX_SILENCE_S
 from tests.engines.replica import replicas
 from tests.engines.serving import ENGINE, Server
 

@@ -16,14 +16,13 @@ from typing import Any, Final
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import listed_edges, window_from
+from deltachain.chain.plan import listed_edges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
-from deltachain.format.keys import PayloadKind, payload_key
+from deltachain.format.keys import PayloadKind, digest_key, payload_key
 from deltachain.kernels import reference
 from deltachain.kernels.tiles import bins as tile_bins
 from deltachain.store.memory import MemoryStore

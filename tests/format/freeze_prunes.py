@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from deltachain.format.documents import seal
+from deltachain.format.documents import PrunedRange, PruneRecord, seal
 from deltachain.format.keys import prune_key
-from deltachain.format.prune_record import PrunedRange, PruneRecord
 
 FOLDER: Final = Path(__file__).parent / "v1_prunes"
 

@@ -11,10 +11,9 @@ from typing import Final
 
 import numpy as np
 
-from deltachain.chain.signatures import SigningKey, TrustedKeys
-from deltachain.chain.trust import Trust
-from deltachain.format.digest import digest_key
+from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.format.documents import Edge
+from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.types import Bits
 from tests.format.freeze import TINY, Builder, absolute, dense

@@ -25,13 +25,13 @@ from deltachain.format.documents import (
     Head,
     Identity,
     Manifest,
+    PruneRecord,
     Table,
+    Tag,
     parse,
     unseal,
 )
 from deltachain.format.keys import edge_key, manifest_key, prune_key, tag_key
-from deltachain.format.prune_record import PruneRecord
-from deltachain.format.tag import Tag
 from deltachain.store.memory import MemoryStore
 from tests.format import stranger_chain as stranger
 from tests.format.documents import KEYS, TABLES, enveloped, no_documents

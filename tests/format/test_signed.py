@@ -9,8 +9,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.signatures import TrustedKeys
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import Trust, TrustedKeys
 from deltachain.store import MemoryStore
 from deltachain.verify import verify
 from tests.format import freeze_signed, stranger_chain, stranger_signed

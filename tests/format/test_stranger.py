@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from deltachain.codec import Change, Part, encode_part
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
 from tests.format import (

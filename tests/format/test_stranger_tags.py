@@ -9,8 +9,7 @@ import pytest
 
 from deltachain.chain import tags
 from deltachain.format import keys
-from deltachain.format.documents import dump, parse, seal, unseal
-from deltachain.format.tag import Tag
+from deltachain.format.documents import Tag, dump, parse, seal, unseal
 from tests.format import freeze, freeze_tags, stranger_tags
 from tests.format.documents import no_documents
 from tests.format.stranger_base import RefusedError

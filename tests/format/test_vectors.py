@@ -14,22 +14,24 @@ from blake3 import blake3
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from msgspec import to_builtins
 
-from deltachain.chain.plan import REQUEST_NBYTES
-from deltachain.chain.recent_edges import ANCHORS_LISTED, VERSIONS_LISTED
+from deltachain.chain.plan import ANCHORS_LISTED, REQUEST_NBYTES, VERSIONS_LISTED
 from deltachain.codec import ENCODINGS, Part
-from deltachain.codec import directory as d
-from deltachain.codec.container import MAX_HEADER
-from deltachain.codec.directory import MAX_DIRECTORY, SEGMENT
+from deltachain.codec import container as d
+from deltachain.codec.container import MAX_DIRECTORY, MAX_HEADER, SEGMENT
 from deltachain.codec.encode import BUCKET, TURNS
 from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
 from deltachain.codec.short_rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
-from deltachain.format.digest import digest_key
-from deltachain.format.documents import EdgeKind, EdgeSummary, unseal
-from deltachain.format.keys import manifest_key
-from deltachain.format.prune_record import PruneRecord
-from deltachain.format.signed import RECORD_TYPES, signed_bytes
+from deltachain.format.documents import (
+    RECORD_TYPES,
+    EdgeKind,
+    EdgeSummary,
+    PruneRecord,
+    signed_bytes,
+    unseal,
+)
+from deltachain.format.keys import digest_key, manifest_key
 from deltachain.kernels import host, reference
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
 from tests.format import (

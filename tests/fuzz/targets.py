@@ -26,7 +26,6 @@ from deltachain.errors import (
     StoreWentBackError,
 )
 from deltachain.format import keys
-from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import (
     Document,
     EdgeRecord,
@@ -35,16 +34,16 @@ from deltachain.format.documents import (
     Identity,
     Manifest,
     Table,
+    Tag,
     dump,
     parse,
     seal,
     unseal,
 )
-from deltachain.format.tag import Tag
+from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
 from deltachain.store import MemoryStore
-from deltachain.subscribe.targets.live import WholeTensor
-from deltachain.subscribe.targets.patch import STAGED, prepare, prepare_steps
+from deltachain.subscribe.targets.patch import STAGED, WholeTensor, prepare, prepare_steps
 from deltachain.types import MAX_NUMEL, Bits, TensorSpec
 from tests.format import freeze_tags, stranger
 from tests.format.freeze import chain

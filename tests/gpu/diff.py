@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device import pin_
 from deltachain.kernels.lane import Compared
-from deltachain.kernels.pinned import pin_
 from deltachain.kernels.proven import disagreements, fused_is_proven
 from deltachain.kernels.reference import Changes
 from tests.contract.many_tensors import FUSED_CHECKS, MANY_CHECKS, Weights, counted, settle

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.signatures import SigningKey, TrustedKeys
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.checkpoint import HELD_FILE
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, HeldVersion, Subscriber

@@ -15,8 +15,8 @@ from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import changes
 from deltachain.format import keys
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, ObjectRef
+from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.types import Bits, StateDigest
 from tests.format.documents import enveloped

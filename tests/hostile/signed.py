@@ -10,10 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.chain.signatures import SigningKey, TrustedKeys
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.format import keys
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber

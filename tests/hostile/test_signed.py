@@ -19,9 +19,15 @@ from deltachain.errors import (
     SignatureError,
     StoreWentBackError,
 )
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import Head, dump
-from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
+from deltachain.format.keys import (
+    CHAIN_KEY,
+    HEAD_KEY,
+    TABLE_KEY,
+    edge_key,
+    manifest_key,
+    object_digest,
+)
 from deltachain.store import MemoryStore
 from tests.format.forge import dumps
 from tests.hostile.signed import (

@@ -12,9 +12,8 @@ from deltachain.chain.chain import Chain
 from deltachain.checkpoint import read_assets
 from deltachain.codec import Part, encode_part
 from deltachain.errors import BaseMismatchError, BrokenChainError, TensorMismatchError
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, ObjectRef, Table
-from deltachain.format.keys import payload_key
+from deltachain.format.keys import object_digest, payload_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.subscribe.targets.folder_owner import write_assets

@@ -11,25 +11,17 @@ import pytest
 from torch import Tensor
 
 from deltachain.replica import live_record
-from deltachain.replica.late_ties import LateTies
-from deltachain.replica.layout import (
-    discover,
-    engine_loads,
-    loaded_checkpoint,
-    other_bits,
-    read_back,
-    trial,
-    unused,
-)
+from deltachain.replica.layout import discover, engine_loads, loaded_checkpoint, trial, unused
+from deltachain.replica.layout import in_place as read_back
+from deltachain.replica.layout import loaded_checkpoint as other_bits
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
 from deltachain.replica.layout.load_methods import LoadGroup
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.layout.members import Members
-from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.members import Members, MemoryIndex
 from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.trial import Trial, _Seen
-from deltachain.replica.layout.untouched import Untouched
+from deltachain.replica.layout.trial import Trial, Untouched, _Seen
+from deltachain.replica.live_record import LateTies
 from tests.property.check import KINDS
 from tests.property.generate import OPAQUE
 from tests.property.recipe import Recipe, Unit

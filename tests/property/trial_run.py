@@ -19,7 +19,7 @@ from deltachain.errors import (
     PartialApplyError,
     TensorMismatchError,
 )
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.replica.layout.update_path import agree, orphans
 from deltachain.replica.rank import Rank

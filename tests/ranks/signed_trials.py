@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from deltachain.chain.signatures import SigningKey
+from deltachain.chain.trust import SigningKey
 from deltachain.publish import PublishConfig, Publisher
 from tests.ranks.layouts import LAYOUTS, train_step
 

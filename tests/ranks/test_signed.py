@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.signatures import SigningKey
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust
 from deltachain.store import open_store
 from deltachain.verify import verify
 from tests.ranks.spawn import run

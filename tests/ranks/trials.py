@@ -26,12 +26,8 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, RankError
 from deltachain.kernels.device import bits_of
-from deltachain.publish import (
-    PublishConfig,
-    Publisher,
-    encoding_choice,
-    version_encoding,
-)
+from deltachain.publish import PublishConfig, Publisher, encoding_choice
+from deltachain.publish import encoding_choice as version_encoding
 from deltachain.publish.encoding_choice import EncodingCost
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store

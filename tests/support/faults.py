@@ -26,13 +26,14 @@ from deltachain.errors import AlreadyExistsError, StorePermissionError, StoreUna
 from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
+    Feed,
     ObjectInfo,
+    OnChange,
     Store,
     check_nbytes,
     find_each,
     not_found,
 )
-from deltachain.store.feed import Feed, OnChange
 from deltachain.types import Buffer
 
 Action: TypeAlias = Literal[

@@ -21,8 +21,8 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
-from deltachain.format.digest import digest_key, object_digest
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
+from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import reference
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version

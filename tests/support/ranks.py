@@ -10,12 +10,12 @@ from typing import Any
 from unittest import mock
 
 from deltachain.errors import ApplyError, DeltaChainError
-from deltachain.replica.call_id import addressed
 from deltachain.replica.messages import (
     RankReply,
     RankRequest,
     Refusal,
     SwapRequest,
+    addressed,
     decode_reply,
     encode,
     name_of,
@@ -23,8 +23,7 @@ from deltachain.replica.messages import (
 from deltachain.replica.rpc import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
-from deltachain.subscribe.targets.live import LiveElements
-from deltachain.subscribe.targets.patch import Patch, write
+from deltachain.subscribe.targets.patch import LiveElements, Patch, write
 from tests.support.engine import FakeModel, bytes_of
 from tests.support.sharding import Full, Sharding
 

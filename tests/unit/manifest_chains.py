@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import listed_edges, window_from
+from deltachain.chain.plan import listed_edges, window_from
 from deltachain.errors import AlreadyExistsError
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, Manifest, Table
+from deltachain.format.keys import object_digest
 from deltachain.store import MemoryStore, ObjectInfo
 from deltachain.store.base import Capabilities
 from deltachain.types import Buffer, StateDigest

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from deltachain.chain.anchor_cost import MOST_VERSIONS, Replay, anchor_due
-from deltachain.chain.recent_edges import KnownEdges
+from deltachain.chain.plan import MOST_VERSIONS, KnownEdges, Replay, anchor_due
 from deltachain.format.documents import (
     Edge,
     EdgeSummary,

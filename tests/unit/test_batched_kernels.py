@@ -16,8 +16,13 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
 from deltachain.kernels import batched, staging
-from deltachain.kernels.placements import LivePlacement, PlacementTable
-from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from deltachain.kernels.segments import (
+    LivePlacement,
+    PlacementTable,
+    StreamLayout,
+    TensorStreams,
+    pack,
+)
 from deltachain.types import StateDigest, TensorSpec
 from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.segments import Given, batch_of, streams_of

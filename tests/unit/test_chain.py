@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import VERSIONS_LISTED
+from deltachain.chain.plan import VERSIONS_LISTED
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,
@@ -18,9 +18,15 @@ from deltachain.errors import (
     StoreUnavailableError,
     UnsupportedFormatError,
 )
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import Edge, EdgeRecord, Head, ObjectRef, Table, dump, seal
-from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, edge_key, manifest_key
+from deltachain.format.keys import (
+    CHAIN_KEY,
+    HEAD_KEY,
+    TABLE_KEY,
+    edge_key,
+    manifest_key,
+    object_digest,
+)
 from deltachain.store import MemoryStore
 from deltachain.types import StateDigest
 from tests.support.faults import Action, Fault, FaultyStore

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltachain.kernels import pinned, proven
+from deltachain.kernels import device as pinned
+from deltachain.kernels import proven
 from deltachain.kernels.blocks import BLOCK, spans_of
 from deltachain.kernels.crossing import DeviceDiff
 from tests.contract.compile import ARCHITECTURES

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from deltachain.chain import fetch as fetch_module
-from deltachain.chain import part as part_fetch
+from deltachain.chain import fetch as part_fetch
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
 from deltachain.codec import Part

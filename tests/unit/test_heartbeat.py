@@ -21,11 +21,10 @@ from deltachain.errors import (
     SignatureError,
     StaleChainError,
 )
-from deltachain.format.documents import Edge, Manifest, unseal
+from deltachain.format.documents import Edge, Heartbeat, Manifest, unseal
 from deltachain.format.keys import HEARTBEAT_KEY, manifest_key
-from deltachain.format.signed import Heartbeat
 from deltachain.mirror import Mirror
-from deltachain.publish.heartbeat_thread import HeartbeatThread
+from deltachain.publish.beside import HeartbeatThread
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -246,7 +245,7 @@ def test_a_publisher_with_a_key_renews_its_heartbeat_while_it_is_idle() -> None:
 def test_a_clock_that_is_set_back_delays_no_heartbeat(monkeypatch: pytest.MonkeyPatch) -> None:
     author, now, ahead = Author().grow(2), time.monotonic, 3600.0
     with monkeypatch.context() as patched:
-        patched.setattr("deltachain.publish.heartbeat_thread.time.time", lambda: now() + ahead)
+        patched.setattr("deltachain.publish.beside.time.time", lambda: now() + ahead)
         with beating(author):
             eventually(lambda: seen_in(author))
             first = seen_in(author)

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltachain.errors import MalformedError
-from deltachain.format.digest import object_digest
 from deltachain.format.documents import (
     BaseRef,
     Document,
@@ -29,6 +28,7 @@ from deltachain.format.documents import (
     summarise,
     unseal,
 )
+from deltachain.format.keys import object_digest
 from deltachain.types import WIRE_DTYPES, StateDigest
 
 COUNTS = st.integers(0, (1 << 63) - 1)

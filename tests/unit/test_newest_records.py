@@ -15,16 +15,15 @@ from deltachain.chain import heartbeat, tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.heartbeat import newest_prune, read_heartbeat, write_heartbeat
-from deltachain.chain.signatures import SigningKey
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust
 from deltachain.errors import ChainError, StaleChainError
+from deltachain.format.documents import PruneRecord
 from deltachain.format.keys import HEARTBEAT_KEY, prune_key, tag_key
-from deltachain.format.prune_record import PruneRecord
 from deltachain.maintain import KeepRule, Pruner
 from deltachain.maintain.key_rotation import sign_again
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
-from deltachain.publish.heartbeat_thread import HeartbeatThread, NewestRecords
+from deltachain.publish.beside import HeartbeatThread, NewestRecords
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from tests.hostile.signed import OWNER, SPEC, Author, trust_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.chain.numbered import NONE, newest_number
+from deltachain.chain.lookup import NONE, newest_number
 from deltachain.store import MemoryStore, ObjectInfo
 from tests.unit.manifest_chains import WideStore
 

@@ -10,7 +10,7 @@ import pytest
 
 from deltachain.chain.ancestry import PLAN_WINDOWS
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.recent_edges import listed_edges
+from deltachain.chain.plan import listed_edges
 from deltachain.errors import BrokenChainError
 from deltachain.format.documents import Edge, EdgeSummary, Head, ObjectRef, dump, seal, summarise
 from deltachain.format.keys import HEAD_KEY, manifest_key

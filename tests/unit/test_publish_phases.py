@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deltachain.chain.chain import Chain
-from deltachain.format.publish_phases import phases_mark, phases_of
+from deltachain.format.documents import phases_mark, phases_of
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber

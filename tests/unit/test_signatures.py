@@ -9,8 +9,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from msgspec.structs import replace
 
-from deltachain.chain.signatures import PublicKey, SigningKey, TrustedKeys
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import PublicKey, SigningKey, Trust, TrustedKeys
 from deltachain.errors import ConfigError
 from deltachain.format.documents import EdgeRecord, Identity, Manifest, Signature
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltachain import slab
+from deltachain import threads as slab
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])

@@ -21,8 +21,7 @@ from deltachain.errors import (
     StoreWentBackError,
 )
 from deltachain.format import keys
-from deltachain.format.documents import Edge, ObjectRef, seal, unseal
-from deltachain.format.tag import Tag
+from deltachain.format.documents import Edge, ObjectRef, Tag, seal, unseal
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer
 from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, manifest_after
@@ -137,9 +136,9 @@ def test_another_way_counts() -> None:
 
 
 def recent_with_anchor(chain: Chain) -> tuple[object, ...]:
-    from deltachain.chain.recent_edges import listed_edges  # noqa: PLC0415
-    from deltachain.format.digest import object_digest  # noqa: PLC0415
+    from deltachain.chain.plan import listed_edges  # noqa: PLC0415
     from deltachain.format.documents import EdgeRecord, summarise  # noqa: PLC0415
+    from deltachain.format.keys import object_digest  # noqa: PLC0415
 
     key = keys.edge_key(3, "anchor", None)
     data = chain.store.get(key)

@@ -14,7 +14,7 @@ from deltachain.control.client.fleet import Fleet
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, open_store
 from deltachain.store.s3 import bucket as s3_bucket
-from deltachain.store.s3 import upload as s3_upload
+from deltachain.store.s3 import bucket as s3_upload
 from deltachain.subscribe import Subscriber
 from deltachain.threads import Pool
 from tests.support.models import TinyModel, bits_of, replica_of, same, train_

@@ -10,9 +10,8 @@ from deltachain.chain.fetch import fetch
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import ConfigError, MalformedError
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, ObjectRef, Table
-from deltachain.format.keys import payload_key
+from deltachain.format.keys import digest_key, payload_key
 from deltachain.kernels import reference
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore

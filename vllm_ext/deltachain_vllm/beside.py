@@ -14,7 +14,7 @@ import httpx
 from deltachain.control.client.http import make_client
 from deltachain.errors import ApplyError
 from deltachain.replica.messages import RankReply, RankRequest, decode_reply, encode
-from deltachain.replica.pause import pause_mode
+from deltachain.replica.target import pause_mode
 from deltachain_vllm import HANDLE
 from deltachain_vllm.compat import mode_in_doubt
 from deltachain_vllm.start_check import PAUSES

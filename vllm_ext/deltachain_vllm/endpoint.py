@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
+from deltachain.control.server.auth import LOOPBACK
 from deltachain.control.server.bootstrap import (
     LedEngine,
     join_registry,
     lead,
     leave_at_end,
 )
-from deltachain.control.server.origin import LOOPBACK
 from deltachain.control.server.routes import probes, router
 from deltachain.errors import ConfigError
 from deltachain.replica.settings import ReplicaSettings

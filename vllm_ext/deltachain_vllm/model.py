@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +17,211 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
+from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.layer_probe import is_plain, processed
-from deltachain.replica.layout.loaded_layers import Owners, layers_of
-from deltachain.replica.layout.members import Members, tensors_in
-from deltachain.replica.layout.provenance import storage_id
+from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
+from deltachain.replica.layout.members import Members, storage_id, tensors_in
 from deltachain.replica.layout.runtime_tables import made_by_running
-from deltachain_vllm.apart import loaded_apart
-from deltachain_vllm.captured import uncaptured
-from deltachain_vllm.columns import compared, is_compared
-from deltachain_vllm.compat import check_experts, check_version, layerwise, linears, own_loader
-from deltachain_vllm.computing import computed, probe, taken_over
-from deltachain_vllm.reloading import reload
-from deltachain_vllm.repacking import repack
-from deltachain_vllm.scales import owned
+from deltachain_vllm.compat import (
+    acts_last,
+    check_experts,
+    check_version,
+    layerwise,
+    linears,
+    own_loader,
+    process,
+)
+from deltachain_vllm.computing import compared, computed, is_compared, probe, taken_over
+from deltachain_vllm.repacking import loaded_apart, repack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+# Some attention backends give their kernels scales as numbers of the host. A graph that was
+# captured with such a kernel repeats it with the numbers of that time, whatever a load writes
+# later.
+
+
+NUMBER: Final = "_scale_float"
+"""Suffix of the attributes of attention layers with scales as numbers."""
+
+
+@contextmanager
+def uncaptured(model: nn.Module, config: Any) -> Iterator[None]:  # noqa: ANN401 - vLLM's
+    """Refuse a load that changes numbers which captured graphs have.
+
+    Args:
+        model: Model of the worker.
+        config: ``VllmConfig`` of the worker.
+
+    Raises:
+        TensorMismatchError: The load changed such a number.
+    """
+    layers = _captured(model) if _captures_attention(config) else {}
+    before = {name: _numbers(layer) for name, layer in layers.items()}
+    yield
+    for name, layer in layers.items():
+        if _numbers(layer) != before[name]:
+            raise TensorMismatchError(
+                f"captured graphs have the scales of {name} as numbers, which stay as they are",
+                hint='start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'',
+            )
+
+
+def _captures_attention(config: Any) -> bool:  # noqa: ANN401 - vLLM's
+    """Return whether vLLM captures graphs of whole steps, attention included."""
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def _captured(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the attention layers whose backends give numbers to kernels."""
+    return {
+        name: layer
+        for name, layer in model.named_modules()
+        if _numbers(layer) and any(_takes_numbers(one) for one in _backends(layer))
+    }
+
+
+def _numbers(layer: nn.Module) -> dict[str, Any]:
+    return {key: value for key, value in vars(layer).items() if key.endswith(NUMBER)}
+
+
+def _backends(layer: Any) -> Iterator[type]:  # noqa: ANN401 - a layer of vLLM
+    impl = getattr(layer, "impl", None)
+    variants = getattr(impl, "get_impl_variants", None)
+    for one in (impl,) if variants is None else variants():
+        yield from type(one).__mro__[:-1]
+
+
+def _takes_numbers(kind: type) -> bool:
+    """Return whether the source of a class reads such a number; true if there is no source."""
+    try:
+        return NUMBER in inspect.getsource(kind)
+    except (OSError, TypeError):
+        return True
+
+
+OPS: Final = "vllm._custom_ops"
+CREATE: Final = "create_onednn_scaled_mm"
+"""Operation that packs an eight-bit weight for CPUs without AMX; oneDNN gets its scales' address.
+"""
+
+
+@contextmanager
+def owned() -> Iterator[None]:
+    """Keep the scales of weights packed while this is open: a reload drops them once copied."""
+    ops: Any = import_module(OPS)
+    create = getattr(ops, CREATE, None)
+    if create is None:
+        yield
+        return
+
+    def keep(weight: Tensor, scales: Tensor, *more: Any, **named: Any) -> Any:  # noqa: ANN401
+        handler = create(weight, scales, *more, **named)
+        handler.scales = scales.data
+        return handler
+
+    setattr(ops, CREATE, keep)
+    try:
+        yield
+    finally:
+        setattr(ops, CREATE, create)
+
+
+NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
+"""Logger that warns of every layer without loaded tensors in a partial reload."""
+
+
+def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  # noqa: ANN401
+    """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded.
+
+    Args:
+        model: Model of the worker; not in use meanwhile.
+        load: Function that calls the model's own loader.
+        config: vLLM's configuration of the model.
+    """
+    steps = layerwise()
+    with _silent(), _absent_kept(model), _finished(model, steps):
+        steps.initialize_layerwise_reload(model)
+        load()
+        touched = {layer for layer in model.modules() if _is_touched(steps, layer)}
+        for layer in model.modules():
+            if layer not in touched and not (
+                acts_last(layer) and not touched.isdisjoint(layer.modules())
+            ):
+                _abandon(steps, layer)
+        steps.finalize_layerwise_reload(model, config)
+        _pack_tied(model, touched)
+
+
+def _is_touched(steps: Any, layer: nn.Module) -> bool:  # noqa: ANN401
+    """Return whether any tensor was loaded into a layer, including finished layers."""
+    info = steps.get_layerwise_info(layer)
+    return not info.can_load() or info.load_numel > 0
+
+
+def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
+    """Pack layers tied to a reloaded layer again, since no tensors are loaded into them."""
+    held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
+    for layer in model.modules():
+        if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
+            process(layer)
+
+
+def _at(parameter: nn.Parameter | None) -> int:
+    return parameter.data_ptr() if parameter is not None and parameter.numel() else 0
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    noisy = logging.getLogger(NOISY)
+    level = noisy.level
+    noisy.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        noisy.setLevel(level)
+
+
+@contextmanager
+def _absent_kept(model: nn.Module) -> Iterator[None]:
+    """Put back parameters that are ``None``: vLLM does not record them, and kernels look for them.
+
+    CPU kernels of eight bits leave ``None`` in the place of a weight that they packed.
+    """
+    absent = [
+        (layer, n) for layer in model.modules() for n, p in layer._parameters.items() if p is None
+    ]
+    try:
+        yield
+    finally:
+        for layer, name in absent:
+            if not hasattr(layer, name):
+                layer.register_parameter(name, None)
+
+
+@contextmanager
+def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
+    """Clean up an interrupted reload at the end; do nothing after a complete one."""
+    try:
+        yield
+    finally:
+        for layer in model.modules():
+            _abandon(steps, layer)
+
+
+def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
+    """Restore the members of a layer from before the reload, and its bias with its own loader."""
+    info = steps.get_layerwise_info(layer)
+    if not info.can_load():
+        return
+    if info.kernel_tensors is not None:
+        steps._place_kernel_tensors(layer, info)
+    for tensor in steps.get_layer_tensors(layer).values():
+        own_loader(tensor)
+    info.reset()
 
 
 def checkpoint_of(config: VllmConfig) -> Path:
@@ -90,7 +282,7 @@ class VllmModel:
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Reload whole layers; see :mod:`deltachain_vllm.reloading`."""
+        """Reload whole layers; see :mod:`deltachain_vllm.model`."""
         with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
@@ -105,7 +297,7 @@ class VllmModel:
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Load layers into copies of them; see :mod:`deltachain_vllm.apart`."""
+        """Load layers into copies of them; see :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
         dtype = self.config.model_config.dtype

@@ -11,7 +11,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, PartialApplyError
-from deltachain.replica.event_loop import run_on
+from deltachain.replica.engine import run_on
 from deltachain.replica.messages import (
     LastSwapRequest,
     RankReply,
@@ -21,8 +21,8 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain.replica.pause import pause_mode
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.replica.target import pause_mode
 from deltachain_vllm import BACKEND, HANDLE
 from deltachain_vllm.compat import check_version, mode_in_doubt, pause
 from deltachain_vllm.extension import check_extension

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from deltachain.errors import ConfigError, UnsupportedEngineError
-from deltachain.replica.engine_version import VersionRange
-from deltachain.replica.pause import pause_mode
+from deltachain.replica.engine import VersionRange
+from deltachain.replica.target import pause_mode
 
 TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
 """Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""

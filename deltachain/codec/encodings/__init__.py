@@ -5,7 +5,7 @@ instance in the entry point group ``deltachain.encodings``; see CONTRIBUTING.md.
 """
 
 from deltachain.codec.bucket_writer import BucketWriter
-from deltachain.codec.directory import Segment, TensorRow
+from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.registry import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import SparseEncoding

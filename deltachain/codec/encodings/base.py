@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from deltachain.codec.bucket_writer import BucketWriter
-from deltachain.codec.directory import Segment, TensorRow
+from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta

@@ -10,7 +10,7 @@ import numpy as np
 from typing_extensions import override
 
 from deltachain.codec.bucket_writer import BucketWriter
-from deltachain.codec.directory import SEGMENT, Segment, TensorRow
+from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader

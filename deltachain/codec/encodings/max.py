@@ -13,7 +13,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from deltachain.codec.bucket_writer import BucketWriter
-from deltachain.codec.directory import SEGMENT, Segment, TensorRow
+from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.encodings.tile_table import BinCounts, table_of

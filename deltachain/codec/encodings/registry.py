@@ -10,9 +10,8 @@ from typing_extensions import override
 from deltachain.codec.encodings.base import Encoding
 from deltachain.codec.encodings.dense import DenseEncoding
 from deltachain.codec.encodings.max import MaxEncoding
-from deltachain.codec.encodings.overwrite import OverwriteEncoding
-from deltachain.codec.encodings.plain import PlainEncoding
-from deltachain.codec.encodings.raw import RawEncoding
+from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.errors import ConfigError, UnsupportedFormatError
 from deltachain.name_registry import SHOWN, NameRegistry

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from typing_extensions import override
 
 from deltachain.codec.bucket_writer import BucketWriter
-from deltachain.codec.directory import Segment, TensorRow
+from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.encodings.sparse import SparseEncoding, read_gaps
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta

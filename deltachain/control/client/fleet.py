@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
 from deltachain.retry import Backoff
-from deltachain.threads import started
+from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version

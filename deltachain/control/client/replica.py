@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import httpx
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.control.client.http import Http, bearer, read, secret
 from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.status import ReplicaStatus
+from deltachain.threads import Closeable
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.control.client.inventory import (
     parse_name,
     resolve,
@@ -23,7 +22,7 @@ from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ControlPlaneError, DeltaChainError
 from deltachain.presence.record import PresenceFound
 from deltachain.replica.status import ReplicaStatus
-from deltachain.threads import started
+from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:
     from deltachain.presence.board import Presence, PresenceBoard

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
@@ -16,7 +17,6 @@ from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
-from deltachain.control.server.origin import LOOPBACK, host_of, is_page
 from deltachain.errors import ControlPlaneError
 from deltachain.figures import Figure
 from deltachain.format.json_guards import decode
@@ -25,6 +25,38 @@ from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from deltachain.threads import started
 from deltachain.tokens import Tokens
+
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+"""Names of the loopback interface, in lower case."""
+
+_HOST: Final = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
+    r"(?::[0-9]{1,5})?"
+)
+"""Valid ``Host`` header: a name or an address, and a port."""
+
+
+def host_of(request: Request) -> str:
+    """Return the host of a request, without its port.
+
+    Raises:
+        HTTPException: 400 for an invalid ``Host`` header, which proxies interpret differently.
+    """
+    given = request.headers.getlist("host")
+    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    if match is None:
+        raise HTTPException(400, "the Host header names no host")
+    return (match["name"] or match["ipv6"]).lower()
+
+
+def is_page(request: Request) -> bool:
+    """Return whether a web page sent the request, as opposed to a user typing the address.
+
+    Browsers send no ``Origin`` with embedded resources, but ``Sec-Fetch-Site``.
+    """
+    site = request.headers.get("sec-fetch-site", "none")
+    return "origin" in request.headers or site != "none"
+
 
 BODY_S: Final = 10.0
 """Seconds in which a request body must arrive."""

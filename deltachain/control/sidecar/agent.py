@@ -12,12 +12,12 @@ from typing import Protocol
 
 from typing_extensions import override
 
-from deltachain.closeable import Closeable
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+from deltachain.threads import Closeable
 from deltachain.types import Version
 
 

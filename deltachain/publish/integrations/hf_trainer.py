@@ -8,11 +8,10 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.flight import Published, check_every_steps
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.tokenizer_files import watched
+from deltachain.publish.model.kept_files import watched
 from deltachain.publish.optimizer_steps import say_averaged
-from deltachain.publish.publisher import Publisher
+from deltachain.publish.publisher import Published, Publisher, check_every_steps
 from deltachain.publish.receipt import PublishReceipt
 
 

@@ -12,16 +12,16 @@ from deltachain.checkpoint import read_assets
 from deltachain.config_fields import fields
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
-from deltachain.publish.model.origin import origin
-from deltachain.publish.model.source import TensorSource
-from deltachain.publish.model.tokenizer_files import MAIN_FILES
-from deltachain.publish.model.touched import (
+from deltachain.publish.model.kept_files import MAIN_FILES
+from deltachain.publish.model.look import (
     SavesItself,
     own_parts,
     saved,
     with_architecture,
     with_touched,
 )
+from deltachain.publish.model.origin import origin
+from deltachain.publish.model.source import TensorSource
 from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code

@@ -8,20 +8,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.reference import Changes
 from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
 from deltachain.publish.model.look import SAME_TENSORS, ModelForm, refuse_changes
 from deltachain.publish.model.origin import Known, given_dtypes, origin, origin_dtypes
-from deltachain.publish.model.pending import Pending
 from deltachain.publish.model.refusals import (
     refuse_adapters,
     refuse_lazy,
@@ -34,8 +35,47 @@ from deltachain.publish.model.refusals import (
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
 from deltachain.publish.model.wire_dtypes import kept_in_fp32, say_dtypes, wire_dtype
+from deltachain.publish.snapshot_memory import Kept
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
-from deltachain.types import TensorSpec
+from deltachain.types import Bits, TensorSpec
+
+
+class Pending(Protocol):
+    """A tensor of the checkpoint that is yet to be made, of weights that are at hand.
+
+    Must be used before the next tensor of the same source, which may use its memory again.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """Device of these weights."""
+
+    def to(self, device: torch.device) -> Pending:
+        """Return it with a copy of these weights on a device."""
+
+    def make(self) -> Tensor:
+        """Make the tensor, in new memory on its device.
+
+        Raises:
+            ConfigError: It cannot be made: a weight is not finite, for example.
+        """
+
+    def diff_(self, snapshot: Bits) -> Changes:
+        """Find its elements that differ from a snapshot, and copy them there; host only.
+
+        Args:
+            snapshot: Flat bits.
+
+        Raises:
+            ConfigError: It cannot be made; the snapshot is as it was.
+        """
+
+    def compared(self, name: str, kept: Kept) -> Compared:
+        """Return it as a tensor for the diff on a device.
+
+        Whether it can be made may be known only after that diff, which is then taken back.
+        """
+
 
 logger = logging.getLogger(__name__)
 

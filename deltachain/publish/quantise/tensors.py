@@ -6,19 +6,26 @@ kernels then; where there are none, the library makes them, one tensor at a time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
-from deltachain.publish.model.layout import Box, ElementMap
-from deltachain.publish.model.pending import Pending
-from deltachain.publish.model.source import ModelTensors, Weight, specs_of
+from deltachain.kernels.factors import Factors, Quantising, codes_by_factors
+from deltachain.kernels.lane import Compared
+from deltachain.kernels.proven import fused_is_proven
+from deltachain.kernels.reference import Changes
+from deltachain.publish.model.layout import Box, ElementMap, ElementRun
+from deltachain.publish.model.source import ModelTensors, Pending, Weight, specs_of
+from deltachain.publish.quantise import host_codes
 from deltachain.publish.quantise.amax import (
+    Blocks,
     CutBlocks,
     Shared,
     cut_blocks,
@@ -28,17 +35,254 @@ from deltachain.publish.quantise.amax import (
     window_amax,
     with_shared,
 )
-from deltachain.publish.quantise.block_checks import BlockChecks
+from deltachain.publish.quantise.block_checks import LEAVE, BlockChecks
 from deltachain.publish.quantise.fused import computed_with
 from deltachain.publish.quantise.grid import Grid
+from deltachain.publish.quantise.host_codes import block_scales
 from deltachain.publish.quantise.layers import WEIGHT
-from deltachain.publish.quantise.matrix import Matrix, check_whole, matrices
-from deltachain.publish.quantise.pending_codes import PendingCodes, can_wait
 from deltachain.publish.quantise.recipe import Margins, Recipe
 from deltachain.publish.quantise.stored import Stored
 from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.snapshot_memory import Kept
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import TensorSpec
+from deltachain.types import Bits, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """What a live weight holds of a matrix that is quantised.
+
+    Attributes:
+        spec: Spec of the matrix in the checkpoint, before it is quantised.
+        window: Position of the elements in it.
+        start: Flat index of the first element in the local part of the live weight.
+        name: Name of the window among the tensors of this rank.
+    """
+
+    spec: TensorSpec
+    window: Box
+    start: int
+    name: str
+
+    def live(self, weight: Weight) -> Tensor:
+        """Return the ``(rows, columns)`` of a live weight; shares its memory."""
+        local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
+        return local.view(self.window.shape)
+
+    def of(self, weight: Weight) -> Tensor:
+        """Return them in the dtype of the checkpoint."""
+        return self.live(weight).to(TORCH_DTYPES[self.spec.dtype])
+
+
+def check_whole(weight: TensorSpec, recipe: Recipe) -> None:
+    """Refuse a matrix that ends within a block, if the library does.
+
+    Raises:
+        ConfigError: It does.
+    """
+    columns, width = weight.shape[1], recipe.block[1]
+    if recipe.whole_blocks and columns % width:
+        raise ConfigError(
+            f"{weight.name!r} has {columns} columns, and {recipe.name} quantises {width} at a "
+            "time, without a rest",
+            hint=LEAVE,
+        )
+
+
+def matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[Matrix, ...]:
+    """Return the matrices of a live weight that are quantised: all or none.
+
+    Raises:
+        ConfigError: Not all are, or one cannot be quantised as this rank holds it.
+    """
+    runs = weight.element_map.slots
+    chosen = [run.spec.name for run in runs if run.spec.name in names]
+    if not chosen:
+        return ()
+    if len(chosen) < len(runs):
+        other = next(run.spec.name for run in runs if run.spec.name not in names)
+        raise ConfigError(
+            f"{chosen[0]!r} is quantised, {other!r} is not, and the model has both as "
+            f"{weight.spec.name!r}",
+            hint="ignore both layers, or none of them",
+        )
+    if weight.element_map.table is not None:
+        raise ConfigError(
+            f"{chosen[0]!r} cannot be quantised: the model has it in another order, as part of "
+            f"{weight.spec.name!r}",
+            hint=LEAVE,
+        )
+    found = [_matrix(weight, run) for run in runs]
+    for matrix in found:
+        _check_codes(matrix, recipe)
+    return tuple(matrix for matrix in found if matrix.window.numel)
+
+
+def _check_codes(matrix: Matrix, recipe: Recipe) -> None:
+    """Refuse a window whose edge divides codes that are stored as one element."""
+    packed, window = recipe.codes, matrix.window
+    if window.numel and any(map(any, packed.grid(matrix.spec).margins(window))):
+        first, last = window.offset[1], window.offset[1] + window.shape[1]
+        raise ConfigError(
+            f"{matrix.spec.name!r}: this rank holds columns {first} to {last - 1}, and "
+            f"{recipe.name} stores the codes of {packed.block[1]} columns in one "
+            f"{packed.dtype} number",
+            hint=f"shard it by rows, or by a multiple of {packed.block[1]} columns",
+        )
+
+
+def _matrix(weight: Weight, run: ElementRun) -> Matrix:
+    box, spec = weight.element_map.box, run.spec
+    columns = spec.shape[-1]
+    if (
+        len(spec.shape) != 2
+        or box.full[-1:] != (columns,)
+        or any(at % columns for at in (run.start, run.at, run.numel))
+    ):
+        raise ConfigError(
+            f"{spec.name!r} has shape {spec.shape} and cannot be quantised: it is no matrix of "
+            f"whole rows of {weight.spec.name!r}, which has shape {box.full}",
+            hint=LEAVE,
+        )
+    height = math.prod(box.full[-2:-1]) or 1
+    above = run.start // columns % height  # rows of the live weight before the run
+    if above + run.numel // columns > height:
+        raise ConfigError(f"{spec.name!r} is spread over {weight.spec.name!r}", hint=LEAVE)
+    low, high = box.before(run.start), box.before(run.start + run.numel)
+    held = box.shape[-1]
+    rows = (high - low) // held if held else 0
+    first = max(above, box.offset[-2]) - above + run.at // columns
+    window = Box(spec.shape, (first, box.offset[-1]), (rows, held))
+    if not rows:
+        window = Box(spec.shape, (0, 0), (0, 0))
+    is_whole = len(weight.element_map.slots) == 1 and weight.spec.name == spec.name
+    name = spec.name if is_whole else f"{weight.spec.name}: {spec.name}"
+    return Matrix(spec, window, low, name)
+
+
+# No copy of the weights is cast, and no copy of their codes is made. Largest magnitudes of what a
+# device compares are checked afterwards, and the diff is taken back if they are refused.
+
+
+PIECE: Final = 1 << 22
+"""Codes made at a time in torch operations: bounds what these allocate."""
+
+
+def can_wait(where: torch.device) -> bool:
+    """Return whether kernels quantise weights there while they compare them."""
+    return fused_is_proven(where) if where.type == "cuda" else host_codes.can_make(where)
+
+
+@dataclass(slots=True)
+class PendingCodes:
+    """Codes of a window that nobody has made yet: a ``Pending``.
+
+    Attributes:
+        values: The window, ``(rows, columns)``, in bf16, or in fp32 if it is published as bf16.
+        grid: Blocks of the matrix.
+        window: Position of the window.
+        recipe: How to quantise.
+        shared: Blocks that the window has a part of, on any rank; none if no block is cut.
+        accept: Function that checks the largest magnitudes and scales of the window's blocks.
+        is_accepted: Whether they were checked.
+    """
+
+    values: Tensor
+    grid: Grid
+    window: Box
+    recipe: Recipe
+    shared: Blocks | None
+    accept: Callable[[Tensor, Tensor], None]
+    is_accepted: bool = False
+    _amax: Tensor | None = field(default=None, repr=False)
+    _scales: Tensor | None = field(default=None, repr=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return self.values.device
+
+    def to(self, device: torch.device) -> PendingCodes:
+        """Return the codes of a copy of the weights on a device."""
+        return replace(self, values=self.values.to(device), _amax=None, _scales=None)
+
+    def window_amax(self) -> Tensor:
+        """Return the largest magnitude of each block, of its weights in the window, in bf16."""
+        if host_codes.can_make(self.device):
+            return host_codes.amax(self.values, self.grid, self.window)
+        return window_amax(self.values, self.grid, self.window).to(torch.bfloat16)
+
+    def amax(self) -> Tensor:
+        """Return the largest magnitude of each block, of all its weights, in bf16."""
+        if self._amax is None:
+            self._amax = self._with_shared(self.window_amax())
+        return self._amax
+
+    def scales(self) -> Tensor:
+        """Return the scale of each block; 0 or NaN where there is none."""
+        if self._scales is None:
+            self._scales = block_scales(self.recipe, self.device).scales_of(self.amax())
+        return self._scales
+
+    def make(self) -> Tensor:
+        """Make the codes, ``(rows, columns)``.
+
+        Raises:
+            ConfigError: A weight is not finite, or a scale is no positive finite number.
+        """
+        self._accept()
+        if host_codes.can_make(self.device):
+            table = block_scales(self.recipe, self.device).factors_of(self.amax())
+            return host_codes.make(self.values, self.grid, self.window, table, self.recipe)
+        flat, factors = self.values.view(-1), self._factors()
+        codes = torch.empty(flat.numel(), dtype=torch.uint8, device=self.device)
+        for start in range(0, flat.numel(), PIECE):
+            piece = slice(start, start + PIECE)
+            codes[piece] = codes_by_factors(flat[piece], factors, start)
+        return codes.view(TORCH_DTYPES[self.recipe.codes.dtype]).view(self.values.shape)
+
+    def diff_(self, snapshot: Bits) -> Changes:
+        """Find the codes that differ from a snapshot on the host, and copy them there.
+
+        Args:
+            snapshot: Flat bits of the window's codes.
+
+        Raises:
+            ConfigError: As ``make``; the snapshot is as it was.
+        """
+        nothing = torch.zeros(self.grid.counts(self.window), dtype=torch.bfloat16)
+        changes, self._amax = host_codes.diff_(
+            snapshot,
+            self.values,
+            self.grid,
+            self.window,
+            self._with_shared(nothing),
+            self.recipe,
+        )
+        self._accept()
+        return changes
+
+    def compared(self, name: str, kept: Kept) -> Compared:
+        """Return the weights for the diff on a device, with their factors; nothing is checked."""
+        dtype = TORCH_DTYPES[self.recipe.codes.dtype]
+        flat = self.values.view(-1)
+        return Compared(name, kept.slab, kept.at, flat, dtype, kept.resident, self._factors())
+
+    def _factors(self) -> Factors:
+        (above, _), (left, _) = self.grid.margins(self.window)
+        how = Quantising(self.recipe.rounding, self.grid.given)
+        factors = block_scales(self.recipe, self.device).factors_of(self.amax())
+        return Factors(factors, self.window.shape[1], (above, left), how)
+
+    def _accept(self) -> None:
+        if not self.is_accepted:
+            self.accept(self.amax(), self.scales())
+            self.is_accepted = True
+
+    def _with_shared(self, amax: Tensor) -> Tensor:
+        if self.shared is None:
+            return amax
+        return with_shared(self.shared, self.grid, self.window, amax)
 
 
 @dataclass(slots=True)

@@ -14,16 +14,13 @@ from itertools import zip_longest
 from typing import Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.replica.layout.components import components
-from deltachain.replica.layout.findings import Findings
+from deltachain.replica.layout.findings import Findings, components
 from deltachain.replica.layout.layer_probe import idle
 from deltachain.replica.layout.links import Links, all_layers, links_of
 from deltachain.replica.layout.load_methods import RELOADS, LoadMethod, load_with
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.layout.members import digest_of
-from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, mixed
+from deltachain.replica.layout.members import MemoryIndex, digest_of
 from deltachain.replica.layout.model_state import ModelState, layer_of
-from deltachain.replica.layout.other_bits import mixed
 
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""

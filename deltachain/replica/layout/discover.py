@@ -14,20 +14,28 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.components import distinct
 from deltachain.replica.layout.derived import find_derived
-from deltachain.replica.layout.engine_loads import decide_remaining, try_loading, try_reloading
-from deltachain.replica.layout.findings import Findings, from_recording, require_classes
+from deltachain.replica.layout.engine_loads import (
+    decide_remaining,
+    find_untestable,
+    try_loading,
+    try_reloading,
+)
+from deltachain.replica.layout.findings import Findings, distinct, from_recording, require_classes
 from deltachain.replica.layout.fresh_load import find_comparable
-from deltachain.replica.layout.in_place import refuse_unverifiable, verify_in_place, verify_uniform
+from deltachain.replica.layout.in_place import (
+    compare_bits,
+    find_overlapping,
+    find_transformed,
+    refuse_unverifiable,
+    verify_in_place,
+    verify_uniform,
+)
 from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import undisturbed
-from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.read_back import compare_bits, find_overlapping, find_transformed
+from deltachain.replica.layout.model_state import ModelState, restore_outputs
 from deltachain.replica.layout.recorder import record
-from deltachain.replica.layout.restore import restore_outputs
-from deltachain.replica.layout.untestable import find_untestable
 from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
 from deltachain.replica.windows import Placement
 

@@ -3,18 +3,82 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from deltachain.replica.layout.components import components
-from deltachain.replica.layout.findings import Findings
+from deltachain.errors import TensorMismatchError
+from deltachain.replica.layout.findings import Findings, components
 from deltachain.replica.layout.links import Links, all_layers, group_of, links_of
-from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
+from deltachain.replica.layout.load_methods import (
+    RELOADS,
+    LoadGroup,
+    LoadMethod,
+    load_with,
+    modules_in,
+)
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.members import Members, may_hide_tensors
 from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.trial import Outcome, Trial
-from deltachain.replica.layout.untouched import Untouched, holds_bits
+from deltachain.replica.layout.trial import Outcome, Trial, Untouched, holds_bits
 from deltachain.replica.layout.update_path import ORDER, TensorClass
+
+
+def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Find layers whose output cannot be computed, and whose members cannot all be inspected.
+
+    Only layers with post-load processing can be such layers: either they are already, or processing
+    them once more shows it.
+
+    Raises:
+        TensorMismatchError: There is such a layer already. Nothing is loaded then, since restoring
+            it could not be verified.
+    """
+    links = links_of(state, source, findings, source.present)
+    doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
+    if not doubtful:
+        return findings
+    _refuse_opaque(state, links, doubtful)
+    names = [name for name in links if links[name] & doubtful]
+    scope = state.memory.tied(all_layers(links, names))
+    untestable = _opaque_after_reload(state, source, names, scope, doubtful)
+    reasons = {
+        name: f"the weights that {min(links[name] & untestable)} computes with cannot be inspected"
+        for name in names
+        if links[name] & untestable
+    }
+    return replace(findings.only_reloaded(reasons), untestable=untestable)
+
+
+def _refuse_opaque(state: ModelState, links: Links, doubtful: frozenset[str]) -> None:
+    for layer in sorted(doubtful & state.opaque):
+        name = min(name for name in links if layer in links[name])
+        raise TensorMismatchError(
+            f"{layer} keeps its weights where they can be neither inspected nor tested: "
+            f"{name!r} cannot be written",
+            tensor=name,
+            hint="set linear and MoE backends that keep weights in tensors",
+        )
+
+
+def _opaque_after_reload(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    names: Sequence[str],
+    scope: frozenset[str],
+    doubtful: frozenset[str],
+) -> frozenset[str]:
+    """Return doubtful layers with uninspectable members after processing, or not processed."""
+    found: set[str] = set()
+    processed: set[str] = set()
+    for method in RELOADS:
+        members = {layer: Members(modules_in(state.model, {layer})) for layer in doubtful}
+        with suppress(Exception):
+            load_with(state.model, method, scope, source.clones(names))
+            processed |= doubtful
+            found |= {n for n, one in members.items() if any(map(may_hide_tensors, one.replaced()))}
+        state.put_back()
+    return frozenset(found | (doubtful - processed))
 
 
 def try_loading(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from deltachain.replica.layout.components import distinct
 from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import restoring
@@ -14,6 +13,43 @@ from deltachain.replica.layout.model_state import ModelState
 from deltachain.replica.layout.recorder import Recording
 from deltachain.replica.layout.update_path import ON_HOST, TensorClass
 from deltachain.replica.windows import Placement
+
+
+def components(
+    names: Iterable[str],
+    links: Mapping[str, frozenset[str]],
+    together: Iterable[frozenset[str]],
+) -> list[list[str]]:
+    """Split names into groups without common layers or sets; keep the order."""
+    root: dict[str, str] = {}
+    first: dict[str, str] = {}
+
+    def find(name: str) -> str:
+        while root[name] != name:
+            root[name] = name = root[root[name]]
+        return name
+
+    labels: dict[str, list[str]] = defaultdict(list)
+    for number, one in enumerate(together):
+        for name in one:
+            labels[name].append(f"together {number}")
+    wanted = list(names)
+    for name in wanted:
+        root[name] = name
+        for label in (*links[name], *labels[name]):
+            root[find(name)] = find(first.setdefault(label, name))
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in wanted:
+        groups[find(name)].append(name)
+    return list(groups.values())
+
+
+def distinct(places: Iterable[Placement]) -> list[Placement]:
+    """Return the placements without duplicates, which come from tied names."""
+    found: dict[object, Placement] = {}
+    for place in places:
+        found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
+    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,10 +18,14 @@ from torch import Tensor, nn
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
-from deltachain.replica.layout.members import numbers_in, same_number, tensors_in
-from deltachain.replica.layout.opaque import is_opaque
-from deltachain.replica.layout.other_bits import WeightsFactory
-from deltachain.replica.layout.provenance import storage_id
+from deltachain.replica.layout.loaded_checkpoint import WeightsFactory
+from deltachain.replica.layout.members import (
+    is_opaque,
+    numbers_in,
+    same_number,
+    storage_id,
+    tensors_in,
+)
 from deltachain.types import TensorSpec
 
 TOGETHER: Final = 32 << 20

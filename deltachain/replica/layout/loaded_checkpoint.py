@@ -2,22 +2,164 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import LiveBits
-from deltachain.replica.layout.other_bits import other_bits
+from deltachain.replica.layout.members import Provenance, tensors_in
+from deltachain.replica.layout.recorder import Load
 from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
+
+WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
+"""Factory of checkpoint tensors, by chain name; new ones at each call, since loaders edit them."""
+
+LARGE: Final = 64.0
+"""Magnitude above which numbers are decreased, not increased: eight-bit formats end at 240."""
+
+
+def mixed(
+    weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield checkpoint tensors, some of them with other bits in every element."""
+    changed = frozenset(others)
+    for name in names:
+        for here, tensor in weights([name]):
+            yield here, other_bits(tensor, turn) if name in changed else tensor
+
+
+def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
+    """Return a tensor in which every element differs from the given one by more than rounding.
+
+    Equal elements become different, to show where each of them goes. The results of turns 0 and 1
+    differ too, except booleans, to show which of two equal tensors is stored somewhere.
+    """
+    if tensor.dtype is torch.bool:
+        return ~tensor
+    seeded = torch.Generator().manual_seed(tensor.numel())
+    power = torch.randint(0, 3, tensor.shape, generator=seeded).to(tensor.device)
+    power = (power + turn) % 3
+    found = _raised(tensor, power)
+    # No row or column is its own mirror image, so each of them reveals a loader that reverses
+    # them, even where a rank has few. A corner may have to change twice.
+    for dim in (-2, -1, -2, -1):
+        if tensor.ndim >= -dim and tensor.shape[dim] > 1:
+            last, end = power.select(dim, -1), found.select(dim, -1)
+            alike = _plain(found.select(dim, 0)) == _plain(end)
+            last.copy_((last + alike) % 3)
+            end.copy_(_raised(tensor.select(dim, -1), last))
+    return found
+
+
+def _raised(tensor: Tensor, power: Tensor) -> Tensor:
+    """Multiply numbers by powers of two, or divide large ones; give integers other bits."""
+    if not tensor.is_floating_point():
+        return tensor ^ (1 + power).to(tensor.dtype)
+    factor = (2.0 ** (1 + power)).float()
+    wide = tensor.float()
+    scaled = torch.where(wide.abs() > LARGE, wide / factor, wide * factor)
+    return torch.where(wide == 0, factor, scaled).to(tensor.dtype)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return numbers in a comparable dtype: eight-bit numbers cannot be compared."""
+    return tensor.float() if tensor.is_floating_point() else tensor
+
+
+logger = logging.getLogger(__name__)
+
+Owners: TypeAlias = Callable[[Tensor], frozenset[str]]
+"""Function that returns the layers with an element of a tensor; none outside the model."""
+
+
+def layers_of(
+    load: Load,
+    names: Mapping[str, Tensor],
+    owners: Owners,
+    modules: Mapping[str, nn.Module] | None = None,
+) -> dict[str, frozenset[str]]:
+    """Find the layers that each checkpoint tensor is loaded into; no owned tensor is written.
+
+    Args:
+        load: Loader of the engine.
+        names: Meta tensors in the checkpoint's shapes and dtypes, by name.
+        owners: Function that returns the layers with an element of a tensor.
+        modules: Modules of the model, by name, in which a loader may put new tensors without an
+            owner. The new tensors stay there.
+    """
+    found: dict[str, set[str]] = defaultdict(set)
+    if not _try_load(load, names, owners, modules or {}, found):
+        for name in [name for name in names if name not in found]:
+            _try_load(load, {name: names[name]}, owners, modules or {}, found)
+    return {name: frozenset(layers) for name, layers in found.items()}
+
+
+class _Watch(TorchDispatchMode):
+    """Dispatch mode that records the layer of each meta tensor, and writes no live tensor."""
+
+    def __init__(
+        self, inputs: Mapping[str, Tensor], owners: Owners, found: dict[str, set[str]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.provenance = Provenance(inputs)
+        self.owners, self.found = owners, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
+        """Record a write; execute it only if it overwrites nothing."""
+        del types
+        sources = self.provenance.sources((args, kwargs))
+        writes = func._schema.is_mutable and args and isinstance(args[0], Tensor)
+        layers = self.owners(args[0]) if writes else frozenset()
+        if layers:
+            for name in sources:
+                self.found[name] |= layers
+        elif writes:
+            self.provenance.made(args[0], sources)
+        from_meta = func is torch.ops.aten.copy_.default and args[1].is_meta
+        if writes and not args[0].is_meta and (from_meta or layers):
+            return args[0]
+        returned = func(*args, **(kwargs or {}))
+        if not layers:
+            self.provenance.made(returned, sources)
+        return returned
+
+    def look(self, modules: Mapping[str, nn.Module]) -> None:
+        """Record the layers with tensors made from meta tensors."""
+        for layer, module in modules.items():
+            made = [tensor for _, tensor in tensors_in(module) if not is_lazy(tensor)]
+            for name in self.provenance.sources(made):
+                self.found[name].add(layer)
+
+
+def _try_load(
+    load: Load,
+    inputs: Mapping[str, Tensor],
+    owners: Owners,
+    modules: Mapping[str, nn.Module],
+    found: dict[str, set[str]],
+) -> bool:
+    """Load all tensors; return whether that succeeded. A tensor that fails is in no layer."""
+    try:
+        with torch.no_grad(), _Watch(inputs, owners, found) as watch:
+            load(list(inputs.items()))
+        watch.look(modules)
+    except Exception as exc:  # noqa: BLE001 - any error of a loader is a result
+        logger.debug("no layer for %d tensors: %s", len(inputs), exc)
+        return False
+    return True
 
 
 class LoadedCheckpoint:

@@ -9,17 +9,137 @@ items, and tensors with the memory that they view.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from hashlib import blake2b
-from types import FunctionType, ModuleType
+from pathlib import PurePath
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from deltachain.errors import TensorMismatchError
+
+
+class Provenance:
+    """Sources of tensors, by storage.
+
+    Args:
+        inputs: Checkpoint tensors given to the loader, by name.
+    """
+
+    def __init__(self, inputs: Mapping[str, Tensor]) -> None:
+        self._owner = {storage_id(tensor): name for name, tensor in inputs.items()}
+        self._made: dict[int, frozenset[str]] = {}
+        self._kept: list[Tensor] = []
+
+    def owner(self, tensor: Tensor) -> str | None:
+        """Return the checkpoint tensor that a tensor is, or is a view of."""
+        return self._owner.get(storage_id(tensor))
+
+    def sources(self, values: Any) -> frozenset[str]:  # noqa: ANN401
+        """Return the checkpoint tensors that some values are, view, or were computed from."""
+        found: frozenset[str] = frozenset()
+        for leaf in tree_leaves(values):
+            if isinstance(leaf, Tensor):
+                storage = storage_id(leaf)
+                found |= self._made.get(storage, frozenset())
+                if storage in self._owner:
+                    found |= {self._owner[storage]}
+        return found
+
+    def made(self, values: Any, sources: frozenset[str]) -> None:  # noqa: ANN401
+        """Record the sources of the tensors among some values."""
+        for tensor in tree_leaves(values) if sources else ():
+            if isinstance(tensor, Tensor) and storage_id(tensor) not in self._owner:
+                storage = storage_id(tensor)
+                self._made[storage] = self._made.get(storage, frozenset()) | sources
+                self._kept.append(tensor)  # otherwise another tensor might reuse its storage
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return an id of a tensor's storage, which may be on the meta device."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+class MemoryIndex:
+    """An index of tensors by the memory that they view, meta tensors included.
+
+    Args:
+        tensors: Pairs of owner and tensor; an owner may have several tensors.
+    """
+
+    def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        self._tensors: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, tensor in tensors:
+            if tensor.numel():
+                self._tensors[storage_id(tensor)].append((name, tensor))
+        self._tied: dict[str, set[str]] = defaultdict(set)
+        for sharing in self._tensors.values():
+            self._note_tied(sharing)
+
+    def overlapping(self, tensor: Tensor) -> frozenset[str]:
+        """Return the owners of tensors that share an element with this one."""
+        sharing = self._tensors.get(storage_id(tensor), ())
+        return frozenset(name for name, other in sharing if overlap(tensor, other))
+
+    def in_storage_of(self, tensor: Tensor) -> frozenset[str]:
+        """Return the owners of tensors in the same storage."""
+        return frozenset(name for name, _ in self._tensors.get(storage_id(tensor), ()))
+
+    def tied(self, names: frozenset[str]) -> frozenset[str]:
+        """Return the given owners, and those whose tensors share an element with theirs."""
+        return names.union(*(self._tied.get(name, ()) for name in names))
+
+    def _note_tied(self, sharing: list[tuple[str, Tensor]]) -> None:
+        for at, (name, tensor) in enumerate(sharing):
+            for other, theirs in sharing[:at]:
+                if other != name and overlap(tensor, theirs):
+                    self._tied[name].add(other)
+                    self._tied[other].add(name)
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have a byte in common."""
+    if one is other:
+        return bool(one.numel())
+    (first, last), (start, end) = _span(one), _span(other)
+    if first >= end or start >= last:
+        return False
+    if _is_dense(one) and _is_dense(other):
+        return True
+    if one.element_size() != other.element_size():
+        return True  # as far as is known: only flat buffers are viewed in two widths
+    base = min(one.storage_offset(), other.storage_offset())
+    width = one.element_size()
+    taken = torch.zeros(max(last, end) // width - base, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset() - base).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - base).any())
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the offsets of a tensor's first byte in its storage and of the end after its last."""
+    width, first = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return first * width, first * width
+    return first * width, (first + _reach(tensor)) * width
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Return whether the elements of a tensor have no gaps between them."""
+    return tensor.numel() == _reach(tensor)
+
+
+def _reach(tensor: Tensor) -> int:
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * stride for size, stride in sizes)
+
 
 NESTED: Final = 3
 """Depth of nested objects that are followed from an object with post-load processing."""
@@ -378,3 +498,100 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+HANDLES: Final = (torch.Stream, torch.Event, torch.Generator, PurePath, range, slice)
+"""Other types of objects without weights, which are not inspected."""
+
+
+DEEP: Final = 3
+"""Depth to which nested objects are inspected."""
+
+
+def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
+    """Return whether a module, or an object of its post-load processing, may hide weights.
+
+    Args:
+        module: Module to inspect, without its children.
+        visible: Storages of the model's live tensors.
+    """
+    return any(
+        may_hide_tensors(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
+        for box in containers_of(module, plain=False)
+        for value in _inside(box)
+    )
+
+
+def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
+    """Return whether an object may hold tensors that cannot be found, as a closure does.
+
+    Args:
+        value: Member of a module.
+        within: Identities of the objects around it, which it may contain in turn.
+    """
+    if id(value) in within:
+        return False
+    if isinstance(value, Tensor | nn.Module | Enum | type | ModuleType) or value is None:
+        return False
+    if isinstance(value, (*SIMPLE, *HANDLES)) or is_configuration(value):
+        return False
+    if container_of(value) is not None and not isinstance(value, partial):
+        return False
+    if isinstance(value, BuiltinFunctionType):
+        return not isinstance(value.__self__, ModuleType | type | None)
+    kept, within = _kept_by(value), within | {id(value)}
+    return kept is None or any(
+        isinstance(one, Tensor) or may_hide_tensors(one, within) for one in kept
+    )
+
+
+def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
+    """Return the parts of an object without attributes; ``None`` if they are unknown."""
+    if isinstance(value, frozenset):
+        return list(value)
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        cells = value.__closure__ or ()
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return defaults + [inner for cell in cells for inner in _in_cell(cell)]
+    slots = [slot for one in type(value).__mro__ for slot in _slots(one)]
+    return [getattr(value, slot) for slot in slots if hasattr(value, slot)] if slots else None
+
+
+def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
+    """Yield tensors reachable from an object through others, except modules and process groups."""
+    kind = type(value)
+    if isinstance(value, nn.Module) or "distributed" in kind.__module__:
+        return
+    if kind in LEAVES and kind is not FunctionType:
+        return
+    if id(value) in within or len(within) > DEEP:
+        return
+    inner = container_of(value)
+    kept = [value.__self__] if isinstance(value, MethodType) else _kept_by(value) or []
+    if inner is not None:
+        kept = [*kept, *_inside(inner)]
+    elif is_configuration(value):
+        kept = list(vars(value).values()) if hasattr(value, "__dict__") else kept
+    for one in kept:
+        if isinstance(one, Tensor):
+            yield one
+        else:
+            yield from _tensors_in(one, within | {id(value)})
+
+
+def _in_cell(cell: CellType) -> list[Any]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # the cell is still empty
+        return []
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _inside(container: Any) -> tuple[Any, ...]:  # noqa: ANN401
+    return tuple(container.values() if isinstance(container, dict) else container)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import TensorMismatchError
+from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.load_methods import modules_in
-from deltachain.replica.layout.members import Members, SavedBits, numbers_in, same_number
-from deltachain.replica.layout.memory_index import MemoryIndex
-from deltachain.replica.layout.opaque import is_opaque
-from deltachain.replica.layout.provenance import storage_id
+from deltachain.replica.layout.load_methods import RELOADS, load_with, modules_in
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.members import (
+    Members,
+    MemoryIndex,
+    SavedBits,
+    is_opaque,
+    numbers_in,
+    same_number,
+    storage_id,
+)
 
 
 class ModelState:
@@ -155,3 +162,34 @@ def _same(one: Tensor, other: Tensor) -> bool:
         return False
     pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
     return torch.equal(*pair)
+
+
+logger = logging.getLogger(__name__)
+
+
+def restore_outputs(state: ModelState, source: LoadedCheckpoint) -> None:
+    """Restore the model; if its outputs still differ, let it load its first weights again.
+
+    Args:
+        state: State of the model before the trials.
+        source: The checkpoint that the engine loaded.
+
+    Raises:
+        EngineDamagedError: The outputs still differ after every attempt.
+    """
+    layers, tried = frozenset(state.modules), frozenset(state.outputs)
+    state.put_back()
+    for method in (*RELOADS, "loaded"):
+        if not state.other_outputs(tried):
+            return
+        state.put_back(
+            partial(load_with, state.model, method, layers, source.clones(source.present))
+        )
+    left = state.other_outputs(tried)
+    if left:
+        message = (
+            f"{min(left)} computes something else after test loads; "
+            "the engine keeps weights in memory that cannot be restored"
+        )
+        logger.critical("%s: restart the engine", message)
+        raise EngineDamagedError(message)

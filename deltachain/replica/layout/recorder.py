@@ -20,8 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltachain.replica.layout.members import Members, tensors_in
-from deltachain.replica.layout.provenance import Provenance, storage_id
+from deltachain.replica.layout.members import Members, Provenance, storage_id, tensors_in
 from deltachain.replica.windows import Placement
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec

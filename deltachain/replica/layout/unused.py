@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.discover import Layout
 from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod, load_with
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, mixed
 from deltachain.replica.layout.members import SavedBits
-from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.other_bits import mixed
-from deltachain.replica.layout.restore import restore_outputs
+from deltachain.replica.layout.model_state import ModelState, restore_outputs
 
 logger = logging.getLogger(__name__)
 

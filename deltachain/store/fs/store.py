@@ -34,6 +34,7 @@ from deltachain.store.base import (
     check_prefix,
     check_range,
     find_each,
+    guarded,
     is_segment,
     not_found,
     too_short,
@@ -41,7 +42,6 @@ from deltachain.store.base import (
 from deltachain.store.fs.errors import failures, modified, store_error, unanswered
 from deltachain.store.fs.promises import PROMISES, Promises, promises_of
 from deltachain.store.fs.url import locate
-from deltachain.store.guard import guarded
 from deltachain.types import Buffer
 
 if TYPE_CHECKING:

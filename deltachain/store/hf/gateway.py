@@ -83,9 +83,7 @@ class Gateway:
             StorePermissionError: The access key does not permit the write.
             StoreUnavailableError: No attempt succeeded before the deadline.
         """
-        from deltachain.store.s3.calls import once  # noqa: PLC0415
-        from deltachain.store.s3.errors import status_of  # noqa: PLC0415
-        from deltachain.store.s3.replies import whole  # noqa: PLC0415
+        from deltachain.store.s3.calls import once, status_of, whole  # noqa: PLC0415 - an extra
 
         def put() -> None:
             at = {"Bucket": self._bucket, "Key": path}

@@ -33,6 +33,7 @@ from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
+    OnChange,
     Store,
     already_exists,
     bytes_view,
@@ -41,11 +42,10 @@ from deltachain.store.base import (
     check_nbytes,
     check_prefix,
     check_range,
+    guarded,
     not_found,
     too_short,
 )
-from deltachain.store.feed import OnChange
-from deltachain.store.guard import guarded
 from deltachain.store.hf.api import IN_BETWEEN, Hub, parse_reply
 from deltachain.store.hf.feed import HubFeed
 from deltachain.store.hf.gateway import Gateway, GatewayKey, Maybe

@@ -10,9 +10,8 @@ from urllib.parse import urlsplit
 
 from deltachain.environment import read_one
 from deltachain.errors import ConfigError
-from deltachain.store.hf.api import BucketLocation, Hub
+from deltachain.store.hf.api import BucketLocation, Budget, Hub
 from deltachain.store.hf.gateway import GatewayKey
-from deltachain.store.hf.rate_limit import Budget
 from deltachain.store.hf.store import HfStore
 
 READER_CALLS: Final = 100

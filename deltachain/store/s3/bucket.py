@@ -2,19 +2,261 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, TypeVar
+
+from typing_extensions import override
 
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.retry import DEADLINE_S, Deadline
 from deltachain.store.base import ObjectInfo, already_exists, not_found, too_short
-from deltachain.store.ranges import Opened, ReplacedError
-from deltachain.store.s3.body import Download, Upload
-from deltachain.store.s3.calls import Calls, StatusError, once
-from deltachain.store.s3.client import make_client
-from deltachain.store.s3.errors import is_conflict, is_transient, no_bucket, status_of, typed
-from deltachain.store.s3.replies import ETags, object_nbytes, whole, wrote_nothing
-from deltachain.store.s3.upload import PART_NBYTES, Uploader
+from deltachain.store.ranges import CutError, Opened, ReplacedError
+from deltachain.store.s3.calls import (
+    Calls,
+    ETags,
+    StatusError,
+    is_conflict,
+    is_transient,
+    no_bucket,
+    object_nbytes,
+    once,
+    status_of,
+    typed,
+    whole,
+    wrote_nothing,
+)
+from deltachain.store.s3.client import Client, make_client
+from deltachain.threads import Pool
+
+
+class Download:
+    """Body of a response, all of whose failures become a ``CutError``.
+
+    Args:
+        body: A ``StreamingBody`` of botocore.
+    """
+
+    def __init__(self, body: Any) -> None:  # noqa: ANN401 - untyped
+        self._body = body
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Read into ``buffer`` and return the number of bytes; 0 at the end.
+
+        Raises:
+            CutError: The remaining bytes cannot be read.
+        """
+        try:
+            return int(self._body.readinto(buffer))
+        except DeltaChainError:
+            raise
+        except Exception as exc:  # errors of a broken body have no documented class
+            raise CutError from exc
+
+    def close(self) -> None:
+        """Discard the remaining bytes, and with them the connection, unless all were read."""
+        self._body.close()
+
+
+class Upload(io.RawIOBase):
+    """A memory view as a file, copied piece by piece.
+
+    A ``bytes`` object would be sent in one socket call, which times out on a slow network.
+
+    Args:
+        view: Flat bytes.
+        deadline: Time limit of the request, enforced by ``read``.
+    """
+
+    def __init__(self, view: memoryview, deadline: Deadline) -> None:
+        super().__init__()
+        self._view = view
+        self._deadline = deadline
+        self._at = 0
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def seekable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self._at
+
+    @override
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
+        self._at = max(0, start + offset)
+        return self._at
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read up to ``size`` bytes; all remaining ones by default.
+
+        Raises:
+            StoreUnavailableError: The deadline passed.
+        """
+        self._deadline.moved()  # the bytes of earlier reads were sent
+        stop = len(self._view) if size is None or size < 0 else self._at + size
+        data = bytes(self._view[self._at : stop])
+        self._at += len(data)
+        return data
+
+
+PART_NBYTES: Final = 16 << 20
+"""Size of one part, and of the largest object put by one request, in bytes."""
+
+_PARTS: Final = 10_000
+"""Largest number of parts of one object."""
+
+_THREADS: Final = 8
+_ABORT_S: Final = 5.0
+"""Time limit of aborting an upload, in seconds: the upload has failed, and its caller waits."""
+
+
+class Uploader:
+    """Uploader of large objects.
+
+    Args:
+        client: S3 client of boto3.
+        calls: Sender of the client's requests.
+    """
+
+    def __init__(self, client: Client, calls: Calls) -> None:
+        self._client = client
+        self._calls = calls
+        # boto3's default checksums of parts must be announced for the whole object, and repeated.
+        checked = client.meta.config.request_checksum_calculation != "when_required"
+        self._checksum = {"ChecksumAlgorithm": "CRC32"} if checked else {}
+
+    def upload(
+        self,
+        at: dict[str, str],
+        key: str,
+        view: memoryview,
+        deadline: Deadline,
+        holds: Callable[[], bool],
+    ) -> None:
+        """Write an object, visible once its last part is stored; abort the upload on failure.
+
+        Args:
+            at: Bucket and name of the object.
+            key: Key of the object, for errors.
+            view: Bytes of the object.
+            deadline: Deadline of the call.
+            holds: Function that returns whether the object exists with these bytes.
+
+        Raises:
+            StoreError: The server refused, or failed for too long.
+        """
+        for again in (True, False):
+            try:
+                with self._opened(at, key, deadline) as upload:
+                    parts = self._send_parts(upload, key, view, deadline)
+                    self._complete(upload, key, parts, deadline, holds)
+            except StatusError:
+                # Completed by an attempt without a response, or aborted by another client: the two
+                # cannot be distinguished, and writing the object again is right for both.
+                if not again:
+                    raise deadline.error("its upload is cleared away while it goes on") from None
+            else:
+                return
+
+    @contextmanager
+    def _opened(self, at: dict[str, str], key: str, deadline: Deadline) -> Iterator[dict[str, str]]:
+        """Start an upload; abort it unless it is completed."""
+
+        def create(_: Deadline) -> Any:  # noqa: ANN401
+            return whole(self._client.create_multipart_upload(**at, **self._checksum), "UploadId")
+
+        upload = {**at, "UploadId": self._send(create, deadline, key)["UploadId"]}
+        try:
+            yield upload
+        except BaseException:
+            self._abort(upload, key, deadline)
+            raise
+
+    def _send_parts(
+        self, upload: dict[str, str], key: str, view: memoryview, deadline: Deadline
+    ) -> list[dict[str, Any]]:
+        nbytes = max(PART_NBYTES, -(-view.nbytes // _PARTS))
+
+        def send(start: int) -> dict[str, Any]:
+            number, part = 1 + start // nbytes, view[start : start + nbytes]
+
+            def put(own: Deadline) -> Any:  # noqa: ANN401
+                body = Upload(part, own)
+                return whole(
+                    self._client.upload_part(
+                        **upload, **self._checksum, PartNumber=number, Body=body
+                    ),
+                    "ETag",
+                )
+
+            reply = self._send(put, deadline, key)
+            told = {name: reply[name] for name in ("ETag", "ChecksumCRC32") if name in reply}
+            return {"PartNumber": number, **told}
+
+        with Pool(_THREADS, "deltachain-upload") as pool:
+            sending: list[Future[dict[str, Any]]] = []
+            try:
+                for start in range(0, view.nbytes, nbytes):
+                    sending.append(pool.submit(send, start))
+                    if sending[-1].done():  # ran already if there is no thread
+                        sending[-1].result()
+                return [each.result() for each in sending]
+            finally:
+                for each in sending:  # parts not yet started when one failed
+                    each.cancel()
+
+    def _complete(
+        self,
+        upload: dict[str, str],
+        key: str,
+        parts: list[dict[str, Any]],
+        deadline: Deadline,
+        holds: Callable[[], bool],
+    ) -> None:
+        def complete(_: Deadline) -> None:
+            reply = self._client.complete_multipart_upload(
+                **upload, MultipartUpload={"Parts": parts}
+            )
+            if not reply.get("ETag") and not holds():
+                raise wrote_nothing()
+
+        self._send(complete, deadline, key)
+
+    def _send(self, call: Callable[[Deadline], _T], deadline: Deadline, key: str) -> _T:
+        """Send a request of an upload.
+
+        The time limit of retries begins with the first failure: the server needs time for a part
+        before it responds, and gets as much once more.
+
+        Raises:
+            StatusError: Status 404: the upload does not exist.
+        """
+        first = deadline.own()
+        try:
+            return once(lambda: call(first), first)
+        except DeltaChainError:
+            raise
+        except Exception:  # noqa: BLE001 - typed below, if it stays
+            again = deadline.own()
+            return self._calls.repeat(lambda: call(again), again, key, 404)
+
+    def _abort(self, upload: dict[str, str], key: str, deadline: Deadline) -> None:
+        last = deadline.shorter(_ABORT_S)
+        try:
+            self._calls.repeat(
+                lambda: self._client.abort_multipart_upload(**upload), last, key, 404
+            )
+        except (DeltaChainError, StatusError):
+            return  # its parts stay, invisible, until a lifecycle rule removes them
+
 
 _SMALL: Final = 1 << 20
 """Largest body that can be sent in one socket call on the slowest network, in bytes."""

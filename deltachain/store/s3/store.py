@@ -24,10 +24,10 @@ from deltachain.store.base import (
     check_nbytes,
     check_prefix,
     check_range,
+    guarded,
     is_segment,
     too_short,
 )
-from deltachain.store.guard import guarded
 from deltachain.store.ranges import (
     RANGE_NBYTES,
     Open,

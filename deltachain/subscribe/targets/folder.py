@@ -7,11 +7,15 @@ nothing.
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 import shutil
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final, TypeAlias
 
 import numpy as np
 from typing_extensions import override
@@ -24,14 +28,17 @@ from deltachain.checkpoint import (
     creating,
     remove_partials,
     sync,
+    sync_folder,
     weights_file,
     write_atomic,
 )
-from deltachain.delta import TensorDelta
+from deltachain.codec import Change, Part, encode_part
+from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import (
     ApplyError,
     ConfigError,
     DeltaChainError,
+    DigestMismatchError,
     FormatError,
     MalformedError,
     PartialApplyError,
@@ -39,18 +46,216 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.filebits import FileBits
-from deltachain.format.documents import Document, dump, parse
+from deltachain.format.documents import Document, ObjectRef, dump, parse
+from deltachain.format.keys import object_digest
 from deltachain.kernels.protocol import same_bits
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.subscribe.targets.folder_lock import FolderLock
-from deltachain.subscribe.targets.journal import Journal, Seal
-from deltachain.subscribe.targets.live import WholeTensor, state_of, sum_states
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
-from deltachain.subscribe.targets.patch import Patch, prepare
-from deltachain.subscribe.targets.stamps import Stamps, are_same_files, stamps_of
+from deltachain.subscribe.targets.patch import Patch, WholeTensor, prepare, state_of, sum_states
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
+
+# The parts are ordinary parts of FORMAT.md, so the same code verifies them when they are read back.
+
+
+FOLDER: Final = ".deltachain-journal"
+SEAL: Final = "seal.json"
+PART_NBYTES: Final = 256 << 20
+"""Bytes of patches in one part, which bounds the memory used to write the journal."""
+
+
+class Seal(Document, frozen=True, kw_only=True):
+    """The seal of a complete journal: the version that it leads to, and its parts."""
+
+    held: HeldVersion
+    parts: tuple[ObjectRef, ...]
+
+
+class Journal:
+    """New bits on their way into a folder.
+
+    Args:
+        folder: Path of the checkpoint folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder / FOLDER
+
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> Seal:
+        """Write patches durably, and seal them; from then on they will be applied."""
+        self.clear()
+        self._folder.mkdir()
+        refs = [self._put(number, group) for number, group in enumerate(_groups(patches))]
+        seal = Seal(held=held, parts=tuple(refs))
+        write_atomic(self._folder / SEAL, dump(seal))
+        sync_folder(self._folder.parent)
+        return seal
+
+    def pending(self) -> Seal | None:
+        """Return the seal of a complete journal; ``None`` for an incomplete one, a link, or none.
+
+        Raises:
+            FormatError: The seal is corrupt.
+        """
+        file = self._folder / SEAL
+        if self._folder.is_symlink() or not file.is_file():
+            return None
+        return parse(file.read_bytes(), Seal, key=str(file))
+
+    def read(self, seal: Seal) -> Iterator[TensorDelta]:
+        """Yield the journal's tensors, verified.
+
+        Raises:
+            FormatError: A part differs from the one that was written.
+        """
+        for ref in seal.parts:
+            data = (self._folder / ref.key).read_bytes()
+            actual = object_digest(data)
+            if actual != ref.blake3:
+                key = str(self._folder / ref.key)
+                raise DigestMismatchError(key, expected=ref.blake3, actual=actual, key=key)
+            yield from Part.from_bytes(data, key=ref.key)
+
+    def clear(self) -> None:
+        """Remove the journal, and nothing that a planted link leads to."""
+        if self._folder.is_symlink():
+            self._folder.unlink()
+        (self._folder / SEAL).unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _put(self, number: int, group: list[Patch]) -> ObjectRef:
+        part = encode_part(Change(_absolute(patch), StateDigest()) for patch in group)
+        name = f"{number:05d}.safetensors"
+        write_atomic(self._folder / name, part.content)
+        return ObjectRef(
+            key=name, nbytes=len(part.content), blake3=part.digest, directory=part.directory
+        )
+
+
+def _groups(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
+    group: list[Patch] = []
+    nbytes = 0
+    for patch in patches:
+        if group and nbytes + patch.nbytes > PART_NBYTES:
+            yield group
+            group, nbytes = [], 0
+        group.append(patch)
+        nbytes += patch.nbytes
+    if group:
+        yield group
+
+
+def _absolute(patch: Patch) -> TensorDelta:
+    """Return the patch's new bits as a delta that needs no base."""
+    new = np.asarray(patch.new)
+    if patch.indices is None:
+        return TensorDelta.dense(patch.spec, new)
+    indices = np.asarray(patch.indices)
+    return TensorDelta(spec=patch.spec, indices=indices, values=new, absolute=ABSOLUTE)
+
+
+Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]
+"""Inode, size in bytes and time of change in nanoseconds, by file."""
+
+
+def stamps_of(files: Iterable[Path]) -> Stamps:
+    """Return the stamps of files that exist.
+
+    Raises:
+        OSError: A file cannot be examined.
+    """
+    stamps = {}
+    for file in files:
+        with suppress(FileNotFoundError):
+            found = file.stat()
+            stamps[file] = (found.st_ino, found.st_size, found.st_mtime_ns)
+    return stamps
+
+
+def are_same_files(before: Stamps, after: Stamps) -> bool:
+    """Return whether all files are those from before, of the same size, whenever written to."""
+    return {f: s[:2] for f, s in before.items()} == {f: s[:2] for f, s in after.items()}
+
+
+LOCK_FILE: Final = ".deltachain-lock"
+
+
+class FolderLock:
+    """Lock of one folder, for the lifetime of this object.
+
+    Args:
+        folder: The folder; created with the lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._file = folder, folder / LOCK_FILE
+        self._descriptor = -1
+        self._unlock: weakref.finalize[..., FolderLock] | None = None
+        self._made = False
+
+    def take(self) -> None:
+        """Lock the folder, also anew after it or its lock file was removed; idempotent.
+
+        Raises:
+            ConfigError: Another process writes to the folder, or a file is in its place.
+            OSError: The folder cannot be created or written to.
+        """
+        self._refuse_file()
+        while not self._is_held():
+            self._try()
+
+    def release(self) -> None:
+        """Unlock the folder; idempotent. A folder that was never filled is removed again."""
+        if self._unlock is None or not self._unlock.alive:
+            return
+        with suppress(OSError):
+            if [file.name for file in self._folder.iterdir()] == [LOCK_FILE]:
+                self._file.unlink()
+                if self._made:
+                    self._folder.rmdir()
+        self._unlock()
+
+    def _is_held(self) -> bool:
+        if self._unlock is None or not self._unlock.alive:
+            return False
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._descriptor), self._file.stat())
+        return False
+
+    def _refuse_file(self) -> None:
+        folder = self._folder
+        nearest = next((one for one in (folder, *folder.parents) if one.exists()), None)
+        if nearest is not None and not nearest.is_dir():
+            raise ConfigError(
+                f"{nearest} is not a folder",
+                hint="name a new folder, or one that this chain fills",
+            )
+
+    def _try(self) -> None:
+        """Lock the file; a process that closes an empty folder may remove it meanwhile."""
+        if self._unlock is not None:
+            self._unlock()
+        self._made |= not self._folder.exists()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._file
+        if file.is_symlink() or (file.exists() and not file.is_file()):
+            raise ConfigError(
+                f"{file} is a link or a device, not a file",
+                hint="see who writes to this folder, and remove it",
+            )
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._descriptor = os.open(file, flags, 0o666)
+        self._unlock = weakref.finalize(self, os.close, self._descriptor)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError) as exc:
+            self._unlock()
+            raise ConfigError(
+                f"another process writes to {self._folder}",
+                hint="give every follower a folder of its own",
+            ) from exc
+
 
 logger = logging.getLogger(__name__)
 

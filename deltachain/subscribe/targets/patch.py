@@ -8,24 +8,205 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
+from typing_extensions import override
 
 from deltachain.codec import Change, Part, encode_part
 from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import move_at, write_
 from deltachain.kernels.protocol import LiveBits, kernels_for
-from deltachain.kernels.reference import StagedSteps
+from deltachain.kernels.reference import StagedSteps, WindowPlace
 from deltachain.subscribe.proof import Effect
-from deltachain.subscribe.targets.exchange import Exchange
-from deltachain.subscribe.targets.live import LiveElements, WholeTensor
 from deltachain.types import StateDigest, TensorSpec
+
+HOST_BLOCK: Final = 1 << 17
+"""Elements of a block on the host: twice as many took four times as long."""
+
+DEVICE_BLOCK: Final = 1 << 23
+"""Elements of a block on a device: enough for its memory bandwidth, at most 128 MiB of copies."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Copies of both versions of the block being exchanged; either place may hold parts of both.
+
+    Attributes:
+        start: First element.
+        stop: Element after the last.
+        before: Live bits without the exchange.
+        after: Live bits after it.
+    """
+
+    start: int
+    stop: int
+    before: Any
+    after: Any
+
+
+class Exchange:
+    """Staged bits of a whole tensor that change places with the live bits.
+
+    Nothing is copied ahead: afterwards the staged array holds the live bits from before, and a
+    second exchange restores them. An exception at any point, also between two copies of a block,
+    loses no bit: :meth:`run` continues or reverts from there. Compiled code on the host exchanges a
+    tensor in one call, in which no exception is raised.
+
+    Args:
+        staged: ``(n,)`` bits in memory of their own, which this exchange writes into.
+    """
+
+    def __init__(self, staged: LiveBits) -> None:
+        self._staged: Any = staged
+        self._done = np.zeros(1, np.int64)  # elements exchanged, unless a block is open
+        self._block: _Block | None = None
+        if self._is_compiled():  # before the pause, if it was not yet
+            none: Any = staged[:0]
+            host.exchange_(none, none, self._done, 0)
+
+    def _is_compiled(self) -> bool:
+        return isinstance(self._staged, np.ndarray) and str(host.NAME) == "numba"
+
+    @property
+    def staged(self) -> LiveBits:
+        """The staged array: new bits before the exchange, old bits after it."""
+        found: LiveBits = self._staged
+        return found
+
+    def run(self, live: LiveBits, *, back: bool = False) -> None:
+        """Exchange all elements, or take back those that were exchanged; a repetition is allowed.
+
+        Args:
+            live: ``(n,)`` live bits, the same in each call.
+            back: Whether to return to the state before the exchange.
+        """
+        bits: Any = live
+        end = 0 if back else len(self._staged)
+        if self._is_compiled():
+            host.exchange_(bits, self._staged, self._done, end)
+            return
+        while self._block is not None or self._done[0] != end:
+            if self._block is None:
+                self._block = self._next(bits, int(self._done[0]), end)
+            self._finish(bits, self._block, back=back)
+            self._block = None
+
+    def _next(self, live: Any, at: int, end: int) -> _Block:  # noqa: ANN401
+        """Copy both versions of the next block on the way to ``end``."""
+        copy = kernels_for(live).copy
+        size = HOST_BLOCK if isinstance(live, np.ndarray) else DEVICE_BLOCK
+        start, stop = (at, min(at + size, end)) if at < end else (max(at - size, end), at)
+        mine, other = copy(live[start:stop]), copy(self._staged[start:stop])
+        return _Block(start, stop, *((mine, other) if at < end else (other, mine)))
+
+    def _finish(self, live: Any, block: _Block, *, back: bool) -> None:  # noqa: ANN401
+        """Write the open block into both places; may be repeated, also in the other direction."""
+        overwrite_ = kernels_for(live).overwrite_
+        mine, other = (block.before, block.after) if back else (block.after, block.before)
+        overwrite_(live[block.start : block.stop], mine)
+        overwrite_(self._staged[block.start : block.stop], other)
+        self._done[0] = block.start if back else block.stop
+
+
+class LiveElements(Protocol):
+    """Elements of a checkpoint tensor, and the live bits that hold them.
+
+    ``n`` is the number of elements here; ``numel`` is that of the whole tensor.
+    """
+
+    @property
+    def storage(self) -> LiveBits:
+        """Flat live bits that contain the elements, possibly with others between them."""
+
+    @property
+    def view(self) -> LiveBits:
+        """The ``n`` elements in :attr:`storage`, in one shape of any dimensions and strides."""
+
+    @property
+    def box(self) -> WindowPlace:
+        """The elements as a box, and their positions in :attr:`storage`."""
+
+    def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+        """Select the indices of elements here, and find their positions.
+
+        Args:
+            indices: ``(nnz,)`` int64 flat indices into the full tensor, increasing.
+
+        Returns:
+            A slice or a mask that selects them from ``indices``, and ``(selected,)`` int64
+            positions in :attr:`storage`.
+        """
+
+    def take(self, full: LiveBits, start: int = 0) -> LiveBits:
+        """Return the ``n`` elements of flat bits on this device, in the view's shape.
+
+        Args:
+            full: Bits of consecutive elements of the tensor, these among them.
+            start: Flat index of the first of them.
+        """
+
+    def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
+        """Return the state digest that the elements would have with these bits, in view shape."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WholeTensor(LiveElements):
+    """All elements of a tensor, in order.
+
+    Attributes:
+        bits: ``(numel,)`` live bits.
+    """
+
+    bits: LiveBits
+
+    @property
+    @override
+    def storage(self) -> LiveBits:
+        return self.bits
+
+    @property
+    @override
+    def view(self) -> LiveBits:
+        return self.bits
+
+    @property
+    @override
+    def box(self) -> WindowPlace:
+        return WindowPlace(0, 0, np.array([(len(self.bits), 1, 1)]))
+
+    @override
+    def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+        return slice(None), indices
+
+    @override
+    def take(self, full: LiveBits, start: int = 0) -> LiveBits:
+        return kernels_for(self.bits).receive(full, self.bits)
+
+    @override
+    def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
+        return kernels_for(bits).digest(key, bits)
+
+
+def state_of(spec: TensorSpec, live: LiveElements) -> StateDigest:
+    """Return the state digest of live elements of a tensor."""
+    return live.digest(digest_key(spec), live.view)
+
+
+def sum_states(states: Iterable[StateDigest | None]) -> StateDigest | None:
+    """Add up the state digests of tensors; ``None`` if one of them has none."""
+    total = StateDigest()
+    for state in states:
+        if state is None:
+            return None
+        total += state
+    return total
+
 
 _STEP: Final = StepEncoding()
 _MAX: Final = MaxEncoding()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
-from deltachain.format.revert_mark import reverted_to
+from deltachain.format.documents import reverted_to
 from deltachain.store import Store
 from tests.crash.chaos.trainer import BEGIN, SESSION, file_of
 from tests.engines.expected import MARGIN, Judge

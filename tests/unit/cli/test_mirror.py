@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ConfigError
-from deltachain.mirror.placement import check_placement
+from deltachain.mirror.mirror import check_placement
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore, open_store
 from tests.support.models import TinyModel, train_

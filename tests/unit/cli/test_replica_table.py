@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from deltachain.cli.replica_table import replica_table
+from deltachain.cli.fleet import replica_table
 from deltachain.control.client.comparison import HealthLimits, compare
 from deltachain.errors import ControlPlaneError
 

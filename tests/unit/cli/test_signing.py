@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.chain.signatures import PublicKey, SigningKey
+from deltachain.chain.trust import PublicKey, SigningKey
 from deltachain.store import open_store
 from tests.unit.cli.support import Pushed, invoke, ok, random_state, train, write_checkpoint
 

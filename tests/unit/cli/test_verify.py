@@ -13,8 +13,8 @@ from deltachain.codec import Change, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
 from deltachain.errors import ChainError, DigestMismatchError, ForkedChainError
 from deltachain.format import keys
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, Manifest, ObjectRef, dump, parse, seal, unseal
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.store import open_store
 from deltachain.types import StateDigest

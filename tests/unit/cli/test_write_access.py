@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.chain import mirror_record
+from deltachain.chain import identity as mirror_record
 from deltachain.cli import console
 from tests.unit.cli.support import Done, invoke, ok, random_state, train, write_checkpoint
 

@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import load
 from typing_extensions import override
 
-from deltachain.codec import ENCODINGS, Change, Part, directory, encode, encode_part
+from deltachain.codec import ENCODINGS, Change, Part, encode, encode_part
+from deltachain.codec import container as directory
 from deltachain.codec.container import read_header, reader_of
 from deltachain.codec.encodings import BucketWriter, EncodedTensor, OldBits
 from deltachain.codec.encodings.step import StepEncoding

@@ -8,7 +8,7 @@ import sys
 RACE = """
 import sys, threading
 import msgspec
-from deltachain.codec import directory
+from deltachain.codec import container as directory
 from deltachain.format.json_guards import decode
 
 sys.setswitchinterval(1e-6)

@@ -14,7 +14,7 @@ from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.frames import STREAM_PARAMETERS
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.types import Bits, TensorSpec
 

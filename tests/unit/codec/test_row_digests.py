@@ -14,7 +14,7 @@ import pytest
 
 from deltachain.checkpoint import Checkpoint, write_weights
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.directory import TensorRow
+from deltachain.codec.container import TensorRow
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import (
     SHARED_NUMEL,
@@ -26,13 +26,13 @@ from deltachain.codec.row_digests import (
 )
 from deltachain.delta import changes
 from deltachain.errors import BaseMismatchError, ConfigError, DigestMismatchError, MalformedError
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
 from deltachain.offline import apply
 from deltachain.replica.unused_state import UnusedState
 from deltachain.types import Bits, StateDigest, TensorSpec
-from deltachain.verify.weights import Weights
+from deltachain.verify.walk import Weights
 from tests.format import stranger
 from tests.format.forge import take_apart
 from tests.format.stranger_base import RefusedError

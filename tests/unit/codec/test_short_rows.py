@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deltachain.codec import Part, encode_part
-from deltachain.codec import directory as d
+from deltachain.codec import container as d
 from deltachain.codec.short_rows import with_full_rows, with_short_rows
 from deltachain.errors import ConfigError
 from deltachain.types import TensorSpec

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltachain.codec.frames import FRAME, inflate
-from deltachain.codec.stream_content import BytePlane, StreamContent
-from deltachain.format.digest import object_digest
+from deltachain.codec.frames import FRAME, BytePlane, StreamContent, inflate
+from deltachain.format.keys import object_digest
 from deltachain.kernels import jit, reference, twolevel
 from deltachain.types import BITS_DTYPES
 

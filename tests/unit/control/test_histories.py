@@ -16,7 +16,7 @@ from deltachain.control.client.roster import ReplicaAnswer
 from deltachain.errors import ChainError, ControlPlaneError, StoreWentBackError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
-from deltachain.subscribe.follow import LOOK_BACK
+from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.control.statuses import status

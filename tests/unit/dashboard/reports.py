@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.chain_view import ChainView
+from deltachain.dashboard.chain_index import ChainIndex, ChainView
 from deltachain.dashboard.replica_report import ReplicaReport, answered
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import MemoryStore, Store

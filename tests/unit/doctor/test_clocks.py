@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.doctor.examination import examine
 from deltachain.doctor.finding import Finding, Grade, Role
-from deltachain.doctor.probe import SKEW_S, clocks
+from deltachain.doctor.start import SKEW_S, clocks
 from deltachain.store.file.store import FileStore
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.chain.signatures import SigningKey
+from deltachain.chain.trust import SigningKey
 from deltachain.doctor.examination import examine
 from deltachain.doctor.finding import Finding, Grade, Role
-from deltachain.doctor.probe import probe_writes
+from deltachain.doctor.start import probe_writes
 from deltachain.errors import StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.base import ObjectInfo

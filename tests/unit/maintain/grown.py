@@ -9,15 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.head_hint import read_hint
-from deltachain.chain.recent_edges import listed_edges, window_from
+from deltachain.chain.lookup import read_hint
+from deltachain.chain.plan import listed_edges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
 from deltachain.store import Store

@@ -10,9 +10,8 @@ from typing_extensions import override
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import Plan
 from deltachain.errors import ChainError
-from deltachain.format.documents import EdgeSummary, seal
+from deltachain.format.documents import EdgeSummary, PrunedRange, PruneRecord, seal
 from deltachain.format.keys import prune_key
-from deltachain.format.prune_record import PrunedRange, PruneRecord
 from deltachain.maintain import Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.store import open_store

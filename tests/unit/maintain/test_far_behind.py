@@ -12,11 +12,9 @@ from typing import Any, Final
 
 import pytest
 
+from deltachain.chain.ancestry import SPANS
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.plan import Plan
-from deltachain.chain.recent_edges import KnownEdges
-from deltachain.chain.skips import SPANS
-from deltachain.format.digest import object_digest
+from deltachain.chain.plan import KnownEdges, Plan
 from deltachain.format.documents import (
     Edge,
     EdgeRecord,
@@ -27,8 +25,8 @@ from deltachain.format.documents import (
     seal,
     summarise,
 )
-from deltachain.format.keys import HEAD_KEY, edge_key, manifest_key
-from deltachain.maintain.due import anchor_version
+from deltachain.format.keys import HEAD_KEY, edge_key, manifest_key, object_digest
+from deltachain.maintain.maintainer import anchor_version
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.types import StateDigest

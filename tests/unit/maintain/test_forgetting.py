@@ -13,11 +13,11 @@ import pytest
 from deltachain.chain.chain import Chain
 from deltachain.chain.reachable import is_reachable
 from deltachain.errors import AlreadyExistsError, ChainError
+from deltachain.format.documents import closes
 from deltachain.format.keys import edge_key, payload_key
-from deltachain.format.prune_record import closes
 from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
-from deltachain.maintain.prune_ranges import ranges
+from deltachain.maintain.keep import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.types import Version
 from tests.unit.maintain.grown import Grown

@@ -9,13 +9,11 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.reachable import is_reachable
-from deltachain.chain.signatures import SigningKey, TrustedKeys
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BrokenChainError, SignatureError
-from deltachain.format.documents import seal
+from deltachain.format.documents import PrunedKind, PrunedRange, PruneRecord, seal
 from deltachain.format.keys import PAYLOADS, prune_key
-from deltachain.format.prune_record import PrunedKind, PrunedRange, PruneRecord
 from deltachain.maintain import KeepRule, Maintainer, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, open_store

@@ -172,7 +172,7 @@ def test_a_copy_that_changes_while_it_is_read_is_not_recorded(
             follows.update()
         return upload_anchor(*arguments)
 
-    monkeypatch.setattr("deltachain.maintain.healing.upload_anchor", upload)
+    monkeypatch.setattr("deltachain.maintain.maintainer.upload_anchor", upload)
     done = maintained(grown, tmp_path / "copy")
     assert not done.anchors
     assert "changed while it was read" in done.failed[0]

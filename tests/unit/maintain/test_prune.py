@@ -11,12 +11,11 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.chain.reachable import is_reachable, plan_present
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ConfigError
-from deltachain.format.documents import EdgeKind, EdgeSummary
+from deltachain.format.documents import EdgeKind, EdgeSummary, PruneRecord
 from deltachain.format.keys import PAYLOADS, prune_key
-from deltachain.format.prune_record import PruneRecord
 from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
-from deltachain.maintain.prune_ranges import ranges
+from deltachain.maintain.keep import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.publish.revert import revert
 from deltachain.store import Store

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deltachain.chain.ancestry import SPANS, hops
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
-from deltachain.chain.skips import SPANS, hops
 from deltachain.errors import DigestMismatchError
 from deltachain.format.documents import EdgeSummary
 from deltachain.maintain import KeepRule, Maintainer, Pruner

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.mirror_record import read_mirror
+from deltachain.chain.identity import read_mirror
 from deltachain.errors import (
     BrokenChainError,
     ChainError,

@@ -10,15 +10,14 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import BrokenChainError, ObjectNotFoundError
-from deltachain.format.documents import seal
+from deltachain.format.documents import PrunedRange, PruneRecord, seal
 from deltachain.format.keys import HEAD_KEY, MIRROR_KEY, prune_key, version_of
-from deltachain.format.prune_record import PrunedRange, PruneRecord
 from deltachain.maintain import KeepRule, Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
 from deltachain.mirror import mirror as loop
-from deltachain.mirror.pruned import delete_pruned
+from deltachain.mirror.mirror import delete_pruned
 from deltachain.store import Store
 from tests.unit.maintain.grown import Grown
 from tests.unit.maintain.pruning import Clock

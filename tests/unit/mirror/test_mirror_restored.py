@@ -10,8 +10,8 @@ import pytest
 from deltachain.chain import tags
 from deltachain.chain.trust import Trust
 from deltachain.errors import ForkedChainError
+from deltachain.format.documents import PruneRecord
 from deltachain.format.keys import prune_key, tag_key
-from deltachain.format.prune_record import PruneRecord
 from deltachain.mirror import Mirror, follow
 from deltachain.mirror import mirror as loop
 from deltachain.store import MemoryStore

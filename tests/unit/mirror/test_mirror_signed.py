@@ -11,9 +11,8 @@ from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.trust import Trust
 from deltachain.errors import DeltaChainError, ForkedChainError, SignatureError
+from deltachain.format.documents import PruneRecord, Tag
 from deltachain.format.keys import MIRROR_KEY, manifest_key, prune_key, tag_key, version_of
-from deltachain.format.prune_record import PruneRecord
-from deltachain.format.tag import Tag
 from deltachain.mirror import Mirror
 from deltachain.store import MemoryStore
 from tests.hostile.signed import (

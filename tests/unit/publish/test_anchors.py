@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.recent_edges import VERSIONS_LISTED
+from deltachain.chain.plan import VERSIONS_LISTED
 from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher, snapshot
 from deltachain.store import MemoryStore

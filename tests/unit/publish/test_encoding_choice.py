@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from deltachain.chain.upload_clock import MeasuredTransfer
+from deltachain.chain.upload import MeasuredTransfer
 from deltachain.errors import ConfigError
 from deltachain.publish.encoding_choice import (
     EncodingCost,

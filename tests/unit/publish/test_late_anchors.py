@@ -15,8 +15,8 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import ChainError, PublisherFencedError, StoreUnavailableError
 from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
-from deltachain.publish.anchor_thread import AnchorThread
 from deltachain.publish.model.source import ModelTensors, collect_weights
+from deltachain.publish.publisher import AnchorThread
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.version_bits import VersionBits
 from deltachain.store import MemoryStore

@@ -4,7 +4,7 @@ import pytest
 
 from deltachain.errors import ConfigError
 from deltachain.publish.model.layout import Box
-from deltachain.publish.ranks.ownership import assign_shards, check_cover
+from deltachain.publish.ranks.sharing import assign_shards, check_cover
 
 
 def rows(first: int, count: int, of: int = 6) -> Box:

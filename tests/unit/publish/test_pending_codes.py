@@ -16,10 +16,9 @@ from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight, collect_weights
 from deltachain.publish.quantise import host_codes
 from deltachain.publish.quantise.amax import window_amax
-from deltachain.publish.quantise.block_scales import block_scales, magnitude_bits
-from deltachain.publish.quantise.pending_codes import PendingCodes
+from deltachain.publish.quantise.host_codes import block_scales, magnitude_bits
 from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.tensors import quantise
+from deltachain.publish.quantise.tensors import PendingCodes, quantise
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import SnapshotPlace

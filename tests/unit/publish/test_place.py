@@ -14,7 +14,8 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import BrokenChainError, DeltaChainError, StoreWentBackError
 from deltachain.format.documents import dump
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key
-from deltachain.publish import Publisher, place
+from deltachain.publish import Publisher
+from deltachain.publish import writer as place
 from deltachain.store import MemoryStore
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_

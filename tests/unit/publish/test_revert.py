@@ -15,9 +15,8 @@ from deltachain.errors import (
     DigestMismatchError,
     PublisherFencedError,
 )
-from deltachain.format.documents import Manifest, dump
+from deltachain.format.documents import Manifest, dump, revert_mark, reverted_to
 from deltachain.format.keys import manifest_key, version_of
-from deltachain.format.revert_mark import revert_mark, reverted_to
 from deltachain.publish import Publisher
 from deltachain.publish import revert as module
 from deltachain.publish.revert import Reverted, revert

@@ -10,8 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.signatures import SigningKey, TrustedKeys
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.errors import (
     ConfigError,
     DigestMismatchError,

@@ -11,9 +11,7 @@ from torch import nn
 
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.diff import Diff
-from deltachain.publish.model.pending import Pending
-from deltachain.publish.model.source import collect_weights
+from deltachain.publish.model.source import Pending, collect_weights
 from deltachain.publish.publisher import Publisher
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import (
@@ -24,6 +22,7 @@ from deltachain.publish.snapshot_memory import (
     read,
     reserve_nbytes,
 )
+from deltachain.publish.wire_form import Diff
 from deltachain.store import MemoryStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 

@@ -17,17 +17,20 @@ from safetensors.torch import save_file
 from torch import nn
 
 from deltachain import PublishConfig, Publisher, PublishReceipt, Subscriber
-from deltachain.chain.upload_clock import MeasuredTransfer, UploadClock
+from deltachain.chain.upload import MeasuredTransfer, UploadClock
 from deltachain.errors import ConfigError
 from deltachain.kernels.reference import Changes
-from deltachain.publish import encoding_choice, version_encoding
-from deltachain.publish.diff import NO_CHANGES, CheckpointChanges, Diff
+from deltachain.publish import encoding_choice
+from deltachain.publish import encoding_choice as version_encoding
 from deltachain.publish.encoding_choice import (
+    TRANSFERS,
+    VERSIONS,
     EncodingCost,
+    VersionEncoding,
+    sample_of,
 )
-from deltachain.publish.encoding_trial import sample_of
 from deltachain.publish.model.source import Weight
-from deltachain.publish.version_encoding import TRANSFERS, VERSIONS, VersionEncoding
+from deltachain.publish.wire_form import NO_CHANGES, CheckpointChanges, Diff
 from deltachain.store import open_store
 from deltachain.types import StateDigest, TensorSpec
 from tests.support.faults import Fault, FaultyStore

@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from deltachain.chain.part import fetch_part
+from deltachain.chain.fetch import fetch_part
 from deltachain.errors import StoreUnavailableError
 from deltachain.replica import fetcher
 from deltachain.replica.rpc import RankService

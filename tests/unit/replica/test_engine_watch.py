@@ -11,11 +11,10 @@ from unittest import mock
 import pytest
 
 from deltachain.errors import ApplyError, LeaderReplacedError, PartialApplyError
-from deltachain.replica import engine_watch
-from deltachain.replica.engine_watch import EngineWatch
-from deltachain.replica.leader import Leader
-from deltachain.replica.pause import PauseHolds
+from deltachain.replica import leader as engine_watch
+from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.status import ReplicaStatus
+from deltachain.replica.target import PauseHolds
 from tests.support.sharding import Sharding
 from tests.unit.replica.replicas import Followed, eventually, led
 

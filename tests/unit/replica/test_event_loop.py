@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
-from deltachain.replica.event_loop import run_on
+from deltachain.replica.engine import run_on
 
 
 async def _answer(found: object) -> object:

@@ -13,7 +13,7 @@ import torch
 
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica.hosts import folder_id, hosts_of, sees_probe, shown
+from deltachain.replica.fetcher import folder_id, hosts_of, sees_probe, shown
 from deltachain.replica.messages import (
     AttachRequest,
     RankReply,

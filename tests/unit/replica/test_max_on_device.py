@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from deltachain.errors import BaseMismatchError, OldBitsError
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import reference, staging, tile_fallback
 from deltachain.kernels.device import storage_bits
 from deltachain.kernels.protocol import LiveBits

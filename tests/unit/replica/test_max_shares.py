@@ -14,18 +14,16 @@ from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, changes
 from deltachain.errors import BaseMismatchError, OldBitsError
-from deltachain.format.digest import digest_key
 from deltachain.format.documents import ObjectRef
+from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.replica.held_bits import host_bits
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
-from deltachain.replica.spool_reader import SpoolReader, TensorPlan
+from deltachain.replica.spool_reader import SpoolReader, TensorPlan, host_bits
 from deltachain.replica.staged import Share, _prepared
 from deltachain.replica.unused_state import UnusedState
 from deltachain.replica.windows import Placement
-from deltachain.subscribe.targets.live import LiveElements
-from deltachain.subscribe.targets.patch import prepare, write
+from deltachain.subscribe.targets.patch import LiveElements, prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.unit.replica.replicas import SHAPES, Followed
 

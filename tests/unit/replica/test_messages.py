@@ -11,7 +11,6 @@ import pytest
 
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.format.documents import ObjectRef
-from deltachain.replica.call_id import CallId, call_id
 from deltachain.replica.layout.update_path import Classified
 from deltachain.replica.messages import (
     AgreeReply,
@@ -20,6 +19,7 @@ from deltachain.replica.messages import (
     AnyRequest,
     AttachReply,
     AttachRequest,
+    CallId,
     CheckLoadsReply,
     CheckLoadsRequest,
     FetchedReply,
@@ -43,6 +43,7 @@ from deltachain.replica.messages import (
     SwapRequest,
     UnusedStateReply,
     UnusedStateRequest,
+    call_id,
     decode_reply,
     decode_request,
     encode,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.replica.pause import PauseHolds
+from deltachain.replica.target import PauseHolds
 
 
 class Paused:

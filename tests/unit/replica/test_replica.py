@@ -16,7 +16,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.kernels import device
-from deltachain.replica.prepared import PreparedSwap
+from deltachain.replica.target import PreparedSwap
 from tests.support.engine import FakeModel
 from tests.support.faults import Fault
 from tests.support.sharding import HOSTED, Sharding, full_of

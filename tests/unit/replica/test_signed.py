@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.chain.signatures import SigningKey
+from deltachain.chain.trust import SigningKey
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings

@@ -21,9 +21,8 @@ from deltachain.errors import (
 from deltachain.replica import spool
 from deltachain.replica.leader import Leader
 from deltachain.replica.messages import RankReply, RankRequest, StageRequest, SwapRequest
-from deltachain.replica.prepared import PreparedSwap
 from deltachain.replica.settings import RankSettings, ReplicaSettings
-from deltachain.replica.target import ReplicaTarget
+from deltachain.replica.target import PreparedSwap, ReplicaTarget
 from deltachain.subscribe import Subscriber, subscriber
 from tests.support.sharding import HOSTED, Sharding
 from tests.unit.replica.replicas import Followed

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deltachain.delta import TensorDelta
-from deltachain.format.digest import digest_key
+from deltachain.format.keys import digest_key
 from deltachain.kernels import device, reference
 from deltachain.kernels.device import live_bits, storage_bits
 from deltachain.replica import windows
 from deltachain.replica.windows import Placement, Window, nested
-from deltachain.subscribe.targets.live import state_of
-from deltachain.subscribe.targets.patch import prepare, write
+from deltachain.subscribe.targets.patch import prepare, state_of, write
 from deltachain.types import BITS_DTYPES, StateDigest, TensorSpec
 
 ON_HOST = [True, False]

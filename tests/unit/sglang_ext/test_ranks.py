@@ -24,7 +24,7 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain.replica.pause import pause_mode
+from deltachain.replica.target import pause_mode
 from deltachain_sglang import compat, front, ranks
 from deltachain_sglang.messages import (
     SchedulerReply,

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain_sglang import loading
-from deltachain_sglang.model import SglangModel
-from deltachain_sglang.shadow import Shadow
+from deltachain_sglang.model import SglangModel, Shadow
 
 SHAPE = (4, 6)
 

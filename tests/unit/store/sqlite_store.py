@@ -14,9 +14,16 @@ from typing_extensions import override
 
 from deltachain.errors import ConfigError
 from deltachain.store import Buffer, Capabilities, ObjectInfo, check_key
-from deltachain.store.base import already_exists, bytes_view, check_prefix, not_found, split_url
-from deltachain.store.guard import guarded
-from deltachain.store.simple import Choose, SimpleStore
+from deltachain.store.base import (
+    Choose,
+    SimpleStore,
+    already_exists,
+    bytes_view,
+    check_prefix,
+    guarded,
+    not_found,
+    split_url,
+)
 
 _SCHEMA: Final = (
     "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, modified REAL, data BLOB)"

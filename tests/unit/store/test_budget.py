@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from deltachain.store.hf.rate_limit import Budget
+from deltachain.store.hf.api import Budget
 
 
 class Clock:

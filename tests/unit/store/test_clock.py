@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltachain.store.clock import ServerClock
+from deltachain.store.base import ServerClock
 
 
 def test_it_goes_on_between_answers() -> None:

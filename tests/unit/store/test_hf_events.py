@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deltachain.store.hf import events
-from deltachain.store.hf.events import FeedEvent, OversizedEventError, parse_events
+from deltachain.store.hf import feed as events
+from deltachain.store.hf.feed import FeedEvent, OversizedEventError, parse_events
 
 STREAM = (
     b": keep-alive\n\n"

@@ -15,7 +15,8 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store import Store, outage
+from deltachain.store import Store
+from deltachain.store import base as outage
 from deltachain.testing.store import pattern
 from tests.support.hub.faults import RequestFault
 from tests.support.hub.server import HubServer

@@ -199,7 +199,7 @@ def test_streams_of_a_token_are_limited(hub: HubServer, opened: Open) -> None:
 def test_stream_without_events_is_never_live(
     hub: HubServer, opened: Open, feed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltachain.store.hf.stream.SILENCE_S", 0.2)
+    monkeypatch.setattr("deltachain.store.hf.feed.SILENCE_S", 0.2)
     hub.configure(feed=feed, calls=1_000_000)
     store, told = opened(), Told()
     with feeding(store, told) as reading:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ConfigError, StoreUnavailableError
-from deltachain.store import Store, open_store, outage
+from deltachain.store import Store, open_store
+from deltachain.store import base as outage
 from tests.support.hub.server import HubServer
 
 Open = Callable[..., Store]

@@ -18,8 +18,8 @@ from deltachain.errors import (
 )
 from deltachain.store import Store, open_store
 from deltachain.store.ranges import RANGE_NBYTES
+from deltachain.store.s3.bucket import PART_NBYTES
 from deltachain.store.s3.store import S3Store
-from deltachain.store.s3.upload import PART_NBYTES
 from deltachain.testing.store import pattern
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed

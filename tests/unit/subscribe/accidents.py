@@ -9,7 +9,7 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.follow import LOOK_BACK
+from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.models import TinyModel, train_
 from tests.unit.subscribe.clock import Clock
 

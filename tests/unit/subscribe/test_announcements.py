@@ -14,11 +14,11 @@ from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.retry import between_polls
 from deltachain.store import MemoryStore
-from deltachain.store.feed import Feed, OnChange
+from deltachain.store.base import Feed, OnChange
 from deltachain.store.hf.store import _POLL_S
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.subscribe.announcements import RARE, Announcements, FeedAgreement
-from deltachain.subscribe.follow import LOOK_BACK
+from deltachain.subscribe.subscriber import LOOK_BACK
 from deltachain.subscribe.targets.base import HeldVersion
 from tests.support.models import plain_model, tensors_of, train_
 from tests.unit.subscribe.clock import Clock

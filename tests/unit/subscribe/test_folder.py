@@ -19,8 +19,9 @@ from deltachain.errors import (
 from deltachain.filebits import FileBits
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber
-from deltachain.subscribe.targets import folder, journal
-from deltachain.subscribe.targets.folder_lock import LOCK_FILE
+from deltachain.subscribe.targets import folder
+from deltachain.subscribe.targets import folder as journal
+from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.subscribe.targets.local import Patches
 from deltachain.subscribe.targets.patch import Patch
 from tests.support.models import State, TinyModel, bits_of, plain_model, same

@@ -15,7 +15,7 @@ from deltachain.checkpoint import HELD_FILE
 from deltachain.errors import ConfigError, FormatError, TensorMismatchError
 from deltachain.filebits import FileBits
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.targets.folder_lock import LOCK_FILE
+from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.types import TensorSpec
 from tests.support.models import TinyModel
 

@@ -19,8 +19,9 @@ from deltachain.errors import (
 from deltachain.format.documents import Manifest, seal, unseal
 from deltachain.format.keys import manifest_key
 from deltachain.store import MemoryStore
-from deltachain.subscribe import ApplyReceipt, Subscriber, follow
-from deltachain.subscribe.follow import LOOK_BACK
+from deltachain.subscribe import ApplyReceipt, Subscriber
+from deltachain.subscribe import subscriber as follow
+from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
 from tests.unit.subscribe.clock import Clock

@@ -13,7 +13,7 @@ from deltachain.errors import (
 from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.follow import LOOK_BACK
+from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.models import (
     TinyModel,
     bits_of,

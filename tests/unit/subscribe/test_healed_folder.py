@@ -16,7 +16,7 @@ import pytest
 
 from deltachain.errors import DeltaChainError, FormatError
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.targets.folder_lock import LOCK_FILE
+from deltachain.subscribe.targets.folder import LOCK_FILE
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]

@@ -7,7 +7,7 @@ import time
 from deltachain.publish import Publisher
 from deltachain.store.memory import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.times import Times
+from deltachain.subscribe.subscriber import Times
 from deltachain.types import Buffer
 from tests.support.models import TinyModel, tensors_of
 

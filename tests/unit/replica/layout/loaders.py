@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.replica.layout.loaded_layers import layers_of
-from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.loaded_checkpoint import layers_of
+from deltachain.replica.layout.members import MemoryIndex
 from deltachain.replica.layout.recorder import live_tensors
 
 SIZE = (4, 6)

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.replica.layout.discover import discover
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.layout.loaded_layers import layers_of
-from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, layers_of
+from deltachain.replica.layout.members import MemoryIndex
 from deltachain.replica.layout.recorder import live_tensors
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.replica.layout.layer_probe import idle, is_plain, output_of, processed
-from deltachain.replica.layout.loaded_layers import layers_of
-from deltachain.replica.layout.memory_index import MemoryIndex
+from deltachain.replica.layout.loaded_checkpoint import layers_of
+from deltachain.replica.layout.members import MemoryIndex
 
 
 class Method:

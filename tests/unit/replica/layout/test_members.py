@@ -10,8 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.members import Members, SavedBits, restoring, tensors_in, undisturbed
-from deltachain.replica.layout.opaque import may_hide_tensors
+from deltachain.replica.layout.members import (
+    Members,
+    SavedBits,
+    may_hide_tensors,
+    restoring,
+    tensors_in,
+    undisturbed,
+)
 
 
 class Kernel:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltachain.replica.layout.memory_index import MemoryIndex, overlap
+from deltachain.replica.layout.members import MemoryIndex, overlap
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from deltachain.replica.layout.opaque import is_opaque, may_hide_tensors
-from deltachain.replica.layout.provenance import storage_id
+from deltachain.replica.layout.members import is_opaque, may_hide_tensors, storage_id
 
 PACKED = torch.ones(2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from deltachain.replica.layout.other_bits import other_bits
+from deltachain.replica.layout.loaded_checkpoint import other_bits
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8)
 
