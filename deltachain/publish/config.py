@@ -14,12 +14,13 @@ from deltachain.errors import ConfigError
 from deltachain.kinds import check_kinds, names_checked
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
-from deltachain.publish.encoding_choice import AUTO
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.store import Location, location_of
 from deltachain.types import WIRE_DTYPES
 
 _FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF")))
+
+AUTO: Final = "auto"
 
 AS_IN_MODEL: Final = "model"
 """Value of ``PublishConfig.dtype`` for the dtypes of the model, whatever its checkpoint has."""

@@ -20,10 +20,10 @@ from deltachain.codec import ENCODINGS, Part, encode_part
 from deltachain.codec.encode import BUCKET
 from deltachain.codec.encodings import Encoding, OldBits
 from deltachain.errors import ConfigError
+from deltachain.publish.config import AUTO
 from deltachain.publish.wire_form import CheckpointChanges, Diff, sparse_change
 from deltachain.threads import cores
 
-AUTO: Final = "auto"
 """Name in the settings of a publisher that lets the link decide."""
 
 CROSSINGS: Final = 2

@@ -55,7 +55,7 @@ def test_blocks_are_made_of_layers_errors_commands_and_metrics() -> None:
     assert "### fleet" in commands()
     rows = contract("layers point down")["layers"]
     shown = [line.split("│")[1].strip() for line in layers().splitlines() if line[:1] == "│"]
-    modules = [name.strip() for row in rows for name in row.split("|")]
+    modules = [name.strip() for row in rows for name in re.split("[|:]", row)]
     assert [n for n in shown if n] == [m.removeprefix("deltachain.") for m in modules]
 
 
