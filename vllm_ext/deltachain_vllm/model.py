@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,7 +15,6 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
-from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.layer_probe import is_plain, processed
 from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
 from deltachain.replica.layout.members import Members, storage_id, tensors_in
@@ -33,101 +30,10 @@ from deltachain_vllm.compat import (
 )
 from deltachain_vllm.computing import compared, computed, is_compared, probe, taken_over
 from deltachain_vllm.repacking import loaded_apart, repack
+from deltachain_vllm.scales import owned, uncaptured
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-# Some attention backends give their kernels scales as numbers of the host. A graph that was
-# captured with such a kernel repeats it with the numbers of that time, whatever a load writes
-# later.
-
-
-NUMBER: Final = "_scale_float"
-"""Suffix of the attributes of attention layers with scales as numbers."""
-
-
-@contextmanager
-def uncaptured(model: nn.Module, config: Any) -> Iterator[None]:  # noqa: ANN401 - vLLM's
-    """Refuse a load that changes numbers which captured graphs have.
-
-    Args:
-        model: Model of the worker.
-        config: ``VllmConfig`` of the worker.
-
-    Raises:
-        TensorMismatchError: The load changed such a number.
-    """
-    layers = _captured(model) if _captures_attention(config) else {}
-    before = {name: _numbers(layer) for name, layer in layers.items()}
-    yield
-    for name, layer in layers.items():
-        if _numbers(layer) != before[name]:
-            raise TensorMismatchError(
-                f"captured graphs have the scales of {name} as numbers, which stay as they are",
-                hint='start vLLM with --compilation-config \'{"cudagraph_mode": "PIECEWISE"}\'',
-            )
-
-
-def _captures_attention(config: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether vLLM captures graphs of whole steps, attention included."""
-    mode = config.compilation_config.cudagraph_mode
-    return mode is not None and bool(mode.has_full_cudagraphs())
-
-
-def _captured(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers whose backends give numbers to kernels."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if _numbers(layer) and any(_takes_numbers(one) for one in _backends(layer))
-    }
-
-
-def _numbers(layer: nn.Module) -> dict[str, Any]:
-    return {key: value for key, value in vars(layer).items() if key.endswith(NUMBER)}
-
-
-def _backends(layer: Any) -> Iterator[type]:  # noqa: ANN401 - a layer of vLLM
-    impl = getattr(layer, "impl", None)
-    variants = getattr(impl, "get_impl_variants", None)
-    for one in (impl,) if variants is None else variants():
-        yield from type(one).__mro__[:-1]
-
-
-def _takes_numbers(kind: type) -> bool:
-    """Return whether the source of a class reads such a number; true if there is no source."""
-    try:
-        return NUMBER in inspect.getsource(kind)
-    except (OSError, TypeError):
-        return True
-
-
-OPS: Final = "vllm._custom_ops"
-CREATE: Final = "create_onednn_scaled_mm"
-"""Operation that packs an eight-bit weight for CPUs without AMX; oneDNN gets its scales' address.
-"""
-
-
-@contextmanager
-def owned() -> Iterator[None]:
-    """Keep the scales of weights packed while this is open: a reload drops them once copied."""
-    ops: Any = import_module(OPS)
-    create = getattr(ops, CREATE, None)
-    if create is None:
-        yield
-        return
-
-    def keep(weight: Tensor, scales: Tensor, *more: Any, **named: Any) -> Any:  # noqa: ANN401
-        handler = create(weight, scales, *more, **named)
-        handler.scales = scales.data
-        return handler
-
-    setattr(ops, CREATE, keep)
-    try:
-        yield
-    finally:
-        setattr(ops, CREATE, create)
 
 
 NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"

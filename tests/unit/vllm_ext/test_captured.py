@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain_vllm.model import uncaptured
+from deltachain_vllm.scales import uncaptured
 
 
 class TakesTensors:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from deltachain_vllm.model import CREATE, OPS, owned
+from deltachain_vllm.scales import CREATE, OPS, owned
 
 
 @pytest.fixture
