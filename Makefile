@@ -36,7 +36,10 @@ examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
 # Four processes for two cores: most tests wait for a server or a child. Each has servers of its own.
-test: venv  ## the tests that need no GPU: eight minutes
+test: venv  ## each behaviour once: five minutes
+	$(BIN)/pytest --quick -n 2 --dist worksteal
+
+test-all: venv  ## the tests that need no GPU and no engine
 	$(BIN)/pytest -n 4 --dist worksteal
 
 test-long: venv venv-vllm venv-sglang  ## the tests that take minutes, each example among them

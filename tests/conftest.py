@@ -28,6 +28,43 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 _NUMBERS = itertools.count()
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--quick",
+        action="store_true",
+        help="each value of each parameter once, without tests marked full",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("quick"):
+        kept, left_out = quick(items)
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
+def quick(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Divide tests into those of the quick tier, and the rest.
+
+    Of a test with parameters, cases stay until each value of each parameter was met.
+    """
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    met: dict[str, set[tuple[str, int]]] = {}
+    for item in items:
+        seen = met.setdefault(item.nodeid.partition("[")[0], set())
+        case = getattr(item, "callspec", None)
+        values = {(name, id(value)) for name, value in case.params.items()} if case else set()
+        is_new = not values or not values <= seen
+        if item.get_closest_marker("full") or not is_new:
+            left_out.append(item)
+        else:
+            seen |= values
+            kept.append(item)
+    return kept, left_out
+
+
 # Servers are imported by those who need one: machines with a GPU run other tests, and lack what
 # they are made of.
 
