@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from deltachain.testing.models import plain_model
+from tests.support.models import plain_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
