@@ -34,12 +34,10 @@ from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.checkpoint_config import find_layers
 from deltachain.publish.rank_settings import agree
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier
+from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier, Ranks
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
-from deltachain.publish.session import Attempt, Session
-from deltachain.publish.version_bits import LateAnchor
+from deltachain.publish.session import Attempt, LateAnchor, Session
 from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool

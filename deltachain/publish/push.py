@@ -45,7 +45,7 @@ from deltachain.publish.quantise.checkpoint_config import (
     quantised,
 )
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session

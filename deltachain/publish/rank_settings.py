@@ -7,10 +7,8 @@ from typing import Final, Literal, TypeAlias
 
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.settings import Quantization
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.quantise.settings import RECIPES, Quantization
+from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.version import __version__
 
 SettingScope: TypeAlias = Literal["all ranks", "rank 0", "each rank"]

@@ -33,8 +33,7 @@ from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.quantise.checkpoint_config import Files, quantised
 from deltachain.publish.quantise.layers import Layers
 from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Attempt, Session

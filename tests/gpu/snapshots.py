@@ -14,9 +14,9 @@ from torch import nn
 
 from deltachain.errors import ConfigError
 from deltachain.publish.model.source import ModelTensors, collect_weights
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import quantise
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import SnapshotPlace
 from tests.support.models import plain_model, train_

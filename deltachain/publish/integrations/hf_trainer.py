@@ -8,9 +8,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.hook import say_averaged
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.kept_files import watched
-from deltachain.publish.optimizer_steps import say_averaged
 from deltachain.publish.publisher import Published, Publisher, check_every_steps
 from deltachain.publish.receipt import PublishReceipt
 

@@ -20,8 +20,8 @@ from deltachain.publish.model.look import (
     with_architecture,
     with_touched,
 )
-from deltachain.publish.model.origin import origin
 from deltachain.publish.model.source import TensorSource
+from deltachain.publish.model.wire_dtypes import origin
 from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code

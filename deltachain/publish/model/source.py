@@ -22,7 +22,6 @@ from deltachain.publish.model.conversion import Conversion, Destination, convers
 from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
 from deltachain.publish.model.look import SAME_TENSORS, ModelForm, refuse_changes
-from deltachain.publish.model.origin import Known, given_dtypes, origin, origin_dtypes
 from deltachain.publish.model.refusals import (
     refuse_adapters,
     refuse_lazy,
@@ -34,7 +33,15 @@ from deltachain.publish.model.refusals import (
     say_wrapped,
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
-from deltachain.publish.model.wire_dtypes import kept_in_fp32, say_dtypes, wire_dtype
+from deltachain.publish.model.wire_dtypes import (
+    Known,
+    given_dtypes,
+    kept_in_fp32,
+    origin,
+    origin_dtypes,
+    say_dtypes,
+    wire_dtype,
+)
 from deltachain.publish.snapshot_memory import Kept
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, TensorSpec

@@ -23,11 +23,9 @@ from deltachain.publish.quantise.layers import (
     layers_of_source,
 )
 from deltachain.publish.quantise.recipe import Recipe
-from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
+from deltachain.publish.quantise.settings import CONFIG_FILE, RECIPES, Quantization
 from deltachain.publish.quantise.tensors import quantise
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.collectives import Collective, Ranks
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.publish.quantise.finegrained import SMALLEST
-from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
-from deltachain.publish.quantise.stored import Stored
+from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Stored
 
 if TYPE_CHECKING:
     import torch

@@ -8,8 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
-from deltachain.publish.quantise.stored import Stored
+from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,8 +18,7 @@ from deltachain.kernels.device import INT_DTYPES, host_array, on_host
 from deltachain.kernels.quantised import WindowBlocks
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import Box
-from deltachain.publish.quantise.grid import Grid
-from deltachain.publish.quantise.recipe import Recipe
+from deltachain.publish.quantise.recipe import Grid, Recipe
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Bits

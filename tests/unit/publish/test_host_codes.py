@@ -12,9 +12,8 @@ from torch import Tensor
 from deltachain.kernels.factors import Factors, Quantising, codes_by_factors
 from deltachain.publish.model.layout import Box
 from deltachain.publish.quantise import host_codes
-from deltachain.publish.quantise.grid import Grid
-from deltachain.publish.quantise.recipe import Recipe
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.recipe import Grid, Recipe
+from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import make_codes
 
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.support.models import plain_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError
 from deltachain.publish.model.source import collect_weights
+from tests.support.models import plain_model
 from tests.unit.publish.test_source import dtypes, folder_of
 
 

@@ -18,10 +18,9 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.layout import Box
-from deltachain.publish.quantise import registry
+from deltachain.publish.quantise import settings as registry
 from deltachain.publish.quantise.compressed import INT8_ROW
-from deltachain.publish.quantise.registry import GROUP, RecipeRegistry
-from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.settings import GROUP, Quantization, RecipeRegistry
 from deltachain.store import open_store
 from tests.unit.cli.support import invoke, ok
 from tests.unit.publish.acme_ternary import TERNARY, dense

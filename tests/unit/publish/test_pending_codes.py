@@ -15,11 +15,10 @@ from deltachain.kernels import reference
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight, collect_weights
 from deltachain.publish.quantise import host_codes
-from deltachain.publish.quantise.amax import window_amax
 from deltachain.publish.quantise.host_codes import block_scales, magnitude_bits
-from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.tensors import PendingCodes, quantise
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.quantise.settings import RECIPES
+from deltachain.publish.quantise.tensors import PendingCodes, quantise, window_amax
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.snapshot_memory import SnapshotPlace
 from deltachain.types import TensorSpec

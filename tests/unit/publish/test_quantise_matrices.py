@@ -13,12 +13,14 @@ from torch import Tensor, nn
 
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.quantise import amax, grid, host_codes
+from deltachain.publish.quantise import host_codes
+from deltachain.publish.quantise import recipe as grid
+from deltachain.publish.quantise import tensors as amax
 from deltachain.publish.quantise.compressed import INT8_ROW
 from deltachain.publish.quantise.recipe import Recipe
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import quantise
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 from tests.unit.publish.library import BLOCKS, blocks, compressed, differing
