@@ -16,7 +16,6 @@ from typing import TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.identity import check_recipe, refuse_mirror
@@ -30,14 +29,11 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
-from deltachain.kernels import host
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
 from deltachain.publish.model.refusals import refuse_specs
-from deltachain.publish.model.source import ModelTensors, Pending, Weight
+from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.quantise.checkpoint_config import (
     Files,
     check_config,
@@ -50,12 +46,11 @@ from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.snapshot_memory import Kept
 from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer, newest, open_or_make
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Bits, TensorSpec, mismatch
+from deltachain.types import TensorSpec, mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,7 +254,7 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
             _check_tied(checkpoint, found[0], name)
         absent = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
         weight = Weight.straight(spec, absent, frozen=True)
-        weights.append(replace(weight, pending=_FileTensor(checkpoint, found[0], spec)))
+        weights.append(replace(weight, file=partial(_read, checkpoint, found[0], spec)))
     extra = checkpoint.specs.keys() - spare - {weight.spec.name for weight in weights}
     if extra:
         raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
@@ -279,41 +274,15 @@ def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _FileTensor(Pending):
-    """A tensor of a checkpoint, read from its file whenever its bits are needed."""
-
-    checkpoint: Checkpoint
-    name: str
-    spec: TensorSpec
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @override
-    def to(self, device: torch.device) -> Pending:
-        raise AssertionError("weights of a file are compared on the host")
-
-    @override
-    def make(self) -> Tensor:
-        bits = self.checkpoint.bits(self.name)
-        if bits.itemsize > 1:
-            bits = bits.view(f"<i{bits.itemsize}")
-        return torch.from_numpy(bits).view(TORCH_DTYPES[self.spec.dtype]).view(self.spec.shape)
-
-    @override
-    def diff_(self, snapshot: Bits) -> Changes:
-        return host.diff_(snapshot, self.checkpoint.bits(self.name))
-
-    @override
-    def compared(self, name: str, kept: Kept) -> Compared:
-        raise AssertionError("weights of a file are compared on the host")
+def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
+    bits = checkpoint.bits(name)
+    if bits.itemsize > 1:
+        bits = bits.view(f"<i{bits.itemsize}")
+    return torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _made(weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
     """Read the tensors of a checkpoint, one at a time."""
     for weight in weights:
-        if weight.pending is not None:
-            yield weight.spec.name, weight.pending.make()
+        if weight.file is not None:
+            yield weight.spec.name, weight.file()

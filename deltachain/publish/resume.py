@@ -27,12 +27,12 @@ from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_folder
-from deltachain.publish.model.look import with_dtype_of
+from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.quantise.checkpoint_config import Files, quantised
 from deltachain.publish.quantise.layers import Layers
-from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
+from deltachain.publish.quantise.settings import Quantization
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.revert import check_reverted

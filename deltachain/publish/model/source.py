@@ -8,22 +8,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.reference import Changes
+from deltachain.kernels import device, host
 from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
 from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
-from deltachain.publish.model.look import SAME_TENSORS, ModelForm, refuse_changes
 from deltachain.publish.model.refusals import (
+    SAME_TENSORS,
+    ModelForm,
     refuse_adapters,
+    refuse_changes,
     refuse_lazy,
     refuse_other_names,
     refuse_outside,
@@ -42,47 +44,8 @@ from deltachain.publish.model.wire_dtypes import (
     say_dtypes,
     wire_dtype,
 )
-from deltachain.publish.snapshot_memory import Kept
-from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
-from deltachain.types import Bits, TensorSpec
-
-
-class Pending(Protocol):
-    """A tensor of the checkpoint that is yet to be made, of weights that are at hand.
-
-    Must be used before the next tensor of the same source, which may use its memory again.
-    """
-
-    @property
-    def device(self) -> torch.device:
-        """Device of these weights."""
-
-    def to(self, device: torch.device) -> Pending:
-        """Return it with a copy of these weights on a device."""
-
-    def make(self) -> Tensor:
-        """Make the tensor, in new memory on its device.
-
-        Raises:
-            ConfigError: It cannot be made: a weight is not finite, for example.
-        """
-
-    def diff_(self, snapshot: Bits) -> Changes:
-        """Find its elements that differ from a snapshot, and copy them there; host only.
-
-        Args:
-            snapshot: Flat bits.
-
-        Raises:
-            ConfigError: It cannot be made; the snapshot is as it was.
-        """
-
-    def compared(self, name: str, kept: Kept) -> Compared:
-        """Return it as a tensor for the diff on a device.
-
-        Whether it can be made may be known only after that diff, which is then taken back.
-        """
-
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
+from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +65,7 @@ class Weight:
         element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
         writes: Writes in place to the parameter or buffer so far.
-        pending: What the tensor is made of, if that is left to the diff; ``tensor`` has no data
-            then.
+        file: Function that reads the tensor from its file; ``tensor`` has no data then.
     """
 
     spec: TensorSpec
@@ -112,21 +74,13 @@ class Weight:
     element_map: ElementMap
     is_buffer: bool = False
     writes: int = 0
-    pending: Pending | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of what is published."""
-        return self.tensor.device if self.pending is None else self.pending.device
+    file: Callable[[], Tensor] | None = None
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
         """Return the weight of a whole tensor with equal name and shape in the checkpoint."""
         return cls(spec, tensor, frozen, ElementMap.straight(spec))
 
-
-PendingSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor | Pending]]]
-"""Function that yields tensors, some of which are still to be made."""
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
@@ -158,7 +112,7 @@ class ModelTensors:
     weights: tuple[Weight, ...]
     specs: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]
-    live: PendingSource
+    live: TensorSource
     agree: Callable[[str], None] = _without_others
     ext: Mapping[str, Any] = field(default_factory=dict)
     attached: ModelForm | None = None
@@ -177,17 +131,14 @@ class ModelTensors:
                 no bits of its own, or is a scale that is not finite.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
-        live: Iterable[tuple[str, Tensor | Pending]] = self.live()
+        live = self.live()
         if self.attached is not None:
             live = list(live)
             frozen = {name for name, weight in missing.items() if weight.frozen}
-            now = ModelForm.of((name, one) for name, one in live if isinstance(one, Tensor))
-            refuse_changes(self.attached, now, frozen=frozen)
+            refuse_changes(self.attached, ModelForm.of(live), frozen=frozen)
         for name, tensor in live:
             weight = missing.pop(name, None)
-            if weight is not None and not isinstance(tensor, Tensor):
-                yield replace(weight, pending=tensor)
-            elif weight is not None and isinstance(tensor, Tensor):
+            if weight is not None:
                 local = local_of(tensor)
                 if self.attached is None:
                     _check_yielded(weight, local)
@@ -195,7 +146,7 @@ class ModelTensors:
                     refuse_scale(weight.spec, local)
                     refuse_overflow(weight.spec, local)
                 writes = _writes_to(tensor, local)
-                yield replace(weight, tensor=local, pending=None, writes=writes)
+                yield replace(weight, tensor=local, file=None, writes=writes)
         if missing:
             raise UnsupportedModelError(
                 f"{min(missing)!r} is gone since the publisher was attached", hint=SAME_TENSORS
@@ -221,6 +172,18 @@ class ModelTensors:
         rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)
         aliases = dict(sorted(self.aliases.items()))
         return Table(ext=dict(self.ext), tensors=rows, aliases=aliases)
+
+
+def cast_to(dtype: str, tensor: Tensor) -> Tensor:
+    """Cast a tensor to a wire dtype; NaNs of fp32 masters become those of every device."""
+    wanted = TORCH_DTYPES[dtype]
+    if tensor.dtype != torch.float32 or wanted != torch.bfloat16:
+        return tensor.to(wanted)
+    if device.on_host(tensor):
+        bits = torch.from_numpy(host.cast_bf16(device.host_array(tensor.reshape(-1), np.float32)))
+    else:
+        bits = device.cast_bf16(device.bits_of(tensor))
+    return bits.view(wanted).view(tensor.shape)
 
 
 def _check_yielded(weight: Weight, local: Tensor) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError
+from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.model.source import ModelTensors, TensorSource
 from deltachain.publish.quantise.layers import (
     ALREADY,
@@ -23,7 +24,7 @@ from deltachain.publish.quantise.layers import (
     layers_of_source,
 )
 from deltachain.publish.quantise.recipe import Recipe
-from deltachain.publish.quantise.settings import CONFIG_FILE, RECIPES, Quantization
+from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.publish.quantise.tensors import quantise
 from deltachain.publish.ranks.collectives import Collective, Ranks
 

@@ -8,14 +8,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.publish.quantise.finegrained import SMALLEST
-from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Stored
+from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Rounding, Stored
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationScheme
     from torch import Tensor
 
-    from deltachain.kernels.quantised import Rounding
 
 LIBRARY: Final = "compressed-tensors"
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,15 +18,15 @@ from deltachain.types import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from deltachain.kernels.quantised import Rounding
+FLOATS: Final = ("BF16", "F16", "F32")
+"""Wire dtypes of weights that can be quantised."""
 
+BAND_NUMEL: Final = 1 << 20
+"""Elements quantised at a time, unless a row of blocks has more: few enough to stay in caches."""
 
-# The grid of a matrix has a block for every scale. A rank holds a *window* of the matrix, whose
-# edge may cut blocks.
+_EXTRA: Final = "'deltachain[quantization]'"
 
-
-BAND_NUMEL: Final = 1 << 21
-"""Elements quantised at a time, unless a row of blocks has more: bounds what libraries allocate."""
+_WEIGHT: Final = "weight"
 
 
 class Band(NamedTuple):
@@ -47,7 +47,7 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks of a matrix.
+    """Blocks of a matrix that share a scale; a rank's *window* of the matrix may cut some.
 
     Attributes:
         full: Rows and columns of the matrix.
@@ -59,7 +59,6 @@ class Grid:
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns of a block."""
         return self.given[0] or max(1, self.full[0]), self.given[1] or max(1, self.full[1])
 
     @property
@@ -137,9 +136,6 @@ class Grid:
         yield from zip(window.offset, window.shape, self.block, strict=True)
 
 
-_WEIGHT: Final = "weight"
-
-
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A tensor of the checkpoint that a weight becomes, in part.
@@ -185,13 +181,6 @@ class Stored:
         if not self.is_single:
             return owned
         return Box((1,), (0,), (min(1, owned.numel),))
-
-
-FLOATS: Final = ("BF16", "F16", "F32")
-"""Wire dtypes of weights that can be quantised."""
-
-
-_EXTRA: Final = "'deltachain[quantization]'"
 
 
 class Margins(NamedTuple):
@@ -240,6 +229,33 @@ class Multipliers(Protocol):
         """Return what the codes of each block are multiplied by, ``(R, C)`` in fp32."""
 
 
+Rounding: TypeAlias = Literal["int8-divide", "fp8-divide", "fp8-multiply"]
+"""Code of ``x``: int8 or fp8 e4m3 of ``bf16(x / factor)``, or fp8 e4m3 of ``x * factor``."""
+
+_LARGEST: Final = 448.0
+"""Largest number of fp8 e4m3."""
+
+
+def rounded(rounding: Rounding, weight: Tensor, factors: Tensor) -> Tensor:
+    """Make the codes of bf16 weights with fewer operations than the library, and the same bits.
+
+    Args:
+        rounding: How a weight and its factor make a code.
+        weight: Finite weights.
+        factors: Positive finite factors in fp32, of a shape that broadcasts to that of the weights.
+    """
+    import torch  # noqa: PLC0415 - a recipe is named without it
+
+    number = weight.float()
+    if rounding == "fp8-multiply":
+        return number.mul_(factors).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    number = number.div_(factors).to(torch.bfloat16)
+    if rounding == "int8-divide":
+        return number.clamp_(-128.0, 127.0).round_().to(torch.int8)
+    number += 0.0  # as adding a zero point does: -0.0 becomes 0.0
+    return number.clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+
+
 def _scales_themselves(amax: Tensor, scales: Tensor, global_scale: Tensor | None = None) -> Tensor:
     del amax, global_scale
     return scales.float()
@@ -264,7 +280,8 @@ class Arithmetic:
             refused.
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
-        rounding: How the host kernel makes the same codes of bf16 weights; None if it cannot.
+        rounding: How the same codes of bf16 weights are made by few operations; None if they
+            cannot.
         ignored: From the ``quantization_config`` of a checkpoint to the layers that are not
             quantised, as entries of ``Quantization.ignore``; None if another recipe made it.
     """
@@ -331,16 +348,6 @@ class Recipe:
     def block(self) -> tuple[int, int]:
         """Rows and columns of a weight that share a scale; 0 for all."""
         return self.scales.block
-
-    @property
-    def has_kernel(self) -> bool:
-        """Whether kernels make the codes of bf16 weights."""
-        return self.arithmetic.rounding is not None
-
-    @property
-    def rounding(self) -> Rounding:
-        """How kernels make the codes; only of a recipe that has one."""
-        return cast("Rounding", self.arithmetic.rounding)
 
     def version(self) -> str:
         """Return the installed version of the library.

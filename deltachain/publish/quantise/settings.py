@@ -14,6 +14,7 @@ from typing_extensions import override
 from deltachain.errors import ConfigError
 from deltachain.kinds import check_kinds, names_checked
 from deltachain.name_registry import NameRegistry
+from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.quantise.compressed import (
     FP8_ROW,
     FP8_TENSOR,
@@ -85,8 +86,6 @@ RECIPES: Final = RecipeRegistry(
 )
 """All recipes."""
 
-
-CONFIG_FILE: Final = "config.json"
 
 PATTERN: Final = "re:"
 """Prefix of a regular expression, as in compressed-tensors."""

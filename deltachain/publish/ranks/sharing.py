@@ -11,10 +11,10 @@ import msgspec
 
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.publish.live_bits import wire_bits
 from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
 from deltachain.publish.ranks.collectives import Collective, Ranks
+from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
 
 HeldBoxes: TypeAlias = Mapping[str, Box]

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.look import MemoryRange, ModelForm, TensorForm
+from deltachain.publish.model.refusals import MemoryRange, ModelForm, TensorForm
 from deltachain.publish.model.source import collect_weights
 from deltachain.store import MemoryStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same
