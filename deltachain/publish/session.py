@@ -501,7 +501,15 @@ class Session:
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
         for found in diff.by_tensor:
             held = self._held(found) if encoding.needs_old else None
-            upload.add(sparse_change(found, self._all_of(found), encoding=encoding, held=held))
+            change = sparse_change(
+                found.spec,
+                found.changes,
+                found.digest,
+                self._all_of(found),
+                encoding=encoding,
+                held=held,
+            )
+            upload.add(change)
 
     def _held(self, found: CheckpointChanges) -> Callable[[], OldBits] | None:
         """Return what reads the elements of a changed tensor on this rank, if they are one run."""

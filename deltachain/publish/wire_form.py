@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,8 +21,10 @@ from deltachain.kernels import host, threaded
 from deltachain.kernels.move import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.model.source import Weight
 from deltachain.types import Bits, StateDigest, TensorSpec
+
+if TYPE_CHECKING:
+    from deltachain.publish.model.source import Weight
 
 
 class CheckpointChanges(NamedTuple):
@@ -78,24 +80,10 @@ def map_changes(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
     return Diff(live, tuple(mapped), sum((one.digest for one in mapped), StateDigest()))
 
 
-class ChangedTensor(Protocol):
-    """Changes of one checkpoint tensor, and the change of the state digest by them."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Spec of the tensor."""
-
-    @property
-    def changes(self) -> Changes:
-        """Changes by flat indices into the tensor."""
-
-    @property
-    def digest(self) -> StateDigest:
-        """Change of the state digest."""
-
-
 def sparse_change(
-    found: ChangedTensor,
+    spec: TensorSpec,
+    changes: Changes,
+    digest: StateDigest,
     bits: Callable[[], Bits] | None,
     *,
     encoding: Encoding,
@@ -104,7 +92,9 @@ def sparse_change(
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
     Args:
-        found: Changes of the tensor.
+        spec: Spec of the tensor.
+        changes: Changes by flat indices into it.
+        digest: Change of the state digest by them.
         bits: Function that reads all bits of the tensor after the change, from a device perhaps;
             ``None`` if other ranks have some of them.
         encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller, and ``step`` an
@@ -113,7 +103,6 @@ def sparse_change(
             ones among them; without it, and of tensors that an encoding with old bits does not
             suit, ``step`` replaces that.
     """
-    spec, changes = found.spec, found.changes
     if not encoding.suits(spec) or (held is None and encoding.encodes_with_old(spec)):
         encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
@@ -130,7 +119,7 @@ def sparse_change(
     before = None
     if encoding.encodes_with_old(spec) and held is not None:
         before = partial(_bits_before, changes, held)
-    return Change(delta, found.digest, encoding=encoding, old=before, may_be_step=True)
+    return Change(delta, digest, encoding=encoding, old=before, may_be_step=True)
 
 
 def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:

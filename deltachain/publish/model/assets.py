@@ -12,8 +12,9 @@ from deltachain.checkpoint import read_assets
 from deltachain.config_fields import fields
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_config
-from deltachain.publish.model.kept_files import MAIN_FILES
-from deltachain.publish.model.look import (
+from deltachain.publish.model.kept_files import (
+    CONFIG_FILE,
+    MAIN_FILES,
     SavesItself,
     own_parts,
     saved,
@@ -22,7 +23,6 @@ from deltachain.publish.model.look import (
 )
 from deltachain.publish.model.source import TensorSource
 from deltachain.publish.model.wire_dtypes import origin
-from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code
 from deltachain.torch_names import unwrapped

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, differing_fields, settings_of
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.look import read_config
+from deltachain.publish.model.kept_files import CONFIG_FILE, read_config
 from deltachain.publish.model.refusals import is_of_peft
-from deltachain.publish.quantise.settings import CONFIG_FILE
 from deltachain.torch_names import TORCH_DTYPES, named_tensors
 from deltachain.types import TensorSpec
 
