@@ -21,6 +21,7 @@ with atheris.instrument_imports(
     exclude=[
         f"deltachain.kernels.{name}"
         for name in (
+            "codes",
             "emitting",
             "jit",
             "reading",

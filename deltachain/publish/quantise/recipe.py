@@ -280,7 +280,7 @@ class Arithmetic:
             refused.
         factors: From the largest magnitudes and the scales of blocks to what ``rounding`` divides
             or multiplies by, ``(R, C)`` in fp32.
-        rounding: How the same codes of bf16 weights are made by few operations; None if they
+        rounding: How a kernel or few operations make the same codes of bf16 weights; None if they
             cannot.
         ignored: From the ``quantization_config`` of a checkpoint to the layers that are not
             quantised, as entries of ``Quantization.ignore``; None if another recipe made it.

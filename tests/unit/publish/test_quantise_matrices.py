@@ -27,8 +27,11 @@ from tests.unit.publish.library import BLOCKS, blocks, compressed, differing
 
 NAME: Final = "layer.weight"
 
-BY_LIBRARY: Final = [
-    f"{name} by its library" for name in sorted(RECIPES) if RECIPES[name].arithmetic.rounding
+OTHER_WAYS: Final = [
+    f"{name} by {way}"
+    for name in sorted(RECIPES)
+    if RECIPES[name].arithmetic.rounding
+    for way in ("torch", "its library")
 ]
 
 Make: TypeAlias = Callable[[tuple[int, int], torch.Generator], Tensor]
@@ -138,15 +141,17 @@ def in_windows(recipe: Recipe, values: Tensor, boxes: list[Box]) -> dict[str, Te
 
 
 @pytest.mark.parametrize("make", [normal, heavy, extreme, zeros, ties, every_bit])
-@pytest.mark.parametrize("recipe", [*sorted(RECIPES), *BY_LIBRARY])
+@pytest.mark.parametrize("recipe", [*sorted(RECIPES), *OTHER_WAYS])
 def test_windows_are_quantised_as_the_library_quantises_the_whole(
     recipe: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grid, "BAND_NUMEL", 5000)  # several bands in a window
     monkeypatch.setattr(amax, "MESSAGE_NBYTES", 64)  # several messages
-    name, _, by_library = recipe.partition(" by ")
+    name, _, way = recipe.partition(" by ")
     chosen = RECIPES[name]
-    if by_library:
+    if way == "torch":
+        monkeypatch.setattr(amax, "has_kernel", lambda _: False)
+    elif way:
         chosen = replace(chosen, arithmetic=replace(chosen.arithmetic, rounding=None))
     for seed, (rows, columns) in enumerate([(300, 280), (128, 256), (77, 410), (1, 600), (257, 1)]):
         dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)

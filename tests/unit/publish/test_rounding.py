@@ -1,25 +1,30 @@
-"""Codes by few torch operations: bit for bit those of the libraries."""
+"""Codes by the kernel and by few torch operations: bit for bit those of the libraries."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from deltachain.publish.model.layout import Box
+from deltachain.publish.quantise import tensors
 from deltachain.publish.quantise.recipe import Grid, Recipe
 from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import make_codes
 
 
 def both(recipe: Recipe, values: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of a whole matrix by few operations and by the library, as bytes."""
+    """Codes of a whole matrix by the kernel and by the library, as bytes; torch has the same."""
     grid, window = Grid((values.shape[0], values.shape[1]), recipe.block), Box.whole(values.shape)
     ours = make_codes(recipe, values, grid, window, amax)
     library = make_codes(by_library(recipe), values, grid, window, amax)
     assert ours.dtype == library.dtype
+    with mock.patch.object(tensors, "has_kernel", lambda _: False):
+        in_torch = make_codes(recipe, values, grid, window, amax)
+    assert torch.equal(in_torch.view(torch.uint8), ours.view(torch.uint8))
     return ours.view(torch.uint8), library.view(torch.uint8)
 
 

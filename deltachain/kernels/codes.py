@@ -1,0 +1,158 @@
+"""Codes of quantised weights on the host; numba only.
+
+The results are those of the libraries that define the recipes, bit for bit
+(``tests/unit/publish/test_rounding.py``). Each loop keeps a weight in registers from its bits to
+its code, so that LLVM vectorises it whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from deltachain.kernels.compiling import compiled, inlined
+
+# Sums of 32 bits are cast back at once, since numba widens them.
+
+_intrinsic: Final[Any] = intrinsic  # untyped
+
+
+@_intrinsic
+def _bits_of_float(typing_context: Any, number: Any) -> Any:  # noqa: ANN401
+    """Return the bits of an fp32 number, as uint32."""
+    del typing_context, number
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        del context, signature
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+@_intrinsic
+def _float_of_bits(typing_context: Any, bits: Any) -> Any:  # noqa: ANN401
+    """Return the fp32 number with the given uint32 bits."""
+    del typing_context, bits
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        del context, signature
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@_intrinsic
+def _divided(typing_context: Any, number: Any, by: Any) -> Any:  # noqa: ANN401
+    """Divide fp32 numbers as IEEE 754 has it; no test of the divisor, which prevents vectors."""
+    del typing_context, number, by
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+        del context, signature
+        return builder.fdiv(*arguments)
+
+    return types.float32(types.float32, types.float32), generate
+
+
+KINDS: Final = {"int8-divide": 0, "fp8-divide": 1, "fp8-multiply": 2}
+"""Number of each way to round."""
+
+_U = np.uint32
+_F = np.float32
+_LARGEST: Final = _U(0x43E00000)
+"""Bits of 448, the largest fp8 number."""
+_LOWEST: Final = _U(121 << 23)
+"""Bits of 2**-6, the smallest normal fp8 number."""
+_BASE: Final = _U(0xC407FFFF)
+"""The difference of the exponents' biases, and half a unit."""
+_SUBNORMAL: Final = _F(16384.0)
+"""2**14: fp32 numbers there are as far apart as subnormal fp8 numbers."""
+_INTEGER: Final = _F(12582912.0)
+"""1.5 * 2**23: fp32 numbers there are integers, whose lowest byte is the code."""
+
+
+@compiled
+def _number(weight: Any) -> Any:  # noqa: ANN401
+    return _float_of_bits(_U(_U(weight) << _U(16)))
+
+
+@compiled
+def _quotient(weight: Any, factor: Any) -> Any:  # noqa: ANN401
+    """Divide, and round to bf16, as torch does."""
+    bits = _bits_of_float(_divided(_number(weight), factor))
+    half = _U(_U(0x7FFF) + _U(_U(bits >> _U(16)) & _U(1)))
+    return _float_of_bits(_U(_U(bits + half) & _U(0xFFFF0000)))
+
+
+@compiled
+def _to_fp8(bits: Any) -> Any:  # noqa: ANN401
+    """Round fp32 bits to e4m3: nearest, ties to even."""
+    size = _U(min(_U(bits & _U(0x7FFFFFFF)), _LARGEST))
+    half = _U(_BASE + _U(_U(size >> _U(20)) & _U(1)))
+    normal = _U(_U(size + half) >> _U(20))
+    small = _bits_of_float(_float_of_bits(size) + _SUBNORMAL)  # its lowest byte is the code
+    sign = _U(_U(bits >> _U(24)) & _U(0x80))
+    return np.uint8(_U((small if size < _LOWEST else normal) | sign))
+
+
+@compiled
+def _divide_to_int8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(weights.shape[0]):
+        clamped = min(max(_quotient(weights[i], factor), _F(-128.0)), _F(127.0))
+        out[i] = np.uint8(_bits_of_float(clamped + _INTEGER) & _U(0xFF))
+
+
+@compiled
+def _divide_to_fp8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+    """Turn -0.0 into 0.0 before the rounding, as adding a zero point does."""
+    for i in range(weights.shape[0]):
+        out[i] = _to_fp8(_bits_of_float(_quotient(weights[i], factor) + _F(0.0)))
+
+
+@compiled
+def _multiply_to_fp8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+    for i in range(weights.shape[0]):
+        out[i] = _to_fp8(_bits_of_float(_number(weights[i]) * factor))
+
+
+@inlined
+def _fill_codes(weights: Any, factor: Any, out: Any, kind: int) -> None:  # noqa: ANN401
+    if kind == 0:
+        _divide_to_int8(weights, factor, out)
+    elif kind == 1:
+        _divide_to_fp8(weights, factor, out)
+    else:
+        _multiply_to_fp8(weights, factor, out)
+
+
+@compiled
+def quantise_codes(
+    values: npt.NDArray[np.uint16],
+    factors: npt.NDArray[np.float32],
+    at: tuple[int, int],
+    block: tuple[int, int],
+    out: npt.NDArray[np.uint8],
+    kind: int,
+) -> None:
+    """Quantise finite weights.
+
+    Args:
+        values: Bits of ``(N, K)`` bf16 weights.
+        factors: Positive finite factor of each block, ``(R, C)``.
+        at: Row and column of the first weight in its first block.
+        block: Rows and columns of a block.
+        out: Bits of ``(N, K)`` codes, to be written.
+        kind: How a weight and its factor make a code, as a number of ``KINDS``.
+    """
+    rows, columns = values.shape
+    for row in range(rows):
+        line, low = factors[(row + at[0]) // block[0]], 0
+        while low < columns:
+            place = low + at[1]
+            high = min(columns, low + block[1] - place % block[1])
+            _fill_codes(values[row, low:high], line[place // block[1]], out[row, low:high], kind)
+            low = high
