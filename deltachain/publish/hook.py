@@ -46,21 +46,13 @@ _ATTACH_COPY: Final = (
 
 
 class OptimizerSteps:
-    """Counts the steps of a model's optimizers, and calls a function after each.
+    """Counts the steps of a model's optimizers, and calls ``each`` with the number of each.
 
     With several optimizers, a step is complete once each has stepped since the last one, in any
     order. Steps inside another step, as in SAM or Lookahead, are part of it. A warning is logged,
     once each, if one steps twice before another steps, if weights are changed after a step, or if
-    an optimizer trains what may be a copy of the model.
-
-    Args:
-        model: The model.
-        optimizers: All optimizers that step it.
-        each: Called after each complete step with its number, from 1, in the thread of the step.
-        warns: Whether a step that cannot be followed is logged, once, and not raised.
-
-    Attributes:
-        count: Number of complete steps.
+    an optimizer trains what may be a copy of the model. With ``warns``, so is a step that cannot be
+    followed, instead of an error.
     """
 
     # torch calls global hooks for each optimizer of the process, also for one that is made later.
@@ -93,7 +85,6 @@ class OptimizerSteps:
         return self._depth > 0
 
     def remove(self) -> None:
-        """Stop counting."""
         for handle in self._handles:
             handle.remove()
         if self._others and not self.count:
@@ -104,11 +95,7 @@ class OptimizerSteps:
             )
 
     def check(self) -> None:
-        """Check that the optimizers still step the model.
-
-        Raises:
-            ConfigError: They do not.
-        """
+        """Refuse a model that the optimizers do not step any more."""
         try:
             check_optimizers(self._model, self._optimizers)
         except ConfigError as error:
@@ -210,11 +197,7 @@ def say_averaged(optimizers: Iterable[object]) -> None:
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that some optimizers step all of a model that requires a gradient.
-
-    Raises:
-        ConfigError: One has no parameter of the model, or they leave one out.
-    """
+    """Refuse optimizers that do not step all of a model that requires a gradient."""
     parameters = _parameters(model.parameters())
     for optimizer in optimizers:
         if parameters.isdisjoint(_stepped_by([optimizer])):
@@ -239,12 +222,9 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
     """Return the torch optimizers inside one or several, without wrappers that only call them.
 
-    Those are an Optimizer by class but call no hooks. Other wrappers (DeepSpeed's,
-    Megatron's) copy master weights into the model after the inner step: a hook there would see the
-    previous step.
-
-    Raises:
-        ConfigError: There is no torch optimizer inside, or the wrapper may do more than step.
+    Those are an Optimizer by class but call no hooks. Other wrappers (DeepSpeed's, Megatron's) are
+    refused: they copy master weights into the model after the inner step, and a hook there would
+    see the previous step.
     """
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     if optimizers is None or not several:
@@ -274,7 +254,6 @@ def _unwrapped(optimizer: object) -> Optimizer:
 
 
 def _shapes(optimizers: Sequence[Optimizer]) -> list[tuple[int, ...]]:
-    """Return the shapes of all parameters that some optimizers step, sorted."""
     return sorted(tuple(parameter.shape) for parameter in _all_of(optimizers))
 
 

@@ -33,8 +33,8 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.checkpoint_config import find_layers
-from deltachain.publish.rank_settings import agree
 from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier, Ranks
+from deltachain.publish.ranks.sharing import agree
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
 from deltachain.publish.session import Attempt, LateAnchor, Session

@@ -58,7 +58,6 @@ class Pushed:
     """Result of a push.
 
     Attributes:
-        chain: The chain.
         head: The newest version after the push.
         committed: The added versions; none if the head already had these bits.
         anchor: The added anchor, if one was due.
@@ -71,7 +70,6 @@ class Pushed:
 
 
 _Base: TypeAlias = tuple[ModelTensors, Snapshot]
-"""A base checkpoint, and its bits."""
 
 
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
@@ -133,7 +131,6 @@ def _refuse_unnamed(checkpoint: Checkpoint) -> None:
 
 
 def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[Committed]:
-    """Commit the difference of the checkpoint from the head."""
     writer = session.writer
     try:
         if writer.parent is None:
@@ -171,12 +168,7 @@ def _newest(writer: Writer) -> Committed:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The tensors of a checkpoint, and their chain.
-
-    Attributes:
-        source: The tensors to publish.
-        chain: The existing chain, or a function that creates it or restores its identity.
-    """
+    """The tensors of a checkpoint, and their chain or a function that makes it."""
 
     source: ModelTensors
     chain: Chain | Callable[[], Chain]

@@ -91,9 +91,7 @@ def begin(
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
         ChainError: The head was reverted, and the model has other weights.
         PublisherFencedError: Another publisher is at work, or was first.
-        ConfigError: The model's bits differ from those of the base checkpoint, or no reader could
-            write down one of its tensors.
-        RankError: Another rank failed.
+        ConfigError: The model cannot be published here.
     """
     tenure = Tenure(store, take_over=config.take_over)
     try:
@@ -205,10 +203,6 @@ def _open_chain(
     """Open the chain on a rank other than 0, which uploads parts without commits.
 
     Only rank 0 needs the signing key; the others trust what it trusts.
-
-    Raises:
-        ConfigError: The store has another chain than that of rank 0.
-        ObjectNotFoundError: The store has no chain, or not the version that rank 0 committed.
     """
     try:
         chain = Chain.open(store, Trust.of_reader(position.trusted, environment={}))
@@ -267,7 +261,6 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
 
 
 def _weigh(session: Session, diff: Diff | None) -> RankDifference:
-    """Compute size and digest of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
     encoding = session.encoding

@@ -50,11 +50,6 @@ class VersionBits:
     copy that is returned, not in the snapshot. One thread advances the snapshot, with the lock
     held; another takes the weights.
 
-    Args:
-        snapshot: The snapshot, at the version.
-        weights: All weights to take.
-        changing: Lock of the snapshot, held while it changes.
-
     Attributes:
         state: Contribution of these bits to the state digest.
         kept_nbytes: Size of the old bits and indices that are kept, in bytes.
@@ -79,21 +74,13 @@ class VersionBits:
         self.most_nbytes = max(self.most_nbytes, self.kept_nbytes)
 
     def abandon(self, reason: str) -> None:
-        """Keep nothing more, and refuse to take further weights.
-
-        Args:
-            reason: Message of the error that ``take`` raises.
-        """
+        """Keep nothing more, and refuse to take further weights with an error of that reason."""
         with self._changing:
             self._abandoned, self._kept = reason, {}
             self.kept_nbytes = 0
 
     def take(self, weight: Weight) -> Bits:
-        """Return a copy of a weight's flat bits at the version; forget what was kept of it.
-
-        Raises:
-            ChainError: The bits were abandoned.
-        """
+        """Return a copy of a weight's flat bits at the version; forget what was kept of it."""
         with self._changing:
             live = self._snapshot.bits(weight)
         bits = np.empty_like(live)
@@ -116,7 +103,6 @@ class LateAnchor:
     """An anchor on its way while later versions are committed, on every rank.
 
     Attributes:
-        version: The version that it leads to.
         committed: Manifest of the version; on rank 0.
         before: What a newcomer would fetch of all versions of the writer up to this one.
         bits: Bits of the version on this rank.
@@ -134,8 +120,6 @@ class EdgeShare(msgspec.Struct, frozen=True):
     Attributes:
         edge: Edge with the rank's payload objects.
         state: Contribution of the rank's weights to the state digest.
-        nnz: Number of changed elements.
-        requests: Number of store requests.
         upload_s: Time in which at least one object was uploaded, in seconds.
     """
 
@@ -147,18 +131,13 @@ class EdgeShare(msgspec.Struct, frozen=True):
 
 
 def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge, and make them visible, in one request if possible.
-
-    Raises:
-        StoreError: Some of them may not be visible.
-    """
+    """Join the parts of all ranks in one edge, and make them visible."""
     edge = joined(shares)
     store.reveal({part.key: part.pin for part in edge.parts})
     return edge
 
 
 def joined(shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge."""
     edges = [share.edge for share in shares]
     return Edge(
         kind=edges[0].kind,
@@ -169,16 +148,7 @@ def joined(shares: Sequence[EdgeShare]) -> Edge:
 
 
 def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
-    """Build the edge that refers to a checkpoint; verify that the model has the same bits.
-
-    Args:
-        folder: Folder of the checkpoint.
-        specs: Specs of the model's tensors.
-        state: State digest of the model.
-
-    Raises:
-        ConfigError: The bits differ, or the checkpoint lacks a tensor.
-    """
+    """Build the edge that refers to a checkpoint, which must have the model's bits."""
     hint = (
         "base must be the checkpoint that the model was loaded from, before training; "
         "without it the first version is uploaded as an anchor"
@@ -208,9 +178,6 @@ class Attempt:
         base: Base checkpoint, for a version that refers to it.
         bits: Bits of an anchor's version, if the snapshot advances meanwhile.
         failure: Error of a failed diff on this rank, raised on every rank.
-        step: Step of the trainer.
-        diff_s: Time of the diff, in seconds.
-        span: Span of the version.
     """
 
     topic: str
@@ -224,12 +191,7 @@ class Attempt:
 
 
 class Conclusion(msgspec.Struct, frozen=True):
-    """A committed version, as rank 0 broadcasts it.
-
-    Attributes:
-        receipt: Receipt of the version.
-        anchor_due: Whether an anchor of the version is due.
-    """
+    """A committed version, as rank 0 broadcasts it."""
 
     receipt: PublishReceipt
     anchor_due: bool
@@ -240,16 +202,13 @@ class Session:
 
     The thread that owns the snapshot takes diffs, another commits them, and a third adds anchors.
 
-    Args:
+    Attributes:
         source: Live weights published by this rank.
         snapshot: Last published bits of these weights.
         writer: Position in the chain; advances on rank 0 only.
-        config: Settings of the publisher.
-        ranks: All publishing ranks.
-
-    Attributes:
+        ranks: All publishing ranks, for the thread that commits.
+        anchor_ranks: The same, for the thread that adds anchors.
         head: The newest version known to be committed; -1 before the first.
-        anchor_ranks: All publishing ranks, for the thread that adds anchors.
         encoding: Encoding of changes.
     """
 
@@ -289,8 +248,7 @@ class Session:
     def diff_(self, topic: str) -> Diff:
         """Take the diff of the snapshot; keep the old bits for anchors on their way.
 
-        Args:
-            topic: Unique name of the version among the ranks.
+        ``topic`` is a unique name of the version among the ranks.
         """
         self.source.agree(topic)
         with self._changing:
@@ -355,12 +313,7 @@ class Session:
         return conclusion
 
     def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
-        """Upload this rank's parts of an edge, which no document names yet.
-
-        Raises:
-            StoreError: A part could not be uploaded.
-            ConfigError: The bits of an anchor differ from the state of the snapshot.
-        """
+        """Upload this rank's parts of an edge, which no document names yet."""
         if attempt.failure is not None:
             raise attempt.failure
         diff, store = attempt.diff, self.writer.chain.store
@@ -386,13 +339,7 @@ class Session:
     def conclude(
         self, keys: EdgeKeys, attempt: Attempt, shares: Sequence[EdgeShare], encode_s: float
     ) -> Conclusion:
-        """Commit the shares of all ranks as the next version; on rank 0.
-
-        Raises:
-            StoreError: The version is not committed, or the outcome is unknown.
-            PublisherFencedError: Another publisher was first.
-            ConfigError: The model's bits differ from those of the base checkpoint.
-        """
+        """Commit the shares of all ranks as the next version; on rank 0."""
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
@@ -433,10 +380,7 @@ class Session:
         return Conclusion(receipt, self.anchor_due)
 
     def begin_anchor(self) -> LateAnchor:
-        """Begin an anchor of the newest version, to be added beside later ones.
-
-        Must be called before the next diff.
-        """
+        """Begin an anchor of the newest version, before the next diff."""
         with self._changing:
             late = LateAnchor(
                 version=self.head,
@@ -448,7 +392,6 @@ class Session:
         return late
 
     def abandon_anchors(self, reason: str) -> None:
-        """Make all anchors on their way fail with a reason."""
         for late in tuple(self._late):
             late.bits.abandon(f"the anchor of version {late.version} was abandoned: {reason}")
 
@@ -458,11 +401,6 @@ class Session:
         Args:
             topic: Unique name of the anchor among the ranks.
             late: What ``begin_anchor`` returned; by default, no diff may be taken meanwhile.
-
-        Raises:
-            StoreError: The anchor was not added; the chain is unchanged.
-            ChainError: Its bits are not those of the version.
-            RankError: Another rank failed, or did not answer in time.
         """
         version = self.head if late is None else late.version
         ranks = self.ranks if late is None else self.anchor_ranks

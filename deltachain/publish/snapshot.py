@@ -65,7 +65,7 @@ PIECE: Final = 1 << 19
 
 
 class Memory(NamedTuple):
-    """Memory of a device, in bytes: free, and in all."""
+    """Free and total memory of a device, in bytes."""
 
     free: int
     total: int
@@ -106,7 +106,6 @@ class Kept(NamedTuple):
 
     @property
     def bits(self) -> Tensor:
-        """Flat bits of the tensor; shares memory."""
         return self.slab[self.at : self.at + self.numel]
 
 
@@ -124,7 +123,7 @@ class Slabs:
     def take(
         self, numel: int, width: int, where: torch.device, *, resident: bool, pinned: bool
     ) -> Kept:
-        """Return room for a tensor, with any content.
+        """Return room for a tensor on a device, with any content.
 
         Args:
             numel: Number of elements.
@@ -146,7 +145,6 @@ class Slabs:
 
 
 def aligned(numel: int, width: int) -> int:
-    """Return a number of elements rounded up to the alignment of tensors in a slab."""
     unit = ALIGNMENT // width
     return -(-numel // unit) * unit
 
@@ -193,9 +191,6 @@ def _copied(weight: Weight) -> Weight:
 
     On the host a piece at a time, each by a single operation of the interpreter, after a look at
     the storage: its owner may free it or move it.
-
-    Raises:
-        ConfigError: Its memory was freed or resized.
     """
     live = weight.tensor
     refuse_tensor(weight.spec.name, live)
@@ -229,7 +224,6 @@ class _Window(NamedTuple):
     """A window of a weight in a new snapshot.
 
     Attributes:
-        weight: The weight.
         window: Its elements.
         bits: Bits of the whole weight in the snapshot.
         live: Live bits of the weight; ``None`` if they are in the snapshot already.
@@ -242,12 +236,7 @@ class _Window(NamedTuple):
 
 
 class _Digested(NamedTuple):
-    """Elements that a weight has of a checkpoint tensor, as far as they are digested.
-
-    Attributes:
-        numel: Number of elements.
-        digest: Their state digest.
-    """
+    """Number and state digest of a weight's elements of a checkpoint tensor, as far as digested."""
 
     numel: int = 0
     digest: StateDigest = StateDigest()
@@ -269,7 +258,6 @@ class _Frozen(NamedTuple):
 
     @classmethod
     def of(cls, weight: Weight, digest: StateDigest) -> _Frozen:
-        """Return what is kept of a weight with these bits."""
         tensor = weight.tensor.detach()
         return cls(digest, replace(weight, tensor=tensor), tensor.data_ptr())
 
@@ -354,9 +342,6 @@ class Snapshot:
         """Return the last published flat bits of one weight; must not be modified.
 
         Bits on a device, and live ones of a frozen weight, are copied to the host by each call.
-
-        Raises:
-            ConfigError: The memory of a frozen weight was freed or resized.
         """
         kept = self._kept.get(weight.spec.name)
         if kept is not None:
@@ -365,10 +350,9 @@ class Snapshot:
         return wire_bits(_copied(frozen) if frozen.file is None else frozen)
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
-        """Return the state digest of a window in the snapshot, if it is known without computing it.
+        """Return the state digest of a window if it is known without computing it.
 
-        It is known until the first change, for a window of all that a weight has of a checkpoint
-        tensor.
+        It is, until the first change, for a window of all that a weight has of a checkpoint tensor.
         """
         digested = self._digested.get((weight.spec.name, window.spec.name), _Digested())
         return digested.digest if digested.numel == len(window.indices) else None
@@ -537,7 +521,6 @@ def _numel(weight: Weight) -> int:
 
 
 def _is_small(one: _Window) -> bool:
-    """Return whether a thread of its own costs a window more than it saves."""
     return one.bits.size < WINDOW_NUMEL // 8
 
 
@@ -549,12 +532,10 @@ def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
 
 
 def _on_host(kept: Kept) -> Bits:
-    """Return the bits of a tensor in a snapshot on the host: themselves, or a copy."""
     return _unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
 
 
 def _write_(kept: Kept, indices: Indices, bits: Bits) -> None:
-    """Write ``(nnz,)`` bits into a snapshot."""
     if device.on_host(kept.slab):
         host.scatter_(_unsigned(kept.bits), indices, bits)
     else:

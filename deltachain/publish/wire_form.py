@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 
 
 class CheckpointChanges(NamedTuple):
-    """Changes of one checkpoint tensor.
+    """Changes of one checkpoint tensor, by flat indices into it.
 
-    Attributes:
-        weight: Live weight of the changes.
-        spec: Spec of the checkpoint tensor.
-        changes: Changes by flat indices into that tensor.
-        digest: Change of the state digest.
+    ``digest`` is the change of the state digest by them.
     """
 
     weight: Weight
@@ -51,7 +47,6 @@ class Diff:
         live: Changes by live weight and flat indices into the rank's shard; weights without changes
             are omitted.
         by_tensor: The same changes by checkpoint tensor, in the order of the weights.
-        digest: Change of the state digest.
     """
 
     live: Mapping[str, Changes]
@@ -60,7 +55,6 @@ class Diff:
 
     @property
     def nnz(self) -> int:
-        """Number of changed elements."""
         return sum(changes.indices.size for changes in self.live.values())
 
 
@@ -68,7 +62,6 @@ NO_CHANGES = Diff({}, (), StateDigest())
 
 
 def map_changes(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
-    """Map changes of live weights to checkpoint tensors, and compute their digests."""
     mapped = []
     for weight in weights:
         found = live.get(weight.spec.name)
@@ -130,7 +123,6 @@ def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:
-    """Return a change of all bits of one tensor."""
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
@@ -143,13 +135,7 @@ def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
 
 
 def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:
-    """Return a change of a window.
-
-    Args:
-        window: The window.
-        bits: The rank's whole shard of the tensor.
-        digest: State digest of the window, if it is known.
-    """
+    """Return a change of a window of ``bits``, the rank's whole shard of the tensor."""
     spec, indices = window.spec, window.indices
     digest = digest_window(window, bits) if digest is None else digest
     if isinstance(indices, range):

@@ -43,9 +43,6 @@ def collect_assets(
         model: The model; an export has no files of its own.
         config: Settings; ``assets`` or ``base`` may name the checkpoint.
         others: Tokenizer or processor of the model.
-
-    Raises:
-        ConfigError: The model's configuration does not describe its weights.
     """
     trusted = config.trust_remote_code
     whole = unwrapped(model) if isinstance(model, nn.Module) else None

@@ -49,13 +49,6 @@ def refuse_other_folder(files: Mapping[str, bytes], specs: Mapping[str, TensorSp
 
     The weights are loaded into a model without data, by the class of transformers that the file
     names. Where it knows none, or the checkpoint is quantised, nothing is compared.
-
-    Args:
-        files: Small files of the checkpoint.
-        specs: Its tensors.
-
-    Raises:
-        ConfigError: Loading would leave out a weight, or make one up.
     """
     if CONFIG_FILE not in files or any(one.dtype.startswith(_CODES) for one in specs.values()):
         return
@@ -75,10 +68,6 @@ def refuse_difference(
     """Refuse weights that a model made of a configuration does not load as they are.
 
     Weights outside of it, such as a value head or heads for later tokens, are told in a warning.
-
-    Raises:
-        ConfigError: A weight has another shape, is missing, or belongs into a part of the model
-            that does not have it.
     """
     for name, (mine, wanted) in sorted(difference.shapes.items()):
         raise UnsupportedModelError(
@@ -151,7 +140,6 @@ def _loaded(
 
 @contextmanager
 def _quiet(log: Any) -> Iterator[None]:  # noqa: ANN401 - a module of transformers
-    """Silence the report of a loading and its progress bar."""
     level, shows = log.get_verbosity(), log.is_progress_bar_enabled()
     log.set_verbosity(log.CRITICAL)
     log.disable_progress_bar()
@@ -180,11 +168,6 @@ def refuse_other_config(model: nn.Module) -> None:
     """Refuse a model of transformers that its own configuration does not describe.
 
     Names of tensors are not compared if the model is quantised or has adapters: both rename them.
-
-    Raises:
-        ConfigError: A weight is not in a model made of the configuration, or has another shape
-            there, or that has further weights; or the output embedding is tied where the
-            configuration says otherwise.
     """
     config = getattr(model, "config", None)
     if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
@@ -248,11 +231,8 @@ def with_config_watched(
 ) -> Callable[[], Iterable[tuple[str, Tensor]]]:
     """Return ``live`` with a look at the model's configuration before each iteration.
 
-    Generation settings that changed are logged: trainers change them as well, and weights do not
-    depend on them.
-
-    That function raises:
-        ConfigError: The configuration changed, of which followers have the files.
+    A change of which followers have the files is refused. Generation settings that changed are
+    logged: trainers change them as well, and weights do not depend on them.
     """
     then, generation = _settings(model), _generation(model)
     said: set[str] = set()

@@ -58,7 +58,6 @@ def saved(*things: object, trusted: bool, told: Collection[str] | None = ()) -> 
 
 
 def own_parts(model: nn.Module) -> tuple[object, ...]:
-    """Return what writes the files of a model besides its weights."""
     return tuple(getattr(model, name, None) for name in ("config", "generation_config"))
 
 
@@ -112,10 +111,7 @@ def _loaded_anew(part: SavesItself, folder: Path, *, trusted: bool) -> dict[str,
 
 
 def read_config(data: bytes) -> Any:  # noqa: ANN401 - of transformers
-    """Return the configuration of transformers in a file; no code of the file's author is run.
-
-    Any exception is raised if transformers is absent or does not know the model.
-    """
+    """Return the configuration of transformers in a file; no code of the file's author is run."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow, and seldom needed
 
     with tempfile.TemporaryDirectory(prefix="deltachain-config-") as scratch:
@@ -150,10 +146,6 @@ def with_dtype_of(files: Mapping[str, bytes], specs: Iterable[TensorSpec]) -> di
     Loading casts all weights to the stated dtype: that of most of their elements. A part of the
     model may state another one that some of them have. Nothing is added, and configurations of
     quantised weights stay as they are.
-
-    Args:
-        files: Small files of a checkpoint, by path.
-        specs: Its tensors.
     """
     made = dict(files)
     numel: Counter[str] = Counter()
@@ -177,11 +169,8 @@ def _stating(
 ) -> dict[str, Any]:
     """Return a configuration with the wanted dtype in place of others.
 
-    Args:
-        config: The configuration, or the part of it that describes a part of the model.
-        wanted: The dtype.
-        fine: Dtypes that it may state.
-        fine_inside: Dtypes that its parts may state.
+    It may state one of ``fine`` as well, and the parts of it that describe parts of the model one
+    of ``fine_inside``.
     """
     made = dict(config)
     for key, value in config.items():
@@ -193,10 +182,7 @@ def _stating(
 
 
 def _with_dtypes(data: bytes, origin: bytes | None, name: str) -> bytes:
-    """Return a configuration with the dtypes of the checkpoint's own: masters have others.
-
-    Dequantised weights have the dtypes of the model.
-    """
+    """Return a configuration with the dtypes of the checkpoint's own: masters have others."""
     known = None if origin is None else json.loads(origin) if name == CONFIG_FILE else None
     if not isinstance(known, dict):
         return data
@@ -271,10 +257,6 @@ def tokenizer_difference(then: Mapping[str, bytes], now: Mapping[str, bytes]) ->
 
     Files that differ are loaded and written anew, where transformers can load both: releases keep
     the same tokenizer in other files and fields.
-
-    Args:
-        then: Files of the one, by path, and its ``config.json``.
-        now: Files of the other.
     """
     both = then.keys() & now.keys()
     if found := _first(then, now, both - {_TOKENIZER, _SETTINGS}):
@@ -301,11 +283,7 @@ def tokenizer_difference(then: Mapping[str, bytes], now: Mapping[str, bytes]) ->
 
 
 def watched(tokenizer: object) -> Callable[[], None]:
-    """Return a function that checks that a tokenizer is as it was.
-
-    That function raises:
-        ConfigError: Its tokens or its template changed, of which followers have the files.
-    """
+    """Return a function that refuses a tokenizer whose tokens or template changed since."""
     then = _state(tokenizer)
 
     def check() -> None:
@@ -380,7 +358,6 @@ def _of_this_release(data: bytes) -> bytes:
 
 
 def _written_anew(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files that the installed transformers writes of a tokenizer."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow, and only if files differ
 
     with tempfile.TemporaryDirectory(prefix="deltachain-tokenizer-") as scratch:
@@ -450,10 +427,6 @@ def check_files(chain: Chain, files: Mapping[str, bytes]) -> None:
     Fields of a run or of a library's release are no difference. Files that the version lacks, and
     those of unknown meaning, are told in a warning.
 
-    Args:
-        chain: The chain.
-        files: Files beside the next version, by path.
-
     Raises:
         ChainMismatchError: A file that decides what is computed differs, or the chain lacks it.
     """
@@ -512,7 +485,6 @@ def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _difference(name: str, theirs: Mapping[str, bytes], mine: Mapping[str, bytes]) -> str:
-    """Describe the difference of a file that matters; empty if none does."""
     if name == _GENERATION:
         return differing_fields(_generation(theirs), _generation(mine))
     old, new = _plain(name, theirs[name]), _plain(name, mine[name])

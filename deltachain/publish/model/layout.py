@@ -44,12 +44,10 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """Return the box of a whole tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements in the box."""
         return math.prod(self.shape)
 
     @property

@@ -154,21 +154,17 @@ class ModelTensors:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the checkpoint."""
         return sum(spec.numel for spec in self.specs)
 
     @property
     def held_numel(self) -> int:
-        """Number of elements published by this rank."""
         return sum(weight.element_map.box.numel for weight in self.weights)
 
     @property
     def held_nbytes(self) -> int:
-        """Size of the elements published by this rank, in bytes."""
         return sum(w.element_map.box.numel * w.spec.itemsize for w in self.weights)
 
     def table(self) -> Table:
-        """Return the chain's tensor table."""
         rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)
         aliases = dict(sorted(self.aliases.items()))
         return Table(ext=dict(self.ext), tensors=rows, aliases=aliases)
@@ -269,7 +265,6 @@ def _known_dtypes(
     converted: Mapping[str, Conversion],
     checkpoint: Path | None,
 ) -> Known:
-    """Return the wire dtypes of the model's checkpoint, by the names there."""
     own: dict[str, TensorSpec] = {}
     for name, tensor in live.items():
         dtype = WIRE_NAMES.get(tensor.dtype)
@@ -318,12 +313,7 @@ def _yielded(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what an export yields, once it is seen to be names and tensors.
 
-    Args:
-        live: The export.
-        known: Names that it yielded on this rank when it was attached; ``None`` at that time.
-
-    Raises:
-        ConfigError: It yields something else, a name twice, or a name that is not known.
+    ``known`` are the names that it yielded on this rank when it was attached.
     """
     found: object = live()
     if not isinstance(found, Iterable):
@@ -375,11 +365,7 @@ def _weight(
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the distinct specs, sorted by name.
-
-    Raises:
-        ConfigError: Two different specs have the same name.
-    """
+    """Return the distinct specs, sorted by name; refuse two of the same name."""
     found: dict[str, TensorSpec] = {}
     for spec in specs:
         have = found.setdefault(spec.name, spec)

@@ -44,12 +44,10 @@ _WHOLE: Final = "model"
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What is known of the dtypes of the weights that a model was loaded from.
+    """Dtypes of the weights that a model was loaded from, by name, and a warning about them.
 
-    Attributes:
-        dtypes: Wire dtypes by name. None if there are no weights, if they are quantised and the
-            model is not, or if it is unknown which are the model's.
-        warning: What a user may not expect of weights that are published in them; empty if nothing.
+    There are none without weights, if those are quantised and the model is not, or if it is unknown
+    which are the model's.
     """
 
     dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -58,8 +56,6 @@ class Known:
 
 @dataclass(frozen=True, slots=True)
 class _Set:
-    """One set of weights: the files of a folder, or of a variant."""
-
     label: str
     parts: tuple[Checkpoint, ...]
 
@@ -68,7 +64,6 @@ class _Set:
         return {name: spec for part in self.parts for name, spec in part.specs.items()}
 
     def values(self, name: str) -> Tensor:
-        """Read a tensor."""
         part = next(part for part in self.parts if name in part.specs)
         spec = part.specs[name]
         return torch.from_numpy(part.bits(name)).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
@@ -342,10 +337,6 @@ def kept_in_fp32(model: nn.Module, weights: Mapping[str, Tensor]) -> frozenset[s
     """Return the names of fp32 weights that the model's class keeps so beside 16-bit weights.
 
     None of a model that is wholly fp32: its weights are masters.
-
-    Args:
-        model: The model, unwrapped.
-        weights: Its weights by name.
     """
     if not any(map(_is_half, (one.dtype for one in weights.values()))):
         return frozenset()
@@ -368,14 +359,8 @@ def wire_dtype(
 ) -> str:
     """Return the wire dtype of all checkpoint tensors of a live tensor.
 
-    Args:
-        names: Names of the checkpoint tensors.
-        tensor: The live one.
-        dtype: Wire dtype of every floating point weight, if given.
-        wire: Wire dtypes of the checkpoint, by name.
-
-    Raises:
-        ConfigError: It has no wire form, or it must be said which cast is meant.
+    ``dtype`` is that of every floating point weight, if given; ``wire`` has those of the
+    checkpoint, by name.
     """
     own, name = WIRE_NAMES[tensor.dtype], names[0]
     found = {wire.get(one, own) for one in names}

@@ -39,11 +39,7 @@ _VERSIONS: Final = frozenset({"version"})
 def with_quantization(
     assets: Mapping[str, bytes], recipe: Recipe, choice: Choice
 ) -> dict[str, bytes]:
-    """Return the small files of a checkpoint with the recipe in its configuration.
-
-    Raises:
-        ConfigError: The configuration is of a quantised checkpoint.
-    """
+    """Return the small files of a checkpoint with the recipe in its configuration."""
     if CONFIG_FILE not in assets:
         logger.warning("without config.json, engines cannot load the checkpoint that is published")
         return dict(assets)
@@ -59,10 +55,6 @@ def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None
 
     Its tensors alone do not show that: codes of another block size or packing may have the same
     shapes, and engines read the configuration with which the chain began.
-
-    Args:
-        chain: The chain, whose weights no recipe of this package quantises.
-        files: Function that collects the small files of the checkpoint.
 
     Raises:
         ChainMismatchError: ``quantization_config`` differs in more than a version.
@@ -87,7 +79,6 @@ def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None
 
 
 def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
-    """Return how a checkpoint is quantised by its configuration, if that says so."""
     if CONFIG_FILE not in files:
         return None
     found = read_config(files).get(CONFIG_KEY)
@@ -95,11 +86,7 @@ def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
 
 
 def read_config(assets: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the configuration among the small files of a checkpoint.
-
-    Raises:
-        ConfigError: It is missing or no JSON object.
-    """
+    """Return the configuration among the small files of a checkpoint."""
     try:
         config = json.loads(assets[CONFIG_FILE])
     except KeyError as exc:
@@ -133,7 +120,6 @@ class Quantised:
     choice: Choice
 
     def assets(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the small files of the quantised checkpoint."""
         return with_quantization(files, self.recipe, self.choice)
 
 
@@ -147,10 +133,6 @@ def quantised(
         find: Function that finds the layers of this rank's weights.
         quantization: The recipe, and the layers to leave; the same on all ranks.
         ranks: All publishing ranks, as seen by the thread that takes diffs.
-
-    Raises:
-        ConfigError: The model cannot be quantised so, or the recipe's library is absent.
-        RankError: Another rank failed, or did not answer in time.
     """
     recipe = RECIPES[quantization.recipe]
     recipe.version()  # an absent library is named before any work
@@ -166,16 +148,7 @@ def quantised(
 def find_layers(
     model: nn.Module | TensorSource | None, source: ModelTensors, files: Files
 ) -> Layers:
-    """Find the layers of this rank's weights.
-
-    Args:
-        model: The model; an export or no model if its configuration shows the layers.
-        source: The weights that this rank publishes.
-        files: Function that collects the small files of the checkpoint.
-
-    Raises:
-        ConfigError: The model is quantised already, or there is no configuration.
-    """
+    """Find the layers of this rank's weights, of an export by its configuration."""
     if isinstance(model, nn.Module):
         return layers_of_source(model, source)
     return layers_of_config(read_config(files()))

@@ -70,7 +70,6 @@ def _scales(preset: str, strategy: str, amax: Tensor, global_scale: Tensor | Non
 
 
 def _dtype(preset: str, strategy: str) -> torch.dtype | None:
-    """Return the dtype in which scales are stored; None for that of the weight."""
     found: torch.dtype | None = _scheme(preset, strategy).weights.scale_dtype
     return found
 

@@ -37,9 +37,6 @@ def check_fused(quantised: Iterable[str], left: Iterable[str]) -> None:
     Args:
         quantised: Names of the layers that are quantised.
         left: Names of the other linear layers and experts.
-
-    Raises:
-        ConfigError: Engines would refuse the checkpoint, or load it wrongly.
     """
     groups: dict[str, str] = {}
     for layer in quantised:
@@ -96,7 +93,6 @@ class Layers(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, found: Sequence[Layers]) -> Layers:
-        """Join the layers of several ranks."""
         return cls(
             frozenset(name for one in found for name in one.linear),
             frozenset(name for one in found for name in one.embeddings),
@@ -105,28 +101,17 @@ class Layers(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Matrices that are quantised, and layers that are not.
-
-    Attributes:
-        names: Names of the matrices in the checkpoint.
-        ignored: Names of other layers that engines could take for linear layers.
-    """
+    """Names of matrices that are quantised, and of layers that are not, for engines to know."""
 
     names: frozenset[str]
     ignored: tuple[str, ...]
 
 
 def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers:
-    """Find the linear layers, experts and embeddings of a model.
+    """Find the linear layers, experts and embeddings of a model, which may have no data.
 
-    Experts are the parameters of modules named ``experts``, as in transformers.
-
-    Args:
-        model: The model, wrapped or not, with or without data.
-        saved: From the name of a live weight to its names in the checkpoint.
-
-    Raises:
-        ConfigError: The model is quantised already.
+    Experts are the parameters of modules named ``experts``, as in transformers. ``saved`` returns
+    the names in the checkpoint of a live weight.
     """
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
@@ -162,14 +147,7 @@ def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
 
 
 def layers_of_config(config: Mapping[str, Any]) -> Layers:
-    """Find the layers of a checkpoint by making its model without data.
-
-    Args:
-        config: Content of its ``config.json``.
-
-    Raises:
-        ConfigError: transformers is missing, or cannot make the model.
-    """
+    """Find the layers of a checkpoint by making the model of its ``config.json`` without data."""
     if config.get("quantization_config"):
         raise ConfigError("the checkpoint is quantised already", hint=ALREADY)
     model = _without_data(config)
@@ -216,14 +194,8 @@ def _without_data(config: Mapping[str, Any]) -> nn.Module:
 def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> Choice:
     """Choose the matrices of a model that are quantised.
 
-    Args:
-        source: The model; ``specs`` and ``aliases`` of all ranks.
-        layers: Its layers, of all ranks.
-        quantization: The recipe, and the layers to leave.
-
-    Raises:
-        ConfigError: A weight has another dtype or shape than can be quantised, there is none, or a
-            layer is left that engines compute as one with others.
+    Refused are weights of another dtype or shape than can be quantised, and layers that engines
+    compute as one with others that are left.
     """
     linear = layers.linear - layers.embeddings - layers.tied
     wanted = [

@@ -31,11 +31,7 @@ GROUP: Final = "deltachain.recipes"
 
 
 class RecipeRegistry(Mapping[str, Recipe]):
-    """Recipes by name. Those of other packages are imported when exactly their name is met.
-
-    Args:
-        recipes: Built-in recipes.
-    """
+    """Recipes by name. Those of other packages are imported when exactly their name is met."""
 
     def __init__(self, recipes: Iterable[Recipe]) -> None:
         self._registry = NameRegistry(GROUP, Recipe, "acme.ternary", recipes)
@@ -64,11 +60,7 @@ class RecipeRegistry(Mapping[str, Recipe]):
         self._registry.register(recipe)
 
     def chosen(self, name: str) -> Recipe:
-        """Return the recipe chosen by a user.
-
-        Raises:
-            ConfigError: There is none of that name, or it cannot be loaded.
-        """
+        """Return the recipe chosen by a user, or refuse its name."""
         found = self._registry.find(name)
         if found is not None:
             return found
@@ -158,7 +150,6 @@ class Quantization:
         )
 
     def ignores(self, layer: str) -> bool:
-        """Return whether a layer of the checkpoint is published as it is."""
         return any(_matches(entry, layer) for entry in self.ignore)
 
 

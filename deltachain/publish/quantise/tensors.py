@@ -65,8 +65,6 @@ class CutBlocks(msgspec.Struct, frozen=True):
 
 
 class CutMessage(msgspec.Struct, frozen=True):
-    """Some of a rank's blocks, and whether there are more."""
-
     found: tuple[CutBlocks, ...]
     more: bool
 
@@ -276,14 +274,7 @@ def _matrix(weight: Weight, run: ElementRun) -> Matrix:
 
 @dataclass(slots=True)
 class QuantisedTensors:
-    """Codes and scales of a rank's weights, beside those that are published as they are.
-
-    Attributes:
-        live_weights: Function that yields the weights in the dtypes of the model.
-        matrices: Quantised matrices, by name of the live weight.
-        recipe: How they are quantised.
-        ranks: All publishing ranks.
-    """
+    """Codes and scales of a rank's weights, beside those that are published as they are."""
 
     live_weights: Callable[[], Iterator[Weight]]
     matrices: Mapping[str, tuple[Matrix, ...]]
@@ -301,11 +292,7 @@ class QuantisedTensors:
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors that this rank publishes.
-
-        Raises:
-            ConfigError: A weight or a scale is not finite.
-        """
+        """Yield all tensors that this rank publishes; refuse what is not finite."""
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
@@ -396,16 +383,7 @@ def make_codes(
 ) -> Tensor:
     """Make the codes of a window, those of bf16 weights on the host by a kernel where there is one.
 
-    Args:
-        recipe: How to quantise.
-        values: The window, ``(rows, columns)``.
-        grid: Blocks of the matrix.
-        window: Position of the window.
-        amax: Largest magnitude of each block of the window, of the whole block.
-        global_scale: That of the checkpoint, if the recipe has one.
-
-    Raises:
-        ConfigError: The recipe's codes are not those that it describes.
+    ``amax`` has the largest magnitude of each block of the window, of the whole block.
     """
     arithmetic, (_, (left, right)) = recipe.arithmetic, grid.margins(window)
     shape = values.shape[0], values.shape[1] // recipe.codes.block[1]
@@ -466,9 +444,6 @@ def quantise(
 
     Returns:
         The tensors to publish. Their ``agree`` must be called before each iteration over them.
-
-    Raises:
-        ConfigError: A matrix cannot be quantised.
     """
     for spec in source.specs:
         width = recipe.block[1]

@@ -31,12 +31,6 @@ class Ranks:
 
     Every rank calls the same methods, with the same topics, in the same order in each thread.
 
-    Args:
-        number: Rank of this process.
-        count: Number of ranks.
-        deadline_s: Longest delay of a rank behind the others, in seconds.
-        store: Shared key-value store; ``None`` for a single process.
-
     Attributes:
         number: Rank of this process.
         count: Number of ranks.
@@ -50,16 +44,11 @@ class Ranks:
 
     @classmethod
     def alone(cls) -> Ranks:
-        """Return the group of a single process."""
         return cls(0, 1, 0.0)
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> Ranks:
         """Join the ranks of a ``torch.distributed`` group, all ranks by default.
-
-        Args:
-            group: Process group that contains this rank.
-            deadline_s: Longest delay of a rank behind the others, in seconds.
 
         Raises:
             RankError: A rank did not join in time. Ranks that join again meet waiting ones.
@@ -120,14 +109,7 @@ class Ranks:
         return self.number == 0
 
     def gather(self, topic: str, message: bytes) -> list[bytes]:
-        """Send a message to rank 0.
-
-        Returns:
-            The messages of all ranks in their order, on rank 0; an empty list on the others.
-
-        Raises:
-            RankError: A rank sent nothing in time.
-        """
+        """Send a message to rank 0, which gets those of all ranks, in their order."""
         if self.count == 1:
             return [message]
         self._post(f"{topic}/{self.number}", message)
@@ -138,15 +120,7 @@ class Ranks:
         return messages
 
     def broadcast(self, topic: str, message: bytes | None) -> bytes:
-        """Send a message of rank 0 to all ranks.
-
-        Args:
-            topic: Name of this broadcast.
-            message: On rank 0; ``None`` on the others.
-
-        Raises:
-            RankError: Rank 0 sent nothing in time.
-        """
+        """Send a message of rank 0 to all ranks; the others give ``None``."""
         if message is not None:
             if self.count > 1:
                 self._post(topic, message)
@@ -157,11 +131,7 @@ class Ranks:
         return message
 
     def all_gather(self, topic: str, message: bytes) -> list[bytes]:
-        """Exchange a message with all ranks; return the messages in the order of ranks.
-
-        Raises:
-            RankError: A rank sent nothing in time.
-        """
+        """Exchange a message with all ranks; return the messages in the order of ranks."""
         if self.count == 1:
             return [message]
         self._post(f"{topic}/{self.number}", message)
@@ -225,8 +195,6 @@ FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """Serialised error of a rank."""
-
     kind: str
     message: str
     hint: str = ""
@@ -243,7 +211,8 @@ class Collective:
     """One collective of all ranks, as a ``with`` block: gather and broadcast, or all-gather.
 
     An error in the block is sent instead of the value awaited by the other ranks, so that it is
-    raised on all of them. A single rank gets its own values back, without encoding.
+    raised on all of them: a ``RankError``, unless rank 0 has one of ``SHARED``. A single rank gets
+    its own values back, without encoding.
 
     ::
 
@@ -251,9 +220,7 @@ class Collective:
             sizes = collective.gather(measure(), int)
             total = collective.broadcast(sum(sizes) if ranks.leads else None, int)
 
-    Args:
-        ranks: All ranks.
-        topic: Name of this collective, unique for these ranks.
+    ``topic`` is a name of this collective, unique for these ranks.
     """
 
     def __init__(self, ranks: Ranks, topic: str) -> None:
@@ -261,14 +228,7 @@ class Collective:
         self._has_sent = self._has_answered = False
 
     def gather(self, value: _T, kind: type[_T]) -> list[_T]:
-        """Send a value to rank 0.
-
-        Returns:
-            The values of all ranks in their order, on rank 0; an empty list on the others.
-
-        Raises:
-            RankError: Another rank failed, or sent nothing in time.
-        """
+        """Send a value to rank 0, which gets those of all ranks, in their order."""
         if self._ranks.count == 1:
             return [value]
         message = _encode(value)
@@ -276,15 +236,7 @@ class Collective:
         return _values(self._ranks.gather(self._parts, message), kind)
 
     def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
-        """Send a value of rank 0 to all ranks.
-
-        Args:
-            value: On rank 0; ignored on the others.
-            kind: Type of the value.
-
-        Raises:
-            DeltaChainError: Rank 0 failed, or sent nothing in time.
-        """
+        """Send a value of rank 0 to all ranks; that of others is ignored."""
         if self._ranks.count == 1:
             return cast("_T", value)
         if self._ranks.leads:
@@ -295,14 +247,7 @@ class Collective:
         return _received(self._ranks.broadcast(self._topic, None), kind)
 
     def all_gather(self, value: _T, kind: type[_T]) -> list[_T]:
-        """Send a value to every rank.
-
-        Returns:
-            The values of all ranks in their order.
-
-        Raises:
-            RankError: Another rank failed, or sent nothing in time.
-        """
+        """Send a value to every rank; return those of all ranks in their order."""
         if self._ranks.count == 1:
             return [value]
         message = _encode(value)
@@ -378,11 +323,7 @@ class PublishBarrier:
     A call is identified by the trainer's step, so only ranks at the same step meet. Without step
     numbers, calls are counted: a rank that misses one then never meets the others again.
 
-    Args:
-        ranks: All publishing ranks.
-
-    Attributes:
-        topic: Unique topic of the last barrier.
+    ``topic`` is the unique topic of the last barrier.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -399,11 +340,7 @@ class PublishBarrier:
 
     @contextmanager
     def meet(self) -> Iterator[Collective]:
-        """Yield the collective in which the ranks decide at this call.
-
-        Raises:
-            RankError: A rank did not arrive in time.
-        """
+        """Yield the collective in which the ranks decide at this call."""
         # Named after the call: a rank that missed a flush can join the next one.
         self.topic = f"{self._call}.{self._again}"
         self._again += 1

@@ -96,7 +96,7 @@ OTHER_DATA = [
     (empty, r"is torch.bfloat16\(0,\), and was torch.bfloat16\(40, 24\)"),
     (freed, "needs 1920 bytes of memory, of which 0 are there"),
     (cut, "needs 1920 bytes of memory, of which 960 are there"),
-    (swapped, "contiguous: False"),
+    (swapped, "not contiguous"),
     (halved, r"is torch.float16\(40, 24\), and was torch.bfloat16"),
 ]
 

@@ -60,7 +60,7 @@ def known(install: Install, monkeypatch: pytest.MonkeyPatch) -> RecipeRegistry:
     fresh = RecipeRegistry(registry.RECIPES.values())
     for module in ("begin", "settings", "registry"):
         monkeypatch.setattr(f"deltachain.publish.quantise.{module}.RECIPES", fresh)
-    monkeypatch.setattr("deltachain.publish.rank_settings.RECIPES", fresh)
+    monkeypatch.setattr("deltachain.publish.ranks.sharing.RECIPES", fresh)
     return fresh
 
 
