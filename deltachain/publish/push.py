@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -69,9 +68,6 @@ class Pushed:
     anchor: EdgeSummary | None
 
 
-_Base: TypeAlias = tuple[ModelTensors, Snapshot]
-
-
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
     """Make a checkpoint the newest version of a chain.
 
@@ -91,14 +87,20 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher is at work, or committed at the same time.
     """
     checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
-    _refuse_unnamed(checkpoint)
+    if checkpoint.unnamed:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
+            f"{checkpoint.index}",
+            hint="the index or the shards are of another save: save the checkpoint again",
+        )
     found = _find(store, checkpoint, config, trust)
     source = found.source
     source.agree("push")
     snapshot = Snapshot(source)  # all weights are checked before anything is written
-    first, chain = None, found.chain
+    chain = found.chain
+    first = None if isinstance(chain, Chain) else _of_base(config, source)
     if not isinstance(chain, Chain):
-        first, chain = _of_base(config, source), chain()
+        chain = chain()
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
     session = Session(source, snapshot, writer, config, Ranks.alone())
@@ -121,22 +123,17 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
     )
 
 
-def _refuse_unnamed(checkpoint: Checkpoint) -> None:
-    if checkpoint.unnamed:
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
-            f"{checkpoint.index}",
-            hint="the index or the shards are of another save: save the checkpoint again",
-        )
-
-
-def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[Committed]:
+def _commit(
+    session: Session, base: tuple[ModelTensors, Snapshot] | None, step: int | None
+) -> Iterator[Committed]:
     writer = session.writer
     try:
         if writer.parent is None:
             at = step if session.config.base is None else None
             base = base or _of_base(session.config, session.source)
-            first = session if base is None else _session_of(base, session)
+            first = session
+            if base is not None:
+                first = Session(*base, writer, session.config, session.ranks)
             first_version(first, step=at)
             session.head = first.head
             yield _newest(writer)
@@ -148,16 +145,12 @@ def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[
         raise
 
 
-def _of_base(config: PublishConfig, source: ModelTensors) -> _Base | None:
+def _of_base(config: PublishConfig, source: ModelTensors) -> tuple[ModelTensors, Snapshot] | None:
     """Return the base checkpoint, with which version 0 is committed; ``None`` without one."""
     if config.base is None:
         return None
     found = source_of(Checkpoint(config.base), source.table())
     return found, Snapshot(found)
-
-
-def _session_of(base: _Base, session: Session) -> Session:
-    return Session(*base, session.writer, session.config, session.ranks)
 
 
 def _newest(writer: Writer) -> Committed:
@@ -241,9 +234,15 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
         tied = [alias for alias, name in table.aliases.items() if name == spec.name]
         found = [name for name in (spec.name, *tied) if name in checkpoint.specs]
         for name in found or [spec.name]:
-            _check_spec(checkpoint, name, spec)
+            have = checkpoint.specs.get(name)
+            if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
+                raise ChainMismatchError(message)
         for name in found[1:]:
-            _check_tied(checkpoint, found[0], name)
+            if not np.array_equal(checkpoint.bits(found[0]), checkpoint.bits(name)):
+                raise ChainMismatchError(
+                    f"{name!r} and {found[0]!r} differ in {checkpoint.path}; the chain has them "
+                    "tied"
+                )
         absent = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
         weight = Weight.straight(spec, absent, frozen=True)
         weights.append(replace(weight, file=partial(_read, checkpoint, found[0], spec)))
@@ -251,19 +250,6 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
     if extra:
         raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
     return ModelTensors(tuple(weights), table.specs(), table.aliases, partial(_made, weights))
-
-
-def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:
-    have = checkpoint.specs.get(name)
-    if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
-        raise ChainMismatchError(message)
-
-
-def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:
-    if not np.array_equal(checkpoint.bits(name), checkpoint.bits(alias)):
-        raise ChainMismatchError(
-            f"{alias!r} and {name!r} differ in {checkpoint.path}; the chain has them tied"
-        )
 
 
 def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:

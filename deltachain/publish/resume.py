@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -67,6 +68,16 @@ class Position(msgspec.Struct, frozen=True):
     head: int
     trusted: str
 
+    @classmethod
+    def of(cls, writer: Writer) -> Position:
+        head, trusted = writer.parent, writer.chain.trust.trusted
+        return cls(
+            chain=writer.chain.identity.chain,
+            epoch=writer.epoch,
+            head=head.version if head else -1,
+            trusted=str(trusted) if trusted else "",
+        )
+
 
 def begin(
     store: Store,
@@ -93,45 +104,33 @@ def begin(
         PublisherFencedError: Another publisher is at work, or was first.
         ConfigError: The model cannot be published here.
     """
-    tenure = Tenure(store, take_over=config.take_over)
-    try:
-        return _begin(tenure, collect, config, assets, ranks, layers)
-    except BaseException:
-        tenure.close()
-        raise
-
-
-def _begin(
-    tenure: Tenure,
-    collect: Callable[[], ModelTensors],
-    config: PublishConfig,
-    assets: Files,
-    ranks: Ranks,
-    layers: Callable[[ModelTensors, Files], Layers],
-) -> Session:
-    source = divide(collect, ranks)
-    described: Files = partial(_described, tenure.store, source, assets)
-    files = described
-    if (quantization := Quantization.chosen(config.quantization)) is not None:
-        made = quantised(source, lambda: layers(source, assets), quantization, ranks)
-        source, files = made.source, lambda: made.assets(described())
-    refuse_specs(source.specs)  # those of all ranks: every rank refuses
-    source.agree("begin")
-    with Collective(ranks, "begin") as collective:
-        snapshot = Snapshot(source, where=config.snapshot)
-        states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
-        state = sum(states, StateDigest())
-        writer = _take_chain(tenure, source, config, files, state) if ranks.leads else None
-        position = collective.broadcast(_position(writer) if writer else None, Position)
-    with Collective(ranks, "open") as collective:
-        writer = writer or _open_chain(tenure.store, source, config, position, ranks.number)
-        collective.all_gather(True, bool)
-    session = Session(source, snapshot, writer, config, ranks)
-    if writer.parent is None:
-        first_version(session)
-    else:
-        catch_up(session, writer.parent)
-    return session
+    with ExitStack() as undone:
+        tenure = Tenure(store, take_over=config.take_over)
+        undone.callback(tenure.close)
+        source = divide(collect, ranks)
+        described: Files = partial(_described, store, source, assets)
+        files = described
+        if (quantization := Quantization.chosen(config.quantization)) is not None:
+            made = quantised(source, lambda: layers(source, assets), quantization, ranks)
+            source, files = made.source, lambda: made.assets(described())
+        refuse_specs(source.specs)  # those of all ranks: every rank refuses
+        source.agree("begin")
+        with Collective(ranks, "begin") as collective:
+            snapshot = Snapshot(source, where=config.snapshot)
+            states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
+            state = sum(states, StateDigest())
+            writer = _take_chain(tenure, source, config, files, state) if ranks.leads else None
+            position = collective.broadcast(Position.of(writer) if writer else None, Position)
+        with Collective(ranks, "open") as collective:
+            writer = writer or _open_chain(store, source, config, position, ranks.number)
+            collective.all_gather(True, bool)
+        session = Session(source, snapshot, writer, config, ranks)
+        if writer.parent is None:
+            first_version(session)
+        else:
+            catch_up(session, writer.parent)
+        undone.pop_all()
+        return session
 
 
 def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str, bytes]:
@@ -146,16 +145,6 @@ def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str
     if weights_file(specs, files) != ADAPTER_FILE and store.find(CHAIN_KEY) is None:
         refuse_other_folder(files, specs)
     return files
-
-
-def _position(writer: Writer) -> Position:
-    trusted = writer.chain.trust.trusted
-    return Position(
-        chain=writer.chain.identity.chain,
-        epoch=writer.epoch,
-        head=writer.parent.version if writer.parent else -1,
-        trusted=str(trusted) if trusted else "",
-    )
 
 
 def _take_chain(
@@ -251,25 +240,19 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
         return
     with Collective(session.ranks, "difference") as collective:
         diff = _difference(session, head)
-        found = collective.all_gather(_weigh(session, diff), RankDifference)
-    if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
+        mine = RankDifference(session.snapshot.state)
+        if diff is not None:
+            estimate = session.encoding.estimate
+            nbytes = sum(estimate(one.spec, one.changes) for one in diff.by_tensor)
+            mine = RankDifference(session.snapshot.state, diff.digest, nbytes)
+        found = collective.all_gather(mine, RankDifference)
+    nbytes = sum(one.nbytes for one in found)
+    if diff is not None and _is_proven(found, head) and nbytes < session.anchor_nbytes:
         logger.info("version %d continues from another state", head.version + 1)
         session.commit(Attempt(topic="up", diff=diff, step=step))
         return
     logger.warning("version %d starts over with an anchor", head.version + 1)
     session.commit(Attempt(topic="up", step=step))
-
-
-def _weigh(session: Session, diff: Diff | None) -> RankDifference:
-    if diff is None:
-        return RankDifference(session.snapshot.state)
-    encoding = session.encoding
-    sizes = (encoding.estimate(one.spec, one.changes) for one in diff.by_tensor)
-    return RankDifference(session.snapshot.state, diff.digest, sum(sizes))
-
-
-def _nbytes(found: Sequence[RankDifference]) -> int:
-    return sum(one.nbytes for one in found)
 
 
 def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:

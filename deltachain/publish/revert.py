@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -100,7 +100,14 @@ def revert(
     if head.state == goal.state:
         return Reverted(goal=goal, before=head)
     if not dry_run and not chain.store.capabilities.conditional_put:
-        raise _undecided(chain, goal)
+        url, version = chain.store.url, goal.version
+        raise ConfigError(
+            f"{url} cannot decide between two writers (no put-if-absent), so that only the "
+            "publisher at work there may go back",
+            hint=f"load the weights of version {version} into its trainer (`deltachain pull {url} "
+            f"--version {version} --out DIR`) and publish them; or stop it for good, and "
+            f"`deltachain push DIR {url}`",
+        )
     older, numel = _rebuilt(chain, goal, base), head.manifest.numel
     metadata = without_context(goal.manifest.metadata)
     writer: Writer | None = in_new_epoch(chain, head, numel=numel, metadata=metadata)
@@ -139,14 +146,7 @@ def _committed(writer: Writer, keys: EdgeKeys, done: Reverted) -> Reverted:
     )
     committed = writer.commit(draft, done.edge or Edge(kind="delta", base=done.before.version))
     writer.close()
-    return Reverted(
-        goal=goal,
-        before=done.before,
-        committed=committed,
-        edge=done.edge,
-        nnz=done.nnz,
-        tensors=done.tensors,
-    )
+    return replace(done, committed=committed)
 
 
 def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
@@ -217,15 +217,4 @@ def check_reverted(head: Committed, state: StateDigest, *, goes_on: bool) -> Non
         hint=f"load the weights of version {goal} into the trainer (`deltachain pull URL --version "
         f"{goal}`); or, to go on with these weights, set PublishConfig(continue_reverted=True), "
         "or push with --continue-reverted",
-    )
-
-
-def _undecided(chain: Chain, goal: Committed) -> ConfigError:
-    url = chain.store.url
-    return ConfigError(
-        f"{url} cannot decide between two writers (no put-if-absent), so that only the publisher "
-        "at work there may go back",
-        hint=f"load the weights of version {goal.version} into its trainer (`deltachain pull {url} "
-        f"--version {goal.version} --out DIR`) and publish them; or stop it for good, and "
-        f"`deltachain push DIR {url}`",
     )

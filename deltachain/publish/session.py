@@ -132,19 +132,15 @@ class EdgeShare(msgspec.Struct, frozen=True):
 
 def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
     """Join the parts of all ranks in one edge, and make them visible."""
-    edge = joined(shares)
-    store.reveal({part.key: part.pin for part in edge.parts})
-    return edge
-
-
-def joined(shares: Sequence[EdgeShare]) -> Edge:
     edges = [share.edge for share in shares]
-    return Edge(
+    edge = Edge(
         kind=edges[0].kind,
         base=edges[0].base,
         encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
         parts=tuple(part for edge in edges for part in edge.parts),
     )
+    store.reveal({part.key: part.pin for part in edge.parts})
+    return edge
 
 
 def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:

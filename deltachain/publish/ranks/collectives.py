@@ -110,8 +110,6 @@ class Ranks:
 
     def gather(self, topic: str, message: bytes) -> list[bytes]:
         """Send a message to rank 0, which gets those of all ranks, in their order."""
-        if self.count == 1:
-            return [message]
         self._post(f"{topic}/{self.number}", message)
         if not self.leads:
             return []
@@ -122,8 +120,7 @@ class Ranks:
     def broadcast(self, topic: str, message: bytes | None) -> bytes:
         """Send a message of rank 0 to all ranks; the others give ``None``."""
         if message is not None:
-            if self.count > 1:
-                self._post(topic, message)
+            self._post(topic, message)
             return message
         # Rank 0 may itself wait for other ranks, and then for its store.
         message = self._wait([topic], 3 * self.deadline_s)[0]
@@ -132,8 +129,6 @@ class Ranks:
 
     def all_gather(self, topic: str, message: bytes) -> list[bytes]:
         """Exchange a message with all ranks; return the messages in the order of ranks."""
-        if self.count == 1:
-            return [message]
         self._post(f"{topic}/{self.number}", message)
         return self._wait(self._keys(topic), self.deadline_s)
 
