@@ -250,7 +250,6 @@ class BackgroundWork:
 
 
 def _maintainer_of(chain: Chain, config: PublishConfig) -> Maintainer:
-    """Return a maintainer of a publisher's chain, with a store of its own."""
     store = open_store(config.url, config.storage_options, writer=True)
     own = Chain.open(store, chain.trust)
     rule = config.maintain if isinstance(config.maintain, KeepRule) else KeepRule()

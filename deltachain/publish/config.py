@@ -203,11 +203,7 @@ class PublishConfig:
 
 
 def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is checked
-    """Return the wire name of a torch dtype; anything else as it is.
-
-    Raises:
-        ConfigError: It is no floating point dtype with a wire form.
-    """
+    """Return the wire name of a torch dtype; anything else as it is."""
     name = dtype
     if type(dtype).__module__ == "torch":  # not imported for a name
         from deltachain.torch_names import WIRE_NAMES  # noqa: PLC0415
@@ -232,19 +228,14 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
 
 
 def _check_numbers(config: PublishConfig) -> None:
-    if not config.anchor_memory >= 0:
-        raise ConfigError(
-            f"anchor_memory={config.anchor_memory!r}: must not be negative",
-            hint="it is a share of the weights' size, such as 0.5; 0 keeps no old bits",
-        )
-    for name in ("anchor_factor", "part_nbytes", "deadline_s"):
-        if not getattr(config, name) > 0:
+    positive = ("anchor_factor", "part_nbytes", "deadline_s")
+    for name, expected, fits in (
+        *((name, "a positive number", getattr(config, name) > 0) for name in positive),
+        ("anchor_memory", "0 or more", config.anchor_memory >= 0),
+        ("anchor_every", "1 or more", config.anchor_every is None or config.anchor_every >= 1),
+    ):
+        if not fits:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r}: must be positive",
+                f"{name}={getattr(config, name)!r}: expected {expected}",
                 hint=f"leave {name} out for its default",
             )
-    if config.anchor_every is not None and config.anchor_every < 1:
-        raise ConfigError(
-            f"anchor_every={config.anchor_every!r}: expected 1 or more versions",
-            hint="leave anchor_every out: anchors are then added where they pay",
-        )

@@ -284,7 +284,6 @@ def _caller() -> FrameType | None:
 
 
 def _is_running(frame: FrameType | None) -> bool:
-    """Return whether a frame is one of this thread's callers."""
     at: FrameType | None = sys._getframe()
     while at is not None and at is not frame:
         at = at.f_back

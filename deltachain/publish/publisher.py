@@ -515,7 +515,6 @@ class Publisher(Closeable):
             return collective.broadcast(decision, Decision)
 
     def _launch(self, session: Session, head: Version, *, only_changes: bool) -> None:
-        """Take the diff, and start its commit after the newest version."""
         if self._fenced is not None:
             self._stop(self._fenced)
             return

@@ -146,7 +146,6 @@ def _commit(
 
 
 def _of_base(config: PublishConfig, source: ModelTensors) -> tuple[ModelTensors, Snapshot] | None:
-    """Return the base checkpoint, with which version 0 is committed; ``None`` without one."""
     if config.base is None:
         return None
     found = source_of(Checkpoint(config.base), source.table())
@@ -191,7 +190,6 @@ def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Tr
 def _find_quantised(
     store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization, trust: Trust
 ) -> _Found:
-    """Find the chain of a checkpoint that is quantised first."""
     plain = source_of(checkpoint, _own_table(checkpoint))
     if store.find(CHAIN_KEY) is None:
         refuse_other_folder(assets(), checkpoint.specs)
@@ -253,14 +251,11 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
 
 
 def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
-    bits = checkpoint.bits(name)
-    if bits.itemsize > 1:
-        bits = bits.view(f"<i{bits.itemsize}")
-    return torch.from_numpy(bits).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    bits = torch.from_numpy(checkpoint.bits(name))
+    return bits.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _made(weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of a checkpoint, one at a time."""
     for weight in weights:
         if weight.file is not None:
             yield weight.spec.name, weight.file()

@@ -67,12 +67,8 @@ class PublishReceipt:
     @property
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the version, by name; ``upload`` overlaps with ``encode``."""
-        return {
-            "diff": self.diff_s,
-            "encode": self.encode_s,
-            "upload": self.upload_s,
-            "commit": self.commit_s,
-        }
+        names = ("diff", "encode", "upload", "commit")
+        return {name: getattr(self, f"{name}_s") for name in names}
 
     @property
     def sequence(self) -> dict[str, float]:
@@ -82,28 +78,15 @@ class PublishReceipt:
     @property
     def attributes(self) -> dict[str, str | int | float]:
         """Attributes of the version's span in a trace."""
-        step = {} if self.step is None else {"step": self.step}
-        return {
-            "version": self.version,
-            "kind": self.kind,
-            "nbytes": self.nbytes,
-            "nnz": self.nnz,
-            "upload_s": self.upload_s,
-            **step,
-        }
+        names = ("version", "kind", "nbytes", "nnz", "upload_s", "step")
+        found = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def metrics(self) -> dict[str, float]:
         """Return metrics for a trainer's log, with prefixed names."""
-        values: dict[str, float] = {
-            "version": self.version,
-            "changed_frac": self.density,
-            "bytes": self.nbytes,
-            "requests": self.requests,
-            "diff_s": self.diff_s,
-            "encode_s": self.encode_s,
-            "commit_s": self.commit_s,
-            "upload_s": self.upload_s,
-        }
+        names = ("version", "requests", "diff_s", "encode_s", "commit_s", "upload_s")
+        values = {name: getattr(self, name) for name in names}
+        values |= {"changed_frac": self.density, "bytes": self.nbytes}
         return {f"deltachain/{name}": float(value) for name, value in values.items()}
 
     def __str__(self) -> str:

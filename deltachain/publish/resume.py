@@ -154,7 +154,6 @@ def _take_chain(
     assets: Files,
     state: StateDigest,
 ) -> Writer:
-    """Open or create the chain and take it over, on rank 0; ``state`` is that of all ranks."""
     chain = open_or_make(
         tenure.store,
         source.table(),
@@ -268,7 +267,6 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """Compute the snapshot's difference from the newest version; ``None`` if unreadable."""
     chain, config = session.writer.chain, session.config
     try:
         fetched = fetch(chain, chain.plan(None, head), base=config.base)

@@ -176,7 +176,6 @@ def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
 def _upload(
     store: Store, keys: EdgeKeys, older: Fetched, newer: Fetched, encoding: Encoding
 ) -> tuple[Edge, int, int]:
-    """Write the delta from the newer version to the older one; return it with its sizes."""
     nnz = tensors = 0
     with EdgeUpload(store, keys, raw=encoding.own_arrays, part_nbytes=PART_NBYTES) as upload:
         for spec in older.specs.values():

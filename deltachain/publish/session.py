@@ -264,7 +264,6 @@ class Session:
             raise
 
     def restore(self, diff: Diff) -> None:
-        """Revert an uncommitted diff in the snapshot."""
         with self._changing:
             self.snapshot.restore(diff)  # undoing it twice does no harm to a late anchor
 
@@ -309,7 +308,6 @@ class Session:
         return conclusion
 
     def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
-        """Upload this rank's parts of an edge, which no document names yet."""
         if attempt.failure is not None:
             raise attempt.failure
         diff, store = attempt.diff, self.writer.chain.store
@@ -335,7 +333,6 @@ class Session:
     def conclude(
         self, keys: EdgeKeys, attempt: Attempt, shares: Sequence[EdgeShare], encode_s: float
     ) -> Conclusion:
-        """Commit the shares of all ranks as the next version; on rank 0."""
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
@@ -413,7 +410,6 @@ class Session:
                     self._late.remove(late)
 
     def _record(self, shares: Sequence[EdgeShare], late: LateAnchor | None) -> EdgeSummary:
-        """Record the anchor of all ranks, if it has the bits of its version; on rank 0."""
         committed = self.writer.parent if late is None else late.committed
         if committed is None:
             raise ChainError("an anchor follows a version, and there is none")
@@ -428,7 +424,6 @@ class Session:
         )
 
     def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
-        """Return names of the parts of one attempt, which no other attempt has."""
         epoch = self.writer.epoch
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 

@@ -85,7 +85,6 @@ def choose_place(asked: SnapshotPlace | None, memory: Memory, nbytes: int) -> Sn
 
 
 def memory_of(where: torch.device) -> Memory:
-    """Return the memory of a device; all of it is taken where there is nothing to ask."""
     return Memory(*torch.cuda.mem_get_info(where)) if where.type == "cuda" else Memory(0, 0)
 
 
@@ -216,7 +215,6 @@ def _bits_there(weight: Weight) -> Tensor:
 
 
 def _unsigned(bits: Tensor) -> Bits:
-    """Return the unsigned numpy view of integer bits on the host."""
     return device.host_array(bits, f"<u{bits.element_size()}")
 
 
@@ -424,7 +422,6 @@ class Snapshot:
         return diff
 
     def restore(self, diff: Diff) -> None:
-        """Revert an uncommitted diff, so that the next one finds its changes again."""
         self._state -= diff.digest
         self._put_back(diff.live)
 
@@ -469,7 +466,6 @@ class Snapshot:
         return _on_host(kept), None
 
     def _place(self, where: torch.device) -> SnapshotPlace:
-        """Return where the snapshot of weights on a device is; decided once, and logged."""
         if where not in self._places:
             memory = memory_of(where)
             self._places[where] = choose_place(self._asked, memory, self._nbytes)
@@ -490,7 +486,6 @@ class Snapshot:
         return self._diffs[where]
 
     def _diff(self, weight: Weight, kept: Kept, found: dict[str, Changes]) -> None:
-        """Compare one weight: now on the host, with those that follow on a device."""
         where = weight.tensor.device
         if kept.resident and where != kept.slab.device:  # moved since the attach
             where = kept.slab.device

@@ -127,7 +127,6 @@ def dense_change(spec: TensorSpec, bits: Bits) -> Change:
 
 
 def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
         return threaded.digest(key, mine, window.indices.start)
@@ -135,7 +134,6 @@ def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
 
 
 def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:
-    """Return a change of a window of ``bits``, the rank's whole shard of the tensor."""
     spec, indices = window.spec, window.indices
     digest = digest_window(window, bits) if digest is None else digest
     if isinstance(indices, range):

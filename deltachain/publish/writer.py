@@ -156,7 +156,6 @@ def open_or_make(
 
 
 def _listed(store: Store, hinted: Version | None) -> set[Version]:
-    """List versions with manifests: near the hint and far beyond it, or all without a hint."""
     prefixes = {"manifests/"}
     if hinted is not None:
         cut = len(".json") + BLOCK_DIGITS
@@ -221,7 +220,6 @@ def _read(store: Store, version: Version, trust: Trust) -> Manifest:
 
 
 def _why_not(store: Store, table: Table, newest: Manifest) -> str:
-    """Return why a table is not proven to be the chain's; empty if it is."""
     numel = sum(spec.numel for spec in table.specs())
     if numel != newest.numel:
         return f"it has {numel} elements, version {newest.version} has {newest.numel}"

@@ -122,7 +122,6 @@ class DeltaChainCallback(TrainerCallback):
         self._add(publisher.last, args, state)
 
     def _report(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Log the receipts since the last step."""
         arrived = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if not future.done()]
         for future in arrived:

@@ -153,7 +153,6 @@ def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(saving: SaveConversion, shapes: Shapes) -> Iterator[list[str]]:
-    """Yield converted live tensors, grouped by shared checkpoint tensors."""
     groups: list[tuple[list[str], set[str]]] = []
     stubborn: list[str] = []
     for name, shape in shapes.items():

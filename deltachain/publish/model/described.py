@@ -114,7 +114,6 @@ def _is_outside(name: str, made: nn.Module) -> bool:
 def _loaded(
     data: bytes, specs: Mapping[str, TensorSpec]
 ) -> tuple[nn.Module, Difference, Mapping[str, Tensor]] | None:
-    """Load weights without data into the model of a configuration; ``None`` without a class."""
     import transformers  # noqa: PLC0415 - slow, and only for the first version of a chain
 
     config = read_config(data)

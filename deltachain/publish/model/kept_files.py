@@ -372,7 +372,6 @@ def _written_anew(files: Mapping[str, bytes]) -> dict[str, bytes]:
 
 
 def _template(files: Mapping[str, bytes]) -> object:
-    """Return the template of a chat, wherever a release keeps it."""
     if f"{_TEMPLATE}.jinja" in files:
         return files[f"{_TEMPLATE}.jinja"].decode(errors="replace")
     for name in (_SETTINGS, f"{_TEMPLATE}.json"):
@@ -480,7 +479,6 @@ def _tell(chain: Chain, what: str, names: Collection[str]) -> None:
 
 
 def _of_tokenizer(files: Mapping[str, bytes]) -> dict[str, bytes]:
-    """Return the files of a tokenizer, and the configuration by which its class is found."""
     return {k: v for k, v in files.items() if k == CONFIG_FILE or TOKENIZER_FILE.fullmatch(k)}
 
 

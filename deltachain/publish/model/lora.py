@@ -142,7 +142,6 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
 
 
 def _tuned(base: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's layers around layers of a model, by path in its checkpoint."""
     from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - as above
 
     modules = {path.removesuffix("."): module for _, path, module in named_modules(base)}

@@ -37,7 +37,6 @@ _PUSH: Final = "or publish a checkpoint with `deltachain push`"
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model with adapters."""
     ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if is_of_peft(one))
     named = list(model.named_parameters())
     is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
@@ -55,7 +54,6 @@ def is_of_peft(module: nn.Module) -> bool:
 
 
 def refuse_outside(wrapper: nn.Module, model: nn.Module) -> None:
-    """Refuse a wrapper with weights of its own."""
     inside = {id(parameter) for parameter in model.parameters()}
     for name, parameter in wrapper.named_parameters():
         if id(parameter) not in inside:
@@ -103,7 +101,6 @@ def refuse_other_names(model: nn.Module, saved: Mapping[str, object]) -> None:
 
 
 def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse parameters and buffers without a shape."""
     for name, tensor in tensors:
         if is_lazy(tensor):
             raise UnsupportedModelError(
@@ -259,7 +256,6 @@ class TensorForm(NamedTuple):
 
     @property
     def kept(self) -> tuple[object, ...]:
-        """What must stay as it is."""
         return self[:4]
 
     def __str__(self) -> str:

@@ -75,7 +75,6 @@ def _rows(sharded: Any, dim: int) -> Tensor:  # noqa: ANN401 - a DTensor
 
 
 def refuse_foreign(model: nn.Module) -> None:
-    """Refuse models sharded by FSDP1 or DeepSpeed."""
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise UnsupportedModelError(

@@ -78,7 +78,6 @@ class Weight:
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
-        """Return the weight of a whole tensor with equal name and shape in the checkpoint."""
         return cls(spec, tensor, frozen, ElementMap.straight(spec))
 
 
@@ -183,7 +182,6 @@ def cast_to(dtype: str, tensor: Tensor) -> Tensor:
 
 
 def _check_yielded(weight: Weight, local: Tensor) -> None:
-    """Check that a tensor of an export is like the first one of its name."""
     name, then = weight.spec.name, weight.tensor
     if (local.shape, local.dtype) != (then.shape, then.dtype):
         raise UnsupportedModelError(

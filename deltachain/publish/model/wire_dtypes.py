@@ -157,7 +157,6 @@ def _whole(folder: Path) -> tuple[_Set | None, str]:
 
 
 def _others(folder: Path) -> Iterator[_Set]:
-    """Yield the variants in a folder, and the weights in folders below it."""
     files = sorted(itertools.chain.from_iterable(map(folder.glob, _PLACES)))
     groups: dict[tuple[Path, str], list[Path]] = {}
     for file in files:
@@ -229,7 +228,6 @@ def _is_refused(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) 
 
 
 def _unquantised(found: _Set, own: Mapping[str, TensorSpec]) -> Known:
-    """Return the dtypes of a set of weights; none if they are quantised and the model is not."""
     specs = found.specs
     codes = [
         name

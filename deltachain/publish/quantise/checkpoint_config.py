@@ -39,7 +39,6 @@ _VERSIONS: Final = frozenset({"version"})
 def with_quantization(
     assets: Mapping[str, bytes], recipe: Recipe, choice: Choice
 ) -> dict[str, bytes]:
-    """Return the small files of a checkpoint with the recipe in its configuration."""
     if CONFIG_FILE not in assets:
         logger.warning("without config.json, engines cannot load the checkpoint that is published")
         return dict(assets)
@@ -86,7 +85,6 @@ def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
 
 
 def read_config(assets: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the configuration among the small files of a checkpoint."""
     try:
         config = json.loads(assets[CONFIG_FILE])
     except KeyError as exc:

@@ -55,7 +55,6 @@ def _parameters(
 
 
 def _scales(preset: str, strategy: str, amax: Tensor, global_scale: Tensor | None = None) -> Tensor:
-    """Return scales as the compressor of the format stores them."""
     import torch  # noqa: PLC0415
 
     scales, kind = _parameters(preset, strategy, amax, global_scale)[0], _dtype(preset, strategy)

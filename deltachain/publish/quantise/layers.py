@@ -134,7 +134,6 @@ def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers
 
 
 def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
-    """Find the layers of the weights that this rank publishes; see :func:`layers_of`."""
     there = {
         weight.spec.name: [run.spec.name for run in weight.element_map.slots]
         for weight in source.weights

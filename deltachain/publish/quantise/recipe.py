@@ -32,11 +32,7 @@ _WEIGHT: Final = "weight"
 class Band(NamedTuple):
     """Consecutive rows of a window, and the rows of its blocks.
 
-    Attributes:
-        rows: Rows of the window.
-        blocks: Rows of blocks of the window that they are in.
-        before: Rows of the first blocks that precede the band.
-        after: Rows of the last blocks that follow the band.
+    ``before`` and ``after`` are the rows of the first and last blocks that are outside the band.
     """
 
     rows: slice
@@ -63,12 +59,10 @@ class Grid:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of blocks."""
         (n, k), (rows, columns) = self.full, self.block
         return -(-n // rows), -(-k // columns)
 
     def first(self, window: Box) -> tuple[int, int]:
-        """Return the block of the first element of a window."""
         return window.offset[0] // self.block[0], window.offset[1] // self.block[1]
 
     def counts(self, window: Box) -> tuple[int, int]:

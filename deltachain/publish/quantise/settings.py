@@ -150,6 +150,7 @@ class Quantization:
         )
 
     def ignores(self, layer: str) -> bool:
+        """Return whether a layer of the checkpoint is published as it is."""
         return any(_matches(entry, layer) for entry in self.ignore)
 
 

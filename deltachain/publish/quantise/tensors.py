@@ -196,12 +196,10 @@ class Matrix:
         return cast_to(self.spec.dtype, local).view(self.window.shape)
 
     def key(self, stored: Stored) -> str:
-        """Return the name of a tensor of the matrix among the tensors of this rank."""
         return f"{self.name}: {stored.suffix}" if ": " in self.name else stored.name(self.name)
 
     @property
     def group(self) -> str:
-        """Name of what engines load the matrix into."""
         return computed_with(self.spec.name.removesuffix(WEIGHT))
 
 
@@ -488,7 +486,6 @@ def quantise(
 
 
 def _weights(matrix: Matrix, recipe: Recipe) -> Iterator[Weight]:
-    """Return the tensors that a matrix becomes as weights of this rank, without data."""
     for stored in recipe.tensors:
         box, spec = stored.box(matrix.spec, matrix.window), stored.spec(matrix.spec)
         if box.numel:

@@ -99,7 +99,6 @@ class Ranks:
         return name
 
     def clone(self) -> Ranks:
-        """Return a copy for another thread, since a waiting thread would block others."""
         store = None if self._store is None else self._store.clone()
         return Ranks(self.number, self.count, self.deadline_s, store)
 

@@ -94,7 +94,6 @@ def common_settings(
 
 
 def _described(quantization: Quantization | None) -> str:
-    """Return recipe, layers to leave, and library with its version; all decide the bits."""
     if quantization is None:
         return "None"
     recipe = RECIPES[quantization.recipe]
