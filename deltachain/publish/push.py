@@ -29,7 +29,7 @@ from deltachain.errors import (
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.described import refuse_other_folder
+from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight

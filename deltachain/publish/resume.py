@@ -27,7 +27,7 @@ from deltachain.format.keys import CHAIN_KEY
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.described import refuse_other_folder
+from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors

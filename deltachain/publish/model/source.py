@@ -18,8 +18,8 @@ from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
 from deltachain.kernels import device, host
 from deltachain.publish.config import AS_IN_MODEL
+from deltachain.publish.model.assets import with_config_watched
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
-from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
 from deltachain.publish.model.refusals import (
     SAME_TENSORS,
