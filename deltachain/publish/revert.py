@@ -19,7 +19,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
-from deltachain.codec import ENCODINGS
+from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import (
@@ -33,11 +33,12 @@ from deltachain.format.documents import Edge, revert_mark, reverted_to
 from deltachain.format.keys import manifest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
+from deltachain.kernels.reference import Changes
 from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over
 from deltachain.store import MemoryStore, Store
 from deltachain.tracing import without_context
-from deltachain.types import StateDigest
+from deltachain.types import Bits, StateDigest, TensorSpec
 
 PART_NBYTES: Final = 512 << 20
 """Largest size of changes in one object before compression, in bytes."""
@@ -179,20 +180,23 @@ def _upload(
     nnz = tensors = 0
     with EdgeUpload(store, keys, raw=encoding.own_arrays, part_nbytes=PART_NBYTES) as upload:
         for spec in older.specs.values():
-            bits = older.read(spec.name).values
-            changes = host.diff_(np.array(newer.read(spec.name).values), bits)
+            bits, now = older.read(spec.name).values, newer.read(spec.name).values
+            changes = host.diff_(np.array(now), bits)
             if changes.indices.size:
-                change = sparse_change(
-                    spec,
-                    changes,
-                    digest_change(spec, *changes),
-                    lambda bits=bits: bits,
-                    encoding=encoding,
-                    held=lambda bits=bits: OldBits(bits),
-                )
-                upload.add(change)
+                upload.add(_change(spec, changes, bits, encoding))
                 nnz, tensors = nnz + changes.indices.size, tensors + 1
         return upload.finish(), nnz, tensors
+
+
+def _change(spec: TensorSpec, changes: Changes, older: Bits, encoding: Encoding) -> Change:
+    return sparse_change(
+        spec,
+        changes,
+        digest_change(spec, *changes),
+        lambda: older,
+        encoding=encoding,
+        held=lambda: OldBits(older),
+    )
 
 
 def check_reverted(head: Committed, state: StateDigest, *, goes_on: bool) -> None:
