@@ -6,8 +6,7 @@ compares again and writes. The second comparison costs one more read of both sid
 bandwidth of the device. In exchange, results come out in ascending order without a sort, no block
 waits for another one, and a batch without room is left as it was, its snapshot included.
 
-Blocks are named by address, so that one launch reaches the memory of any number of tensors. Weights
-that are quantised become codes in registers, each time that they are compared.
+Blocks are named by address, so that one launch reaches the memory of any number of tensors.
 """
 
 from __future__ import annotations
@@ -21,9 +20,6 @@ from torch import Tensor
 
 from deltachain.kernels.blocks import BLOCK
 from deltachain.kernels.compact import Arena, Placed
-from deltachain.kernels.factors import Quantising
-from deltachain.kernels.fused_rounding import NONE, codes_of
-from deltachain.kernels.quantised import KINDS
 
 STEP: Final = 2048
 """Counts summed at a time by ``place_kernel``."""
@@ -72,9 +68,6 @@ def _compare(
     blocks: tl.tensor,
     bits: tl.constexpr,
     master: tl.constexpr,
-    rounding: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
     aligned: tl.constexpr,
     size: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -84,14 +77,10 @@ def _compare(
     inside = tl.arange(0, size) < numel
     whole = numel == size
     address = tl.load(table + block)
-    if rounding == NONE:
-        if master:
-            now = _cast(_read(address, inside, whole, tl.int32, aligned, size))
-        else:
-            now = _read(address, inside, whole, bits, aligned, size)
+    if master:
+        now = _cast(_read(address, inside, whole, tl.int32, aligned, size))
     else:
-        weights = _read(address, inside, whole, tl.int32 if master else tl.int16, aligned, size)
-        now = codes_of(weights, table, blocks, inside, master, rounding, height, width, size)
+        now = _read(address, inside, whole, bits, aligned, size)
     then = _read(tl.load(table + blocks + block), inside, whole, bits, aligned, size)
     return now, then, (now != then) & inside
 
@@ -103,9 +92,6 @@ def count_kernel(
     counts: tl.tensor,
     bits: tl.constexpr,
     master: tl.constexpr,
-    rounding: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
     aligned: tl.constexpr,
     size: tl.constexpr,
 ) -> None:
@@ -113,18 +99,15 @@ def count_kernel(
 
     Args:
         table: int64 of shape ``(3, blocks)``: address of the weights, address of the snapshot, and
-            number of elements of each block; with a rounding also :data:`.factors.COLUMNS`.
+            number of elements of each block.
         blocks: Number of blocks.
         counts: Result, int16 of shape ``(blocks,)``.
         bits: Dtype of the bits.
         master: Whether the weights are fp32 masters of bf16 ones.
-        rounding: Number of the rounding to codes, or ``NONE``.
-        height: Rows of a block of factors, 0 for all, if there is a rounding.
-        width: Columns of it.
         aligned: Whether every address is a multiple of 16.
         size: Largest number of elements of a block.
     """
-    _, _, differ = _compare(table, blocks, bits, master, rounding, height, width, aligned, size)
+    _, _, differ = _compare(table, blocks, bits, master, aligned, size)
     tl.store(counts + tl.program_id(0), tl.sum(differ.to(tl.int32), 0).to(tl.int16))
 
 
@@ -181,9 +164,6 @@ def write_kernel(
     old: tl.tensor,
     bits: tl.constexpr,
     master: tl.constexpr,
-    rounding: tl.constexpr,
-    height: tl.constexpr,
-    width: tl.constexpr,
     aligned: tl.constexpr,
     resident: tl.constexpr,
     size: tl.constexpr,
@@ -200,9 +180,6 @@ def write_kernel(
         old: Old bits; written only if ``resident``.
         bits: Dtype of the bits.
         master: As in :func:`count_kernel`.
-        rounding: As there.
-        height: As there.
-        width: As there.
         aligned: As there.
         resident: Whether the snapshot is on the device, and is updated.
         size: Largest number of elements of a block.
@@ -210,9 +187,7 @@ def write_kernel(
     block = tl.program_id(0)
     start = tl.load(starts + block)
     if (start >= 0) & (tl.load(counts + block) > 0):
-        now, then, differ = _compare(
-            table, blocks, bits, master, rounding, height, width, aligned, size
-        )
+        now, then, differ = _compare(table, blocks, bits, master, aligned, size)
         lane = tl.arange(0, size)
         at = start + tl.cumsum(differ.to(tl.int32), 0) - 1
         tl.store(offsets + at, lane.to(tl.int16), mask=differ)
@@ -245,20 +220,17 @@ def diff_batch_(
     master: bool,
     resident: bool,
     aligned: bool,
-    quantising: Quantising | None = None,
 ) -> Placed:
     """Enqueue the diff of a batch on the current stream of its device; does not wait.
 
     Args:
         table: Blocks by address, int64 of shape ``(3, blocks)``, on the device: weights, snapshot,
-            number of elements; with ``quantising`` also :data:`.factors.COLUMNS`. All memory named
-            there must be valid until the launches are done.
+            number of elements. All memory named there must be valid until the launches are done.
         before: Header of the batch before, int64 of shape ``(3,)``; zeros for the first.
         arena: Room for the changes.
         master: Whether the weights are fp32 masters of bf16 ones.
         resident: Whether the snapshot is on the device, and is updated, and old bits are wanted.
         aligned: Whether every address of weights or snapshot is a multiple of 16.
-        quantising: How the weights are quantised, if they are.
 
     Returns:
         Where the changes are. Without room nothing is written, nor is the snapshot updated.
@@ -270,9 +242,6 @@ def diff_batch_(
     same = {
         "bits": TYPES[arena.new.element_size()],
         "master": master,
-        "rounding": NONE.value if quantising is None else KINDS[quantising.rounding],
-        "height": 0 if quantising is None else quantising.block[0],
-        "width": 0 if quantising is None else quantising.block[1],
         "aligned": aligned,
         "size": BLOCK,
     }

@@ -14,7 +14,6 @@ from deltachain.kernels import device
 from deltachain.kernels.blocks import BLOCK, BlockTable, Span, batch_blocks, block_table, spans_of
 from deltachain.kernels.compact import Arena, Placed, diff_batch_
 from deltachain.kernels.copy_stream import CopyStream
-from deltachain.kernels.factors import Factors, Quantising, block_columns, codes_by_factors
 
 ALIGNMENT: Final = 16
 """Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
@@ -36,13 +35,11 @@ class LaneKind(NamedTuple):
         width: Size of an element's bits in the snapshot, in bytes.
         master: Whether the weights are fp32 masters of bf16 ones.
         resident: Whether the snapshot is on the device.
-        quantising: How the weights are quantised, if the snapshot has codes.
     """
 
     width: int
     master: bool
     resident: bool
-    quantising: Quantising | None = None
 
 
 class Compared(NamedTuple):
@@ -52,11 +49,9 @@ class Compared(NamedTuple):
         name: Name of the tensor.
         kept: Flat bits of the snapshot in which its bits are, of any number of tensors.
         at: Position of its first element there.
-        current: Flat weights on the device, in any dtype that casts to ``dtype``; bf16 or fp32 if
-            they are quantised.
+        current: Flat weights on the device, in any dtype that casts to ``dtype``.
         dtype: Dtype of the snapshot's bits.
         resident: Whether the snapshot is on the device.
-        factors: Factors by which the weights are quantised, if the snapshot has codes.
     """
 
     name: str
@@ -65,24 +60,16 @@ class Compared(NamedTuple):
     current: Tensor
     dtype: torch.dtype
     resident: bool
-    factors: Factors | None = None
 
     @property
     def kind(self) -> LaneKind:
         """The lane that this tensor takes."""
-        how = None if self.factors is None else self.factors.how
-        narrows = self.dtype == torch.bfloat16 or how is not None
-        master = self.current.dtype == torch.float32 and narrows
-        return LaneKind(self.kept.element_size(), master, self.resident, how)
+        master = self.current.dtype == torch.float32 and self.dtype == torch.bfloat16
+        return LaneKind(self.kept.element_size(), master, self.resident)
 
     def bits(self, start: int, numel: int) -> Tensor:
-        """Return bits of consecutive weights in the snapshot's dtype; not yet cast of masters.
-
-        Codes of weights that are quantised are made in torch operations.
-        """
+        """Return bits of consecutive weights in the snapshot's dtype; not yet cast of masters."""
         weights = self.current[start : start + numel]
-        if self.factors is not None:
-            return codes_by_factors(weights, self.factors, start)
         return device.bits_of(weights if self.kind.master else weights.to(self.dtype))
 
 
@@ -270,8 +257,7 @@ class Lane:
                     for (bits, at), one in zip(then, spans, strict=True)
                 ]
                 numels = streams.send(torch.from_numpy(table.numel))
-                uncast = kind.master and kind.quantising is None
-                placed = diff_batch_(now, kept, numels, master=uncast, resident=kind.resident)
+                placed = diff_batch_(now, kept, numels, master=kind.master, resident=kind.resident)
             else:
                 placed = self._fused(table, spans, then, arena, header)
             if slot is not None:
@@ -293,21 +279,18 @@ class Lane:
         # By address: a view of each of many thousand tensors would cost more than to compare them.
         now, held = self._addresses(spans)
         kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
-        width = 4 if self.kind.master else 2 if self.kind.quantising else self.kind.width
+        width = 4 if self.kind.master else self.kind.width
         sides = [
             np.array(first, np.int64)[table.span] + table.first * size
             for first, size in ((now, width), (kept, self.kind.width))
         ]
-        factors = [(f, one.span.start) for one in spans if (f := one.tensor.factors) is not None]
-        more = block_columns(factors, table.span, table.first) if factors else []
         placed = fused_diff.diff_batch_(
-            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel, *more]))),
+            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel]))),
             header,
             arena,
             master=self.kind.master,
             resident=self.kind.resident,
             aligned=not any((side % ALIGNMENT).any() for side in sides),
-            quantising=self.kind.quantising,
         )
         del held  # used until here: later memory of this stream may be the same
         return placed
@@ -317,7 +300,7 @@ class Lane:
         found, held = [], []
         for one in spans:
             current = one.tensor.current
-            if self.kind.master or self.kind.quantising or current.dtype == one.tensor.dtype:
+            if self.kind.master or current.dtype == one.tensor.dtype:
                 found.append(current.data_ptr() + one.span.start * current.element_size())
                 continue
             held.append(one.tensor.bits(*one.span))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from functools import cache
 from importlib.util import find_spec
-from typing import Final
 
 import numpy as np
 import torch
 
 from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.device import INT_DTYPES
-from deltachain.kernels.factors import Factors, Quantising
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
 
@@ -20,17 +18,6 @@ logger = logging.getLogger(__name__)
 
 NUMELS = (1, 4096, 4099, 16)
 """Elements of the tensors of the trial: whole blocks, and short ones at odd addresses."""
-
-QUANTISED: Final[tuple[Quantising, ...]] = (
-    Quantising("int8-divide", (1, 0)),
-    Quantising("fp8-divide", (1, 0)),
-    Quantising("fp8-divide", (0, 0)),
-    Quantising("fp8-multiply", (128, 128)),
-)
-"""What recipes quantise by: a scale a row, one for all, one a block."""
-
-ROWS, COLUMNS = 37, 300
-"""Rows and columns of the window that is quantised."""
 
 
 @cache
@@ -60,19 +47,12 @@ def disagreements(where: torch.device) -> list[str]:
     """Return the kinds of tensors for which the fused kernels differ from torch operations."""
     cases = [(str(dtype), dtype, dtype) for dtype in INT_DTYPES.values()]
     cases.append(("fp32 masters", torch.float32, torch.bfloat16))
-    plain = [
+    return [
         f"{name}, snapshot on the {'device' if resident else 'host'}"
         for name, live, wire in cases
         for resident in (True, False)
         if not _same(*(_trial(where, live, wire, resident, fused=f) for f in (True, False)))
     ]
-    quantised = [
-        f"{'fp32 masters' if master else 'bf16'} quantised by {how}"
-        for how in QUANTISED
-        for master in (True, False)
-        if not _same(*(_quantised_trial(where, how, master, fused=f) for f in (True, False)))
-    ]
-    return plain + quantised
 
 
 def _trial(
@@ -91,24 +71,6 @@ def _trial(
         for number, current in enumerate(currents):
             diff.add(Compared(f"{turn} {number}", snapshot, at, current, wire, resident))
             at += current.numel()
-        diff.settle(found)
-    return found
-
-
-def _quantised_trial(
-    where: torch.device, how: Quantising, master: bool, *, fused: bool
-) -> dict[str, Changes]:
-    """Diff a window that is quantised twice: what changed, and then nothing."""
-    rng = np.random.default_rng(2)
-    values = torch.from_numpy(rng.standard_normal(ROWS * COLUMNS, np.float32)).to(where)
-    shape = (ROWS if how.block[0] == 1 else 1, 3 if how.block[1] else 1)
-    factors = torch.from_numpy(rng.random(shape, np.float32) * 90 + 0.01).to(where)
-    snapshot = torch.zeros(values.numel(), dtype=torch.uint8, device=where)
-    diff, found = DeviceDiff(where, fused=fused), dict[str, Changes]()
-    for turn in ("changed", "equal"):
-        weights = values if master else values.bfloat16()
-        given = Factors(factors, COLUMNS, (0, 0), how)
-        diff.add(Compared(turn, snapshot, 0, weights, torch.uint8, resident=True, factors=given))
         diff.settle(found)
     return found
 

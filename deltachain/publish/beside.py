@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from threading import Event, Thread
@@ -16,12 +17,7 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
 from deltachain.chain.lookup import NONE
 from deltachain.chain.prunes import Prunes
-from deltachain.errors import (
-    ChainMismatchError,
-    ConfigError,
-    FormatError,
-    ObjectNotFoundError,
-)
+from deltachain.errors import ChainMismatchError, FormatError, ObjectNotFoundError
 from deltachain.figures import Figure, figures, info, phases
 from deltachain.format.keys import manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
@@ -33,6 +29,8 @@ from deltachain.publish.writer import Writer
 from deltachain.store import open_store
 from deltachain.threads import Pool, started
 
+logger = logging.getLogger(__name__)
+
 HEARTBEAT_S: Final = 30.0
 """Seconds from one heartbeat to the next."""
 
@@ -42,9 +40,6 @@ class NewestRecords:
 
     A record counts once it was read: nobody but a holder of a trusted key can make a heartbeat name
     one. Names of the heartbeat that is there at the start are taken over.
-
-    Args:
-        writer: Writer of a signed chain.
 
     Attributes:
         tags: Number of the newest record of each tag, by name.
@@ -60,11 +55,7 @@ class NewestRecords:
         self._lost: set[str] = set()
 
     def look(self) -> None:
-        """Read the records that came since the last look; log those that the store lost.
-
-        Raises:
-            StoreError: The store did not answer.
-        """
+        """Read the records that came since the last look; log those that the store lost."""
         if not self._is_begun:
             self._begin()
         listed = tags.numbers(self._chain)
@@ -74,9 +65,9 @@ class NewestRecords:
             self.tags |= {
                 name: number for (name, number), is_so in zip(came, accepted, strict=True) if is_so
             }
-        there = self._newest_prune()
+        newest = self._newest_prune()
         lost = {f"tag {n!r}" for n, known in self.tags.items() if known > listed.get(n, NONE)}
-        if there < self.prune:
+        if newest < self.prune:
             lost.add(f"prune record {self.prune}")
         if new := sorted(lost - self._lost):
             logger.warning(
@@ -86,13 +77,12 @@ class NewestRecords:
                 ", ".join(new[:4]),
                 f" and {len(new) - 4} others" if new[4:] else "",
             )
-        self._lost, self.prune = lost, max(self.prune, there)
+        self._lost, self.prune = lost, max(self.prune, newest)
 
     def _newest_prune(self) -> int:
-        """Return the number of the newest prune record; an unreadable one changes nothing."""
         try:
             record = self._prunes.newest_there()
-        except (FormatError, ObjectNotFoundError, ChainMismatchError):
+        except (FormatError, ObjectNotFoundError, ChainMismatchError):  # unreadable: no change
             return self.prune
         return record.number if record else NONE
 
@@ -108,14 +98,9 @@ class NewestRecords:
 
 
 class HeartbeatThread:
-    """Writes heartbeats, if the writer has a signing key.
+    """Writes heartbeats on the rank that commits, if the writer has a signing key.
 
     A failed heartbeat is logged once; the next one is due as before.
-
-    Args:
-        writer: Writer of the chain.
-        leads: Whether this rank commits.
-        every_s: Seconds from one heartbeat to the next.
 
     Attributes:
         trouble: Why the newest heartbeat was not written; empty if it was.
@@ -150,17 +135,13 @@ class HeartbeatThread:
                 self.trouble = f"no heartbeat: {error.args[0] if error.args else error}"
 
     def _beat(self) -> None:
-        """Write a heartbeat if one is due and no other publisher went on."""
         writer, now = self._writer, time.monotonic()
-        head = writer.parent
-        if head is None or writer.uncertain:
+        head, newest = writer.parent, self._records
+        if head is None or writer.uncertain or now - self._last < self._every_s:
             return
-        if now - self._last < self._every_s:
-            return
-        self._records.look()
+        newest.look()
         if writer.chain.store.find(manifest_key(head.version + 1)) is not None:
             return  # of a version in flight, or of a publisher that fenced this one
-        newest = self._records
         write_heartbeat(writer.chain, head, now=time.time(), tags=newest.tags, prune=newest.prune)
         self._last, self.trouble = now, ""
 
@@ -194,23 +175,17 @@ class PublishTotals:
     trouble: str = ""
 
     def fail(self, error: BaseException) -> None:
-        """Add a version that was not committed."""
         self.failures += 1
         self.trouble = str(error.args[0]) if error.args else type(error).__name__
 
     def count(self, receipt: PublishReceipt) -> None:
-        """Add a committed version."""
         self.last, self.trouble = receipt, ""
         self.commits += 1
-        self.nbytes += receipt.nbytes
-        self.nnz += receipt.nnz
-        self.diff_s += receipt.diff_s
-        self.encode_s += receipt.encode_s
-        self.upload_s += receipt.upload_s
-        self.commit_s += receipt.commit_s
+        for name in ("nbytes", "nnz", "diff_s", "encode_s", "upload_s", "commit_s"):
+            setattr(self, name, getattr(self, name) + getattr(receipt, name))
 
 
-def publisher_figures(writer: Writer, totals: PublishTotals) -> Iterator[Figure]:
+def _publisher_figures(writer: Writer, totals: PublishTotals) -> Iterator[Figure]:
     """Yield the figures of the publishing rank that commits, from memory."""
     head, last = writer.parent, totals.last
     version = head.version if head else None
@@ -236,17 +211,8 @@ def publisher_figures(writer: Writer, totals: PublishTotals) -> Iterator[Figure]
     yield from phases(last.phases if last else {})
 
 
-logger = logging.getLogger(__name__)
-
-
 class BackgroundWork:
     """Threads of the rank that commits; other ranks have none.
-
-    Args:
-        writer: Writer of the chain.
-        config: Settings of the publisher.
-        totals: Totals of the publisher.
-        leads: Whether this rank commits.
 
     Raises:
         ConfigError: The address for metrics cannot be bound.
@@ -257,20 +223,21 @@ class BackgroundWork:
     ) -> None:
         self._totals, self._tenure = totals, writer.tenure
         self._heartbeat = HeartbeatThread(writer, leads=leads)
-        self._metrics: MetricsServer | None = None
-        if leads and config.metrics is not None:
-            figures = partial(publisher_figures, writer, totals)
-            try:
-                self._metrics = MetricsServer(config.metrics, figures, self.why_unready)
-            except ConfigError:
-                self._heartbeat.close()
-                raise
-            logger.info("metrics at %s/metrics", self._metrics.url)
-        self._maintainer: MaintainerThread | None = None
-        if leads and config.maintain:
-            self._maintainer = MaintainerThread(partial(maintainer_of, writer.chain, config))
+        with ExitStack() as threads:
+            if leads and config.maintain:
+                maintainer = MaintainerThread(partial(_maintainer_of, writer.chain, config))
+                threads.callback(maintainer.close)
+            if writer.tenure is not None:
+                threads.callback(writer.tenure.close)
+            threads.callback(self._heartbeat.close)
+            if leads and config.metrics is not None:
+                told = partial(_publisher_figures, writer, totals)
+                metrics = MetricsServer(config.metrics, told, self._why_unready)
+                threads.callback(metrics.close)
+                logger.info("metrics at %s/metrics", metrics.url)
+            self._threads = threads.pop_all()
 
-    def why_unready(self) -> str:
+    def _why_unready(self) -> str:
         """Return why the publisher does not do its work; empty if it does."""
         tenure = self._tenure
         if tenure is not None and (tenure.lost or tenure.doubt):
@@ -279,21 +246,10 @@ class BackgroundWork:
 
     def close(self) -> None:
         """End the threads; may be called again."""
-        if self._metrics is not None:
-            self._metrics.close()
-        self._heartbeat.close()
-        if self._tenure is not None:
-            self._tenure.close()
-        if self._maintainer is not None:
-            self._maintainer.close()
+        self._threads.close()
 
 
-def maintainer_of(chain: Chain, config: PublishConfig) -> Maintainer:
-    """Return a maintainer of a publisher's chain, with a store of its own.
-
-    Raises:
-        StoreError: The store cannot be opened.
-    """
+def _maintainer_of(chain: Chain, config: PublishConfig) -> Maintainer:
     store = open_store(config.url, config.storage_options, writer=True)
     own = Chain.open(store, chain.trust)
     rule = config.maintain if isinstance(config.maintain, KeepRule) else KeepRule()

@@ -53,8 +53,7 @@ class PublishConfig:
     encoding: str = "step"
     """Encoding of deltas: ``step`` is the default; ``overwrite`` stores new bits instead of steps;
     ``raw`` opens in any safetensors reader; ``max`` takes a quarter less than ``step`` at 1 % and a
-    third less at 0.1 %, for slow links; ``auto`` chooses ``step`` or ``max``; or an encoding of an
-    installed package.
+    third less at 0.1 %, for slow links; or an encoding of an installed package.
 
     ``max`` reads and writes with the old bits of all elements. It takes several times as long to
     decode; readers of earlier releases leave it out. So do engines of which a rank's share cuts a
@@ -62,14 +61,7 @@ class PublishConfig:
     refuse what has none. Matrices are divided so that 2 ranks cut no tile, nor 4 with 128 KiB of
     weights in each, nor 6, 8, 12 or 16 with 256 KiB. Vectors of up to 65,536 elements and scales
     need no old bits. Larger int8 matrices, and matrices of which a trainer's rank holds no
-    consecutive elements, are stored as ``step``.
-
-    ``auto`` begins with ``step``. Once an upload of at least 1 MiB, or the download of a chain that
-    is continued, has shown the speed of the link, rank 0 encodes and decodes one changed tensor,
-    and takes the encoding that is uploaded, downloaded and decoded first. It takes subscribers to
-    have a link and cores like its own. A choice holds for 16 versions, and changes only for at
-    least 10 % less time. A publisher cannot know who reads the chain: set ``auto`` only where every
-    reader can read ``max``. The receipt and the log give choice and reason."""
+    consecutive elements, are stored as ``step``."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``); a torch dtype, such
@@ -201,8 +193,7 @@ class PublishConfig:
         object.__setattr__(self, "dtype", _wire_name(self.dtype))
         check_kinds(self)
         _check_metadata(self.metadata)
-        if self.encoding != AUTO:
-            ENCODINGS.chosen(self.encoding)
+        ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
         parse_address(self.metrics or "0")
         if self.quantization is not None and self.base is not None:
@@ -214,11 +205,7 @@ class PublishConfig:
 
 
 def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is checked
-    """Return the wire name of a torch dtype; anything else as it is.
-
-    Raises:
-        ConfigError: It is no floating point dtype with a wire form.
-    """
+    """Return the wire name of a torch dtype; anything else as it is."""
     name = dtype
     if type(dtype).__module__ == "torch":  # not imported for a name
         from deltachain.torch_names import WIRE_NAMES  # noqa: PLC0415
@@ -243,19 +230,14 @@ def _check_metadata(metadata: Mapping[Any, Any]) -> None:
 
 
 def _check_numbers(config: PublishConfig) -> None:
-    if not config.anchor_memory >= 0:
-        raise ConfigError(
-            f"anchor_memory={config.anchor_memory!r}: must not be negative",
-            hint="it is a share of the weights' size, such as 0.5; 0 keeps no old bits",
-        )
-    for name in ("anchor_factor", "part_nbytes", "deadline_s"):
-        if not getattr(config, name) > 0:
+    positive = ("anchor_factor", "part_nbytes", "deadline_s")
+    for name, expected, fits in (
+        *((name, "a positive number", getattr(config, name) > 0) for name in positive),
+        ("anchor_memory", "0 or more", config.anchor_memory >= 0),
+        ("anchor_every", "1 or more", config.anchor_every is None or config.anchor_every >= 1),
+    ):
+        if not fits:
             raise ConfigError(
-                f"{name}={getattr(config, name)!r}: must be positive",
+                f"{name}={getattr(config, name)!r}: expected {expected}",
                 hint=f"leave {name} out for its default",
             )
-    if config.anchor_every is not None and config.anchor_every < 1:
-        raise ConfigError(
-            f"anchor_every={config.anchor_every!r}: expected 1 or more versions",
-            hint="leave anchor_every out: anchors are then added where they pay",
-        )

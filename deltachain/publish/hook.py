@@ -1,29 +1,293 @@
 """Publishing after every optimizer step, attached by one line to a training loop or trainer."""
 
 # ruff: noqa: ANN401 - settings are the fields of PublishConfig
-
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, overload
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Final, overload
 
+import torch
 from torch import nn
-
-from deltachain.errors import ConfigError
-from deltachain.publish.config import PublishConfig
-from deltachain.publish.optimizer_steps import (
-    OptimizerSteps,
-    check_optimizers,
-    say_averaged,
-    unwrap_optimizers,
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
 )
+
+from deltachain.errors import ConfigError, UnsupportedModelError
+from deltachain.publish.config import PublishConfig
 from deltachain.publish.publisher import Publisher, check_every_steps, close_at_exit
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
     from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
+
+
+logger = logging.getLogger(__name__)
+
+_THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorch_lightning"})
+"""Packages whose wrappers change no weight after the step that they call."""
+
+_BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
+
+_GRAPH: Final = (
+    "deltachain publishes after each step, which no graph has: compile the step without fullgraph"
+)
+
+_ATTACH_COPY: Final = (
+    "if it trains a copy of the model, as from copy.deepcopy, detach, and attach the copy and its "
+    "optimizer"
+)
+
+
+class OptimizerSteps:
+    """Counts the steps of a model's optimizers, and calls ``each`` with the number of each.
+
+    With several optimizers, a step is complete once each has stepped since the last one, in any
+    order. Steps inside another step, as in SAM or Lookahead, are part of it. A warning is logged,
+    once each, if one steps twice before another steps, if weights are changed after a step, or if
+    an optimizer trains what may be a copy of the model. With ``warns``, so is a step that cannot be
+    followed, instead of an error.
+    """
+
+    # torch calls global hooks for each optimizer of the process, also for one that is made later.
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Sequence[Optimizer],
+        each: Callable[[int], None],
+        *,
+        warns: bool,
+    ) -> None:
+        self.count = 0
+        self._model, self._optimizers, self._each = model, optimizers, each
+        self._warns = warns
+        self._told: set[str] = set()
+        self._stepped: set[int] = set()
+        self._writes: int | None = None
+        self._others = 0  # steps of other models' optimizers since the last complete step
+        self._outermost: FrameType | None = None
+        self._depth = 0
+        self._handles = [
+            register_optimizer_step_pre_hook(torch.compiler.disable(self._before, reason=_GRAPH)),
+            register_optimizer_step_post_hook(torch.compiler.disable(self._after, reason=_GRAPH)),
+        ]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the newest step raised an error, so that a part of it may be in the weights."""
+        return self._depth > 0
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._others and not self.count:
+            names = ", ".join(type(one).__name__ for one in self._optimizers)
+            self._tell(
+                f"no step was published: {names}, which attach was given, did not step, and other "
+                f"optimizers stepped {self._others} times; {_ATTACH_COPY}"
+            )
+
+    def check(self) -> None:
+        """Refuse a model that the optimizers do not step any more."""
+        try:
+            check_optimizers(self._model, self._optimizers)
+        except ConfigError as error:
+            self._refuse(error)
+
+    def _before(self, optimizer: Optimizer, *_: object) -> None:
+        if self._depth and _is_running(self._outermost):
+            self._depth += 1
+            return
+        self._outermost, self._depth = None, 0  # an earlier step may have raised an error
+        if any(optimizer is one for one in self._optimizers):
+            self._outermost, self._depth = _caller(), 1
+            self._look(optimizer)
+        elif not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
+            self._refuse_other(optimizer)
+        else:
+            self._others += 1
+            if self._others > 1 and _shapes([optimizer]) == _shapes(self._optimizers):
+                self._tell(
+                    f"{type(optimizer).__name__}, which attach was not given, trains weights of "
+                    f"the same shapes as this model's: they are not published; {_ATTACH_COPY}"
+                )
+
+    def _refuse_other(self, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        outer = [one for one in self._optimizers if optimizer in vars(one).values()]
+        if outer:
+            self._refuse(
+                UnsupportedModelError(
+                    f"{name} steps the model outside of a step of {type(outer[0]).__name__}, which "
+                    "holds it: when that one is complete is not known",
+                    hint="give Publisher(url).attach the model alone, and call its publish "
+                    "yourself after each whole step",
+                )
+            )
+            return
+        self._refuse(
+            UnsupportedModelError(
+                f"{name}, which attach was not given, steps the model",
+                hint="give attach all optimizers of the model, attach(model, [one, other], "
+                "url=...), and of one that wraps another (SAM, Lookahead) the outer; after an "
+                f"optimizer was replaced, detach and attach with the new one; {_BY_HAND}",
+            )
+        )
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Warn before a step of which the version may not be what the user expects."""
+        if id(optimizer) in self._stepped:
+            missing = len(self._optimizers) - len(self._stepped)
+            self._stepped.clear()
+            self._tell(
+                f"{type(optimizer).__name__} steps again before {missing} of "
+                f"{len(self._optimizers)} optimizers did: a version follows only once each has "
+                f"stepped; for other steps, give Publisher.attach the model, {_BY_HAND[3:]}"
+            )
+        if self._writes not in (None, _writes(self._optimizers)):
+            self._tell(
+                "weights were changed after the optimizer's step: the version of a step does not "
+                "have such changes, the next one does; make them in "
+                f"optimizer.register_step_post_hook, {_BY_HAND}"
+            )
+
+    def _after(self, optimizer: Optimizer, *_: object) -> None:
+        if not self._depth:
+            return
+        self._depth -= 1
+        if self._depth:
+            return
+        self._outermost = None
+        self._stepped.add(id(optimizer))
+        self._writes = None
+        if len(self._stepped) == len(self._optimizers):
+            self._stepped.clear()
+            self._others = 0
+            self.count += 1
+            self._each(self.count)
+            self._writes = _writes(self._optimizers)
+
+    def _refuse(self, error: ConfigError) -> None:
+        if not self._warns:
+            raise error
+        self._tell(f"steps that are not followed: {error}")
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            logger.warning("%s", line)
+
+
+def say_averaged(optimizers: Iterable[object]) -> None:
+    """Log optimizers that train other weights than they evaluate with, as schedule-free ones do."""
+    for one in optimizers:
+        if callable(getattr(one, "train", None)) and callable(getattr(one, "eval", None)):
+            logger.warning(
+                "%s has other weights for evaluation: versions have the trained ones; to publish "
+                "the others, call its eval(), Publisher.publish, and its train() again",
+                type(one).__name__,
+            )
+
+
+def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers that do not step all of a model that requires a gradient."""
+    parameters = _parameters(model.parameters())
+    for optimizer in optimizers:
+        if parameters.isdisjoint(_stepped_by([optimizer])):
+            raise UnsupportedModelError(
+                f"{type(optimizer).__name__} has no parameter of this model: its steps do not "
+                "train it",
+                hint="make the optimizer from model.parameters() once the model is wrapped; for a "
+                "copy that something else writes to, such as an average, call Publisher.publish "
+                "after that",
+            )
+    stepped = _stepped_by(optimizers)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in stepped:
+            raise UnsupportedModelError(
+                f"{name!r} requires a gradient, and no optimizer given to attach steps it",
+                hint="give attach all optimizers of the model, attach(model, [one, other], "
+                "url=...), or call requires_grad_(False) on parameters that are not trained; "
+                f"{_BY_HAND}",
+            )
+
+
+def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
+    """Return the torch optimizers inside one or several, without wrappers that only call them.
+
+    Those are an Optimizer by class but call no hooks. Other wrappers (DeepSpeed's, Megatron's) are
+    refused: they copy master weights into the model after the inner step, and a hook there would
+    see the previous step.
+    """
+    several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
+    if optimizers is None or not several:
+        raise ConfigError(
+            "attach needs the optimizer whose steps it publishes",
+            hint="attach(model, optimizer, url=...); without one, Publisher(url).attach(model), "
+            "and call its publish after each step",
+        )
+    return tuple(dict.fromkeys(_unwrapped(one) for one in several))
+
+
+def _unwrapped(optimizer: object) -> Optimizer:
+    while hasattr(optimizer, "optimizer"):
+        if type(optimizer).__module__.partition(".")[0] not in _THIN:
+            raise UnsupportedModelError(
+                f"{type(optimizer).__name__} wraps an optimizer, and may change weights after it",
+                hint="call Publisher.publish yourself after its step",
+            )
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise UnsupportedModelError(
+            f"{type(optimizer).__name__} is no torch optimizer",
+            hint="give an optimizer of torch, or a list of several; DeepSpeed steps inside its "
+            "engine: call Publisher.publish yourself after it",
+        )
+    return optimizer
+
+
+def _shapes(optimizers: Sequence[Optimizer]) -> list[tuple[int, ...]]:
+    return sorted(tuple(parameter.shape) for parameter in _all_of(optimizers))
+
+
+def _writes(optimizers: Sequence[Optimizer]) -> int:
+    """Return how often the parameters of some optimizers were written to; not through ``.data``."""
+    return sum(0 if one.is_inference() else one._version for one in _all_of(optimizers))
+
+
+def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:
+    return _parameters(_all_of(optimizers))
+
+
+def _all_of(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return (parameter for group in groups for parameter in group["params"])
+
+
+def _parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
+    return {id(parameter) for parameter in parameters}
+
+
+def _caller() -> FrameType | None:
+    """Return the frame of the step that calls a hook, outside what ``torch.compiler`` adds."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "_dynamo" in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame
+
+
+def _is_running(frame: FrameType | None) -> bool:
+    at: FrameType | None = sys._getframe()
+    while at is not None and at is not frame:
+        at = at.f_back
+    return at is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,11 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
 from deltachain.publish.quantise.checkpoint_config import find_layers
-from deltachain.publish.rank_settings import agree
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier
+from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier, Ranks
+from deltachain.publish.ranks.sharing import agree
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.resume import begin
-from deltachain.publish.session import Attempt, Session
-from deltachain.publish.version_bits import LateAnchor
+from deltachain.publish.session import Attempt, LateAnchor, Session
 from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool
@@ -50,9 +48,8 @@ from deltachain.types import Version
 class Published(Future[PublishReceipt]):
     """Future of the receipt of the version that covers a call of ``publish``.
 
-    Args:
-        cover: Called before a thread waits for the result: the thread that publishes must not wait
-            for its own next call.
+    ``cover`` is called before a thread waits for the result: the thread that publishes must not
+    wait for its own next call.
     """
 
     def __init__(self, cover: Callable[[Published], None]) -> None:
@@ -91,32 +88,16 @@ class Flight:
     outcome: Future[PublishReceipt] = field(default_factory=Future)
 
     def land(self, receipt: PublishReceipt) -> None:
-        """Give all futures the receipt."""
         for future in (self.outcome, *self.covered):
             future.set_result(receipt)
 
     def fail(self, error: BaseException) -> None:
-        """Give all futures an error."""
         for future in (self.outcome, *self.covered):
             future.set_exception(error)
 
 
-def whole_step(step: SupportsIndex | None) -> int | None:
-    """Return the trainer's step as an ``int``: a reader would refuse any other in a manifest.
-
-    Raises:
-        ConfigError: It is no integer of Python, NumPy or torch.
-    """
-    hint = "give an int, such as the number of optimizer steps, or leave step out"
-    return None if step is None else whole("step", step, hint=hint)
-
-
 def check_every_steps(every_steps: object) -> None:
-    """Check the number of optimizer steps for each version.
-
-    Raises:
-        ConfigError: It is no ``int``, or below 1.
-    """
+    """Refuse a number of optimizer steps for each version that is no ``int`` of 1 or more."""
     if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
         raise ConfigError(
             f"every_steps={every_steps!r}: expected 1 or more",
@@ -124,33 +105,10 @@ def check_every_steps(every_steps: object) -> None:
         )
 
 
-class WaitingCalls:
-    """Futures of the calls that no version covers yet, and the step of the newest."""
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self._futures: list[Published] = []
-
-    def __contains__(self, published: Published) -> bool:
-        return published in self._futures
-
-    def __bool__(self) -> bool:
-        return bool(self._futures)
-
-    def add(self, published: Published, step: int | None) -> None:
-        """Add a call."""
-        self._futures.append(published)
-        self.step = step
-
-    def take(self) -> list[Published]:
-        """Return the futures that were not cancelled, and forget all."""
-        futures, self._futures = self._futures, []
-        return [future for future in futures if future.set_running_or_notify_cancel()]
-
-    def fail(self, error: BaseException) -> None:
-        """Give all calls an error: no version will cover them."""
-        for future in self.take():
-            future.set_exception(error)
+def _whole_step(step: SupportsIndex | None) -> int | None:
+    """Return the trainer's step as an ``int``: a reader would refuse any other in a manifest."""
+    hint = "give an int, such as the number of optimizer steps, or leave step out"
+    return None if step is None else whole("step", step, hint=hint)
 
 
 _open: Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]] = (
@@ -170,11 +128,6 @@ def close_at_exit(publisher: Publisher, close: Callable[[], None] | None = None)
         close: Closes it unless an error ends Python; by default, and after an error, its ``close``.
     """
     _open[publisher] = os.getpid(), close
-
-
-def is_closed(publisher: Publisher) -> None:
-    """Forget a publisher that was closed."""
-    _open.pop(publisher, None)
 
 
 @atexit.register
@@ -199,9 +152,6 @@ class AnchorThread:
     """Adds anchors one after another, beside later versions.
 
     A failed anchor is logged: its version is committed, and a later one gets the next anchor.
-
-    Args:
-        session: The attached publisher.
     """
 
     def __init__(self, session: Session) -> None:
@@ -209,35 +159,17 @@ class AnchorThread:
         self._pool = Pool(1, "deltachain-anchor")
         self._last: Future[None] | None = None
 
-    @property
-    def is_full(self) -> bool:
-        """Whether old bits exceed ``PublishConfig.anchor_memory`` of this rank."""
-        session = self._session
-        kept = session.kept_nbytes
-        return kept > 0 and kept > session.config.anchor_memory * session.source.held_nbytes
-
     def after_version(self, topic: str, *, due: bool) -> None:
         """Begin an anchor of the newest version if one is due; wait while too much is kept.
 
         The version is in flight until then: versions published meanwhile are covered.
-
-        Args:
-            topic: Unique name of the anchor among the ranks.
-            due: Whether one is due.
         """
+        session = self._session
         if due:
-            self.begin(topic)
-        if self.is_full:
+            self._last = self._pool.submit(self._add, session.begin_anchor(), topic)
+        kept = session.kept_nbytes
+        if kept > 0 and kept > session.config.anchor_memory * session.source.held_nbytes:
             self.wait()
-
-    def begin(self, topic: str) -> None:
-        """Begin an anchor of the newest version; call before the next diff.
-
-        Args:
-            topic: Unique name of the anchor among the ranks.
-        """
-        late = self._session.begin_anchor()
-        self._last = self._pool.submit(self._add, late, topic)
 
     def wait(self) -> None:
         """Wait for all anchors on their way; raise an error that nobody foresaw."""
@@ -245,12 +177,7 @@ class AnchorThread:
         if last is not None:
             last.result()
 
-    def abandon(self, reason: str) -> None:
-        """Make anchors on their way fail, before the next part is uploaded."""
-        self._session.abandon_anchors(reason)
-
     def close(self) -> None:
-        """Wait for all anchors, and end the thread; may be called again."""
         self._pool.shutdown()
 
     def _add(self, late: LateAnchor, topic: str) -> None:
@@ -318,7 +245,8 @@ class Publisher(Closeable):
         self._is_closed = False
         self._anchors: AnchorThread | None = None
         self._beside: BackgroundWork | None = None
-        self._waiting = WaitingCalls()
+        self._waiting: list[Published] = []  # calls that no version covers yet
+        self._step: int | None = None
         self._caller: int | None = None
         self._failed: Flight | None = None
         self._fenced: PublisherFencedError | None = None
@@ -417,13 +345,11 @@ class Publisher(Closeable):
             ConfigError: ``step`` is no whole number, or the publisher is closed or not attached.
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
         """
-        session, step = self._require_session(), whole_step(step)
+        session, step = self._require_session(), _whole_step(step)
         if self._is_closed:
             raise ConfigError("this publisher is closed", hint="make another one: it goes on here")
-        future = Published(self._cover)
-        self._waiting.add(future, step)
+        future = self._add_call(step)
         self._caller = get_ident()
-        self._barrier.call(step)
         self._try(session, free=not self._is_busy or self.config.when_busy == "wait")
         return future
 
@@ -435,8 +361,7 @@ class Publisher(Closeable):
         """
         self.flush()
         if self._fenced is None or not self.is_alone:
-            self._waiting.add(Published(self._cover), whole_step(step))
-            self._barrier.call(step)
+            self._add_call(_whole_step(step))
             self._try(self._require_session(), free=True, only_changes=True)
 
     def flush(self) -> PublishReceipt | None:
@@ -471,13 +396,13 @@ class Publisher(Closeable):
             if self._session is not None and self._fenced is None and self._ranks.leads:
                 self._session.writer.close()
         except (KeyboardInterrupt, SystemExit):
-            if self._anchors is not None:
-                self._anchors.abandon("the publisher was interrupted")
+            if self._session is not None:
+                self._session.abandon_anchors("the publisher was interrupted")
             raise
         finally:
             self._is_closed = True
-            self._waiting.fail(self._failure or ChainError("closed before it was published"))
-            is_closed(self)
+            self._refuse_calls(self._failure or ChainError("closed before it was published"))
+            _open.pop(self, None)
             self._pool.shutdown()
             if self._anchors is not None and self._beside is not None:
                 self._anchors.close()
@@ -493,8 +418,24 @@ class Publisher(Closeable):
     ) -> None:
         if error is not None and self._ranks.count > 1:
             # A flush would wait for ranks that may not come.
-            self._waiting.fail(RankError("training ended before this was published"))
+            self._refuse_calls(RankError("training ended before this was published"))
         super().__exit__(kind, error, traceback)
+
+    def _add_call(self, step: int | None) -> Published:
+        future = Published(self._cover)
+        self._waiting.append(future)
+        self._step = step
+        self._barrier.call(step)
+        return future
+
+    def _take_calls(self) -> list[Published]:
+        """Forget the waiting calls; return their futures that were not cancelled."""
+        calls, self._waiting = self._waiting, []
+        return [future for future in calls if future.set_running_or_notify_cancel()]
+
+    def _refuse_calls(self, error: BaseException) -> None:
+        for future in self._take_calls():
+            future.set_exception(error)
 
     @property
     def _is_busy(self) -> bool:
@@ -528,13 +469,13 @@ class Publisher(Closeable):
             self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
             return
-        self._waiting.fail(error)
+        self._refuse_calls(error)
         raise error
 
     def _stop(self, error: PublisherFencedError) -> None:
         """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
         self._require_session().abandon_anchors("another publisher owns the chain")
-        self._waiting.fail(error)
+        self._refuse_calls(error)
         if self.config.on_error == "raise":
             raise error
         logger.warning("not published: %s", error)
@@ -574,7 +515,6 @@ class Publisher(Closeable):
             return collective.broadcast(decision, Decision)
 
     def _launch(self, session: Session, head: Version, *, only_changes: bool) -> None:
-        """Take the diff, and start its commit after the newest version."""
         if self._fenced is not None:
             self._stop(self._fenced)
             return
@@ -593,13 +533,12 @@ class Publisher(Closeable):
             failure = error
         diff_s = time.perf_counter() - start
         if only_changes and not session.has_changes(topic, diff, failure):
-            self._waiting.take()
+            self._take_calls()
             return
-        step, covered = self._waiting.step, self._waiting.take()
         attempt = Attempt(
-            topic=topic, diff=diff, failure=failure, step=step, diff_s=diff_s, span=span
+            topic=topic, diff=diff, failure=failure, step=self._step, diff_s=diff_s, span=span
         )
-        self._flight = flight = Flight(head + 1, diff, attempt, covered)
+        self._flight = flight = Flight(head + 1, diff, attempt, self._take_calls())
         self._landed = self._pool.submit(self._run, session, flight)
 
     def _run(self, session: Session, flight: Flight) -> None:

@@ -11,12 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.identity import check_recipe, refuse_mirror
@@ -30,15 +28,11 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
-from deltachain.kernels import host
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.encoding_choice import EncodingChoice
-from deltachain.publish.model.described import refuse_other_folder
+from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
 from deltachain.publish.model.refusals import refuse_specs
-from deltachain.publish.model.source import ModelTensors, Pending, Weight
+from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.quantise.checkpoint_config import (
     Files,
     check_config,
@@ -46,17 +40,16 @@ from deltachain.publish.quantise.checkpoint_config import (
     quantised,
 )
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Session
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.snapshot_memory import Kept
 from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer, newest, open_or_make
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Bits, TensorSpec, mismatch
+from deltachain.types import TensorSpec, mismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,22 +57,15 @@ class Pushed:
     """Result of a push.
 
     Attributes:
-        chain: The chain.
         head: The newest version after the push.
         committed: The added versions; none if the head already had these bits.
         anchor: The added anchor, if one was due.
-        encoding: Choice of the encoding of changes; ``None`` unless the link decides.
     """
 
     chain: Chain
     head: Committed
     committed: tuple[Committed, ...]
     anchor: EdgeSummary | None
-    encoding: EncodingChoice | None = None
-
-
-_Base: TypeAlias = tuple[ModelTensors, Snapshot]
-"""A base checkpoint, and its bits."""
 
 
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
@@ -101,14 +87,20 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         PublisherFencedError: Another publisher is at work, or committed at the same time.
     """
     checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
-    _refuse_unnamed(checkpoint)
+    if checkpoint.unnamed:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
+            f"{checkpoint.index}",
+            hint="the index or the shards are of another save: save the checkpoint again",
+        )
     found = _find(store, checkpoint, config, trust)
     source = found.source
     source.agree("push")
     snapshot = Snapshot(source)  # all weights are checked before anything is written
-    first, chain = None, found.chain
+    chain = found.chain
+    first = None if isinstance(chain, Chain) else _of_base(config, source)
     if not isinstance(chain, Chain):
-        first, chain = _of_base(config, source), chain()
+        chain = chain()
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
     session = Session(source, snapshot, writer, config, Ranks.alone())
@@ -128,27 +120,20 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         head=last,
         committed=committed,
         anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
-        encoding=session.encoding.present if session.encoding.is_auto else None,
     )
 
 
-def _refuse_unnamed(checkpoint: Checkpoint) -> None:
-    if checkpoint.unnamed:
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
-            f"{checkpoint.index}",
-            hint="the index or the shards are of another save: save the checkpoint again",
-        )
-
-
-def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[Committed]:
-    """Commit the difference of the checkpoint from the head."""
+def _commit(
+    session: Session, base: tuple[ModelTensors, Snapshot] | None, step: int | None
+) -> Iterator[Committed]:
     writer = session.writer
     try:
         if writer.parent is None:
             at = step if session.config.base is None else None
             base = base or _of_base(session.config, session.source)
-            first = session if base is None else _session_of(base, session)
+            first = session
+            if base is not None:
+                first = Session(*base, writer, session.config, session.ranks)
             first_version(first, step=at)
             session.head = first.head
             yield _newest(writer)
@@ -160,16 +145,11 @@ def _commit(session: Session, base: _Base | None, step: int | None) -> Iterator[
         raise
 
 
-def _of_base(config: PublishConfig, source: ModelTensors) -> _Base | None:
-    """Return the base checkpoint, with which version 0 is committed; ``None`` without one."""
+def _of_base(config: PublishConfig, source: ModelTensors) -> tuple[ModelTensors, Snapshot] | None:
     if config.base is None:
         return None
     found = source_of(Checkpoint(config.base), source.table())
     return found, Snapshot(found)
-
-
-def _session_of(base: _Base, session: Session) -> Session:
-    return Session(*base, session.writer, session.config, session.ranks)
 
 
 def _newest(writer: Writer) -> Committed:
@@ -180,12 +160,7 @@ def _newest(writer: Writer) -> Committed:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The tensors of a checkpoint, and their chain.
-
-    Attributes:
-        source: The tensors to publish.
-        chain: The existing chain, or a function that creates it or restores its identity.
-    """
+    """The tensors of a checkpoint, and their chain or a function that makes it."""
 
     source: ModelTensors
     chain: Chain | Callable[[], Chain]
@@ -215,7 +190,6 @@ def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Tr
 def _find_quantised(
     store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization, trust: Trust
 ) -> _Found:
-    """Find the chain of a checkpoint that is quantised first."""
     plain = source_of(checkpoint, _own_table(checkpoint))
     if store.find(CHAIN_KEY) is None:
         refuse_other_folder(assets(), checkpoint.specs)
@@ -258,66 +232,30 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
         tied = [alias for alias, name in table.aliases.items() if name == spec.name]
         found = [name for name in (spec.name, *tied) if name in checkpoint.specs]
         for name in found or [spec.name]:
-            _check_spec(checkpoint, name, spec)
+            have = checkpoint.specs.get(name)
+            if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
+                raise ChainMismatchError(message)
         for name in found[1:]:
-            _check_tied(checkpoint, found[0], name)
+            if not np.array_equal(checkpoint.bits(found[0]), checkpoint.bits(name)):
+                raise ChainMismatchError(
+                    f"{name!r} and {found[0]!r} differ in {checkpoint.path}; the chain has them "
+                    "tied"
+                )
         absent = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
         weight = Weight.straight(spec, absent, frozen=True)
-        weights.append(replace(weight, pending=_FileTensor(checkpoint, found[0], spec)))
+        weights.append(replace(weight, file=partial(_read, checkpoint, found[0], spec)))
     extra = checkpoint.specs.keys() - spare - {weight.spec.name for weight in weights}
     if extra:
         raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
     return ModelTensors(tuple(weights), table.specs(), table.aliases, partial(_made, weights))
 
 
-def _check_spec(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> None:
-    have = checkpoint.specs.get(name)
-    if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
-        raise ChainMismatchError(message)
-
-
-def _check_tied(checkpoint: Checkpoint, name: str, alias: str) -> None:
-    if not np.array_equal(checkpoint.bits(name), checkpoint.bits(alias)):
-        raise ChainMismatchError(
-            f"{alias!r} and {name!r} differ in {checkpoint.path}; the chain has them tied"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _FileTensor(Pending):
-    """A tensor of a checkpoint, read from its file whenever its bits are needed."""
-
-    checkpoint: Checkpoint
-    name: str
-    spec: TensorSpec
-
-    @property
-    @override
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    @override
-    def to(self, device: torch.device) -> Pending:
-        raise AssertionError("weights of a file are compared on the host")
-
-    @override
-    def make(self) -> Tensor:
-        bits = self.checkpoint.bits(self.name)
-        if bits.itemsize > 1:
-            bits = bits.view(f"<i{bits.itemsize}")
-        return torch.from_numpy(bits).view(TORCH_DTYPES[self.spec.dtype]).view(self.spec.shape)
-
-    @override
-    def diff_(self, snapshot: Bits) -> Changes:
-        return host.diff_(snapshot, self.checkpoint.bits(self.name))
-
-    @override
-    def compared(self, name: str, kept: Kept) -> Compared:
-        raise AssertionError("weights of a file are compared on the host")
+def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
+    bits = torch.from_numpy(checkpoint.bits(name))
+    return bits.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
 
 
 def _made(weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-    """Read the tensors of a checkpoint, one at a time."""
     for weight in weights:
-        if weight.pending is not None:
-            yield weight.spec.name, weight.pending.make()
+        if weight.file is not None:
+            yield weight.spec.name, weight.file()

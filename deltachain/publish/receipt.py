@@ -29,9 +29,7 @@ class PublishReceipt:
             seconds; of the slowest rank.
         kernel: Name of the kernels of the diff.
         restored: Keys of the chain's documents that were missing in the store and were restored.
-        encoding: Name of the encoding of changes, as configured or chosen; empty without a delta.
-        encoding_reason: What decided it: speed of the link, and nanoseconds until a subscriber has
-            a change, by encoding; empty unless ``encoding="auto"``.
+        encoding: Name of the encoding of changes; empty without a delta.
         kept_nbytes: Size of the old bits that rank 0 keeps for an anchor on its way, in bytes.
 
     Examples:
@@ -59,7 +57,6 @@ class PublishReceipt:
     manifest: str = ""
     kept_nbytes: int = 0
     encoding: str = ""
-    encoding_reason: str = ""
     upload_s: float = 0.0
 
     @property
@@ -70,12 +67,8 @@ class PublishReceipt:
     @property
     def phases(self) -> dict[str, float]:
         """Seconds of each phase of the version, by name; ``upload`` overlaps with ``encode``."""
-        return {
-            "diff": self.diff_s,
-            "encode": self.encode_s,
-            "upload": self.upload_s,
-            "commit": self.commit_s,
-        }
+        names = ("diff", "encode", "upload", "commit")
+        return {name: getattr(self, f"{name}_s") for name in names}
 
     @property
     def sequence(self) -> dict[str, float]:
@@ -85,34 +78,20 @@ class PublishReceipt:
     @property
     def attributes(self) -> dict[str, str | int | float]:
         """Attributes of the version's span in a trace."""
-        step = {} if self.step is None else {"step": self.step}
-        return {
-            "version": self.version,
-            "kind": self.kind,
-            "nbytes": self.nbytes,
-            "nnz": self.nnz,
-            "upload_s": self.upload_s,
-            **step,
-        }
+        names = ("version", "kind", "nbytes", "nnz", "upload_s", "step")
+        found = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in found.items() if value is not None}
 
     def metrics(self) -> dict[str, float]:
         """Return metrics for a trainer's log, with prefixed names."""
-        values: dict[str, float] = {
-            "version": self.version,
-            "changed_frac": self.density,
-            "bytes": self.nbytes,
-            "requests": self.requests,
-            "diff_s": self.diff_s,
-            "encode_s": self.encode_s,
-            "commit_s": self.commit_s,
-            "upload_s": self.upload_s,
-        }
+        names = ("version", "requests", "diff_s", "encode_s", "commit_s", "upload_s")
+        values = {name: getattr(self, name) for name in names}
+        values |= {"changed_frac": self.density, "bytes": self.nbytes}
         return {f"deltachain/{name}": float(value) for name, value in values.items()}
 
     def __str__(self) -> str:
         seconds = self.diff_s + self.encode_s + self.commit_s
-        chosen = f", {self.encoding}: {self.encoding_reason}" if self.encoding_reason else ""
         return (
             f"version {self.version} {self.kind} nnz {self.nnz:,} density {self.density:.3%} "
-            f"{self.nbytes:,} B in {seconds:.3f} s{chosen}"
+            f"{self.nbytes:,} B in {seconds:.3f} s"
         )

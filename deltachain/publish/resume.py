@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -15,7 +15,6 @@ import numpy as np
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.trust import Trust
-from deltachain.chain.upload import MeasuredTransfer
 from deltachain.checkpoint import weights_file
 from deltachain.errors import (
     BrokenChainError,
@@ -28,15 +27,14 @@ from deltachain.format.keys import CHAIN_KEY
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.described import refuse_other_folder
-from deltachain.publish.model.look import with_dtype_of
+from deltachain.publish.model.assets import refuse_other_folder
+from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors
 from deltachain.publish.quantise.checkpoint_config import Files, quantised
 from deltachain.publish.quantise.layers import Layers
-from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.ranks.sharing import divide
 from deltachain.publish.revert import check_reverted
 from deltachain.publish.session import Attempt, Session
@@ -70,6 +68,16 @@ class Position(msgspec.Struct, frozen=True):
     head: int
     trusted: str
 
+    @classmethod
+    def of(cls, writer: Writer) -> Position:
+        head, trusted = writer.parent, writer.chain.trust.trusted
+        return cls(
+            chain=writer.chain.identity.chain,
+            epoch=writer.epoch,
+            head=head.version if head else -1,
+            trusted=str(trusted) if trusted else "",
+        )
+
 
 def begin(
     store: Store,
@@ -94,49 +102,35 @@ def begin(
         BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
         ChainError: The head was reverted, and the model has other weights.
         PublisherFencedError: Another publisher is at work, or was first.
-        ConfigError: The model's bits differ from those of the base checkpoint, or no reader could
-            write down one of its tensors.
-        RankError: Another rank failed.
+        ConfigError: The model cannot be published here.
     """
-    tenure = Tenure(store, take_over=config.take_over)
-    try:
-        return _begin(tenure, collect, config, assets, ranks, layers)
-    except BaseException:
-        tenure.close()
-        raise
-
-
-def _begin(
-    tenure: Tenure,
-    collect: Callable[[], ModelTensors],
-    config: PublishConfig,
-    assets: Files,
-    ranks: Ranks,
-    layers: Callable[[ModelTensors, Files], Layers],
-) -> Session:
-    source = divide(collect, ranks)
-    described: Files = partial(_described, tenure.store, source, assets)
-    files = described
-    if (quantization := Quantization.chosen(config.quantization)) is not None:
-        made = quantised(source, lambda: layers(source, assets), quantization, ranks)
-        source, files = made.source, lambda: made.assets(described())
-    refuse_specs(source.specs)  # those of all ranks: every rank refuses
-    source.agree("begin")
-    with Collective(ranks, "begin") as collective:
-        snapshot = Snapshot(source, where=config.snapshot)
-        states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
-        state = sum(states, StateDigest())
-        writer = _take_chain(tenure, source, config, files, state) if ranks.leads else None
-        position = collective.broadcast(_position(writer) if writer else None, Position)
-    with Collective(ranks, "open") as collective:
-        writer = writer or _open_chain(tenure.store, source, config, position, ranks.number)
-        collective.all_gather(True, bool)
-    session = Session(source, snapshot, writer, config, ranks)
-    if writer.parent is None:
-        first_version(session)
-    else:
-        catch_up(session, writer.parent)
-    return session
+    with ExitStack() as undone:
+        tenure = Tenure(store, take_over=config.take_over)
+        undone.callback(tenure.close)
+        source = divide(collect, ranks)
+        described: Files = partial(_described, store, source, assets)
+        files = described
+        if (quantization := Quantization.chosen(config.quantization)) is not None:
+            made = quantised(source, lambda: layers(source, assets), quantization, ranks)
+            source, files = made.source, lambda: made.assets(described())
+        refuse_specs(source.specs)  # those of all ranks: every rank refuses
+        source.agree("begin")
+        with Collective(ranks, "begin") as collective:
+            snapshot = Snapshot(source, where=config.snapshot)
+            states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
+            state = sum(states, StateDigest())
+            writer = _take_chain(tenure, source, config, files, state) if ranks.leads else None
+            position = collective.broadcast(Position.of(writer) if writer else None, Position)
+        with Collective(ranks, "open") as collective:
+            writer = writer or _open_chain(store, source, config, position, ranks.number)
+            collective.all_gather(True, bool)
+        session = Session(source, snapshot, writer, config, ranks)
+        if writer.parent is None:
+            first_version(session)
+        else:
+            catch_up(session, writer.parent)
+        undone.pop_all()
+        return session
 
 
 def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str, bytes]:
@@ -153,16 +147,6 @@ def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str
     return files
 
 
-def _position(writer: Writer) -> Position:
-    trusted = writer.chain.trust.trusted
-    return Position(
-        chain=writer.chain.identity.chain,
-        epoch=writer.epoch,
-        head=writer.parent.version if writer.parent else -1,
-        trusted=str(trusted) if trusted else "",
-    )
-
-
 def _take_chain(
     tenure: Tenure,
     source: ModelTensors,
@@ -170,7 +154,6 @@ def _take_chain(
     assets: Files,
     state: StateDigest,
 ) -> Writer:
-    """Open or create the chain and take it over, on rank 0; ``state`` is that of all ranks."""
     chain = open_or_make(
         tenure.store,
         source.table(),
@@ -208,10 +191,6 @@ def _open_chain(
     """Open the chain on a rank other than 0, which uploads parts without commits.
 
     Only rank 0 needs the signing key; the others trust what it trusts.
-
-    Raises:
-        ConfigError: The store has another chain than that of rank 0.
-        ObjectNotFoundError: The store has no chain, or not the version that rank 0 committed.
     """
     try:
         chain = Chain.open(store, Trust.of_reader(position.trusted, environment={}))
@@ -260,26 +239,19 @@ def catch_up(session: Session, head: Committed, *, step: int | None = None) -> N
         return
     with Collective(session.ranks, "difference") as collective:
         diff = _difference(session, head)
-        found = collective.all_gather(_weigh(session, diff), RankDifference)
-    if diff is not None and _is_proven(found, head) and _nbytes(found) < session.anchor_nbytes:
+        mine = RankDifference(session.snapshot.state)
+        if diff is not None:
+            estimate = session.encoding.estimate
+            nbytes = sum(estimate(one.spec, one.changes) for one in diff.by_tensor)
+            mine = RankDifference(session.snapshot.state, diff.digest, nbytes)
+        found = collective.all_gather(mine, RankDifference)
+    nbytes = sum(one.nbytes for one in found)
+    if diff is not None and _is_proven(found, head) and nbytes < session.anchor_nbytes:
         logger.info("version %d continues from another state", head.version + 1)
         session.commit(Attempt(topic="up", diff=diff, step=step))
         return
     logger.warning("version %d starts over with an anchor", head.version + 1)
     session.commit(Attempt(topic="up", step=step))
-
-
-def _weigh(session: Session, diff: Diff | None) -> RankDifference:
-    """Compute size and digest of this rank's difference."""
-    if diff is None:
-        return RankDifference(session.snapshot.state)
-    encoding = session.encoding.encoding
-    sizes = (encoding.estimate(one.spec, one.changes) for one in diff.by_tensor)
-    return RankDifference(session.snapshot.state, diff.digest, sum(sizes))
-
-
-def _nbytes(found: Sequence[RankDifference]) -> int:
-    return sum(one.nbytes for one in found)
 
 
 def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
@@ -295,13 +267,9 @@ def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
 
 
 def _difference(session: Session, head: Committed) -> Diff | None:
-    """Compute the snapshot's difference from the newest version; ``None`` if unreadable."""
     chain, config = session.writer.chain, session.config
     try:
-        plan, start = chain.plan(None, head), time.perf_counter()
-        fetched = fetch(chain, plan, base=config.base)
-        if fetched.base is None:  # its files do not cross the link
-            session.encoding.add(MeasuredTransfer(fetched.nbytes, time.perf_counter() - start))
+        fetched = fetch(chain, chain.plan(None, head), base=config.base)
         changes = dict(_compare(fetched, session.source, session.snapshot))
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)

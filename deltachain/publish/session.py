@@ -4,35 +4,114 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
+from typing import Final
 
 import msgspec
+import numpy as np
 
-from deltachain.chain.plan import anchor_due
+from deltachain.chain.chain import Committed
+from deltachain.chain.plan import Replay, anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.checkpoint import Checkpoint
+from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError, DeltaChainError, UnsupportedModelError
 from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import PayloadKind
+from deltachain.kernels import host
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.encoding_choice import EncodingChoice, VersionEncoding
 from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.version_bits import LateAnchor, VersionBits
 from deltachain.publish.wire_form import CheckpointChanges, Diff, sparse_change, window_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
 from deltachain.tracing import UNTRACED, VersionSpan
-from deltachain.types import Bits, StateDigest, TensorSpec, Version
+from deltachain.types import Bits, Indices, StateDigest, TensorSpec, Version
+
+CHUNK: Final = 1 << 23
+"""Elements copied at a time, the longest that a diff waits for: a few milliseconds."""
+
+PAUSE_S: Final = 1e-4
+"""Pause between two chunks, in seconds, so that a waiting diff gets the lock."""
+
+
+class VersionBits:
+    """Bits of a snapshot as they are when this is made, each weight taken once. Thread-safe.
+
+    Later diffs are kept as old bits until the weight that they change is taken, and undone in the
+    copy that is returned, not in the snapshot. One thread advances the snapshot, with the lock
+    held; another takes the weights.
+
+    Attributes:
+        state: Contribution of these bits to the state digest.
+        kept_nbytes: Size of the old bits and indices that are kept, in bytes.
+        most_nbytes: The largest value of ``kept_nbytes`` so far.
+    """
+
+    def __init__(self, snapshot: Snapshot, weights: Iterable[Weight], changing: Lock) -> None:
+        self._snapshot, self._changing = snapshot, changing
+        self._kept: dict[str, list[tuple[Indices, Bits]]] = {
+            weight.spec.name: [] for weight in weights
+        }
+        self._abandoned = ""
+        self.state: StateDigest = snapshot.state
+        self.kept_nbytes = self.most_nbytes = 0
+
+    def keep(self, diff: Diff) -> None:
+        """Keep the old bits of a diff that advanced the snapshot; call with the lock held."""
+        for name, changes in diff.live.items():
+            if name in self._kept:
+                self._kept[name].append((changes.indices, changes.old))
+                self.kept_nbytes += changes.indices.nbytes + changes.old.nbytes
+        self.most_nbytes = max(self.most_nbytes, self.kept_nbytes)
+
+    def abandon(self, reason: str) -> None:
+        """Keep nothing more, and refuse to take further weights with an error of that reason."""
+        with self._changing:
+            self._abandoned, self._kept = reason, {}
+            self.kept_nbytes = 0
+
+    def take(self, weight: Weight) -> Bits:
+        """Return a copy of a weight's flat bits at the version; forget what was kept of it."""
+        with self._changing:
+            live = self._snapshot.bits(weight)
+        bits = np.empty_like(live)
+        for at in range(0, live.size, CHUNK):
+            with self._changing:  # a failed diff reverts itself under the lock
+                bits[at : at + CHUNK] = live[at : at + CHUNK]
+            time.sleep(PAUSE_S)
+        with self._changing:
+            if self._abandoned:
+                raise ChainError(self._abandoned)
+            # The oldest comes last: whenever an element was copied, it ends as it was then.
+            for indices, old in reversed(self._kept.pop(weight.spec.name)):
+                host.scatter_(bits, indices, old)
+                self.kept_nbytes -= indices.nbytes + old.nbytes
+        return bits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateAnchor:
+    """An anchor on its way while later versions are committed, on every rank.
+
+    Attributes:
+        committed: Manifest of the version; on rank 0.
+        before: What a newcomer would fetch of all versions of the writer up to this one.
+        bits: Bits of the version on this rank.
+    """
+
+    version: Version
+    committed: Committed | None
+    before: Replay
+    bits: VersionBits
 
 
 class EdgeShare(msgspec.Struct, frozen=True):
@@ -41,8 +120,6 @@ class EdgeShare(msgspec.Struct, frozen=True):
     Attributes:
         edge: Edge with the rank's payload objects.
         state: Contribution of the rank's weights to the state digest.
-        nnz: Number of changed elements.
-        requests: Number of store requests.
         upload_s: Time in which at least one object was uploaded, in seconds.
     """
 
@@ -54,38 +131,20 @@ class EdgeShare(msgspec.Struct, frozen=True):
 
 
 def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge, and make them visible, in one request if possible.
-
-    Raises:
-        StoreError: Some of them may not be visible.
-    """
-    edge = joined(shares)
-    store.reveal({part.key: part.pin for part in edge.parts})
-    return edge
-
-
-def joined(shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge."""
+    """Join the parts of all ranks in one edge, and make them visible."""
     edges = [share.edge for share in shares]
-    return Edge(
+    edge = Edge(
         kind=edges[0].kind,
         base=edges[0].base,
         encodings=tuple(sorted({name for edge in edges for name in edge.encodings})),
         parts=tuple(part for edge in edges for part in edge.parts),
     )
+    store.reveal({part.key: part.pin for part in edge.parts})
+    return edge
 
 
 def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
-    """Build the edge that refers to a checkpoint; verify that the model has the same bits.
-
-    Args:
-        folder: Folder of the checkpoint.
-        specs: Specs of the model's tensors.
-        state: State digest of the model.
-
-    Raises:
-        ConfigError: The bits differ, or the checkpoint lacks a tensor.
-    """
+    """Build the edge that refers to a checkpoint, which must have the model's bits."""
     hint = (
         "base must be the checkpoint that the model was loaded from, before training; "
         "without it the first version is uploaded as an anchor"
@@ -115,9 +174,6 @@ class Attempt:
         base: Base checkpoint, for a version that refers to it.
         bits: Bits of an anchor's version, if the snapshot advances meanwhile.
         failure: Error of a failed diff on this rank, raised on every rank.
-        step: Step of the trainer.
-        diff_s: Time of the diff, in seconds.
-        span: Span of the version.
     """
 
     topic: str
@@ -131,12 +187,7 @@ class Attempt:
 
 
 class Conclusion(msgspec.Struct, frozen=True):
-    """A committed version, as rank 0 broadcasts it.
-
-    Attributes:
-        receipt: Receipt of the version.
-        anchor_due: Whether an anchor of the version is due.
-    """
+    """A committed version, as rank 0 broadcasts it."""
 
     receipt: PublishReceipt
     anchor_due: bool
@@ -147,17 +198,14 @@ class Session:
 
     The thread that owns the snapshot takes diffs, another commits them, and a third adds anchors.
 
-    Args:
+    Attributes:
         source: Live weights published by this rank.
         snapshot: Last published bits of these weights.
         writer: Position in the chain; advances on rank 0 only.
-        config: Settings of the publisher.
-        ranks: All publishing ranks.
-
-    Attributes:
+        ranks: All publishing ranks, for the thread that commits.
+        anchor_ranks: The same, for the thread that adds anchors.
         head: The newest version known to be committed; -1 before the first.
-        anchor_ranks: All publishing ranks, for the thread that adds anchors.
-        encoding: Encoding of each version; rank 0 chooses for all.
+        encoding: Encoding of changes.
     """
 
     def __init__(
@@ -172,7 +220,7 @@ class Session:
         self.config, self.ranks, self.anchor_ranks = config, ranks, ranks
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
         self._late: list[LateAnchor] = []
-        self.encoding = VersionEncoding(config.encoding)
+        self.encoding = ENCODINGS.get(config.encoding)
         self.head = writer.parent.version if writer.parent else -1
 
     @cached_property
@@ -196,8 +244,7 @@ class Session:
     def diff_(self, topic: str) -> Diff:
         """Take the diff of the snapshot; keep the old bits for anchors on their way.
 
-        Args:
-            topic: Unique name of the version among the ranks.
+        ``topic`` is a unique name of the version among the ranks.
         """
         self.source.agree(topic)
         with self._changing:
@@ -217,7 +264,6 @@ class Session:
             raise
 
     def restore(self, diff: Diff) -> None:
-        """Revert an uncommitted diff in the snapshot."""
         with self._changing:
             self.snapshot.restore(diff)  # undoing it twice does no harm to a late anchor
 
@@ -251,7 +297,6 @@ class Session:
         start = time.perf_counter()
         keys = self.keys("anchor" if attempt.diff is None else "delta", self.head + 1)
         with Collective(self.ranks, attempt.topic) as collective:
-            self._choose_encoding(attempt)
             share = self.put_share(keys, attempt)
             shares = collective.gather(share, EdgeShare)
             conclusion = None
@@ -262,26 +307,11 @@ class Session:
         self.head = conclusion.receipt.version
         return conclusion
 
-    def _choose_encoding(self, attempt: Attempt) -> None:
-        """Let rank 0 choose the encoding of a version for all ranks, if the link decides."""
-        if attempt.diff is None or not self.encoding.is_auto:
-            return
-        with Collective(self.ranks, f"{attempt.topic}/encoding") as collective:
-            leads = self.ranks.leads
-            choice = self.encoding.choose(attempt.diff, self._held) if leads else None
-            self.encoding.present = collective.broadcast(choice, EncodingChoice)
-
     def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
-        """Upload this rank's parts of an edge, which no document names yet.
-
-        Raises:
-            StoreError: A part could not be uploaded.
-            ConfigError: The bits of an anchor differ from the state of the snapshot.
-        """
         if attempt.failure is not None:
             raise attempt.failure
         diff, store = attempt.diff, self.writer.chain.store
-        requests, encoding = store.requests, self.encoding.encoding
+        requests, encoding = store.requests, self.encoding
         raw = encoding.own_arrays
         part_nbytes = self.config.part_nbytes
         if diff is None:
@@ -292,7 +322,6 @@ class Session:
             elif attempt.base is None:
                 self._add_all_bits(upload, attempt.bits)
             edge = upload.finish()
-        self.encoding.add(upload.transfer)
         return EdgeShare(
             edge=edge,
             state=(attempt.bits or self.snapshot).state,
@@ -304,20 +333,13 @@ class Session:
     def conclude(
         self, keys: EdgeKeys, attempt: Attempt, shares: Sequence[EdgeShare], encode_s: float
     ) -> Conclusion:
-        """Commit the shares of all ranks as the next version; on rank 0.
-
-        Raises:
-            StoreError: The version is not committed, or the outcome is unknown.
-            PublisherFencedError: Another publisher was first.
-            ConfigError: The model's bits differ from those of the base checkpoint.
-        """
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
         edge = revealed(store, shares)
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
-        nnz, choice = sum(share.nnz for share in shares), self.encoding.present
+        nnz = sum(share.nnz for share in shares)
         upload_s = max(share.upload_s for share in shares)
         draft = self.writer.draft(
             keys.commit_id,
@@ -343,8 +365,7 @@ class Session:
             commit_s=time.perf_counter() - start,
             upload_s=upload_s,
             kernel=self.snapshot.kernel,
-            encoding=choice.encoding if edge.kind == "delta" else "",
-            encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",
+            encoding=self.encoding.name if edge.kind == "delta" else "",
             restored=self.writer.chain.take_restored(),
             kept_nbytes=self.kept_nbytes,
             manifest=committed.digest,
@@ -352,10 +373,7 @@ class Session:
         return Conclusion(receipt, self.anchor_due)
 
     def begin_anchor(self) -> LateAnchor:
-        """Begin an anchor of the newest version, to be added beside later ones.
-
-        Must be called before the next diff.
-        """
+        """Begin an anchor of the newest version, before the next diff."""
         with self._changing:
             late = LateAnchor(
                 version=self.head,
@@ -367,7 +385,6 @@ class Session:
         return late
 
     def abandon_anchors(self, reason: str) -> None:
-        """Make all anchors on their way fail with a reason."""
         for late in tuple(self._late):
             late.bits.abandon(f"the anchor of version {late.version} was abandoned: {reason}")
 
@@ -377,11 +394,6 @@ class Session:
         Args:
             topic: Unique name of the anchor among the ranks.
             late: What ``begin_anchor`` returned; by default, no diff may be taken meanwhile.
-
-        Raises:
-            StoreError: The anchor was not added; the chain is unchanged.
-            ChainError: Its bits are not those of the version.
-            RankError: Another rank failed, or did not answer in time.
         """
         version = self.head if late is None else late.version
         ranks = self.ranks if late is None else self.anchor_ranks
@@ -398,7 +410,6 @@ class Session:
                     self._late.remove(late)
 
     def _record(self, shares: Sequence[EdgeShare], late: LateAnchor | None) -> EdgeSummary:
-        """Record the anchor of all ranks, if it has the bits of its version; on rank 0."""
         committed = self.writer.parent if late is None else late.committed
         if committed is None:
             raise ChainError("an anchor follows a version, and there is none")
@@ -413,14 +424,21 @@ class Session:
         )
 
     def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
-        """Return names of the parts of one attempt, which no other attempt has."""
         epoch = self.writer.epoch
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
         for found in diff.by_tensor:
             held = self._held(found) if encoding.needs_old else None
-            upload.add(sparse_change(found, self._all_of(found), encoding=encoding, held=held))
+            change = sparse_change(
+                found.spec,
+                found.changes,
+                found.digest,
+                self._all_of(found),
+                encoding=encoding,
+                held=held,
+            )
+            upload.add(change)
 
     def _held(self, found: CheckpointChanges) -> Callable[[], OldBits] | None:
         """Return what reads the elements of a changed tensor on this rank, if they are one run."""

@@ -10,41 +10,26 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import device, host, threaded
+from deltachain.kernels.copy_stream import CopyStream
 from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device import INT_DTYPES, pin_
+from deltachain.kernels.lane import ALIGNMENT, Compared
 from deltachain.kernels.proven import fused_is_proven
 from deltachain.kernels.reference import Changes
-from deltachain.publish.live_bits import (
-    compared,
-    copied,
-    device_bits,
-    host_diff_,
-    moved,
-    signed,
-    unsigned,
-    wire_bits,
-)
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.snapshot_memory import (
-    Kept,
-    Slabs,
-    SnapshotPlace,
-    aligned,
-    choose_place,
-    memory_of,
-    read,
-    reserve_nbytes,
-    wait_for_writes,
-)
+from deltachain.publish.model.refusals import refuse_tensor
+from deltachain.publish.model.source import ModelTensors, Weight, cast_to
 from deltachain.publish.wire_form import Diff, digest_window, map_changes
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import TORCH_DTYPES
@@ -59,12 +44,184 @@ WINDOW_NUMEL: Final = 1 << 20
 TURN_NUMEL: Final = 4 * WINDOW_NUMEL
 """Elements of the largest frozen weight that a diff reads when it is its turn: milliseconds."""
 
+SnapshotPlace: TypeAlias = Literal["host", "device"]
+"""Where a snapshot of weights on a device is: in pinned host memory, or on that device."""
+
+RESERVE_SHARE: Final = 2
+"""Part of a device's memory that a snapshot leaves free, as a divisor: activations need it."""
+
+OPTIMIZER_COPIES: Final = 6
+"""Size of what an optimizer may allocate in its first step, in snapshots: an fp32 master and two
+fp32 moments of bf16 weights."""
+
+SLAB_NBYTES: Final = 1 << 30
+"""Size of a slab, in bytes, unless less is left or a single tensor is larger."""
+
+READ_NUMEL: Final = 1 << 23
+"""Elements copied at a time from a snapshot on a device."""
+
+PIECE: Final = 1 << 19
+"""Elements of a frozen weight copied by one operation: less than a millisecond."""
+
+
+class Memory(NamedTuple):
+    """Free and total memory of a device, in bytes."""
+
+    free: int
+    total: int
+
+
+def reserve_nbytes(total: int, nbytes: int) -> int:
+    """Return the bytes of a device that a snapshot of ``nbytes`` must leave free."""
+    return total // RESERVE_SHARE + OPTIMIZER_COPIES * nbytes
+
+
+def choose_place(asked: SnapshotPlace | None, memory: Memory, nbytes: int) -> SnapshotPlace:
+    """Return where a snapshot of ``nbytes`` goes: as asked, else the device if it fits there."""
+    if asked is not None:
+        return asked
+    fits = memory.free - nbytes >= reserve_nbytes(memory.total, nbytes)
+    return "device" if fits else "host"
+
+
+def memory_of(where: torch.device) -> Memory:
+    return Memory(*torch.cuda.mem_get_info(where)) if where.type == "cuda" else Memory(0, 0)
+
+
+class Kept(NamedTuple):
+    """Bits of one tensor in a snapshot.
+
+    Attributes:
+        slab: Flat bits of one or more tensors.
+        at: Position of the tensor's first element.
+        numel: Number of its elements.
+        resident: Whether it is compared where it is, on the device of the weights.
+    """
+
+    slab: Tensor
+    at: int
+    numel: int
+    resident: bool
+
+    @property
+    def bits(self) -> Tensor:
+        return self.slab[self.at : self.at + self.numel]
+
+
+@dataclass(slots=True)
+class Slabs:
+    """Allocator of slabs: tensors of one width lie side by side in the order they are taken.
+
+    Attributes:
+        left: Elements still to be taken, by element size in bytes; the last slab is that small.
+    """
+
+    left: dict[int, int]
+    _open: dict[tuple[torch.device, int], tuple[Tensor, int]] = field(default_factory=dict)
+
+    def take(
+        self, numel: int, width: int, where: torch.device, *, resident: bool, pinned: bool
+    ) -> Kept:
+        """Return room for a tensor on a device, with any content.
+
+        Args:
+            numel: Number of elements.
+            width: Size of an element, in bytes.
+            where: Device of the slab.
+            resident: Whether ``where`` is the device of the weights.
+            pinned: Whether to pin the slab, on the host.
+        """
+        key, size = (where, width), aligned(numel, width)
+        slab, used = self._open.get(key, (None, 0))
+        if slab is None or used + size > slab.numel():
+            expected = min(SLAB_NBYTES // width, self.left.get(width, 0))
+            slab, used = torch.empty(max(size, expected), dtype=INT_DTYPES[width], device=where), 0
+            if pinned:
+                pin_(slab)
+        self.left[width] = max(0, self.left.get(width, 0) - size)
+        self._open[key] = slab, used + size
+        return Kept(slab, used, numel, resident)
+
+
+def aligned(numel: int, width: int) -> int:
+    unit = ALIGNMENT // width
+    return -(-numel // unit) * unit
+
+
+def wait_for_writes(slab: Tensor) -> None:
+    """Wait for writes to a slab by this thread, so that other streams and threads may read it."""
+    streams = CopyStream(slab.device)
+    streams.wait(streams.mark())
+
+
+def read(bits: Tensor) -> Tensor:
+    """Copy ``(n,)`` bits from a device to the host through a small pinned buffer.
+
+    The stream of the caller is neither used nor waited for, since a step may be under way there:
+    call :func:`wait_for_writes` after writes.
+    """
+    streams = CopyStream(bits.device)
+    whole = torch.empty(bits.numel(), dtype=bits.dtype)
+    buffer = streams.room(min(bits.numel(), READ_NUMEL), bits.dtype)
+    for at in range(0, bits.numel(), READ_NUMEL):
+        chunk = bits[at : at + READ_NUMEL]
+        with streams.copying():
+            buffer[: chunk.numel()].copy_(chunk, non_blocking=True)
+            copied = streams.mark_copies()
+        streams.wait(copied)
+        whole[at : at + chunk.numel()] = buffer[: chunk.numel()]
+    return whole
+
+
+def _host_diff_(weight: Weight, snapshot: Bits) -> Changes:
+    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
+    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
+        return host.cast_diff_(snapshot, device.host_array(tensor.view(-1), np.float32))
+    return host.diff_(snapshot, wire_bits(weight))
+
+
+def _compared(weight: Weight, kept: Kept) -> Compared:
+    tensor, wanted = weight.tensor.detach().view(-1), TORCH_DTYPES[weight.spec.dtype]
+    return Compared(weight.spec.name, kept.slab, kept.at, tensor, wanted, kept.resident)
+
+
+def _copied(weight: Weight) -> Weight:
+    """Return a copy of a frozen weight, for any thread while the trainer goes on.
+
+    On the host a piece at a time, each by a single operation of the interpreter, after a look at
+    the storage: its owner may free it or move it.
+    """
+    live = weight.tensor
+    refuse_tensor(weight.spec.name, live)
+    if not device.on_host(live):
+        return replace(weight, tensor=live.clone())
+    made = torch.empty_like(live)
+    target = _unsigned(device.bits_of(made)).data
+    for at in range(0, live.numel(), PIECE):
+        refuse_tensor(weight.spec.name, live)
+        source = _unsigned(device.bits_of(live)).data
+        target[at : at + PIECE] = source[at : at + PIECE]
+    return replace(weight, tensor=made)
+
+
+def wire_bits(weight: Weight) -> Bits:
+    """Return flat bits of a live weight in its wire dtype; shares memory if no cast is needed."""
+    return _unsigned(_bits_there(weight).cpu())
+
+
+def _bits_there(weight: Weight) -> Tensor:
+    live = weight.tensor if weight.file is None else weight.file()
+    return device.bits_of(cast_to(weight.spec.dtype, live.detach()))
+
+
+def _unsigned(bits: Tensor) -> Bits:
+    return device.host_array(bits, f"<u{bits.element_size()}")
+
 
 class _Window(NamedTuple):
     """A window of a weight in a new snapshot.
 
     Attributes:
-        weight: The weight.
         window: Its elements.
         bits: Bits of the whole weight in the snapshot.
         live: Live bits of the weight; ``None`` if they are in the snapshot already.
@@ -77,12 +234,7 @@ class _Window(NamedTuple):
 
 
 class _Digested(NamedTuple):
-    """Elements that a weight has of a checkpoint tensor, as far as they are digested.
-
-    Attributes:
-        numel: Number of elements.
-        digest: Their state digest.
-    """
+    """Number and state digest of a weight's elements of a checkpoint tensor, as far as digested."""
 
     numel: int = 0
     digest: StateDigest = StateDigest()
@@ -104,7 +256,6 @@ class _Frozen(NamedTuple):
 
     @classmethod
     def of(cls, weight: Weight, digest: StateDigest) -> _Frozen:
-        """Return what is kept of a weight with these bits."""
         tensor = weight.tensor.detach()
         return cls(digest, replace(weight, tensor=tensor), tensor.data_ptr())
 
@@ -148,7 +299,7 @@ class Snapshot:
         self._state = StateDigest()
         self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
         self._frozen: dict[str, _Frozen] = {}
-        self._files = {one.spec.name: one for one in source.weights if one.pending is not None}
+        self._files = {one.spec.name: one for one in source.weights if one.file is not None}
         self._in_turn = ""
         trained = [weight for weight in source.weights if not weight.frozen]
         sizes = Counter[int]()
@@ -189,21 +340,17 @@ class Snapshot:
         """Return the last published flat bits of one weight; must not be modified.
 
         Bits on a device, and live ones of a frozen weight, are copied to the host by each call.
-
-        Raises:
-            ConfigError: The memory of a frozen weight was freed or resized.
         """
         kept = self._kept.get(weight.spec.name)
         if kept is not None:
             return _on_host(kept)
         frozen = self._frozen[weight.spec.name].weight
-        return wire_bits(copied(frozen) if frozen.pending is None else frozen)
+        return wire_bits(_copied(frozen) if frozen.file is None else frozen)
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
-        """Return the state digest of a window in the snapshot, if it is known without computing it.
+        """Return the state digest of a window if it is known without computing it.
 
-        It is known until the first change, for a window of all that a weight has of a checkpoint
-        tensor.
+        It is, until the first change, for a window of all that a weight has of a checkpoint tensor.
         """
         digested = self._digested.get((weight.spec.name, window.spec.name), _Digested())
         return digested.digest if digested.numel == len(window.indices) else None
@@ -275,7 +422,6 @@ class Snapshot:
         return diff
 
     def restore(self, diff: Diff) -> None:
-        """Revert an uncommitted diff, so that the next one finds its changes again."""
         self._state -= diff.digest
         self._put_back(diff.live)
 
@@ -302,24 +448,24 @@ class Snapshot:
 
     def _keep(self, weight: Weight, slabs: Slabs) -> tuple[Bits, Bits | None]:
         """Take room for a weight; return it on the host, and live bits still to be copied there."""
-        spec, device_of = weight.spec, weight.device
+        spec, device_of = weight.spec, weight.tensor.device
         numel, width = weight.element_map.box.numel, spec.itemsize
         if device_of.type == "cpu" and not self._on_device:
             bits, live = _room_on_host(weight)
-            self._kept[spec.name] = Kept(signed(bits), 0, numel, resident=False)
+            signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
+            self._kept[spec.name] = Kept(torch.from_numpy(signed), 0, numel, resident=False)
             return bits, live
         resident = self._place(device_of) == "device"
         where = device_of if resident else torch.device("cpu")
         pinned = device_of.type == "cuda" and not resident
         kept = slabs.take(numel, width, where, resident=resident, pinned=pinned)
-        kept.bits.copy_(device_bits(weight))
+        kept.bits.copy_(_bits_there(weight))
         wait_for_writes(kept.slab)
-        self._diff_on(device_of).expect(compared(weight, kept).kind, numel)
+        self._diff_on(device_of).expect(_compared(weight, kept).kind, numel)
         self._kept[spec.name] = kept
         return _on_host(kept), None
 
     def _place(self, where: torch.device) -> SnapshotPlace:
-        """Return where the snapshot of weights on a device is; decided once, and logged."""
         if where not in self._places:
             memory = memory_of(where)
             self._places[where] = choose_place(self._asked, memory, self._nbytes)
@@ -340,16 +486,17 @@ class Snapshot:
         return self._diffs[where]
 
     def _diff(self, weight: Weight, kept: Kept, found: dict[str, Changes]) -> None:
-        """Compare one weight: now on the host, with those that follow on a device."""
-        if kept.resident and weight.device != kept.slab.device:  # moved since the attach
-            weight = moved(weight, kept.slab.device)
-        elif not kept.resident and weight.device.type == "cpu" and not self._on_device:
-            changes = host_diff_(weight, unsigned(kept.bits))
+        where = weight.tensor.device
+        if kept.resident and where != kept.slab.device:  # moved since the attach
+            where = kept.slab.device
+            weight = replace(weight, tensor=weight.tensor.detach().to(where))
+        elif not kept.resident and where.type == "cpu" and not self._on_device:
+            changes = _host_diff_(weight, _unsigned(kept.bits))
             if changes.indices.size:
                 found[weight.spec.name] = changes
             return
-        one = self._diff_on(weight.device)
-        one.add(compared(weight, kept))
+        one = self._diff_on(where)
+        one.add(_compared(weight, kept))
         if self._source.one_by_one:
             one.settle(found)
 
@@ -357,7 +504,7 @@ class Snapshot:
 def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
     """Return memory for a weight on the host, and live bits still to be copied there."""
     bits = wire_bits(weight)
-    if weight.pending is not None or weight.tensor.dtype != TORCH_DTYPES[weight.spec.dtype]:
+    if weight.tensor.dtype != TORCH_DTYPES[weight.spec.dtype]:
         return bits, None  # the cast made new memory, with the bits in it
     if weight.element_map.table is not None:
         return threaded.copy(bits), None  # neighbours are in different windows
@@ -369,7 +516,6 @@ def _numel(weight: Weight) -> int:
 
 
 def _is_small(one: _Window) -> bool:
-    """Return whether a thread of its own costs a window more than it saves."""
     return one.bits.size < WINDOW_NUMEL // 8
 
 
@@ -381,14 +527,12 @@ def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
 
 
 def _on_host(kept: Kept) -> Bits:
-    """Return the bits of a tensor in a snapshot on the host: themselves, or a copy."""
-    return unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
+    return _unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
 
 
 def _write_(kept: Kept, indices: Indices, bits: Bits) -> None:
-    """Write ``(nnz,)`` bits into a snapshot."""
     if device.on_host(kept.slab):
-        host.scatter_(unsigned(kept.bits), indices, bits)
+        host.scatter_(_unsigned(kept.bits), indices, bits)
     else:
         there = (device.receive(array, kept.slab) for array in (indices, bits))
         device.scatter_(kept.bits, *there)

@@ -6,6 +6,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from threading import Event, Thread
 from typing import Final
 
@@ -44,10 +45,6 @@ class Tenure(Closeable):
     A publisher that was killed needs no leave to come back: its record is not renewed, which is
     seen by looking twice. On the same machine its process is looked for instead.
 
-    Args:
-        store: Store of the chain.
-        take_over: Whether to go on where another publisher is at work.
-
     Attributes:
         lost: Who took the chain over; empty while nobody did.
         doubt: Why the next version cannot be committed, as the last look at the chain found.
@@ -68,9 +65,10 @@ class Tenure(Closeable):
 
         Raises:
             PublisherFencedError: One is, and this one was not told to take over.
-            StoreError: The store did not answer.
         """
-        before = read_record_if_allowed(self.store)
+        before = None
+        with suppress(StorePermissionError):  # of credentials that read no such record
+            before = read_record(self.store)
         if before is not None and not before.ended and not before.is_of_this_process:
             self._replace(before)
         self._record = new_record(before)
@@ -107,7 +105,6 @@ class Tenure(Closeable):
             logger.debug("%s was not ended: %s", PUBLISHER_KEY, error)
 
     def _replace(self, before: PublisherRecord) -> None:
-        """Say that this publisher replaces another one, or refuse."""
         url = self.store.url
         if before.is_gone:
             logger.info("goes on at %s after %s, which is gone", url, before)
@@ -118,11 +115,7 @@ class Tenure(Closeable):
             logger.info("goes on at %s after %s, which gives no sign of life", url, before)
 
     def _watch(self, before: PublisherRecord) -> None:
-        """Return once another publisher is seen to be gone.
-
-        Raises:
-            PublisherFencedError: It renewed its record.
-        """
+        """Return once another publisher is seen to be gone; refuse if it renewed its record."""
         seen, now = self.store.find(PUBLISHER_KEY), self.store.clock()
         if seen is None or (seen.modified and now and now - seen.modified > WATCH_S):
             return
@@ -139,20 +132,21 @@ class Tenure(Closeable):
             if found is None or found.is_gone:
                 return
             if found != before:
-                raise _at_work(self.store.url, found)
+                raise PublisherFencedError(
+                    f"{self.store.url} has a publisher at work: {found}; nothing was written",
+                    hint="give this run a URL of its own, or stop that publisher first; to end it "
+                    "by going on here, set PublishConfig(take_over=True), or push with --take-over",
+                )
 
     def _run(self) -> None:
         for number in itertools.count(1):
             if self._renewing.wait(RENEW_S) or not self._renew():
                 return
             if number % LOOKS_EVERY == 0:
-                self._look()
-
-    def _look(self) -> None:
-        doubt = self.look()
-        if doubt and doubt != self.doubt:
-            logger.warning("%s", doubt)
-        self.doubt = doubt
+                doubt = self.look()
+                if doubt and doubt != self.doubt:
+                    logger.warning("%s", doubt)
+                self.doubt = doubt
 
     def _renew(self) -> bool:
         """Renew the record; return whether it is still this publisher's."""
@@ -179,19 +173,3 @@ class Tenure(Closeable):
             if not self._failed:
                 logger.warning("no record that this publisher is at work: %s", error)
             self._failed = True
-
-
-def read_record_if_allowed(store: Store) -> PublisherRecord | None:
-    """Read the record; ``None`` also if the credentials do not permit that."""
-    try:
-        return read_record(store)
-    except StorePermissionError:
-        return None
-
-
-def _at_work(url: str, found: PublisherRecord) -> PublisherFencedError:
-    return PublisherFencedError(
-        f"{url} has a publisher at work: {found}; nothing was written",
-        hint="give this run a URL of its own, or stop that publisher first; to end it by going on "
-        "here, set PublishConfig(take_over=True), or push with --take-over",
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,18 +21,16 @@ from deltachain.kernels import host, threaded
 from deltachain.kernels.move import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.model.source import Weight
 from deltachain.types import Bits, StateDigest, TensorSpec
+
+if TYPE_CHECKING:
+    from deltachain.publish.model.source import Weight
 
 
 class CheckpointChanges(NamedTuple):
-    """Changes of one checkpoint tensor.
+    """Changes of one checkpoint tensor, by flat indices into it.
 
-    Attributes:
-        weight: Live weight of the changes.
-        spec: Spec of the checkpoint tensor.
-        changes: Changes by flat indices into that tensor.
-        digest: Change of the state digest.
+    ``digest`` is the change of the state digest by them.
     """
 
     weight: Weight
@@ -49,7 +47,6 @@ class Diff:
         live: Changes by live weight and flat indices into the rank's shard; weights without changes
             are omitted.
         by_tensor: The same changes by checkpoint tensor, in the order of the weights.
-        digest: Change of the state digest.
     """
 
     live: Mapping[str, Changes]
@@ -58,7 +55,6 @@ class Diff:
 
     @property
     def nnz(self) -> int:
-        """Number of changed elements."""
         return sum(changes.indices.size for changes in self.live.values())
 
 
@@ -66,7 +62,6 @@ NO_CHANGES = Diff({}, (), StateDigest())
 
 
 def map_changes(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
-    """Map changes of live weights to checkpoint tensors, and compute their digests."""
     mapped = []
     for weight in weights:
         found = live.get(weight.spec.name)
@@ -78,24 +73,10 @@ def map_changes(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
     return Diff(live, tuple(mapped), sum((one.digest for one in mapped), StateDigest()))
 
 
-class ChangedTensor(Protocol):
-    """Changes of one checkpoint tensor, and the change of the state digest by them."""
-
-    @property
-    def spec(self) -> TensorSpec:
-        """Spec of the tensor."""
-
-    @property
-    def changes(self) -> Changes:
-        """Changes by flat indices into the tensor."""
-
-    @property
-    def digest(self) -> StateDigest:
-        """Change of the state digest."""
-
-
 def sparse_change(
-    found: ChangedTensor,
+    spec: TensorSpec,
+    changes: Changes,
+    digest: StateDigest,
     bits: Callable[[], Bits] | None,
     *,
     encoding: Encoding,
@@ -104,7 +85,9 @@ def sparse_change(
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
     Args:
-        found: Changes of the tensor.
+        spec: Spec of the tensor.
+        changes: Changes by flat indices into it.
+        digest: Change of the state digest by them.
         bits: Function that reads all bits of the tensor after the change, from a device perhaps;
             ``None`` if other ranks have some of them.
         encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller, and ``step`` an
@@ -113,7 +96,6 @@ def sparse_change(
             ones among them; without it, and of tensors that an encoding with old bits does not
             suit, ``step`` replaces that.
     """
-    spec, changes = found.spec, found.changes
     if not encoding.suits(spec) or (held is None and encoding.encodes_with_old(spec)):
         encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
@@ -130,7 +112,7 @@ def sparse_change(
     before = None
     if encoding.encodes_with_old(spec) and held is not None:
         before = partial(_bits_before, changes, held)
-    return Change(delta, found.digest, encoding=encoding, old=before, may_be_step=True)
+    return Change(delta, digest, encoding=encoding, old=before, may_be_step=True)
 
 
 def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
@@ -141,12 +123,10 @@ def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:
-    """Return a change of all bits of one tensor."""
     return Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
 
 
 def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
-    """Compute the state digest of a window; ``bits`` is the rank's whole shard of the tensor."""
     key, mine = digest_key(window.spec), bits[window.select]
     if isinstance(window.indices, range):
         return threaded.digest(key, mine, window.indices.start)
@@ -154,13 +134,6 @@ def digest_window(window: AdjacentRuns, bits: Bits) -> StateDigest:
 
 
 def window_change(window: AdjacentRuns, bits: Bits, digest: StateDigest | None = None) -> Change:
-    """Return a change of a window.
-
-    Args:
-        window: The window.
-        bits: The rank's whole shard of the tensor.
-        digest: State digest of the window, if it is known.
-    """
     spec, indices = window.spec, window.indices
     digest = digest_window(window, bits) if digest is None else digest
     if isinstance(indices, range):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,17 +113,9 @@ def open_or_make(
     """Open the existing chain of this model, or create a new one.
 
     A lost identity is restored, with the id in the manifests, if this model's table is proven to be
-    the chain's: the stored table still exists, or the newest version can be rebuilt with the
-    model's table and has the state in its manifest.
-
-    Args:
-        store: Store of the chain.
-        table: Table of this model.
-        assets: Function that collects small files for the chain.
-        trust: Keys of the publisher.
-        base: Local folder of the base checkpoint, if the chain starts from one.
-        by_state: Whether the newest version may prove the table. Its state does not depend on
-            aliases and order, so the model must always have the same table.
+    the chain's: the stored table still exists, or (with ``by_state``) the newest version can be
+    rebuilt with the model's table and has the state in its manifest. That does not depend on
+    aliases and order, so the model must always have the same table.
 
     Raises:
         ChainMismatchError: The URL has the chain of another model, or one with other files.
@@ -164,7 +156,6 @@ def open_or_make(
 
 
 def _listed(store: Store, hinted: Version | None) -> set[Version]:
-    """List versions with manifests: near the hint and far beyond it, or all without a hint."""
     prefixes = {"manifests/"}
     if hinted is not None:
         cut = len(".json") + BLOCK_DIGITS
@@ -178,11 +169,7 @@ def _listed(store: Store, hinted: Version | None) -> set[Version]:
 
 
 def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]:
-    """Return the versions from ``first`` on that have lost only their manifests.
-
-    Raises:
-        BrokenChainError: Their payloads are lost too: the store went back below a later version.
-    """
+    """Return the versions from ``first`` on that have lost only their manifests."""
     expected, passed = first, list[str]()
     for version in known:
         while expected < version and chain.has(expected):  # a listing may be out of date
@@ -205,12 +192,7 @@ def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]
 
 
 def _identity_of_versions(store: Store, trust: Trust) -> Manifest | None:
-    """Return the newest manifest of a chain without identity; ``None`` for any other chain.
-
-    Raises:
-        BrokenChainError: The manifests belong to two chains.
-        SignatureError: No trusted key signed the newest manifest.
-    """
+    """Return the newest manifest of a chain without identity; ``None`` for any other chain."""
     if store.find(CHAIN_KEY) is not None:
         return None
     versions = [version_of(info.key) for info in store.list("manifests/")]
@@ -238,7 +220,6 @@ def _read(store: Store, version: Version, trust: Trust) -> Manifest:
 
 
 def _why_not(store: Store, table: Table, newest: Manifest) -> str:
-    """Return why a table is not proven to be the chain's; empty if it is."""
     numel = sum(spec.numel for spec in table.specs())
     if numel != newest.numel:
         return f"it has {numel} elements, version {newest.version} has {newest.numel}"
@@ -351,10 +332,7 @@ class Writer:
         ext: Mapping[str, Any] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> Draft:
-        """Return a draft of the next version, with a new commit id and new payload keys.
-
-        Its metadata are added to the user's, which count where both have a key.
-        """
+        """Return a draft of the next version; its metadata give way to the user's."""
         return Draft(
             commit_id=commit_id or uuid.uuid4().hex,
             version=self.parent.version + 1 if self.parent else 0,
@@ -378,14 +356,11 @@ class Writer:
         try:
             committed = self.chain.commit(manifest)
         except PublisherFencedError as error:
-            self._name(error)
+            if self.tenure is not None:
+                self.tenure.name(error)
             raise
         self._advance(committed)
         return committed
-
-    def _name(self, error: PublisherFencedError) -> None:
-        if self.tenure is not None:
-            self.tenure.name(error)
 
     @property
     def uncertain(self) -> bool:
@@ -397,8 +372,7 @@ class Writer:
 
         Raises:
             PublisherFencedError: Another publisher has committed that version.
-            StoreWentBackError: The versions before it are missing; call again.
-            StoreError: The outcome is still unknown; call again.
+            StoreError: The outcome is still unknown, or earlier versions are missing; call again.
         """
         manifest = self._uncertain
         if manifest is None:
@@ -407,7 +381,8 @@ class Writer:
             found = self.chain.settle(manifest)
         except PublisherFencedError as error:
             self._uncertain = None
-            self._name(error)
+            if self.tenure is not None:
+                self.tenure.name(error)
             raise
         self._uncertain = None
         if found is None:
@@ -420,11 +395,7 @@ class Writer:
     ) -> EdgeSummary:
         """Record an anchor of a version; list it in the hint and in the next manifest.
 
-        Args:
-            committed: The version.
-            edge: The anchor.
-            before: Value of the attribute ``committed`` at that version; by default the version is
-                the newest.
+        ``before`` is the attribute ``committed`` at that version, unless it is the newest.
         """
         summary = self.chain.add_edge(committed, edge, base_state="")
         with self._listing:
@@ -436,31 +407,17 @@ class Writer:
         self.write_head()
         return summary
 
-    def list_added(self, anchors: Iterable[EdgeSummary]) -> None:
-        """List anchors of other publishers in the next manifest."""
-        self._added += anchors
-
     def close(self) -> None:
-        """Write the hint, unless its version may be missing.
-
-        In an emptied store, a hint alone would look like a chain.
-        """
-        if not self.uncertain and self._is_there():
-            self.write_head()
-
-    def _is_there(self) -> bool:
-        try:
-            return self.parent is not None and self.chain.has(self.parent.version)
-        except DeltaChainError:
-            return False
+        """Write the hint, unless its version may be missing: alone it would look like a chain."""
+        with suppress(DeltaChainError):
+            if self.parent and not self.uncertain and self.chain.has(self.parent.version):
+                self.write_head()
 
     def write_head(self) -> None:
         """Write the hint; ignore a failure, which only costs followers a probe."""
         if self.parent is not None:
-            try:
+            with suppress(StoreError):
                 self.chain.write_head(self.parent.version, self._added)
-            except StoreError:
-                return
 
     def _manifest(self, draft: Draft, edge: Edge) -> Manifest:
         parent = self.parent
@@ -573,10 +530,9 @@ def _first_part(edge: Edge) -> str:
 def in_new_epoch(
     chain: Chain, head: Committed, *, numel: int, metadata: Mapping[str, str]
 ) -> Writer:
-    """Return a writer that fences earlier publishers with its first commit after the head."""
     writer = Writer(chain, numel=numel, metadata=metadata, parent=head)
     writer.epoch = head.manifest.epoch + 1
-    writer.list_added(_hinted(chain, head))
+    writer._added += _hinted(chain, head)
     return writer
 
 

@@ -1,8 +1,8 @@
 """Benchmark of finding changes, relative to a pass that only reads and compares.
 
-Changes are scattered uniformly, the hardest case for kernels that skip equal blocks; those of
-quantised weights are in :mod:`.quantised_diff`. Every candidate updates its snapshot; the old
-bits are restored before each repetition, outside the timing.
+Changes are scattered uniformly, the hardest case for kernels that skip equal blocks. Every
+candidate updates its snapshot; the old bits are restored before each repetition, outside the
+timing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits, Indices
-from tests.bench import quantised_diff, report
+from tests.bench import report
 from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
 
 NUMEL: Final = 1 << 26
@@ -40,20 +40,16 @@ DEVICE_HOST: Final = "device path, snapshot on the host"
 DEVICE: Final = "device path, snapshot there"
 
 COPY: Final = "memcpy of one side"
-PASSES: Final = (FLOOR, COPY, CAST_FLOOR, *quantised_diff.FLOORS.values())
+PASSES: Final = (FLOOR, COPY, CAST_FLOOR)
 """Candidates that find nothing."""
 
 CHANGE_NBYTES: Final = 12.0
 """Bytes of a change in the result: its int64 index, old bits and new bits."""
 
-CODE_CHANGE_NBYTES: Final = 10.0
-"""The same of a code."""
-
 AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMBA: (FLOOR, 0.5),
     NUMPY: (FLOOR, 0.25),
     CAST_NUMBA: (CAST_FLOOR, 0.35),
-    **quantised_diff.AIMS,
 }
 """Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
 
@@ -198,7 +194,6 @@ def measure(
             run = partial(kernel, data.snapshot, source)
             data.check(name, run)
             candidates.append(Candidate(name, run, data.restore))
-        candidates += quantised_diff.candidates(data.master)
         return round_robin(candidates, rounds)
 
 
@@ -225,22 +220,18 @@ def rows(
                 host_per_change=_on_host(name),
             )
         )
-    order = (FLOOR, CAST_FLOOR, *quantised_diff.FLOORS.values())
+    order = (FLOOR, CAST_FLOOR)
     return sorted(found, key=lambda row: (order.index(baseline(row.name)), row.best_s))
 
 
 def baseline(name: str) -> str:
     """Return the floor that a candidate is compared with."""
-    if name in quantised_diff.BASELINES:
-        return quantised_diff.BASELINES[name]
     return CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
 
 
 def _on_host(name: str) -> float:
     """Return the bytes of the result for each change."""
-    if name in PASSES:
-        return 0.0
-    return CODE_CHANGE_NBYTES if name in quantised_diff.BASELINES else CHANGE_NBYTES
+    return 0.0 if name in PASSES else CHANGE_NBYTES
 
 
 def missed(found: Sequence[DetectRow]) -> list[str]:
@@ -254,7 +245,6 @@ def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, A
         "benchmark": "detect",
         "numel": data.current.size,
         "density": data.indices.size / data.current.size,
-        "code_density": quantised_diff.CODE_DENSITY,
         "rounds": rounds,
         "threads": 1,
         "rows": [asdict(row) for row in found],
@@ -281,7 +271,6 @@ def main(*, json_output: bool) -> int:
     """Run ``deltachain bench detect``; return 0 if all candidates are within their limits."""
     result = run()
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
-    title += f", {result['code_density']:.2%} of codes"
     columns = ("best ms", "median ms", "GB/s", "of floor", "paired", "aim", "threads")
     table = report.grid(title, "", *columns)
     crossing = report.grid("Bytes a change", "", "to the device", "back", "on the host")

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from itertools import product
-from typing import Any, Final
+from typing import Any
 
-from deltachain.kernels import fused_diff, fused_rounding
+from deltachain.kernels import fused_diff
 from deltachain.kernels.blocks import BLOCK
-from deltachain.kernels.quantised import KINDS, Rounding
 from tests.contract.compile import compile_for
 
 BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
-
-
-PLAIN = {"rounding": fused_rounding.NONE.value, "height": 0, "width": 0}
-QUANTISED: Final[tuple[tuple[Rounding, tuple[int, int]], ...]] = (
-    ("int8-divide", (1, 0)),
-    ("fp8-divide", (1, 0)),
-    ("fp8-divide", (0, 0)),
-    ("fp8-multiply", (128, 128)),
-)
-"""Rounding and blocks of every recipe."""
 
 
 def variants() -> Iterator[tuple[int, dict[str, Any]]]:
@@ -30,11 +18,7 @@ def variants() -> Iterator[tuple[int, dict[str, Any]]]:
     for width in BITS:
         for master in (False, True) if width == 2 else (False,):
             for aligned in (True, False) if width == 2 else (True,):
-                yield width, PLAIN | {"master": master, "aligned": aligned}
-    for (rounding, block), master in product(QUANTISED, (False, True)):
-        how = {"rounding": KINDS[rounding], "height": block[0], "width": block[1]}
-        for aligned in (True, False) if block == (128, 128) else (True,):
-            yield 1, how | {"master": master, "aligned": aligned}
+                yield width, {"master": master, "aligned": aligned}
 
 
 def main() -> int:

@@ -21,9 +21,7 @@ with atheris.instrument_imports(
     exclude=[
         f"deltachain.kernels.{name}"
         for name in (
-            "bitcasts",
             "codes",
-            "codes_diff",
             "emitting",
             "jit",
             "reading",

@@ -22,7 +22,6 @@ from deltachain.kernels.lane import Compared
 from deltachain.kernels.proven import disagreements, fused_is_proven
 from deltachain.kernels.reference import Changes
 from tests.contract.many_tensors import FUSED_CHECKS, MANY_CHECKS, Weights, counted, settle
-from tests.contract.quantised_diff import QUANTISED_CHECKS
 
 DENSITY = 0.01
 REPEATS = 3
@@ -36,8 +35,6 @@ def diff_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
         name = "fused" if fused else "torch"
         for many in MANY_CHECKS:
             yield f"{name}.{many.__name__}", partial(many, where, fused)
-        for quantised in QUANTISED_CHECKS:
-            yield f"{name}.{quantised.__name__}", partial(quantised, where, fused)
         yield f"{name}.check_stream_order", partial(check_stream_order, where, fused)
     if True in kernels:
         for one in FUSED_CHECKS:

@@ -28,7 +28,6 @@ from tests.contract.kernels import CHECKS, Arm
 from tests.contract.tiles import TILE_CHECKS, TileArm
 from tests.gpu.bench import bench
 from tests.gpu.diff import bench_diff, diff_checks
-from tests.gpu.quantised import bench_quantised
 
 
 def main() -> int:
@@ -57,7 +56,6 @@ def _bench_update(where: str, divisor: int | None) -> dict[str, Any]:
 BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
     "kernels": lambda where, _: bench(where),
     "diff": bench_diff,
-    "quantised": bench_quantised,
     "update": _bench_update,
 }
 """Benchmarks by name: of a device, and what to divide the sizes of models by, if given."""

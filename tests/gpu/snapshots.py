@@ -14,11 +14,10 @@ from torch import nn
 
 from deltachain.errors import ConfigError
 from deltachain.publish.model.source import ModelTensors, collect_weights
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import quantise
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.snapshot_memory import SnapshotPlace
+from deltachain.publish.ranks.collectives import Ranks
+from deltachain.publish.snapshot import Snapshot, SnapshotPlace
 from tests.support.models import plain_model, train_
 
 
@@ -29,7 +28,7 @@ def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
         for dtype in (torch.bfloat16, torch.float32):
             check = partial(check_snapshot, where, place, dtype)
             yield f"snapshot.{place}.{str(dtype).removeprefix('torch.')}", check
-    for recipe in (n for n in sorted(RECIPES) if RECIPES[n].has_kernel):
+    for recipe in (n for n in sorted(RECIPES) if RECIPES[n].arithmetic.rounding):
         if find_spec(RECIPES[recipe].library.replace("-", "_")) is None:
             continue
         for place, dtype in product(places, (torch.bfloat16, torch.float32)):

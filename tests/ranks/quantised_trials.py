@@ -14,7 +14,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.quantise.amax import CutMessage
+from deltachain.publish.quantise.tensors import CutMessage
 from deltachain.publish.ranks.collectives import Collective
 
 DEADLINE_S = 60.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.settings import RECIPES
 from deltachain.store import open_store
 from tests.ranks.spawn import run
 

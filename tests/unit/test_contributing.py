@@ -14,7 +14,7 @@ from deltachain.cli.fleet import Verb
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.server.routes import router
 from deltachain.format.documents import EdgeKind
-from deltachain.publish.quantise.registry import GROUP, RECIPES
+from deltachain.publish.quantise.settings import GROUP, RECIPES
 from deltachain.replica.leader import Leader
 
 ROOT: Final = Path(__file__).resolve().parents[2]

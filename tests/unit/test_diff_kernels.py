@@ -18,7 +18,6 @@ from deltachain.kernels.blocks import BLOCK, spans_of
 from deltachain.kernels.crossing import DeviceDiff
 from tests.contract.compile import ARCHITECTURES
 from tests.contract.many_tensors import MANY_CHECKS, Weights, settle
-from tests.contract.quantised_diff import QUANTISED_CHECKS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,18 +38,10 @@ def test_many_tensors_are_compared_together(check: Callable[[str, bool], None]) 
     check("cpu", False)
 
 
-@pytest.mark.parametrize("check", QUANTISED_CHECKS, ids=lambda check: check.__name__)
-def test_weights_are_quantised_while_they_are_compared(
-    check: Callable[[str, bool], None],
-) -> None:
-    check("cpu", False)
-
-
 @pytest.mark.triton
 def test_fused_kernels_keep_the_contract_under_the_interpreter() -> None:
     said = run_module("tests.contract.interpreted_diff")
     assert "check_launches" in said
-    assert "check_walls" in said
 
 
 @pytest.mark.triton

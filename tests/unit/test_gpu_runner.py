@@ -13,7 +13,6 @@ import pytest
 from deltachain.kernels import device
 from tests.gpu.bench import bench
 from tests.gpu.diff import MOE_18K, ModelShape, bench_diff
-from tests.gpu.quantised import bench_quantised
 from tests.gpu.ranks import checks
 from tests.gpu.snapshots import snapshot_checks
 from tests.gpu.update import bench_update
@@ -39,13 +38,6 @@ def test_the_benchmark_of_diffs_runs_on_any_torch_device() -> None:
     assert len(diffs) == 4
     assert {of["tensors"] for of in diffs.values()} == {291, 18_721}
     assert all(of["changes"] > 0 and of["waits"] == 2 for of in diffs.values())
-
-
-def test_the_benchmark_of_quantised_diffs_runs_on_any_torch_device() -> None:
-    figures = bench_quantised("cpu", divisor=1 << 9)
-    diffs = {name: of for name, of in figures.items() if name != "floors"}
-    assert len(diffs) == 4
-    assert all(of["changes"] > 0 and of["floor_over_ours"] > 0 for of in diffs.values())
 
 
 def test_the_benchmark_of_updates_runs_on_any_torch_device() -> None:

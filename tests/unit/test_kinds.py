@@ -62,7 +62,7 @@ def test_a_value_of_another_type_names_field_expected_and_found(make: Maker, nam
         ({"maintain": 5}, "maintain=5: expected True or False or a KeepRule"),
         ({"metrics": 9095}, "metrics=9095: expected text or None"),
         ({"when_busy": "later"}, "when_busy='later': expected one of 'cover' or 'wait'"),
-        ({"anchor_factor": float("nan")}, "anchor_factor=nan: must be positive"),
+        ({"anchor_factor": float("nan")}, "anchor_factor=nan: expected a positive number"),
     ],
 )
 def test_settings_of_a_publisher(settings: dict[str, Any], message: str) -> None:

@@ -8,9 +8,9 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.hook import say_averaged
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.kept_files import watched
-from deltachain.publish.optimizer_steps import say_averaged
 from deltachain.publish.publisher import Published, Publisher, check_every_steps
 from deltachain.publish.receipt import PublishReceipt
 
@@ -122,7 +122,6 @@ class DeltaChainCallback(TrainerCallback):
         self._add(publisher.last, args, state)
 
     def _report(self, args: TrainingArguments, state: TrainerState) -> None:
-        """Log the receipts since the last step."""
         arrived = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if not future.done()]
         for future in arrived:

@@ -2,30 +2,296 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from deltachain.checkpoint import read_assets
-from deltachain.config_fields import fields
+from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, differing_fields, fields, settings_of
+from deltachain.errors import UnsupportedModelError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.described import refuse_other_config
-from deltachain.publish.model.kept_files import MAIN_FILES
-from deltachain.publish.model.look import (
+from deltachain.publish.model.kept_files import (
+    CONFIG_FILE,
+    MAIN_FILES,
     SavesItself,
     own_parts,
+    read_config,
     saved,
     with_architecture,
     with_touched,
 )
-from deltachain.publish.model.origin import origin
-from deltachain.publish.model.source import TensorSource
-from deltachain.publish.quantise.settings import CONFIG_FILE
+from deltachain.publish.model.refusals import is_of_peft
+from deltachain.publish.model.wire_dtypes import origin
 from deltachain.redact import redacted_url
 from deltachain.remote_code import without_remote_code
-from deltachain.torch_names import unwrapped
+from deltachain.torch_names import TORCH_DTYPES, named_tensors, unwrapped
+from deltachain.types import TensorSpec
+
+if TYPE_CHECKING:
+    from deltachain.publish.model.source import TensorSource
+
+
+_CODES: Final = ("F8", "U8", "I8")
+"""Beginnings of the dtypes that a quantised checkpoint has, by whatever file it says so."""
+
+_MADE_HINT: Final = (
+    f"correct the fields of {CONFIG_FILE}, such as num_hidden_layers, vocab_size or architectures, "
+    f"or save the checkpoint again; weights in a folder without {CONFIG_FILE} are published as "
+    "they are"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Difference between weights and a model made of a configuration.
+
+    Attributes:
+        shapes: Shape of a weight and that in the model, by name, where they differ.
+        missing: Names in the model only.
+        extra: Names among the weights only.
+    """
+
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    missing: Collection[str]
+    extra: Collection[str]
+
+
+def refuse_other_folder(files: Mapping[str, bytes], specs: Mapping[str, TensorSpec]) -> None:
+    """Refuse a checkpoint whose ``config.json`` describes other weights than it has.
+
+    The weights are loaded into a model without data, by the class of transformers that the file
+    names. Where it knows none, or the checkpoint is quantised, nothing is compared.
+    """
+    if CONFIG_FILE not in files or any(one.dtype.startswith(_CODES) for one in specs.values()):
+        return
+    try:
+        found = _loaded(files[CONFIG_FILE], specs)
+    except Exception as exc:  # noqa: BLE001 - absent, or of any model's code
+        logger.debug("%s is not compared with the weights: %s", CONFIG_FILE, exc)
+        return
+    if found is not None:
+        made, difference, state = found
+        refuse_difference(made, difference, state, by=CONFIG_FILE, hint=_MADE_HINT)
+
+
+def refuse_difference(
+    made: nn.Module, difference: Difference, weights: Mapping[str, Tensor], *, by: str, hint: str
+) -> None:
+    """Refuse weights that a model made of a configuration does not load as they are.
+
+    Weights outside of it, such as a value head or heads for later tokens, are told in a warning.
+    """
+    for name, (mine, wanted) in sorted(difference.shapes.items()):
+        raise UnsupportedModelError(
+            f"{name!r} has shape {mine}, and by {by} {wanted}: what is published could not be "
+            "loaded",
+            hint=hint,
+        )
+    for name in sorted(difference.missing):
+        raise UnsupportedModelError(
+            f"{name!r} is not among the weights, and a model made of {by} has it: what is "
+            "published would load with random values there",
+            hint=hint,
+        )
+    outside = []
+    for name in sorted(difference.extra):
+        if _is_outside(name, made) or (name in weights and not weights[name].is_floating_point()):
+            outside.append(name)
+            continue
+        raise UnsupportedModelError(
+            f"{name!r} is not in a model made of {by}: what is published would load without it",
+            hint=hint,
+        )
+    if outside:
+        logger.warning(
+            "%d tensors such as %r are not in a model made of %s: they are published, and "
+            "from_pretrained leaves them out",
+            len(outside),
+            outside[-1],
+            by,
+        )
+
+
+def _is_outside(name: str, made: nn.Module) -> bool:
+    """Return whether a tensor belongs to no part of a model, such as a value head."""
+    modules, holder = dict(made.named_modules()), name.rpartition(".")[0]
+    while holder not in modules:
+        holder = holder.rpartition(".")[0]
+    later = getattr(getattr(made, "config", None), "num_nextn_predict_layers", None)
+    if later and isinstance(modules[holder], nn.ModuleList):
+        return True
+    return holder in ("", getattr(made, "base_model_prefix", ""))
+
+
+def _loaded(
+    data: bytes, specs: Mapping[str, TensorSpec]
+) -> tuple[nn.Module, Difference, Mapping[str, Tensor]] | None:
+    import transformers  # noqa: PLC0415 - slow, and only for the first version of a chain
+
+    config = read_config(data)
+    kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
+    if kind is None or getattr(config, LIBRARY, None):
+        return None
+    state = {
+        name: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+        for name, spec in specs.items()
+    }
+    with _quiet(transformers.utils.logging):
+        made, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(state),
+            device_map="meta",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    shapes = {name: (tuple(one), tuple(other)) for name, one, other in info["mismatched_keys"]}
+    return made, Difference(shapes, info["missing_keys"], info["unexpected_keys"]), state
+
+
+@contextmanager
+def _quiet(log: Any) -> Iterator[None]:  # noqa: ANN401 - a module of transformers
+    level, shows = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(log.CRITICAL)
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        log.set_verbosity(level)
+        if shows:
+            log.enable_progress_bar()
+
+
+_OTHER_FILES: Final = (
+    "; or give PublishConfig.assets, a folder of the files to publish, if no follower loads them "
+    "with from_pretrained"
+)
+
+_HINT: Final = (
+    "set the fields of model.config to the model, such as num_labels, vocab_size or "
+    f"num_hidden_layers{_OTHER_FILES}"
+)
+
+
+def refuse_other_config(model: nn.Module) -> None:
+    """Refuse a model of transformers that its own configuration does not describe.
+
+    Names of tensors are not compared if the model is quantised or has adapters: both rename them.
+    """
+    config = getattr(model, "config", None)
+    if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
+        return
+    try:
+        with torch.device("meta"):
+            made = type(model)(copy.deepcopy(config))
+    except Exception as exc:  # noqa: BLE001 - of any model's code
+        logger.warning(
+            "%s cannot be made of its configuration, so that they are not compared: %s",
+            type(model).__name__,
+            exc,
+        )
+        return
+    _refuse_tie(model, made)
+    have, wanted = dict(named_tensors(model)), dict(named_tensors(made))
+    shapes = {
+        name: (tuple(tensor.shape), tuple(wanted[name].shape))
+        for name, tensor in have.items()
+        if name in wanted and tensor.numel() and tensor.shape != wanted[name].shape
+    }
+    renamed = getattr(config, LIBRARY, None) or any(map(is_of_peft, model.modules()))
+    refuse_difference(
+        made,
+        Difference(
+            shapes,
+            missing=() if renamed else wanted.keys() - have.keys(),
+            extra=() if renamed else have.keys() - wanted.keys(),
+        ),
+        have,
+        by="the model's configuration",
+        hint=_HINT,
+    )
+
+
+def _refuse_tie(model: nn.Module, made: nn.Module) -> None:
+    tied, by_config = _is_tied(model), _is_tied(made)
+    if None not in (tied, by_config) and tied != by_config:
+        raise UnsupportedModelError(
+            f"the output embedding is {'tied' if tied else 'a weight of its own'}, and the model's "
+            f"configuration says tie_word_embeddings={by_config}: what is published would load as "
+            "another model",
+            hint=f"set model.config.tie_word_embeddings = {tied}{_OTHER_FILES}",
+        )
+
+
+def _is_tied(model: nn.Module) -> bool | None:
+    """Return whether the output embedding is the input's; ``None`` if it cannot be."""
+    try:
+        first = getattr(model.get_input_embeddings(), "weight", None)  # type: ignore[operator]
+        last = getattr(model.get_output_embeddings(), "weight", None)  # type: ignore[operator]
+    except (AttributeError, NotImplementedError):
+        return None
+    if first is None or last is None or first.shape != last.shape:
+        return None
+    return first is last
+
+
+def with_config_watched(
+    model: nn.Module, live: Callable[[], Iterable[tuple[str, Tensor]]]
+) -> Callable[[], Iterable[tuple[str, Tensor]]]:
+    """Return ``live`` with a look at the model's configuration before each iteration.
+
+    A change of which followers have the files is refused. Generation settings that changed are
+    logged: trainers change them as well, and weights do not depend on them.
+    """
+    then, generation = _settings(model), _generation(model)
+    said: set[str] = set()
+
+    def looked() -> Iterable[tuple[str, Tensor]]:
+        if changed := differing_fields(then, _settings(model)):
+            raise UnsupportedModelError(
+                f"the model's configuration changed in {changed} since the publisher was attached",
+                hint="followers have the files of that time: close this publisher, and attach "
+                "another one at a URL of its own; or set the fields back",
+            )
+        changed = differing_fields(generation, _generation(model))
+        if changed and changed not in said:
+            said.add(changed)
+            logger.warning(
+                "the model's generation settings changed in %s since the publisher was attached: "
+                "followers keep the earlier ones",
+                changed,
+            )
+        return live()
+
+    return looked
+
+
+def _settings(model: nn.Module) -> dict[str, Any]:
+    """Return the fields of a model's configuration that do not change while it is trained."""
+    if not hasattr(model, "from_pretrained"):
+        return {}
+    found = settings_of(getattr(model, "config", None))
+    return {k: v for k, v in found.items() if k not in RUNTIME and not k.endswith(ID_END)}
+
+
+def _generation(model: nn.Module) -> dict[str, Any]:
+    """Return what decides which tokens a model's followers sample, and where they stop.
+
+    Each field has two values: of the configuration, and of the generation settings.
+    """
+    config = settings_of(getattr(model, "config", None))
+    ids = {key: value for key, value in config.items() if key.endswith(ID_END)}
+    settings = settings_of(getattr(model, "generation_config", None))
+    both = {key: (ids.get(key), settings.get(key)) for key in ids.keys() | settings.keys()}
+    return {key: values for key, values in both.items() if values != (None, None)}
+
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +309,6 @@ def collect_assets(
         model: The model; an export has no files of its own.
         config: Settings; ``assets`` or ``base`` may name the checkpoint.
         others: Tokenizer or processor of the model.
-
-    Raises:
-        ConfigError: The model's configuration does not describe its weights.
     """
     trusted = config.trust_remote_code
     whole = unwrapped(model) if isinstance(model, nn.Module) else None

@@ -32,8 +32,6 @@ Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 
 
 class Destination(NamedTuple):
-    """Elements of a live tensor with one checkpoint tensor; see :class:`ElementRun`."""
-
     name: str
     shape: tuple[int, ...]
     start: int
@@ -43,12 +41,7 @@ class Destination(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """Mapping of a live tensor's elements to the checkpoint; see :class:`ElementMap`.
-
-    Attributes:
-        targets: Destination tensors in the checkpoint.
-        table: Position of every element, if the conversion separates neighbours.
-    """
+    """Mapping of a live tensor's elements to the checkpoint; see :class:`ElementMap`."""
 
     targets: tuple[Destination, ...]
     table: Indices | None = None
@@ -57,11 +50,8 @@ class Conversion:
 class SaveConversion:
     """What transformers makes of the names and tensors of a model when it saves the model.
 
-    Names are those of the whole model saved at once: some are changed only if others are there.
-
-    Args:
-        model: Model, wrapped or not; only models of transformers have conversions.
-        shapes: Full shapes of all live tensors.
+    Names are those of the whole model saved at once: some are changed only if others are given.
+    ``shapes`` are the full shapes of all live tensors.
     """
 
     def __init__(self, model: nn.Module, shapes: Shapes) -> None:
@@ -92,13 +82,7 @@ class SaveConversion:
 def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
     """Find the conversions of all tensors that differ between model and checkpoint.
 
-    Args:
-        model: Model, wrapped or not; only models of transformers have conversions.
-        shapes: Full shapes of all live tensors.
-
-    Raises:
-        ConfigError: The checkpoint has values that are computed instead of moved, or names that
-            cannot be found.
+    Values that are computed instead of moved are refused.
     """
     saving = SaveConversion(model, shapes)
     known: dict[object, list[Conversion]] = {}
@@ -130,7 +114,6 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
 
 
 def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
-    """Return the transformers model inside the wrappers, if there is one."""
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None  # not imported, so there is no such model
@@ -163,7 +146,6 @@ _twins: WeakKeyDictionary[nn.Module, PreTrainedModel] = WeakKeyDictionary()
 
 
 def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert tensors of a model to those of a checkpoint."""
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
     converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -171,7 +153,6 @@ def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def _groups(saving: SaveConversion, shapes: Shapes) -> Iterator[list[str]]:
-    """Yield converted live tensors, grouped by shared checkpoint tensors."""
     groups: list[tuple[list[str], set[str]]] = []
     stubborn: list[str] = []
     for name, shape in shapes.items():
@@ -237,7 +218,6 @@ def _consecutive(indices: Indices) -> bool:
 
 
 def _renamed(conversion: Conversion, names: Sequence[str]) -> Conversion:
-    """Return the conversion with the tensor names of another layer."""
     targets = tuple(t._replace(name=names[int(t.name)]) for t in conversion.targets)
     return Conversion(targets, conversion.table)
 

@@ -44,12 +44,10 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """Return the box of a whole tensor."""
         return cls(shape, (0,) * len(shape), shape)
 
     @property
     def numel(self) -> int:
-        """Number of elements in the box."""
         return math.prod(self.shape)
 
     @property
@@ -147,7 +145,6 @@ class ElementMap:
 
     @classmethod
     def straight(cls, spec: TensorSpec, box: Box | None = None) -> ElementMap:
-        """Return the map to the checkpoint tensor of the same name and shape."""
         return cls(box or Box.whole(spec.shape), (ElementRun(spec, 0, 0, spec.numel),))
 
     def all_of(self, spec: TensorSpec) -> slice | None:
@@ -208,7 +205,6 @@ class ElementMap:
                 yield slot.spec, order[low:high], codes[low:high] & PLACE
 
     def windows(self, limit: int) -> Iterator[AdjacentRuns]:
-        """Yield all elements of the box, in windows of at most ``limit`` elements."""
         if self.table is not None:
             at = self.box.flat(np.arange(self.box.numel))
             for spec, select, indices in self._look_up(self.table, at):

@@ -94,8 +94,8 @@ def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, by
 def _is_of_transformers(model: PeftModel) -> bool:
     """Return whether ``add_adapter`` of transformers made the adapters, not a model of PEFT.
 
-    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. Only the
-    model's own attribute counts: a model of PEFT shows the attributes of the model inside.
+    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. Only the model's own
+    attribute counts: a model of PEFT shows the attributes of the model inside.
     """
     return bool(vars(unwrapped(model)).get("_hf_peft_config_loaded"))
 
@@ -142,12 +142,6 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
 
 
 def _tuned(base: nn.Module) -> dict[str, nn.Module]:
-    """Return PEFT's layers around layers of a model, by path in its checkpoint.
-
-    Raises:
-        ConfigError: A module is in a wrapper of PEFT with weights of an adapter in place of its
-            own, whichever adapter that is.
-    """
     from peft.tuners.tuners_utils import BaseTunerLayer  # noqa: PLC0415 - as above
 
     modules = {path.removesuffix("."): module for _, path, module in named_modules(base)}
@@ -167,9 +161,7 @@ def _tuned(base: nn.Module) -> dict[str, nn.Module]:
 def _own_name(name: str, tuned: Collection[str]) -> str | None:
     """Return the name of a module or tensor in the base model; ``None`` for parts of adapters.
 
-    Args:
-        name: Its name in the model with adapters.
-        tuned: Paths of PEFT's layers there.
+    ``tuned`` are the paths of PEFT's layers in the model with adapters.
     """
     kept: list[str] = []
     path = ""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deltachain.errors import UnsupportedModelError
+from deltachain.publish.model.shard import is_sharded, local_of
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_modules
 from deltachain.types import TensorSpec
 
@@ -35,11 +37,6 @@ _PUSH: Final = "or publish a checkpoint with `deltachain push`"
 
 
 def refuse_adapters(model: nn.Module) -> None:
-    """Refuse a model with adapters.
-
-    Raises:
-        ConfigError: A module is one of PEFT's, or factors of LoRA are all that is trained.
-    """
     ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if is_of_peft(one))
     named = list(model.named_parameters())
     is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
@@ -53,20 +50,10 @@ def refuse_adapters(model: nn.Module) -> None:
 
 
 def is_of_peft(module: nn.Module) -> bool:
-    """Return whether a module is one of PEFT's."""
     return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def refuse_outside(wrapper: nn.Module, model: nn.Module) -> None:
-    """Refuse a wrapper with weights of its own.
-
-    Args:
-        wrapper: The model as given.
-        model: The model inside.
-
-    Raises:
-        ConfigError: A parameter is not one of the model inside.
-    """
     inside = {id(parameter) for parameter in model.parameters()}
     for name, parameter in wrapper.named_parameters():
         if id(parameter) not in inside:
@@ -93,16 +80,7 @@ def say_wrapped(model: nn.Module) -> None:
 
 
 def refuse_other_names(model: nn.Module, saved: Mapping[str, object]) -> None:
-    """Refuse a model whose ``state_dict`` has other names or tensors than it has itself.
-
-    Args:
-        model: The model, without outer wrappers.
-        saved: Its ``state_dict``, with the live tensors.
-
-    Raises:
-        ConfigError: Hooks of the state dict rename, replace or leave out a tensor, or a module has
-            extra state.
-    """
+    """Refuse a model whose ``state_dict`` has other names or tensors than it has itself."""
     left, missing = set(saved), ""
     for at, path, module in named_modules(model):
         parameters = module.named_parameters(recurse=False, remove_duplicate=False)
@@ -123,11 +101,6 @@ def refuse_other_names(model: nn.Module, saved: Mapping[str, object]) -> None:
 
 
 def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse parameters and buffers without a shape.
-
-    Raises:
-        ConfigError: One is that of a lazy module that has not seen an input.
-    """
     for name, tensor in tensors:
         if is_lazy(tensor):
             raise UnsupportedModelError(
@@ -137,11 +110,7 @@ def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def refuse_specs(specs: Iterable[TensorSpec]) -> None:
-    """Refuse checkpoint tensors that a reader could not write down.
-
-    Raises:
-        ConfigError: A name is reserved, or a tensor has no elements: no edge gives any of it.
-    """
+    """Refuse checkpoint tensors that a reader could not write down."""
     for spec in specs:
         if spec.name == RESERVED:
             raise UnsupportedModelError(
@@ -157,48 +126,15 @@ def refuse_specs(specs: Iterable[TensorSpec]) -> None:
 
 
 def refuse_tensor(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that has no bits of its own on the wire.
-
-    Args:
-        name: Name of the tensor, for errors.
-        tensor: Its part on this rank.
-
-    Raises:
-        ConfigError: It has no data, or less memory than elements, or its layout, class or dtype has
-            no wire form.
-    """
+    """Refuse a tensor that has no bits of its own on the wire."""
     if tensor.is_meta:
         raise UnsupportedModelError(
             f"{name!r} has no data (meta device)", hint="attach and publish after loading"
         )
-    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if fault := _fault(tensor):
+        what, instead = fault
         raise UnsupportedModelError(
-            f"{name!r} is a {type(tensor).__name__}, a tensor subclass that keeps its elements "
-            "elsewhere",
-            hint="publish an export that yields it as plain tensors, for example by its "
-            f"`.dequantize()`, {_PUSH}",
-        )
-    if tensor.layout != torch.strided:
-        raise UnsupportedModelError(
-            f"{name!r} has the layout {tensor.layout}: a checkpoint has dense tensors only",
-            hint=f"publish an export that yields its `.to_dense()`, {_PUSH}",
-        )
-    if tensor.dtype not in WIRE_NAMES:
-        raise UnsupportedModelError(
-            f"{name!r} is {tensor.dtype}, which has no wire form",
-            hint=_dtype_hint(tensor.dtype),
-        )
-    if not tensor.is_contiguous():
-        raise UnsupportedModelError(
-            f"{name!r} is {tensor.dtype}, contiguous: False",
-            hint="its elements lie in another order than in a checkpoint, as in channels_last: "
-            "make it contiguous before attaching (`p.data = p.data.contiguous()`), publish an "
-            f"export that yields its `.contiguous()`, {_PUSH}",
-        )
-    if tensor.is_neg():
-        raise UnsupportedModelError(
-            f"{name!r} is a view with the negative bit set: its memory has the negated values",
-            hint=f"give it values of its own (`p.data = p.data.resolve_neg()`), {_PUSH}",
+            f"{name!r} is {what}", hint=f"publish an export that yields {instead}, {_PUSH}"
         )
     memory = tensor.untyped_storage().nbytes()
     needed = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
@@ -210,15 +146,40 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
+def _fault(tensor: Tensor) -> tuple[str, str] | None:
+    """Return what a tensor is that no checkpoint has, and what an export may yield instead."""
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return (
+            f"a {type(tensor).__name__}, a tensor subclass that keeps its elements elsewhere",
+            "it as plain tensors, for example by its `.dequantize()`",
+        )
+    if tensor.layout != torch.strided:
+        return f"{tensor.layout}: a checkpoint has dense tensors only", "its `.to_dense()`"
+    if tensor.dtype not in WIRE_NAMES:
+        return f"{tensor.dtype}, which has no wire form", _export_of(tensor.dtype)
+    if not tensor.is_contiguous():
+        return (
+            "not contiguous: its elements lie in another order than in a checkpoint, as in "
+            "channels_last; `p.data = p.data.contiguous()` makes it so",
+            "its `.contiguous()`",
+        )
+    if tensor.is_neg():
+        return "a view of negated values", "its `.resolve_neg()`"
+    return None
+
+
+def _export_of(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "real tensors (`torch.view_as_real`)"
+    if dtype.is_floating_point:
+        return "it in another dtype (`.to(torch.bfloat16)`)"
+    return "its codes and scales as tensors of their own"
+
+
 def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
     """Refuse finite values that the wire dtype cannot have: they would be published as infinite.
 
-    Args:
-        spec: Name and wire dtype of the tensor.
-        values: The part of it on this rank, before the cast.
-
-    Raises:
-        ConfigError: A value is too large.
+    ``values`` are the part of the tensor on this rank, before the cast.
     """
     wanted = TORCH_DTYPES[spec.dtype]
     if not values.is_floating_point() or wanted == values.dtype:
@@ -237,12 +198,7 @@ def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
 def refuse_scale(spec: TensorSpec, values: Tensor) -> None:
     """Refuse a scale that is not finite: all that it scales is lost in every engine.
 
-    Args:
-        spec: Name and wire dtype of any tensor; a scale is known by its name.
-        values: The part of it on this rank, before a cast to the wire dtype.
-
-    Raises:
-        ConfigError: It is a scale, and one of its values is not finite as it would be published.
+    A scale is known by its name; ``values`` are the part of it on this rank, before the cast.
     """
     word = _LAST_WORD.search(spec.name.lower())
     if word is None or _SCALE.search(word.group()) is None:
@@ -262,9 +218,159 @@ def refuse_scale(spec: TensorSpec, values: Tensor) -> None:
         )
 
 
-def _dtype_hint(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "publish an export that yields real tensors (`torch.view_as_real`)"
-    if dtype.is_floating_point:
-        return "publish an export that yields it in another dtype (`.to(torch.bfloat16)`)"
-    return f"publish an export that yields its codes and scales as tensors of their own, {_PUSH}"
+SAME_TENSORS: Final = (
+    "all versions of a chain have the same tensors: attach another publisher, at a URL of its own"
+)
+
+_BETWEEN: Final = (
+    f"publish between steps, when FSDP has sharded everything again; otherwise {SAME_TENSORS}"
+)
+
+
+class MemoryRange(NamedTuple):
+    """Where the elements of a live tensor are on this rank; for comparison, never to read there."""
+
+    device: str
+    start: int
+    stop: int
+
+
+class TensorForm(NamedTuple):
+    """What a live tensor is on this rank.
+
+    Attributes:
+        dtype: Its dtype.
+        shape: Shape of the part on this rank.
+        full: Shape of the whole tensor.
+        placement: Placements and mesh of a ``DTensor``; ``None`` for a plain one.
+        is_trained: Whether it requires a gradient.
+        memory: Where its elements are.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    full: tuple[int, ...]
+    placement: object
+    is_trained: bool
+    memory: MemoryRange
+
+    @property
+    def kept(self) -> tuple[object, ...]:
+        return self[:4]
+
+    def __str__(self) -> str:
+        placed = "" if self.placement is None else f" of {self.full}, {self.placement}"
+        return f"{self.dtype}{self.shape}{placed}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """What a live model is on this rank.
+
+    Attributes:
+        tensors: Its parameters and persistent buffers, by each of their names.
+        ties: First name by further name of a tied tensor.
+    """
+
+    tensors: Mapping[str, TensorForm]
+    ties: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, live: Iterable[tuple[str, Tensor]]) -> ModelForm:
+        """Look at all tensors of a model; no element is read."""
+        first: dict[int, str] = {}
+        tensors: dict[str, TensorForm] = {}
+        ties: dict[str, str] = {}
+        for name, tensor in live:
+            seen = first.setdefault(id(tensor), name)
+            if seen == name:
+                tensors[name] = form_of(name, tensor)
+            else:
+                tensors[name], ties[name] = tensors[seen], seen
+        return cls(tensors, ties)
+
+    def shared(self, frozen: Collection[str]) -> frozenset[str]:
+        """Return those of ``frozen`` tensors of whose memory a compared tensor has a part."""
+        if not frozen:
+            return frozenset()
+        found: set[str] = set()
+        still: list[tuple[MemoryRange, str]] = []  # frozen ones that may reach the next tensor
+        written = MemoryRange("", 0, 0)  # the compared one that reaches furthest
+        for memory, name in sorted((form.memory, name) for name, form in self.tensors.items()):
+            if name in self.ties or memory.start == memory.stop:
+                continue
+            if name in frozen:
+                if memory.device == written.device and memory.start < written.stop:
+                    found.add(name)
+                still.append((memory, name))
+                continue
+            reached = (one for at, one in still if at.device == memory.device)
+            found |= {one for one in reached if self.tensors[one].memory.stop > memory.start}
+            still = []
+            if memory.device != written.device or memory.stop > written.stop:
+                written = memory
+        return frozenset(found)
+
+
+def form_of(name: str, tensor: Tensor) -> TensorForm:
+    local = local_of(tensor)
+    refuse_tensor(name, local)
+    start, placement = local.data_ptr(), None
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        placement = sharded.placements, sharded.device_mesh
+    memory = MemoryRange(str(local.device), start, start + local.numel() * local.element_size())
+    return TensorForm(
+        local.dtype,
+        tuple(local.shape),
+        tuple(tensor.shape),
+        placement,
+        tensor.requires_grad,
+        memory,
+    )
+
+
+def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) -> None:
+    """Refuse a model that no version of the chain can have, compared with what was attached.
+
+    Other elements, other memory and another device are followed. ``frozen`` are the names of
+    tensors that are not compared with the snapshot.
+    """
+    for name in (*then.tensors, *now.tensors):
+        if name not in now.tensors:
+            raise UnsupportedModelError(
+                f"{name!r} is gone since the publisher was attached", hint=SAME_TENSORS
+            )
+        if name not in then.tensors:
+            raise UnsupportedModelError(
+                f"{name!r} was not there when the publisher was attached", hint=SAME_TENSORS
+            )
+    for name, form in now.tensors.items():
+        _refuse_change(name, then.tensors[name], form, is_frozen=name in frozen)
+    for name, other in then.ties.items():
+        if now.tensors[name].memory != now.tensors[other].memory:
+            raise UnsupportedModelError(
+                f"{name!r} and {other!r} were one tensor when the publisher was attached, and are "
+                "two now",
+                hint="tie them again (`model.tie_weights()`), or attach another publisher, at a "
+                "URL of its own",
+            )
+    for name in sorted(now.shared(frozen)):
+        raise UnsupportedModelError(
+            f"{name!r} was frozen when the publisher was attached, and is now in the memory of a "
+            "weight that is trained",
+            hint="close this publisher, and attach another one: the chain goes on from its head",
+        )
+
+
+def _refuse_change(name: str, then: TensorForm, now: TensorForm, *, is_frozen: bool) -> None:
+    if now.kept != then.kept:
+        raise UnsupportedModelError(
+            f"{name!r} is {now}, and was {then} when the publisher was attached", hint=_BETWEEN
+        )
+    if is_frozen and now.is_trained:
+        raise UnsupportedModelError(
+            f"{name!r} was frozen when the publisher was attached, and is trained now",
+            hint="close the publisher before unfreezing, and attach another one after it: the "
+            "chain goes on from its head",
+        )

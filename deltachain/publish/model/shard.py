@@ -17,12 +17,7 @@ INSTEAD: Final = "publish checkpoints with `deltachain push`, or an iterator of 
 def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
     """Return the local part of a tensor and its box, without communication.
 
-    Args:
-        name: Name of the tensor, for errors.
-        tensor: A parameter or a buffer; a ``DTensor`` under FSDP2, tensor or expert parallelism.
-
-    Raises:
-        ConfigError: The shard is not a box; the hint names an alternative.
+    ``tensor`` is a parameter or a buffer; a ``DTensor`` under FSDP2, tensor or expert parallelism.
     """
     if not is_sharded(tensor):
         return tensor, Box.whole(tuple(tensor.shape))
@@ -57,7 +52,6 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local part of a tensor."""
     sharded: Any = tensor
     local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
     return local
@@ -81,11 +75,6 @@ def _rows(sharded: Any, dim: int) -> Tensor:  # noqa: ANN401 - a DTensor
 
 
 def refuse_foreign(model: nn.Module) -> None:
-    """Refuse models sharded by FSDP1 or DeepSpeed.
-
-    Raises:
-        ConfigError: The model is sharded so; the hint names an alternative.
-    """
     for module in model.modules():
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise UnsupportedModelError(

@@ -8,23 +8,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.reference import Changes
+from deltachain.kernels import device, host
 from deltachain.publish.config import AS_IN_MODEL
+from deltachain.publish.model.assets import with_config_watched
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
-from deltachain.publish.model.described import with_config_watched
 from deltachain.publish.model.layout import ElementMap, ElementRun
-from deltachain.publish.model.look import SAME_TENSORS, ModelForm, refuse_changes
-from deltachain.publish.model.origin import Known, given_dtypes, origin, origin_dtypes
 from deltachain.publish.model.refusals import (
+    SAME_TENSORS,
+    ModelForm,
     refuse_adapters,
+    refuse_changes,
     refuse_lazy,
     refuse_other_names,
     refuse_outside,
@@ -34,48 +35,17 @@ from deltachain.publish.model.refusals import (
     say_wrapped,
 )
 from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
-from deltachain.publish.model.wire_dtypes import kept_in_fp32, say_dtypes, wire_dtype
-from deltachain.publish.snapshot_memory import Kept
-from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
-from deltachain.types import Bits, TensorSpec
-
-
-class Pending(Protocol):
-    """A tensor of the checkpoint that is yet to be made, of weights that are at hand.
-
-    Must be used before the next tensor of the same source, which may use its memory again.
-    """
-
-    @property
-    def device(self) -> torch.device:
-        """Device of these weights."""
-
-    def to(self, device: torch.device) -> Pending:
-        """Return it with a copy of these weights on a device."""
-
-    def make(self) -> Tensor:
-        """Make the tensor, in new memory on its device.
-
-        Raises:
-            ConfigError: It cannot be made: a weight is not finite, for example.
-        """
-
-    def diff_(self, snapshot: Bits) -> Changes:
-        """Find its elements that differ from a snapshot, and copy them there; host only.
-
-        Args:
-            snapshot: Flat bits.
-
-        Raises:
-            ConfigError: It cannot be made; the snapshot is as it was.
-        """
-
-    def compared(self, name: str, kept: Kept) -> Compared:
-        """Return it as a tensor for the diff on a device.
-
-        Whether it can be made may be known only after that diff, which is then taken back.
-        """
-
+from deltachain.publish.model.wire_dtypes import (
+    Known,
+    given_dtypes,
+    kept_in_fp32,
+    origin,
+    origin_dtypes,
+    say_dtypes,
+    wire_dtype,
+)
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
+from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -95,8 +65,7 @@ class Weight:
         element_map: Map from its elements to those of the checkpoint.
         is_buffer: Whether it is a buffer, whose values may differ between ranks.
         writes: Writes in place to the parameter or buffer so far.
-        pending: What the tensor is made of, if that is left to the diff; ``tensor`` has no data
-            then.
+        file: Function that reads the tensor from its file; ``tensor`` has no data then.
     """
 
     spec: TensorSpec
@@ -105,21 +74,12 @@ class Weight:
     element_map: ElementMap
     is_buffer: bool = False
     writes: int = 0
-    pending: Pending | None = None
-
-    @property
-    def device(self) -> torch.device:
-        """Device of what is published."""
-        return self.tensor.device if self.pending is None else self.pending.device
+    file: Callable[[], Tensor] | None = None
 
     @classmethod
     def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
-        """Return the weight of a whole tensor with equal name and shape in the checkpoint."""
         return cls(spec, tensor, frozen, ElementMap.straight(spec))
 
-
-PendingSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor | Pending]]]
-"""Function that yields tensors, some of which are still to be made."""
 
 TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
@@ -151,7 +111,7 @@ class ModelTensors:
     weights: tuple[Weight, ...]
     specs: tuple[TensorSpec, ...]
     aliases: Mapping[str, str]
-    live: PendingSource
+    live: TensorSource
     agree: Callable[[str], None] = _without_others
     ext: Mapping[str, Any] = field(default_factory=dict)
     attached: ModelForm | None = None
@@ -170,17 +130,14 @@ class ModelTensors:
                 no bits of its own, or is a scale that is not finite.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
-        live: Iterable[tuple[str, Tensor | Pending]] = self.live()
+        live = self.live()
         if self.attached is not None:
             live = list(live)
             frozen = {name for name, weight in missing.items() if weight.frozen}
-            now = ModelForm.of((name, one) for name, one in live if isinstance(one, Tensor))
-            refuse_changes(self.attached, now, frozen=frozen)
+            refuse_changes(self.attached, ModelForm.of(live), frozen=frozen)
         for name, tensor in live:
             weight = missing.pop(name, None)
-            if weight is not None and not isinstance(tensor, Tensor):
-                yield replace(weight, pending=tensor)
-            elif weight is not None and isinstance(tensor, Tensor):
+            if weight is not None:
                 local = local_of(tensor)
                 if self.attached is None:
                     _check_yielded(weight, local)
@@ -188,7 +145,7 @@ class ModelTensors:
                     refuse_scale(weight.spec, local)
                     refuse_overflow(weight.spec, local)
                 writes = _writes_to(tensor, local)
-                yield replace(weight, tensor=local, pending=None, writes=writes)
+                yield replace(weight, tensor=local, file=None, writes=writes)
         if missing:
             raise UnsupportedModelError(
                 f"{min(missing)!r} is gone since the publisher was attached", hint=SAME_TENSORS
@@ -196,28 +153,35 @@ class ModelTensors:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the checkpoint."""
         return sum(spec.numel for spec in self.specs)
 
     @property
     def held_numel(self) -> int:
-        """Number of elements published by this rank."""
         return sum(weight.element_map.box.numel for weight in self.weights)
 
     @property
     def held_nbytes(self) -> int:
-        """Size of the elements published by this rank, in bytes."""
         return sum(w.element_map.box.numel * w.spec.itemsize for w in self.weights)
 
     def table(self) -> Table:
-        """Return the chain's tensor table."""
         rows = tuple((spec.name, spec.dtype, spec.shape) for spec in self.specs)
         aliases = dict(sorted(self.aliases.items()))
         return Table(ext=dict(self.ext), tensors=rows, aliases=aliases)
 
 
+def cast_to(dtype: str, tensor: Tensor) -> Tensor:
+    """Cast a tensor to a wire dtype; NaNs of fp32 masters become those of every device."""
+    wanted = TORCH_DTYPES[dtype]
+    if tensor.dtype != torch.float32 or wanted != torch.bfloat16:
+        return tensor.to(wanted)
+    if device.on_host(tensor):
+        bits = torch.from_numpy(host.cast_bf16(device.host_array(tensor.reshape(-1), np.float32)))
+    else:
+        bits = device.cast_bf16(device.bits_of(tensor))
+    return bits.view(wanted).view(tensor.shape)
+
+
 def _check_yielded(weight: Weight, local: Tensor) -> None:
-    """Check that a tensor of an export is like the first one of its name."""
     name, then = weight.spec.name, weight.tensor
     if (local.shape, local.dtype) != (then.shape, then.dtype):
         raise UnsupportedModelError(
@@ -299,7 +263,6 @@ def _known_dtypes(
     converted: Mapping[str, Conversion],
     checkpoint: Path | None,
 ) -> Known:
-    """Return the wire dtypes of the model's checkpoint, by the names there."""
     own: dict[str, TensorSpec] = {}
     for name, tensor in live.items():
         dtype = WIRE_NAMES.get(tensor.dtype)
@@ -348,12 +311,7 @@ def _yielded(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield what an export yields, once it is seen to be names and tensors.
 
-    Args:
-        live: The export.
-        known: Names that it yielded on this rank when it was attached; ``None`` at that time.
-
-    Raises:
-        ConfigError: It yields something else, a name twice, or a name that is not known.
+    ``known`` are the names that it yielded on this rank when it was attached.
     """
     found: object = live()
     if not isinstance(found, Iterable):
@@ -405,11 +363,7 @@ def _weight(
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the distinct specs, sorted by name.
-
-    Raises:
-        ConfigError: Two different specs have the same name.
-    """
+    """Return the distinct specs, sorted by name; refuse two of the same name."""
     found: dict[str, TensorSpec] = {}
     for spec in specs:
         have = found.setdefault(spec.name, spec)

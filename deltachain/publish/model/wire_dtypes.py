@@ -5,16 +5,244 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import ConfigError, UnsupportedModelError
+from deltachain.checkpoint import Checkpoint
+from deltachain.errors import ConfigError, FormatError, UnsupportedModelError
 from deltachain.publish.config import AS_IN_MODEL
-from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES
+from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
 from deltachain.types import TensorSpec
+
+# Transformers leaves no trace of ``subfolder`` and ``variant``: among several sets of weights, the
+# model's is known by its values, else by names, shapes and dtypes.
+
+
+_PLAIN: Final = frozenset({"F16", "BF16", "F32", "F64"})
+"""Floating point dtypes of weights that are not quantised."""
+
+_COMPARED: Final = 4
+"""Number of matrices whose values tell one set of weights from another."""
+
+_VARIANT: Final = re.compile(r"model\.([^.]+?)(-\d+-of-\d+)?\.safetensors")
+"""Names of the files that ``save_pretrained(variant=...)`` writes."""
+
+_PLACES: Final = ("*.safetensors", "[!.]*/*.safetensors", "[!.]*/[!.]*/*.safetensors")
+"""Patterns of weight files in a folder and in folders below it."""
+
+_RUN: Final = re.compile(r"(checkpoint-|global_step)\d+")
+"""Names of the folders that a trainer writes; they hold masters, which a resumed run loads."""
+
+_WHOLE: Final = "model"
+"""Key of the weights of a folder that are no variant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Dtypes of the weights that a model was loaded from, by name, and a warning about them.
+
+    There are none without weights, if those are quantised and the model is not, or if it is unknown
+    which are the model's.
+    """
+
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    warning: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    label: str
+    parts: tuple[Checkpoint, ...]
+
+    @property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {name: spec for part in self.parts for name, spec in part.specs.items()}
+
+    def values(self, name: str) -> Tensor:
+        part = next(part for part in self.parts if name in part.specs)
+        spec = part.specs[name]
+        return torch.from_numpy(part.bits(name)).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+
+
+def origin(model: nn.Module) -> Path | None:
+    """Return the folder the model was loaded from: a path, or the cache of its Hub repository."""
+    config = getattr(unwrapped(model), "config", None)
+    name = getattr(config, "_name_or_path", "")
+    if not name or Path(name).is_dir():
+        return Path(name) if name else None
+    try:
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - if it is there
+        from huggingface_hub.errors import HFValidationError  # noqa: PLC0415
+    except ImportError:
+        return None
+    try:
+        commit = getattr(config, "_commit_hash", None)
+        cached = try_to_load_from_cache(name, "config.json", revision=commit)
+    except HFValidationError:  # neither a folder nor a repository
+        return None
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def given_dtypes(folder: Path, own: Mapping[str, TensorSpec]) -> Known:
+    """Return the wire dtypes of a checkpoint that the user named; see :func:`origin_dtypes`."""
+    whole, fault = _whole(folder)
+    return Known(warning=fault) if whole is None else _unquantised(whole, own)
+
+
+def origin_dtypes(
+    folder: Path | None, own: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]
+) -> Known:
+    """Return the wire dtypes of the weights that a model was loaded from.
+
+    Subfolders and variants are read if the folder's own weights have other values than the model,
+    or dtypes in which the model cannot be published.
+
+    Args:
+        folder: The folder; ``None`` if it is unknown.
+        own: Specs of the model's tensors by their names in a checkpoint, in the model's dtypes.
+        tensors: The model's tensors by name, except tensors that a save converts.
+    """
+    if folder is None or not folder.is_dir():
+        return Known()
+    whole, fault = _whole(folder)
+    if whole is not None and not _is_refused(whole.specs, own) and _holds(whole, tensors):
+        return _unquantised(whole, own)
+    others = [one for one in _others(folder) if _is_alike(one.specs, own)]
+    able = (one for one in others if not _is_refused(one.specs, own))
+    held = next((one for one in able if _holds(one, tensors)), None)
+    if held is not None:
+        logger.info("the model has the weights of %s: wire dtypes are theirs", held.label)
+        return _unquantised(held, own)
+    if whole is None:
+        return Known(warning=fault)
+    if not others:
+        return _unquantised(whole, own) if _is_alike(whole.specs, own) else Known()
+    return _agreed([whole, *others], own)
+
+
+def _agreed(sets: Sequence[_Set], own: Mapping[str, TensorSpec]) -> Known:
+    """Return the dtypes of the sets that fit a model best; the first one's if none fits."""
+    able = [one for one in sets if _is_alike(one.specs, own) and not _is_refused(one.specs, own)]
+    least = min((_differences(one.specs, own) for one in able), default=0)
+    fitting = [one for one in able if _differences(one.specs, own) == least] or sets[:1]
+    found = [_dtypes(one.specs, own) for one in fitting]
+    if all(one == found[0] for one in found):
+        return _unquantised(fitting[0], own)
+    if found[0] == _dtypes(own, own):
+        return Known()
+    said = " and ".join(sorted({dtype for one in found for dtype in one.values()}))
+    return Known(
+        warning=f"there are several sets of weights that may be the model's, in {said} "
+        f"({', '.join(one.label for one in fitting)}): its weights are published in the dtypes of "
+        "the model; give dtype=, such as dtype='BF16', to publish them in another one"
+    )
+
+
+def _whole(folder: Path) -> tuple[_Set | None, str]:
+    """Return the weights of a folder, and why they are unreadable; ``None`` without any."""
+    if not any(folder.glob("*.safetensors*")):
+        return None, ""
+    try:
+        return _Set(str(folder), (Checkpoint(folder),)), ""
+    except (ConfigError, FormatError) as exc:
+        return None, (
+            "the dtypes of the checkpoint that the model was loaded from are not known, so that "
+            f"weights are published in the dtypes of the model: {exc}"
+        )
+
+
+def _others(folder: Path) -> Iterator[_Set]:
+    files = sorted(itertools.chain.from_iterable(map(folder.glob, _PLACES)))
+    groups: dict[tuple[Path, str], list[Path]] = {}
+    for file in files:
+        variant = _VARIANT.fullmatch(file.name)
+        groups.setdefault((file.parent, variant[1] if variant else _WHOLE), []).append(file)
+    for (parent, kind), members in groups.items():
+        if (parent, kind) == (folder, _WHOLE) or _RUN.fullmatch(parent.name):
+            continue
+        paths = [parent] if kind == _WHOLE else members
+        try:
+            yield _Set(str(paths[0]), tuple(map(Checkpoint, paths)))
+        except (ConfigError, FormatError) as exc:
+            logger.debug("%s does not count as the model's weights: %s", paths[0], exc)
+
+
+def _holds(found: _Set, tensors: Mapping[str, Tensor]) -> bool:
+    """Return whether matrices of a model have the values of a set of weights."""
+    specs = found.specs
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if name in specs
+        and specs[name].dtype in _PLAIN
+        and tensor.dim() > 1
+        and tuple(tensor.shape) == specs[name].shape
+        and tensor.is_floating_point()
+        and type(tensor.detach()) is Tensor  # whole, and of no format of its own
+        and not tensor.is_meta
+    ]
+    chosen = sorted(names, key=lambda name: (tensors[name].numel(), name))[:_COMPARED]
+    try:
+        return bool(chosen) and all(
+            torch.equal(found.values(name).to(tensors[name].dtype), tensors[name].detach().cpu())
+            for name in chosen
+        )
+    except (ConfigError, FormatError) as exc:
+        logger.debug("%s is not compared with the model: %s", found.label, exc)
+        return False
+
+
+def _is_alike(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> bool:
+    """Return whether most tensors of equal names have equal shapes, or other rows."""
+    shared = specs.keys() & own.keys()
+    alike = [name for name in shared if len(specs[name].shape) == len(own[name].shape)]
+    alike = [name for name in alike if specs[name].shape[1:] == own[name].shape[1:]]
+    return bool(shared) and 2 * len(alike) >= len(shared)
+
+
+def _differences(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> int:
+    """Return the number of names in one of both, or with another shape."""
+    shared = specs.keys() & own.keys()
+    reshaped = sum(specs[name].shape != own[name].shape for name in shared)
+    return len(specs.keys() ^ own.keys()) + reshaped
+
+
+def _dtypes(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> dict[str, str]:
+    return {name: spec.dtype for name, spec in specs.items() if name in own}
+
+
+def _is_refused(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> bool:
+    """Return whether a weight is as wide in a set as in the model, or wider, in another dtype."""
+    both = ((one.dtype, own[name].dtype) for name, one in specs.items() if name in own)
+    return any(
+        theirs != mine
+        and {theirs, mine} <= _PLAIN
+        and TORCH_DTYPES[theirs].itemsize >= TORCH_DTYPES[mine].itemsize
+        for theirs, mine in both
+    )
+
+
+def _unquantised(found: _Set, own: Mapping[str, TensorSpec]) -> Known:
+    specs = found.specs
+    codes = [
+        name
+        for name, spec in sorted(specs.items())
+        if name in own and own[name].dtype in _PLAIN and spec.dtype not in _PLAIN
+    ]
+    if not codes:
+        return Known({name: spec.dtype for name, spec in specs.items()})
+    first = codes[0]
+    return Known(
+        warning=f"{len(codes)} weights such as {first!r} are {specs[first].dtype} in the "
+        "checkpoint that the model was loaded from, and dequantised in the model: all weights are "
+        f"published in the dtypes of the model, this one as {own[first].dtype}"
+    )
+
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +335,6 @@ def kept_in_fp32(model: nn.Module, weights: Mapping[str, Tensor]) -> frozenset[s
     """Return the names of fp32 weights that the model's class keeps so beside 16-bit weights.
 
     None of a model that is wholly fp32: its weights are masters.
-
-    Args:
-        model: The model, unwrapped.
-        weights: Its weights by name.
     """
     if not any(map(_is_half, (one.dtype for one in weights.values()))):
         return frozenset()
@@ -133,14 +357,8 @@ def wire_dtype(
 ) -> str:
     """Return the wire dtype of all checkpoint tensors of a live tensor.
 
-    Args:
-        names: Names of the checkpoint tensors.
-        tensor: The live one.
-        dtype: Wire dtype of every floating point weight, if given.
-        wire: Wire dtypes of the checkpoint, by name.
-
-    Raises:
-        ConfigError: It has no wire form, or it must be said which cast is meant.
+    ``dtype`` is that of every floating point weight, if given; ``wire`` has those of the
+    checkpoint, by name.
     """
     own, name = WIRE_NAMES[tensor.dtype], names[0]
     found = {wire.get(one, own) for one in names}

@@ -11,7 +11,7 @@ from deltachain.publish.quantise.recipe import (
     Multipliers,
     Recipe,
     Scales,
+    Stored,
 )
-from deltachain.publish.quantise.stored import Stored
 
 __all__ = ["Arithmetic", "Codes", "Margins", "Multipliers", "Recipe", "Scales", "Stored"]

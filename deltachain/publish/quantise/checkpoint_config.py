@@ -13,6 +13,7 @@ from torch import nn
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError
+from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.model.source import ModelTensors, TensorSource
 from deltachain.publish.quantise.layers import (
     ALREADY,
@@ -23,11 +24,9 @@ from deltachain.publish.quantise.layers import (
     layers_of_source,
 )
 from deltachain.publish.quantise.recipe import Recipe
-from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.settings import CONFIG_FILE, Quantization
+from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.publish.quantise.tensors import quantise
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.collectives import Collective, Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +39,6 @@ _VERSIONS: Final = frozenset({"version"})
 def with_quantization(
     assets: Mapping[str, bytes], recipe: Recipe, choice: Choice
 ) -> dict[str, bytes]:
-    """Return the small files of a checkpoint with the recipe in its configuration.
-
-    Raises:
-        ConfigError: The configuration is of a quantised checkpoint.
-    """
     if CONFIG_FILE not in assets:
         logger.warning("without config.json, engines cannot load the checkpoint that is published")
         return dict(assets)
@@ -60,10 +54,6 @@ def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None
 
     Its tensors alone do not show that: codes of another block size or packing may have the same
     shapes, and engines read the configuration with which the chain began.
-
-    Args:
-        chain: The chain, whose weights no recipe of this package quantises.
-        files: Function that collects the small files of the checkpoint.
 
     Raises:
         ChainMismatchError: ``quantization_config`` differs in more than a version.
@@ -88,7 +78,6 @@ def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None
 
 
 def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
-    """Return how a checkpoint is quantised by its configuration, if that says so."""
     if CONFIG_FILE not in files:
         return None
     found = read_config(files).get(CONFIG_KEY)
@@ -96,11 +85,6 @@ def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any] | None:
 
 
 def read_config(assets: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the configuration among the small files of a checkpoint.
-
-    Raises:
-        ConfigError: It is missing or no JSON object.
-    """
     try:
         config = json.loads(assets[CONFIG_FILE])
     except KeyError as exc:
@@ -134,7 +118,6 @@ class Quantised:
     choice: Choice
 
     def assets(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        """Return the small files of the quantised checkpoint."""
         return with_quantization(files, self.recipe, self.choice)
 
 
@@ -148,10 +131,6 @@ def quantised(
         find: Function that finds the layers of this rank's weights.
         quantization: The recipe, and the layers to leave; the same on all ranks.
         ranks: All publishing ranks, as seen by the thread that takes diffs.
-
-    Raises:
-        ConfigError: The model cannot be quantised so, or the recipe's library is absent.
-        RankError: Another rank failed, or did not answer in time.
     """
     recipe = RECIPES[quantization.recipe]
     recipe.version()  # an absent library is named before any work
@@ -167,16 +146,7 @@ def quantised(
 def find_layers(
     model: nn.Module | TensorSource | None, source: ModelTensors, files: Files
 ) -> Layers:
-    """Find the layers of this rank's weights.
-
-    Args:
-        model: The model; an export or no model if its configuration shows the layers.
-        source: The weights that this rank publishes.
-        files: Function that collects the small files of the checkpoint.
-
-    Raises:
-        ConfigError: The model is quantised already, or there is no configuration.
-    """
+    """Find the layers of this rank's weights, of an export by its configuration."""
     if isinstance(model, nn.Module):
         return layers_of_source(model, source)
     return layers_of_config(read_config(files()))

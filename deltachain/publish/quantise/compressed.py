@@ -8,15 +8,13 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.publish.quantise.finegrained import SMALLEST
-from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
-from deltachain.publish.quantise.stored import Stored
+from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Rounding, Stored
 
 if TYPE_CHECKING:
     import torch
     from compressed_tensors.quantization import QuantizationScheme
     from torch import Tensor
 
-    from deltachain.kernels.quantised import Rounding
 
 LIBRARY: Final = "compressed-tensors"
 
@@ -57,7 +55,6 @@ def _parameters(
 
 
 def _scales(preset: str, strategy: str, amax: Tensor, global_scale: Tensor | None = None) -> Tensor:
-    """Return scales as the compressor of the format stores them."""
     import torch  # noqa: PLC0415
 
     scales, kind = _parameters(preset, strategy, amax, global_scale)[0], _dtype(preset, strategy)
@@ -72,7 +69,6 @@ def _scales(preset: str, strategy: str, amax: Tensor, global_scale: Tensor | Non
 
 
 def _dtype(preset: str, strategy: str) -> torch.dtype | None:
-    """Return the dtype in which scales are stored; None for that of the weight."""
     found: torch.dtype | None = _scheme(preset, strategy).weights.scale_dtype
     return found
 

@@ -8,8 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
-from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe
-from deltachain.publish.quantise.stored import Stored
+from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +32,6 @@ _SCALES: Final = "layer.weight_scale_inv"
 
 
 def _quantised(scale_fmt: str, block: tuple[int, int], weight: Tensor) -> dict[str, Tensor]:
-    """Return codes and scales of whole blocks."""
     from transformers import FineGrainedFP8Config  # noqa: PLC0415 - takes seconds
     from transformers.integrations.finegrained_fp8 import Fp8Quantize  # noqa: PLC0415
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -12,11 +14,60 @@ from torch import nn
 from deltachain.errors import ConfigError
 from deltachain.publish.model.conversion import SaveConversion
 from deltachain.publish.model.source import ModelTensors
-from deltachain.publish.quantise.fused import check_fused
 from deltachain.publish.quantise.recipe import FLOATS
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.torch_names import named_modules, named_tensors, unwrapped
 from deltachain.types import TensorSpec
+
+FUSED: Final = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+"""Names of layers of one module that vLLM and SGLang load into one matrix."""
+
+_EXPERT: Final = re.compile(r"(.*\bexperts)\.\d+\..+")
+"""Name of a layer of an expert: all experts of a module are one layer of engines."""
+
+
+def check_fused(quantised: Iterable[str], left: Iterable[str]) -> None:
+    """Refuse layers of which engines compute some as one, and only a part is quantised.
+
+    Args:
+        quantised: Names of the layers that are quantised.
+        left: Names of the other linear layers and experts.
+    """
+    groups: dict[str, str] = {}
+    for layer in quantised:
+        groups.setdefault(_group(layer), layer)
+    parts: dict[str, list[str]] = defaultdict(list)
+    for layer in sorted(left):
+        parts[_group(layer)].append(layer)
+    for group, layers in parts.items():
+        if group in groups:
+            raise ConfigError(
+                f"{layers[0]!r} is ignored, {groups[group]!r} is quantised, and vLLM and SGLang "
+                f"compute both as one layer, {group}",
+                hint="ignore all layers of it, or none",
+            )
+
+
+def computed_with(layer: str) -> str:
+    """Return a name of the layers of a module that engines load into one matrix with a layer.
+
+    Layers of several modules, as experts are, have several names.
+    """
+    parent, dot, name = layer.rpartition(".")
+    fused = next((names for names in FUSED if name in names), (name,))
+    return f"{parent}{dot}{'+'.join(fused)}"
+
+
+def _group(layer: str) -> str:
+    """Return a name of the layer of an engine that a layer of the checkpoint is in."""
+    expert = _EXPERT.fullmatch(layer)
+    return expert[1] if expert else computed_with(layer)
+
 
 WEIGHT: Final = ".weight"
 
@@ -42,7 +93,6 @@ class Layers(msgspec.Struct, frozen=True):
 
     @classmethod
     def joined(cls, found: Sequence[Layers]) -> Layers:
-        """Join the layers of several ranks."""
         return cls(
             frozenset(name for one in found for name in one.linear),
             frozenset(name for one in found for name in one.embeddings),
@@ -51,28 +101,17 @@ class Layers(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """Matrices that are quantised, and layers that are not.
-
-    Attributes:
-        names: Names of the matrices in the checkpoint.
-        ignored: Names of other layers that engines could take for linear layers.
-    """
+    """Names of matrices that are quantised, and of layers that are not, for engines to know."""
 
     names: frozenset[str]
     ignored: tuple[str, ...]
 
 
 def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers:
-    """Find the linear layers, experts and embeddings of a model.
+    """Find the linear layers, experts and embeddings of a model, which may have no data.
 
-    Experts are the parameters of modules named ``experts``, as in transformers.
-
-    Args:
-        model: The model, wrapped or not, with or without data.
-        saved: From the name of a live weight to its names in the checkpoint.
-
-    Raises:
-        ConfigError: The model is quantised already.
+    Experts are the parameters of modules named ``experts``, as in transformers. ``saved`` returns
+    the names in the checkpoint of a live weight.
     """
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
@@ -95,7 +134,6 @@ def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers
 
 
 def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
-    """Find the layers of the weights that this rank publishes; see :func:`layers_of`."""
     there = {
         weight.spec.name: [run.spec.name for run in weight.element_map.slots]
         for weight in source.weights
@@ -108,14 +146,7 @@ def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
 
 
 def layers_of_config(config: Mapping[str, Any]) -> Layers:
-    """Find the layers of a checkpoint by making its model without data.
-
-    Args:
-        config: Content of its ``config.json``.
-
-    Raises:
-        ConfigError: transformers is missing, or cannot make the model.
-    """
+    """Find the layers of a checkpoint by making the model of its ``config.json`` without data."""
     if config.get("quantization_config"):
         raise ConfigError("the checkpoint is quantised already", hint=ALREADY)
     model = _without_data(config)
@@ -162,14 +193,8 @@ def _without_data(config: Mapping[str, Any]) -> nn.Module:
 def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> Choice:
     """Choose the matrices of a model that are quantised.
 
-    Args:
-        source: The model; ``specs`` and ``aliases`` of all ranks.
-        layers: Its layers, of all ranks.
-        quantization: The recipe, and the layers to leave.
-
-    Raises:
-        ConfigError: A weight has another dtype or shape than can be quantised, there is none, or a
-            layer is left that engines compute as one with others.
+    Refused are weights of another dtype or shape than can be quantised, and layers that engines
+    compute as one with others that are left.
     """
     linear = layers.linear - layers.embeddings - layers.tied
     wanted = [

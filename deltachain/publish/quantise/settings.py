@@ -4,16 +4,80 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from typing_extensions import override
+
 from deltachain.errors import ConfigError
 from deltachain.kinds import check_kinds, names_checked
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.name_registry import NameRegistry
+from deltachain.publish.model.kept_files import CONFIG_FILE
+from deltachain.publish.quantise.compressed import (
+    FP8_ROW,
+    FP8_TENSOR,
+    INT8_ROW,
+    MXFP4,
+    MXFP8,
+    NVFP4A16,
+)
+from deltachain.publish.quantise.finegrained import FP8_BLOCK, FP8_BLOCK_UE8M0
+from deltachain.publish.quantise.recipe import Recipe
 
-CONFIG_FILE: Final = "config.json"
+GROUP: Final = "deltachain.recipes"
+"""Entry point group of recipes; each object is a :class:`Recipe`."""
+
+
+class RecipeRegistry(Mapping[str, Recipe]):
+    """Recipes by name. Those of other packages are imported when exactly their name is met."""
+
+    def __init__(self, recipes: Iterable[Recipe]) -> None:
+        self._registry = NameRegistry(GROUP, Recipe, "acme.ternary", recipes)
+
+    @override
+    def __getitem__(self, name: str) -> Recipe:
+        found = self._registry.find(name)
+        if found is None:
+            raise KeyError(name)
+        return found
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return self._registry.names()
+
+    @override
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def register(self, recipe: Recipe) -> None:
+        """Register a recipe of another package in this process.
+
+        Raises:
+            ConfigError: The name is taken, or has no dot: such names are reserved for deltachain.
+        """
+        self._registry.register(recipe)
+
+    def chosen(self, name: str) -> Recipe:
+        """Return the recipe chosen by a user, or refuse its name."""
+        found = self._registry.find(name)
+        if found is not None:
+            return found
+        failure = self._registry.failure(name)
+        if failure is not None:
+            raise ConfigError(f"quantization={name!r}: {failure}", hint="repair that package")
+        raise ConfigError(
+            f"quantization={name!r}: no such recipe",
+            hint=f"expected one of: {', '.join(sorted(self))}; other recipes come with packages",
+        )
+
+
+RECIPES: Final = RecipeRegistry(
+    (FP8_BLOCK, FP8_BLOCK_UE8M0, FP8_ROW, FP8_TENSOR, INT8_ROW, MXFP4, MXFP8, NVFP4A16)
+)
+"""All recipes."""
+
 
 PATTERN: Final = "re:"
 """Prefix of a regular expression, as in compressed-tensors."""

@@ -1,51 +1,177 @@
 """Quantised tensors of a model: codes and scales of the live weights, made anew for every version.
 
-No quantised copy is kept: codes are pending until they are compared with the snapshot, and made by
-kernels then; where there are none, the library makes them, one tensor at a time.
+No quantised copy is kept: the codes of one matrix at a time are compared with the snapshot.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
-from deltachain.kernels.factors import Factors, Quantising, codes_by_factors
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.proven import fused_is_proven
-from deltachain.kernels.reference import Changes
+from deltachain.kernels import host
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
-from deltachain.publish.model.source import ModelTensors, Pending, Weight, specs_of
-from deltachain.publish.quantise import host_codes
-from deltachain.publish.quantise.amax import (
-    Blocks,
-    CutBlocks,
-    Shared,
-    cut_blocks,
-    exchange,
-    whole_amax,
-    whole_block,
-    window_amax,
-    with_shared,
+from deltachain.publish.model.source import ModelTensors, Weight, cast_to, specs_of
+from deltachain.publish.quantise.layers import WEIGHT, computed_with
+from deltachain.publish.quantise.recipe import (
+    Band,
+    Grid,
+    Margins,
+    Recipe,
+    Rounding,
+    Stored,
+    rounded,
 )
-from deltachain.publish.quantise.block_checks import LEAVE, BlockChecks
-from deltachain.publish.quantise.fused import computed_with
-from deltachain.publish.quantise.grid import Grid
-from deltachain.publish.quantise.host_codes import block_scales
-from deltachain.publish.quantise.layers import WEIGHT
-from deltachain.publish.quantise.recipe import Margins, Recipe
-from deltachain.publish.quantise.stored import Stored
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.snapshot_memory import Kept
+from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.torch_names import TORCH_DTYPES
-from deltachain.types import Bits, TensorSpec
+from deltachain.types import Indices, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+MESSAGE_NBYTES: Final = 2 << 20
+"""Largest size of what a rank sends at a time, in bytes, before text encoding."""
+
+WHOLE: Final = "all of "
+"""Prefix of the name of what is shared by matrices that engines load into one."""
+
+_LEAVE: Final = (
+    "leave its layer out of the quantisation: quantization=Quantization(..., ignore=...)"
+)
+
+
+class CutBlocks(msgspec.Struct, frozen=True):
+    """Largest magnitudes of the blocks of one matrix that extend beyond a rank's window.
+
+    Attributes:
+        name: Name of the matrix in the checkpoint, or of what several are loaded into.
+        blocks: Flat indices into its grid, ascending; int64.
+        amax: Largest magnitude in the window of each, as fp32.
+    """
+
+    name: str
+    blocks: bytes
+    amax: bytes
+
+
+class CutMessage(msgspec.Struct, frozen=True):
+    found: tuple[CutBlocks, ...]
+    more: bool
+
+
+Blocks: TypeAlias = tuple[Indices, npt.NDArray[np.float32]]
+"""Ascending flat indices into a grid, and the largest magnitude of each block."""
+
+
+def window_amax(values: Tensor, grid: Grid, window: Box) -> Tensor:
+    """Compute the largest magnitude of each block of a window, of its elements in the window.
+
+    The result has the shape of ``Grid.counts`` and the dtype of the values, ``(rows, columns)``; it
+    is not finite where a value is not.
+    """
+    counts, (_, sides) = grid.counts(window), grid.margins(window)
+    found = values.new_zeros(counts)
+    for band in grid.bands(window):
+        part = found[band.blocks]
+        blocks = _in_blocks(values[band.rows], band, sides, part)
+        torch.maximum(part, blocks.abs().amax((1, 3)), out=part)
+    return found
+
+
+def _in_blocks(piece: Tensor, band: Band, sides: tuple[int, int], like: Tensor) -> Tensor:
+    """Return the rows of a band by block, ``(R, rows, C, columns)``; zeros are what it lacks.
+
+    ``like`` has an element for each of these blocks, ``(R, C)``.
+    """
+    if band.before or band.after or any(sides):
+        piece = pad(piece, (*sides, band.before, band.after))
+    rows, columns = piece.shape[0] // like.shape[0], piece.shape[1] // like.shape[1]
+    return piece.view(like.shape[0], rows, like.shape[1], columns)
+
+
+def _cut_blocks(name: str, grid: Grid, window: Box, amax: Tensor) -> CutBlocks:
+    at, blocks = _cut(grid, window)
+    found = amax.float().cpu().numpy()[at]
+    return CutBlocks(name, blocks.astype("<i8").tobytes(), found.astype("<f4").tobytes())
+
+
+def _with_shared(shared: Blocks, grid: Grid, window: Box, amax: Tensor) -> Tensor:
+    """Return the largest magnitudes of a window's blocks, of all their elements."""
+    at, blocks = _cut(grid, window)
+    if not blocks.size:
+        return amax
+    found = amax.cpu().clone()
+    whole = shared[1][np.searchsorted(shared[0], blocks)]
+    found[torch.from_numpy(at[0]), torch.from_numpy(at[1])] = torch.from_numpy(whole).to(amax.dtype)
+    return found.to(amax.device)
+
+
+def _cut(grid: Grid, window: Box) -> tuple[tuple[Indices, Indices], Indices]:
+    """Return where a window's cut blocks are among its blocks, and their indices in the grid."""
+    rows, columns = np.nonzero(grid.cut(window))
+    first = grid.first(window)
+    return (rows, columns), (rows + first[0]) * grid.shape[1] + (columns + first[1])
+
+
+def exchange(ranks: Ranks, topic: str, mine: Iterable[CutBlocks]) -> dict[str, Blocks]:
+    """Exchange the largest magnitudes of shared blocks with all ranks; no weights are sent.
+
+    Args:
+        ranks: All publishing ranks.
+        topic: Unique name of the exchange.
+        mine: Blocks of this rank's windows that extend beyond them. An error while they are found
+            reaches all ranks.
+
+    Returns:
+        The blocks of ``mine``, each with the largest magnitude on any rank; NaN if one is NaN.
+    """
+    found: dict[str, list[CutBlocks]] = {}
+    rest: Iterator[CutMessage] = iter(())
+    more, number = True, 0
+    while more:
+        with Collective(ranks, f"{topic}/{number}") as collective:
+            if not number:
+                blocks = tuple(mine)
+                found, rest = {one.name: [] for one in blocks}, _messages(blocks)
+            message = next(rest, CutMessage((), more=False))
+            messages = collective.all_gather(message, CutMessage)
+        for one in (one for message in messages for one in message.found if one.name in found):
+            found[one.name].append(one)
+        more, number = any(message.more for message in messages), number + 1
+    return {name: _joined(pieces) for name, pieces in found.items()}
+
+
+def _messages(mine: Sequence[CutBlocks]) -> Iterator[CutMessage]:
+    part: list[CutBlocks] = []
+    nbytes = 0
+    for one in mine:
+        size = len(one.blocks) + len(one.amax)
+        if part and nbytes + size > MESSAGE_NBYTES:
+            yield CutMessage(tuple(part), more=True)
+            part, nbytes = [], 0
+        part.append(one)
+        nbytes += size
+    yield CutMessage(tuple(part), more=False)
+
+
+def _joined(pieces: Sequence[CutBlocks]) -> Blocks:
+    blocks = np.concatenate([np.frombuffer(piece.blocks, "<i8") for piece in pieces])
+    amax = np.concatenate([np.frombuffer(piece.amax, "<f4") for piece in pieces])
+    order = np.argsort(blocks, kind="stable")
+    distinct, starts = np.unique(blocks[order], return_index=True)
+    if not distinct.size:
+        return distinct, amax
+    return distinct, np.maximum.reduceat(amax[order], starts)  # NaN, where there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,37 +190,21 @@ class Matrix:
     start: int
     name: str
 
-    def live(self, weight: Weight) -> Tensor:
-        """Return the ``(rows, columns)`` of a live weight; shares its memory."""
-        local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
-        return local.view(self.window.shape)
-
     def of(self, weight: Weight) -> Tensor:
-        """Return them in the dtype of the checkpoint."""
-        return self.live(weight).to(TORCH_DTYPES[self.spec.dtype])
+        """Return the ``(rows, columns)`` of a live weight in the dtype of the checkpoint."""
+        local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
+        return cast_to(self.spec.dtype, local).view(self.window.shape)
+
+    def key(self, stored: Stored) -> str:
+        return f"{self.name}: {stored.suffix}" if ": " in self.name else stored.name(self.name)
+
+    @property
+    def group(self) -> str:
+        return computed_with(self.spec.name.removesuffix(WEIGHT))
 
 
-def check_whole(weight: TensorSpec, recipe: Recipe) -> None:
-    """Refuse a matrix that ends within a block, if the library does.
-
-    Raises:
-        ConfigError: It does.
-    """
-    columns, width = weight.shape[1], recipe.block[1]
-    if recipe.whole_blocks and columns % width:
-        raise ConfigError(
-            f"{weight.name!r} has {columns} columns, and {recipe.name} quantises {width} at a "
-            "time, without a rest",
-            hint=LEAVE,
-        )
-
-
-def matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[Matrix, ...]:
-    """Return the matrices of a live weight that are quantised: all or none.
-
-    Raises:
-        ConfigError: Not all are, or one cannot be quantised as this rank holds it.
-    """
+def _matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[Matrix, ...]:
+    """Return the matrices of a live weight that are quantised: all or none."""
     runs = weight.element_map.slots
     chosen = [run.spec.name for run in runs if run.spec.name in names]
     if not chosen:
@@ -110,15 +220,15 @@ def matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[Ma
         raise ConfigError(
             f"{chosen[0]!r} cannot be quantised: the model has it in another order, as part of "
             f"{weight.spec.name!r}",
-            hint=LEAVE,
+            hint=_LEAVE,
         )
     found = [_matrix(weight, run) for run in runs]
     for matrix in found:
-        _check_codes(matrix, recipe)
+        _refuse_divided_codes(matrix, recipe)
     return tuple(matrix for matrix in found if matrix.window.numel)
 
 
-def _check_codes(matrix: Matrix, recipe: Recipe) -> None:
+def _refuse_divided_codes(matrix: Matrix, recipe: Recipe) -> None:
     """Refuse a window whose edge divides codes that are stored as one element."""
     packed, window = recipe.codes, matrix.window
     if window.numel and any(map(any, packed.grid(matrix.spec).margins(window))):
@@ -142,12 +252,12 @@ def _matrix(weight: Weight, run: ElementRun) -> Matrix:
         raise ConfigError(
             f"{spec.name!r} has shape {spec.shape} and cannot be quantised: it is no matrix of "
             f"whole rows of {weight.spec.name!r}, which has shape {box.full}",
-            hint=LEAVE,
+            hint=_LEAVE,
         )
     height = math.prod(box.full[-2:-1]) or 1
     above = run.start // columns % height  # rows of the live weight before the run
     if above + run.numel // columns > height:
-        raise ConfigError(f"{spec.name!r} is spread over {weight.spec.name!r}", hint=LEAVE)
+        raise ConfigError(f"{spec.name!r} is spread over {weight.spec.name!r}", hint=_LEAVE)
     low, high = box.before(run.start), box.before(run.start + run.numel)
     held = box.shape[-1]
     rows = (high - low) // held if held else 0
@@ -160,185 +270,33 @@ def _matrix(weight: Weight, run: ElementRun) -> Matrix:
     return Matrix(spec, window, low, name)
 
 
-# No copy of the weights is cast, and no copy of their codes is made. Largest magnitudes of what a
-# device compares are checked afterwards, and the diff is taken back if they are refused.
-
-
-PIECE: Final = 1 << 22
-"""Codes made at a time in torch operations: bounds what these allocate."""
-
-
-def can_wait(where: torch.device) -> bool:
-    """Return whether kernels quantise weights there while they compare them."""
-    return fused_is_proven(where) if where.type == "cuda" else host_codes.can_make(where)
-
-
-@dataclass(slots=True)
-class PendingCodes:
-    """Codes of a window that nobody has made yet: a ``Pending``.
-
-    Attributes:
-        values: The window, ``(rows, columns)``, in bf16, or in fp32 if it is published as bf16.
-        grid: Blocks of the matrix.
-        window: Position of the window.
-        recipe: How to quantise.
-        shared: Blocks that the window has a part of, on any rank; none if no block is cut.
-        accept: Function that checks the largest magnitudes and scales of the window's blocks.
-        is_accepted: Whether they were checked.
-    """
-
-    values: Tensor
-    grid: Grid
-    window: Box
-    recipe: Recipe
-    shared: Blocks | None
-    accept: Callable[[Tensor, Tensor], None]
-    is_accepted: bool = False
-    _amax: Tensor | None = field(default=None, repr=False)
-    _scales: Tensor | None = field(default=None, repr=False)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-        return self.values.device
-
-    def to(self, device: torch.device) -> PendingCodes:
-        """Return the codes of a copy of the weights on a device."""
-        return replace(self, values=self.values.to(device), _amax=None, _scales=None)
-
-    def window_amax(self) -> Tensor:
-        """Return the largest magnitude of each block, of its weights in the window, in bf16."""
-        if host_codes.can_make(self.device):
-            return host_codes.amax(self.values, self.grid, self.window)
-        return window_amax(self.values, self.grid, self.window).to(torch.bfloat16)
-
-    def amax(self) -> Tensor:
-        """Return the largest magnitude of each block, of all its weights, in bf16."""
-        if self._amax is None:
-            self._amax = self._with_shared(self.window_amax())
-        return self._amax
-
-    def scales(self) -> Tensor:
-        """Return the scale of each block; 0 or NaN where there is none."""
-        if self._scales is None:
-            self._scales = block_scales(self.recipe, self.device).scales_of(self.amax())
-        return self._scales
-
-    def make(self) -> Tensor:
-        """Make the codes, ``(rows, columns)``.
-
-        Raises:
-            ConfigError: A weight is not finite, or a scale is no positive finite number.
-        """
-        self._accept()
-        if host_codes.can_make(self.device):
-            table = block_scales(self.recipe, self.device).factors_of(self.amax())
-            return host_codes.make(self.values, self.grid, self.window, table, self.recipe)
-        flat, factors = self.values.view(-1), self._factors()
-        codes = torch.empty(flat.numel(), dtype=torch.uint8, device=self.device)
-        for start in range(0, flat.numel(), PIECE):
-            piece = slice(start, start + PIECE)
-            codes[piece] = codes_by_factors(flat[piece], factors, start)
-        return codes.view(TORCH_DTYPES[self.recipe.codes.dtype]).view(self.values.shape)
-
-    def diff_(self, snapshot: Bits) -> Changes:
-        """Find the codes that differ from a snapshot on the host, and copy them there.
-
-        Args:
-            snapshot: Flat bits of the window's codes.
-
-        Raises:
-            ConfigError: As ``make``; the snapshot is as it was.
-        """
-        nothing = torch.zeros(self.grid.counts(self.window), dtype=torch.bfloat16)
-        changes, self._amax = host_codes.diff_(
-            snapshot,
-            self.values,
-            self.grid,
-            self.window,
-            self._with_shared(nothing),
-            self.recipe,
-        )
-        self._accept()
-        return changes
-
-    def compared(self, name: str, kept: Kept) -> Compared:
-        """Return the weights for the diff on a device, with their factors; nothing is checked."""
-        dtype = TORCH_DTYPES[self.recipe.codes.dtype]
-        flat = self.values.view(-1)
-        return Compared(name, kept.slab, kept.at, flat, dtype, kept.resident, self._factors())
-
-    def _factors(self) -> Factors:
-        (above, _), (left, _) = self.grid.margins(self.window)
-        how = Quantising(self.recipe.rounding, self.grid.given)
-        factors = block_scales(self.recipe, self.device).factors_of(self.amax())
-        return Factors(factors, self.window.shape[1], (above, left), how)
-
-    def _accept(self) -> None:
-        if not self.is_accepted:
-            self.accept(self.amax(), self.scales())
-            self.is_accepted = True
-
-    def _with_shared(self, amax: Tensor) -> Tensor:
-        if self.shared is None:
-            return amax
-        return with_shared(self.shared, self.grid, self.window, amax)
-
-
 @dataclass(slots=True)
 class QuantisedTensors:
-    """Codes and scales of a rank's weights, beside those that are published as they are.
-
-    Attributes:
-        live_weights: Function that yields the weights in the dtypes of the model.
-        matrices: Quantised matrices, by name of the live weight.
-        recipe: How they are quantised.
-        ranks: All publishing ranks.
-    """
+    """Codes and scales of a rank's weights, beside those that are published as they are."""
 
     live_weights: Callable[[], Iterator[Weight]]
     matrices: Mapping[str, tuple[Matrix, ...]]
     recipe: Recipe
     ranks: Ranks
-    _shared: Shared = field(default_factory=dict)
-    _checks: BlockChecks = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._checks = BlockChecks(self.recipe)
+    _shared: Mapping[str, Blocks] = field(default_factory=dict)
+    _warned: set[str] = field(default_factory=set)
 
     def agree(self, topic: str) -> None:
         """Agree with all ranks on the scales of blocks that several of them hold parts of.
 
         Must be called before each iteration over ``tensors``, with weights that do not change until
-        its end.
-
-        Args:
-            topic: Unique name of the version among the ranks.
-
-        Raises:
-            ConfigError: The recipe has global scales, and a weight is not finite.
-            RankError: Another rank failed, or did not answer in time.
+        its end; ``topic`` is a unique name of the version among the ranks.
         """
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
 
-    def tensors(self) -> Iterator[tuple[str, Tensor | Pending]]:
-        """Yield all tensors that this rank publishes; codes are pending where kernels make them.
-
-        Raises:
-            ConfigError: A weight or a scale is not finite: at the end, of weights on a device.
-        """
-        self._checks.forget()
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield all tensors that this rank publishes; refuse what is not finite."""
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
                 yield weight.spec.name, weight.tensor
             for matrix in matrices or ():
-                pending = self._pending(matrix, weight)
-                if pending is None:
-                    yield from self._quantised(matrix, matrix.of(weight))
-                else:
-                    yield from self._after(matrix, pending)
-        self._checks.settle()
+                yield from self._quantised(matrix, matrix.of(weight))
 
     def _cut_blocks(self) -> Iterator[CutBlocks]:
         has_global, recipe = self.recipe.global_scale is not None, self.recipe
@@ -351,74 +309,66 @@ class QuantisedTensors:
         for weight in self.live_weights():
             for matrix in wanted.get(weight.spec.name, ()):
                 grid, name = recipe.grid(matrix.spec), matrix.spec.name
-                pending = self._pending(matrix, weight)
-                if pending is None:
-                    amax = window_amax(matrix.of(weight), grid, matrix.window)
-                else:
-                    amax = pending.window_amax()
+                amax = window_amax(matrix.of(weight), grid, matrix.window)
                 if has_global:
-                    self._checks.check_values(name, amax)  # here, where the name is known
-                    yield whole_block(_group(name), amax)
+                    _refuse_infinite(name, amax)  # here, where the name is known
+                    most = amax.float().max().cpu().numpy().astype("<f4")
+                    yield CutBlocks(WHOLE + matrix.group, bytes(8), most.tobytes())
                 if grid.cut(matrix.window).any():
-                    yield cut_blocks(name, grid, matrix.window, amax)
-
-    def _pending(self, matrix: Matrix, weight: Weight) -> PendingCodes | None:
-        """Return the codes of a matrix as pending ones, if kernels make them where it is."""
-        if not may_wait(matrix, weight, self.recipe):
-            return None
-        is_master = weight.tensor.dtype == torch.float32
-        values = matrix.live(weight) if is_master else matrix.of(weight)
-        name, grid = matrix.spec.name, self.recipe.grid(matrix.spec)
-        accept = partial(self._checks.check, name)
-        return PendingCodes(
-            values, grid, matrix.window, self.recipe, self._shared.get(name), accept
-        )
-
-    def _after(
-        self, matrix: Matrix, pending: PendingCodes
-    ) -> Iterator[tuple[str, Tensor | Pending]]:
-        """Yield pending codes, and the scales that their use has found."""
-        yield _key(self.recipe.codes, matrix), pending
-        scales = pending.scales()
-        if not pending.is_accepted:
-            self._checks.check_later(matrix.spec.name, pending.amax(), scales)
-        yield from self._scales(matrix, scales)
+                    yield _cut_blocks(name, grid, matrix.window, amax)
 
     def _quantised(self, matrix: Matrix, values: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a matrix by the library."""
         recipe, window, name = self.recipe, matrix.window, matrix.spec.name
-        arithmetic, grid = recipe.arithmetic, recipe.grid(matrix.spec)
+        arithmetic, grid, over = recipe.arithmetic, recipe.grid(matrix.spec), recipe.global_scale
         amax, global_scale = window_amax(values, grid, window), None
         if name in self._shared:
-            amax = with_shared(self._shared[name], grid, window, amax)
-        self._checks.check_values(name, amax)
+            amax = _with_shared(self._shared[name], grid, window, amax)
+        _refuse_infinite(name, amax)
         if arithmetic.global_scale is not None:
-            whole = whole_amax(self._shared, _group(name), amax)
-            global_scale = arithmetic.global_scale(whole)
+            most = torch.from_numpy(self._shared[WHOLE + matrix.group][1].copy())
+            global_scale = arithmetic.global_scale(most.to(amax.dtype).to(amax.device))
         scales = arithmetic.scales(amax, global_scale)
-        self._checks.check(name, amax, arithmetic.multipliers(amax, scales, global_scale))
-        codes = make_codes(recipe, values, grid, window, amax, global_scale)
-        yield _key(recipe.codes, matrix), codes
-        yield from self._scales(matrix, scales)
-        over = recipe.global_scale
-        if over is not None and global_scale is not None and over.box(matrix.spec, window).numel:
-            yield _key(over, matrix), global_scale
-
-    def _scales(self, matrix: Matrix, scales: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield the scales that this rank owns of those of a window's blocks, if there are any."""
-        stored, grid = self.recipe.scales, self.recipe.grid(matrix.spec)
-        owned = grid.owned(matrix.window)
+        self._check_scales(name, amax, arithmetic.multipliers(amax, scales, global_scale))
+        yield matrix.key(recipe.codes), make_codes(recipe, values, grid, window, amax, global_scale)
+        owned = grid.owned(window)
         if owned.numel:
-            first = grid.first(matrix.window)
+            first = grid.first(window)
             row, column = (o - f for o, f in zip(owned.offset, first, strict=True))
             mine = scales[row : row + owned.shape[0], column : column + owned.shape[1]]
-            shape = stored.box(matrix.spec, matrix.window).shape
-            yield _key(stored, matrix), mine.contiguous().view(shape)
+            shape = recipe.scales.box(matrix.spec, window).shape
+            yield matrix.key(recipe.scales), mine.contiguous().view(shape)
+        if over is not None and global_scale is not None and over.box(matrix.spec, window).numel:
+            yield matrix.key(over), global_scale
+
+    def _check_scales(self, name: str, amax: Tensor, multipliers: Tensor) -> None:
+        """Refuse scales of 0 and infinite ones; name, once, weights that become 0 by theirs."""
+        values = multipliers.float()
+        if not bool((torch.isfinite(values) & (values > 0)).all()):
+            raise ConfigError(
+                f"{name!r}: a scale is not a positive finite number: its weights are too small or "
+                "too large",
+                hint=_LEAVE,
+            )
+        zeros = (amax > 0) & (amax.double() <= multipliers.double() * (self.recipe.smallest / 2))
+        if name not in self._warned and (count := int(zeros.sum())):
+            self._warned.add(name)
+            logger.warning(
+                "%r: weights of at most %.1e are published as 0 in %d of %d blocks: %s has no "
+                "scale as small, and gives them codes of 0",
+                name,
+                float(amax[zeros].max()),
+                count,
+                zeros.numel(),
+                self.recipe.library,
+            )
 
 
-def may_wait(matrix: Matrix, weight: Weight, recipe: Recipe) -> bool:
-    """Return whether codes of a live weight are made by kernels as they are compared."""
-    return recipe.has_kernel and matrix.spec.dtype == "BF16" and can_wait(weight.tensor.device)
+def _refuse_infinite(name: str, amax: Tensor) -> None:
+    if not bool(torch.isfinite(amax).all()):
+        raise ConfigError(
+            f"{name!r} has values that are not finite, and cannot be quantised",
+            hint="the training diverged, or the weight overflows its dtype; nothing was published",
+        )
 
 
 def make_codes(
@@ -429,26 +379,30 @@ def make_codes(
     amax: Tensor,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """Make the codes of a window by the library.
+    """Make the codes of a window, those of bf16 weights on the host by a kernel where there is one.
 
-    Args:
-        recipe: How to quantise.
-        values: The window, ``(rows, columns)``.
-        grid: Blocks of the matrix.
-        window: Position of the window.
-        amax: Largest magnitude of each block of the window, of the whole block.
-        global_scale: That of the checkpoint, if the recipe has one.
-
-    Raises:
-        ConfigError: The recipe's codes are not those that it describes.
+    ``amax`` has the largest magnitude of each block of the window, of the whole block.
     """
+    arithmetic, (_, (left, right)) = recipe.arithmetic, grid.margins(window)
     shape = values.shape[0], values.shape[1] // recipe.codes.block[1]
     codes = torch.empty(shape, dtype=TORCH_DTYPES[recipe.codes.dtype], device=values.device)
-    _, (left, right) = grid.margins(window)
+    factors = None
+    if arithmetic.rounding is not None and values.dtype == torch.bfloat16:
+        factors = arithmetic.factors(amax, arithmetic.scales(amax))
+        if has_kernel(values.device):
+            _by_kernel(arithmetic.rounding, values, factors, grid, window, codes)
+            return codes
     for band in grid.bands(window):
+        piece, part = values[band.rows], codes[band.rows]
+        if arithmetic.rounding is not None and factors is not None:
+            by = factors[band.blocks]
+            blocks = _in_blocks(piece, band, (left, right), by)
+            made = rounded(arithmetic.rounding, blocks, by[:, None, :, None])
+            made = made.view(-1, left + piece.shape[1] + right)
+            part.copy_(made[band.before : band.before + part.shape[0], left : left + part.shape[1]])
+            continue
         margins = Margins(band.before, band.after, left, right)
-        made = recipe.arithmetic.codes(values[band.rows], amax[band.blocks], margins, global_scale)
-        part = codes[band.rows]
+        made = arithmetic.codes(piece, amax[band.blocks], margins, global_scale)
         if (made.dtype, made.shape) != (part.dtype, part.shape):
             raise ConfigError(
                 f"recipe {recipe.name} made codes of {made.dtype} {tuple(made.shape)}, and "
@@ -459,16 +413,20 @@ def make_codes(
     return codes
 
 
-def _group(weight: str) -> str:
-    """Return the name of what engines load a matrix into."""
-    return computed_with(weight.removesuffix(WEIGHT))
+def has_kernel(where: torch.device) -> bool:
+    """Return whether numba makes the codes of weights there."""
+    return where.type == "cpu" and str(host.NAME) == "numba"
 
 
-def _key(stored: Stored, matrix: Matrix) -> str:
-    """Return the name of a tensor of a matrix among the tensors of this rank."""
-    if ": " in matrix.name:
-        return f"{matrix.name}: {stored.suffix}"
-    return stored.name(matrix.name)
+def _by_kernel(
+    rounding: Rounding, values: Tensor, factors: Tensor, grid: Grid, window: Box, codes: Tensor
+) -> None:
+    from deltachain.kernels.codes import KINDS, quantise_codes  # noqa: PLC0415 - numba is slow
+
+    (above, _), (left, _) = grid.margins(window)
+    by = np.ascontiguousarray(factors.numpy())
+    bits, out = values.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy()
+    quantise_codes(bits, by, (above, left), grid.block, out, KINDS[rounding])
 
 
 def quantise(
@@ -484,23 +442,30 @@ def quantise(
 
     Returns:
         The tensors to publish. Their ``agree`` must be called before each iteration over them.
-
-    Raises:
-        ConfigError: A matrix cannot be quantised.
     """
     for spec in source.specs:
-        if spec.name in names:
-            check_whole(spec, recipe)
+        width = recipe.block[1]
+        if spec.name in names and recipe.whole_blocks and spec.shape[1] % width:
+            raise ConfigError(
+                f"{spec.name!r} has {spec.shape[1]} columns, and {recipe.name} quantises {width} "
+                "at a time, without a rest",
+                hint=_LEAVE,
+            )
     held = {
         weight.spec.name: found
         for weight in source.weights
-        if (found := matrices(weight, names, recipe))
+        if (found := _matrices(weight, names, recipe))
     }
-    specs = [quantised for spec in source.specs for quantised in _specs(spec, names, recipe)]
+    specs = [
+        made
+        for spec in source.specs
+        for made in (recipe.specs(spec) if spec.name in names else (spec,))
+    ]
     made = QuantisedTensors(source.live_weights, held, recipe, ranks)
     weights = [weight for weight in source.weights if weight.spec.name not in held]
-    for found in held.values():
-        weights += [one for matrix in found for one in _weights(matrix, recipe)]
+    weights += [
+        one for found in held.values() for matrix in found for one in _weights(matrix, recipe)
+    ]
     aliases = dict(source.aliases)
     for alias, name in source.aliases.items():
         if name in names:
@@ -513,39 +478,18 @@ def quantise(
         aliases=aliases,
         has_own_checks=True,
         attached=None,
-        one_by_one=source.one_by_one or not _all_wait(source.live_weights(), held, recipe),
+        one_by_one=True,
         live=made.tensors,
         agree=made.agree,
         ext={RECIPE: dict(recipe.record())},
     )
 
 
-def _all_wait(
-    weights: Iterable[Weight], held: Mapping[str, Sequence[Matrix]], recipe: Recipe
-) -> bool:
-    """Return whether no codes are made and no weights are cast: memory may not hold many."""
-    return all(
-        may_wait(matrix, weight, recipe) and weight.tensor.dtype in (torch.bfloat16, torch.float32)
-        for weight in weights
-        for matrix in held.get(weight.spec.name, ())
-    )
-
-
-def _specs(spec: TensorSpec, names: Collection[str], recipe: Recipe) -> tuple[TensorSpec, ...]:
-    if spec.name not in names:
-        return (spec,)
-    return recipe.specs(spec)
-
-
 def _weights(matrix: Matrix, recipe: Recipe) -> Iterator[Weight]:
-    """Return the tensors that a matrix becomes as weights of this rank, without data."""
     for stored in recipe.tensors:
-        box = stored.box(matrix.spec, matrix.window)
+        box, spec = stored.box(matrix.spec, matrix.window), stored.spec(matrix.spec)
         if box.numel:
-            yield _weight(_key(stored, matrix), stored.spec(matrix.spec), box)
-
-
-def _weight(name: str, spec: TensorSpec, box: Box) -> Weight:
-    gone = torch.empty(box.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
-    straight = ElementMap.straight(spec, box)
-    return Weight(replace(spec, name=name), gone, frozen=False, element_map=straight)
+            gone = torch.empty(box.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
+            straight = ElementMap.straight(spec, box)
+            named = replace(spec, name=matrix.key(stored))
+            yield Weight(named, gone, frozen=False, element_map=straight)

@@ -2,19 +2,176 @@
 
 from __future__ import annotations
 
+import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from types import TracebackType
-from typing import Final, Self, TypeVar, cast
+from typing import Any, Final, Self, TypeVar, cast
 
 import msgspec
+import torch.distributed as dist
 
 from deltachain import errors
 from deltachain.errors import DeltaChainError, RankError
 from deltachain.format.json_guards import decode
-from deltachain.publish.ranks.channel import Ranks
 from deltachain.types import Version
+
+# Messages use the key-value store of ``torch.distributed`` instead of its collectives: a collective
+# that times out leaves its process group unusable, whereas a late rank here reads the decision made
+# without it and continues.
+
+
+EVERY_RANK: Final = "every rank makes a publisher and attaches it, whatever it holds"
+
+
+class Ranks:
+    """Group of a trainer's ranks, or a single process.
+
+    Every rank calls the same methods, with the same topics, in the same order in each thread.
+
+    Attributes:
+        number: Rank of this process.
+        count: Number of ranks.
+        deadline_s: Longest delay of a rank behind the others, in seconds.
+    """
+
+    def __init__(self, number: int, count: int, deadline_s: float, store: Any = None) -> None:  # noqa: ANN401
+        self.number, self.count, self.deadline_s = number, count, deadline_s
+        self._store = store
+        self._posted: list[str] = []
+
+    @classmethod
+    def alone(cls) -> Ranks:
+        return cls(0, 1, 0.0)
+
+    @classmethod
+    def join(cls, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> Ranks:
+        """Join the ranks of a ``torch.distributed`` group, all ranks by default.
+
+        Raises:
+            RankError: A rank did not join in time. Ranks that join again meet waiting ones.
+        """
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
+            return cls.alone()
+        number, count = dist.get_rank(group), dist.get_world_size(group)
+        c10d: Any = dist.distributed_c10d
+        place = f"deltachain/{'all' if group is None else group.group_name}"
+        shared = c10d._get_default_store().clone()
+        lobby = cls(number, count, deadline_s, c10d.PrefixStore(place, shared))
+        name = lobby._rendezvous()
+        return cls(number, count, deadline_s, c10d.PrefixStore(f"{place}/{name}", shared))
+
+    def _rendezvous(self) -> str:
+        """Meet all ranks on rank 0; return a group name not used by any earlier attempt."""
+        mine = uuid.uuid4().hex
+        join_key = f"join/{self.number}"
+        self._call(lambda: self._store.set(join_key, mine))
+        try:
+            if self.leads:
+                return self._answer_joins(mine)
+            answer = self._wait([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
+        finally:
+            self._call(lambda: self._store.delete_key(join_key))
+        name, _, refusal = answer.partition(":")
+        if refusal:
+            raise RankError(refusal, hint=EVERY_RANK)
+        return name
+
+    def _answer_joins(self, name: str) -> str:
+        """Wait for the join key of every rank; send the group name, or the missing ranks."""
+        join_keys = [f"join/{number}" for number in range(self.count)]
+        refusal = None
+        try:
+            self._wait(join_keys, self.deadline_s)
+        except RankError as exc:
+            refusal = RankError(str(exc.args[0]), hint=EVERY_RANK)
+        for key in join_keys[1:]:
+            if self._is_posted(key):
+                joined = self._call(lambda key=key: self._store.get(key)).decode()
+                answer = f"{name}:{refusal.args[0] if refusal else ''}"
+                self._call(
+                    lambda to=f"answers/{joined}", answer=answer: self._store.set(to, answer)
+                )
+        if refusal is not None:
+            raise refusal
+        return name
+
+    def clone(self) -> Ranks:
+        store = None if self._store is None else self._store.clone()
+        return Ranks(self.number, self.count, self.deadline_s, store)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which commits."""
+        return self.number == 0
+
+    def gather(self, topic: str, message: bytes) -> list[bytes]:
+        """Send a message to rank 0, which gets those of all ranks, in their order."""
+        self._post(f"{topic}/{self.number}", message)
+        if not self.leads:
+            return []
+        messages = self._wait(self._keys(topic), self.deadline_s)
+        self._clean_up()  # every sender has read all earlier messages
+        return messages
+
+    def broadcast(self, topic: str, message: bytes | None) -> bytes:
+        """Send a message of rank 0 to all ranks; the others give ``None``."""
+        if message is not None:
+            self._post(topic, message)
+            return message
+        # Rank 0 may itself wait for other ranks, and then for its store.
+        message = self._wait([topic], 3 * self.deadline_s)[0]
+        self._clean_up()
+        return message
+
+    def all_gather(self, topic: str, message: bytes) -> list[bytes]:
+        """Exchange a message with all ranks; return the messages in the order of ranks."""
+        self._post(f"{topic}/{self.number}", message)
+        return self._wait(self._keys(topic), self.deadline_s)
+
+    def _keys(self, topic: str) -> list[str]:
+        return [f"{topic}/{number}" for number in range(self.count)]
+
+    def _clean_up(self) -> None:
+        """Delete messages of this rank that all other ranks have certainly read."""
+        posted, self._posted = self._posted, []
+        for key in posted:
+            self._call(lambda key=key: self._store.delete_key(key))
+
+    def _post(self, key: str, message: bytes) -> None:
+        self._posted.append(key)
+        self._call(lambda: self._store.set(key, message))
+
+    def _wait(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
+        try:
+            self._store.wait(list(keys), timedelta(seconds=deadline_s))
+        except dist.DistNetworkError as exc:
+            raise RankError(f"rank {self.number} is disconnected: {_first_line(exc)}") from exc
+        except dist.DistStoreError as exc:
+            silent = [key for key in keys if not self._is_posted(key)]
+            who = ", ".join(key.rpartition("/")[2] for key in silent) if len(keys) > 1 else "0"
+            topic = keys[0].rpartition("/")[0] or keys[0]
+            raise RankError(f"rank {who} did not answer in {deadline_s:g} s ({topic})") from exc
+        if self._store.has_extended_api():  # one request for all of them
+            messages: list[bytes] = self._call(lambda: self._store.multi_get(list(keys)))
+            return messages
+        return [self._call(lambda key=key: self._store.get(key)) for key in keys]
+
+    def _is_posted(self, key: str) -> bool:
+        return bool(self._call(lambda: self._store.check([key])))
+
+    def _call(self, request: Any) -> Any:  # noqa: ANN401 - of the store
+        try:
+            return request()
+        except (dist.DistNetworkError, dist.DistStoreError) as exc:
+            raise RankError(f"rank {self.number} is disconnected: {_first_line(exc)}") from exc
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
 
 _T = TypeVar("_T")
 
@@ -32,8 +189,6 @@ FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
 
 
 class RankFailure(msgspec.Struct, frozen=True):
-    """Serialised error of a rank."""
-
     kind: str
     message: str
     hint: str = ""
@@ -50,7 +205,8 @@ class Collective:
     """One collective of all ranks, as a ``with`` block: gather and broadcast, or all-gather.
 
     An error in the block is sent instead of the value awaited by the other ranks, so that it is
-    raised on all of them. A single rank gets its own values back, without encoding.
+    raised on all of them: a ``RankError``, unless rank 0 has one of ``SHARED``. A single rank gets
+    its own values back, without encoding.
 
     ::
 
@@ -58,9 +214,7 @@ class Collective:
             sizes = collective.gather(measure(), int)
             total = collective.broadcast(sum(sizes) if ranks.leads else None, int)
 
-    Args:
-        ranks: All ranks.
-        topic: Name of this collective, unique for these ranks.
+    ``topic`` is a name of this collective, unique for these ranks.
     """
 
     def __init__(self, ranks: Ranks, topic: str) -> None:
@@ -68,14 +222,7 @@ class Collective:
         self._has_sent = self._has_answered = False
 
     def gather(self, value: _T, kind: type[_T]) -> list[_T]:
-        """Send a value to rank 0.
-
-        Returns:
-            The values of all ranks in their order, on rank 0; an empty list on the others.
-
-        Raises:
-            RankError: Another rank failed, or sent nothing in time.
-        """
+        """Send a value to rank 0, which gets those of all ranks, in their order."""
         if self._ranks.count == 1:
             return [value]
         message = _encode(value)
@@ -83,15 +230,7 @@ class Collective:
         return _values(self._ranks.gather(self._parts, message), kind)
 
     def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
-        """Send a value of rank 0 to all ranks.
-
-        Args:
-            value: On rank 0; ignored on the others.
-            kind: Type of the value.
-
-        Raises:
-            DeltaChainError: Rank 0 failed, or sent nothing in time.
-        """
+        """Send a value of rank 0 to all ranks; that of others is ignored."""
         if self._ranks.count == 1:
             return cast("_T", value)
         if self._ranks.leads:
@@ -102,14 +241,7 @@ class Collective:
         return _received(self._ranks.broadcast(self._topic, None), kind)
 
     def all_gather(self, value: _T, kind: type[_T]) -> list[_T]:
-        """Send a value to every rank.
-
-        Returns:
-            The values of all ranks in their order.
-
-        Raises:
-            RankError: Another rank failed, or sent nothing in time.
-        """
+        """Send a value to every rank; return those of all ranks in their order."""
         if self._ranks.count == 1:
             return [value]
         message = _encode(value)
@@ -185,11 +317,7 @@ class PublishBarrier:
     A call is identified by the trainer's step, so only ranks at the same step meet. Without step
     numbers, calls are counted: a rank that misses one then never meets the others again.
 
-    Args:
-        ranks: All publishing ranks.
-
-    Attributes:
-        topic: Unique topic of the last barrier.
+    ``topic`` is the unique topic of the last barrier.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -206,11 +334,7 @@ class PublishBarrier:
 
     @contextmanager
     def meet(self) -> Iterator[Collective]:
-        """Yield the collective in which the ranks decide at this call.
-
-        Raises:
-            RankError: A rank did not arrive in time.
-        """
+        """Yield the collective in which the ranks decide at this call."""
         # Named after the call: a rank that missed a flush can join the next one.
         self.topic = f"{self._call}.{self._again}"
         self._again += 1

@@ -1,22 +1,122 @@
-"""Division of the weights between ranks, so that each element is published by one rank."""
+"""What the ranks of a trainer agree on: their settings, and who publishes which weights."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.publish.live_bits import wire_bits
+from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.layout import Box
 from deltachain.publish.model.source import ModelTensors, Weight, specs_of
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.quantise.settings import RECIPES, Quantization
+from deltachain.publish.ranks.collectives import Collective, Ranks
+from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
+from deltachain.version import __version__
+
+SCOPES: Final[Mapping[str, tuple[str, ...]]] = {
+    "all ranks": (
+        "url",
+        "encoding",
+        "dtype",
+        "quantization",
+        "base",
+        "when_busy",
+        "on_error",
+        "deadline_s",
+    ),
+    "rank 0": (
+        "assets",
+        "trust_remote_code",
+        "anchor_factor",
+        "anchor_every",
+        "maintain",
+        "continue_reverted",
+        "take_over",
+        "signing_key",
+        "metrics",
+        "metadata",
+    ),
+    "each rank": ("storage_options", "snapshot", "anchor_memory", "part_nbytes"),
+}
+"""Fields of :class:`PublishConfig` by whose they are.
+
+Those of all ranks decide what is written (a chain of two recipes can never be read), or when ranks
+wait for each other.
+"""
+
+MOST_NAMED: Final = 8
+"""Most values of a setting that an error names."""
+
+
+def agree(
+    config: PublishConfig,
+    ranks: Ranks,
+    *,
+    url: str,
+    further: Mapping[str, object] | None = None,
+) -> None:
+    """Compare the settings of all ranks; every rank calls this before anything is written.
+
+    Raises:
+        ConfigError: Settings differ; on every rank.
+    """
+    if ranks.count == 1:
+        return
+    with Collective(ranks, "settings") as collective:
+        mine = common_settings(config, url=url, further=further or {})
+        settings = collective.all_gather(mine, dict[str, str])
+    check_settings(settings)
+
+
+def common_settings(
+    config: PublishConfig, *, url: str, further: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the settings that must be the same on all ranks, as text by name.
+
+    The folder of the base may differ: its bits are compared with the model's.
+    """
+    plain = {name: repr(getattr(config, name)) for name in SCOPES["all ranks"]}
+    return {
+        **plain,
+        "url": url,
+        "base": "None" if config.base is None else "given",
+        "quantization": _described(Quantization.chosen(config.quantization)),
+        **{name: repr(value) for name, value in further.items()},
+        "deltachain": __version__,
+    }
+
+
+def _described(quantization: Quantization | None) -> str:
+    if quantization is None:
+        return "None"
+    recipe = RECIPES[quantization.recipe]
+    ignore = ", ".join(sorted(set(quantization.ignore))) or "nothing"
+    return f"{recipe.name!r} of {recipe.library} {recipe.version()} (ignore {ignore})"
+
+
+def check_settings(settings: Sequence[Mapping[str, str]]) -> None:
+    """Refuse common settings of all ranks that differ; name each value and a rank that has it."""
+    different = []
+    for name in dict.fromkeys(name for one in settings for name in one):
+        rank_of: dict[str, int] = {}
+        for rank, one in enumerate(settings):
+            rank_of.setdefault(one.get(name, "absent"), rank)
+        if len(rank_of) > 1:
+            values = [f"{value} on rank {rank}" for value, rank in rank_of.items()]
+            different.append(f"{name} is {', '.join(values[:MOST_NAMED])}")
+    if different:
+        raise ConfigError(
+            f"the ranks have different settings: {'; '.join(different)}",
+            hint="give every rank the same settings, and install the same packages for all",
+        )
+
 
 HeldBoxes: TypeAlias = Mapping[str, Box]
 """Boxes on one rank, by name of the live tensor."""
@@ -34,9 +134,6 @@ def assign_shards(
         holdings: Boxes on each rank.
         of_the_first: Names published by the first rank that has them: buffers, whose values may
             differ between ranks, then all come from one rank.
-
-    Returns:
-        Names published by each rank.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, holding in enumerate(holdings):
@@ -55,11 +152,7 @@ def assign_shards(
 
 
 def check_cover(name: str, boxes: Sequence[Box]) -> None:
-    """Check that the distinct boxes of all ranks cover the tensor.
-
-    Raises:
-        ConfigError: Elements are missing, or are in several different boxes.
-    """
+    """Refuse distinct boxes of all ranks that are not the whole tensor, each element once."""
     full = boxes[0].full
     if any(box.full != full for box in boxes):
         other = next(box.full for box in boxes if box.full != full)
@@ -93,13 +186,8 @@ def _tile(part: Sequence[tuple[int, int]], size: int) -> bool:
 class HeldShard(msgspec.Struct, frozen=True):
     """Serialised description of one rank's shard of a live tensor.
 
-    Attributes:
-        full: Shape of the whole tensor.
-        offset: Start of the shard in each dimension of the tensor.
-        shape: Shape of the shard.
-        frozen: Whether it is not trained.
-        is_buffer: Whether it is a buffer, published by the first rank that has it.
-        bits: Digest of the shard: copies on several ranks must be equal.
+    ``is_buffer``: published by the first rank that has it. ``bits``: digest of the shard, which
+    must be that of its copies on other ranks.
     """
 
     full: tuple[int, ...]
@@ -111,30 +199,17 @@ class HeldShard(msgspec.Struct, frozen=True):
 
     @property
     def box(self) -> Box:
-        """Position of the shard in the tensor."""
         return Box(self.full, self.offset, self.shape)
 
 
 class HeldShards(msgspec.Struct, frozen=True):
-    """All shards on one rank, and their checkpoint tensors."""
-
     held: dict[str, HeldShard]
     specs: tuple[tuple[str, str, tuple[int, ...]], ...]
     aliases: dict[str, str]
 
 
 def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
-    """Collect the weights on every rank, and divide them; return those published by this rank.
-
-    Args:
-        collect: Function that collects the weights on this rank.
-        ranks: All publishing ranks.
-
-    Raises:
-        ConfigError: A rank's model cannot be published, the ranks' shards are not a whole model,
-            or copies of a shard differ.
-        RankError: Another rank failed, or did not answer in time.
-    """
+    """Collect the weights on every rank, and divide them; return those published by this rank."""
     with Collective(ranks, "held") as collective:
         model = collect()
         mine = _holding(model, alone=ranks.count == 1)

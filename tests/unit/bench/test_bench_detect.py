@@ -8,7 +8,7 @@ from deltachain.errors import ConfigError
 from deltachain.kernels import reference
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits
-from tests.bench import detect, quantised_diff
+from tests.bench import detect
 from tests.bench.detect import Data
 
 NUMEL = 1 << 14
@@ -67,28 +67,7 @@ def test_rows_hold_every_candidate_against_its_floor() -> None:
     assert 6 < rows[detect.DEVICE]["to_host_per_change"] < 6.5
     assert rows[detect.NUMBA]["host_per_change"] == 12
     assert rows[detect.FLOOR]["host_per_change"] == 0
-    for dtype, floor in quantised_diff.FLOORS.items():
-        assert rows[floor]["ratio"] == 1.0
-        for scheme in quantised_diff.SCHEMES:
-            assert rows[quantised_diff.one_pass(scheme, dtype)]["host_per_change"] == 10
-            assert rows[quantised_diff.passes(scheme, dtype)]["aim"] is None
     assert set(result["missed"]) <= set(detect.AIMS)
-
-
-def test_codes_that_are_missed_are_an_error() -> None:
-    pytest.importorskip("numba")
-    rng = np.random.default_rng(1)
-    coded = quantised_diff.Coded.of("fp8-block", rng.standard_normal(NUMEL, np.float32))
-    for dtype in quantised_diff.FLOORS:
-        coded.check("passes", partial(coded.find_in_passes, dtype))
-        coded.check("one pass", partial(coded.find, dtype))
-
-    def careless() -> Changes:
-        indices, old, new = coded.find("bf16")
-        return Changes(indices[1:], old[1:], new[1:])
-
-    with pytest.raises(ArithmeticError, match="careless"):
-        coded.check("careless", careless)
 
 
 def test_without_numba_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from deltachain.errors import StoreUnavailableError
-from deltachain.publish.ranks.channel import Ranks
-from deltachain.publish.ranks.collectives import Collective
+from deltachain.publish.ranks.collectives import Collective, Ranks
 
 
 def test_a_single_rank_gets_its_own_values_and_nothing_is_encoded() -> None:

@@ -26,8 +26,8 @@ from transformers.core_model_loading import (
 )
 
 from deltachain.errors import ConfigError
-from deltachain.publish.live_bits import wire_bits
 from deltachain.publish.model.source import ModelTensors, collect_weights
+from deltachain.publish.snapshot import wire_bits
 from tests.support.models import bits_of
 
 TINY: dict[str, Any] = {

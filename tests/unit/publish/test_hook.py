@@ -13,7 +13,7 @@ from torch.optim import SGD
 
 from deltachain.errors import ConfigError
 from deltachain.publish import Attachment, PublishConfig, attach
-from deltachain.publish.optimizer_steps import unwrap_optimizers
+from deltachain.publish.hook import unwrap_optimizers
 from deltachain.store import FileStore
 from tests.support.models import Recomputed, bits_of, plain_model, recompute, same
 

@@ -17,8 +17,8 @@ from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
 from deltachain.publish.model.source import ModelTensors, collect_weights
 from deltachain.publish.publisher import AnchorThread
+from deltachain.publish.session import VersionBits
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.version_bits import VersionBits
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.types import Buffer

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.look import MemoryRange, ModelForm, TensorForm
+from deltachain.publish.model.refusals import MemoryRange, ModelForm, TensorForm
 from deltachain.publish.model.source import collect_weights
 from deltachain.store import MemoryStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same
@@ -96,7 +96,7 @@ OTHER_DATA = [
     (empty, r"is torch.bfloat16\(0,\), and was torch.bfloat16\(40, 24\)"),
     (freed, "needs 1920 bytes of memory, of which 0 are there"),
     (cut, "needs 1920 bytes of memory, of which 960 are there"),
-    (swapped, "contiguous: False"),
+    (swapped, "not contiguous"),
     (halved, r"is torch.float16\(40, 24\), and was torch.bfloat16"),
 ]
 

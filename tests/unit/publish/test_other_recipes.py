@@ -18,10 +18,9 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.layout import Box
-from deltachain.publish.quantise import registry
+from deltachain.publish.quantise import settings as registry
 from deltachain.publish.quantise.compressed import INT8_ROW
-from deltachain.publish.quantise.registry import GROUP, RecipeRegistry
-from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.settings import GROUP, Quantization, RecipeRegistry
 from deltachain.store import open_store
 from tests.unit.cli.support import invoke, ok
 from tests.unit.publish.acme_ternary import TERNARY, dense
@@ -61,7 +60,7 @@ def known(install: Install, monkeypatch: pytest.MonkeyPatch) -> RecipeRegistry:
     fresh = RecipeRegistry(registry.RECIPES.values())
     for module in ("begin", "settings", "registry"):
         monkeypatch.setattr(f"deltachain.publish.quantise.{module}.RECIPES", fresh)
-    monkeypatch.setattr("deltachain.publish.rank_settings.RECIPES", fresh)
+    monkeypatch.setattr("deltachain.publish.ranks.sharing.RECIPES", fresh)
     return fresh
 
 

@@ -17,8 +17,7 @@ from deltachain.chain.chain import Chain
 from deltachain.cli.pull import pull
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
-from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.store import open_store
 from tests.ranks.quantised_trials import mixture
 from tests.unit.publish.library import COMPRESSED, PRESETS, differing, llama, quantised_state

@@ -10,8 +10,7 @@ import pytest
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from deltachain.errors import ConfigError
-from deltachain.publish.quantise.registry import RECIPES
-from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.settings import RECIPES, Quantization
 
 LAYERS = (
     "lm_head",

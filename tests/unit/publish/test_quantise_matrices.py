@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -13,17 +14,25 @@ from torch import Tensor, nn
 
 from deltachain.publish.model.layout import Box, ElementMap
 from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.quantise import amax, grid, host_codes
+from deltachain.publish.quantise import recipe as grid
+from deltachain.publish.quantise import tensors as amax
 from deltachain.publish.quantise.compressed import INT8_ROW
 from deltachain.publish.quantise.recipe import Recipe
-from deltachain.publish.quantise.registry import RECIPES
+from deltachain.publish.quantise.settings import RECIPES
 from deltachain.publish.quantise.tensors import quantise
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 from tests.unit.publish.library import BLOCKS, blocks, compressed, differing
 
 NAME: Final = "layer.weight"
+
+OTHER_WAYS: Final = [
+    f"{name} by {way}"
+    for name in sorted(RECIPES)
+    if RECIPES[name].arithmetic.rounding
+    for way in ("torch", "its library")
+]
 
 Make: TypeAlias = Callable[[tuple[int, int], torch.Generator], Tensor]
 
@@ -119,8 +128,7 @@ def in_windows(recipe: Recipe, values: Tensor, boxes: list[Box]) -> dict[str, Te
     made.agree("test")
     whole = {one.name: np.zeros(one.numel, one.bits_dtype) for one in made.specs}
     for weight in made.live_weights():
-        tensor = weight.tensor if weight.pending is None else weight.pending.make()
-        bits = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+        bits = weight.tensor.contiguous().view(-1).view(torch.uint8).numpy()
         (window,) = weight.element_map.windows(1 << 30)
         at = window.indices
         there = slice(at.start, at.stop) if isinstance(at, range) else at
@@ -133,16 +141,18 @@ def in_windows(recipe: Recipe, values: Tensor, boxes: list[Box]) -> dict[str, Te
 
 
 @pytest.mark.parametrize("make", [normal, heavy, extreme, zeros, ties, every_bit])
-@pytest.mark.parametrize("by", ["kernel", "library"])
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", [*sorted(RECIPES), *OTHER_WAYS])
 def test_windows_are_quantised_as_the_library_quantises_the_whole(
-    recipe: str, by: str, make: Make, monkeypatch: pytest.MonkeyPatch
+    recipe: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_codes, "can_make", lambda _: by == "kernel")
-    monkeypatch.setattr(host_codes, "LEAST", 5000)  # several threads
     monkeypatch.setattr(grid, "BAND_NUMEL", 5000)  # several bands in a window
     monkeypatch.setattr(amax, "MESSAGE_NBYTES", 64)  # several messages
-    chosen = RECIPES[recipe]
+    name, _, way = recipe.partition(" by ")
+    chosen = RECIPES[name]
+    if way == "torch":
+        monkeypatch.setattr(amax, "has_kernel", lambda _: False)
+    elif way:
+        chosen = replace(chosen, arithmetic=replace(chosen.arithmetic, rounding=None))
     for seed, (rows, columns) in enumerate([(300, 280), (128, 256), (77, 410), (1, 600), (257, 1)]):
         dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         shape = rows, fitting(chosen, columns)

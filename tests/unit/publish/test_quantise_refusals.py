@@ -22,11 +22,10 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchError, RankError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
-from deltachain.publish.quantise.amax import CutBlocks, exchange
-from deltachain.publish.quantise.fused import check_fused
-from deltachain.publish.quantise.layers import layers_of_config
+from deltachain.publish.quantise.layers import check_fused, layers_of_config
 from deltachain.publish.quantise.settings import Quantization
-from deltachain.publish.ranks.channel import Ranks
+from deltachain.publish.quantise.tensors import CutBlocks, exchange
+from deltachain.publish.ranks.collectives import Ranks
 from deltachain.store import open_store
 from deltachain.subscribe import FolderTarget, Subscriber
 from tests.unit.publish.library import differing, llama, quantised_state

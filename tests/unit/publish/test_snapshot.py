@@ -11,12 +11,12 @@ from torch import nn
 
 from deltachain.errors import ConfigError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.source import Pending, collect_weights
+from deltachain.publish.model.source import collect_weights
 from deltachain.publish.publisher import Publisher
-from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.snapshot_memory import (
+from deltachain.publish.snapshot import (
     Memory,
     Slabs,
+    Snapshot,
     SnapshotPlace,
     choose_place,
     read,
@@ -203,7 +203,7 @@ def test_a_batch_that_failed_to_be_enqueued_leaves_the_snapshot(
     train_(model, 1, share=0.5)
     live, given = snapshot._source.live, []
 
-    def fails() -> Iterator[tuple[str, torch.Tensor | Pending]]:
+    def fails() -> Iterator[tuple[str, torch.Tensor]]:
         for number, (name, tensor) in enumerate(live()):
             if number == 3:
                 raise MemoryError("no memory")
@@ -276,7 +276,7 @@ def test_tensors_of_a_snapshot_lie_side_by_side() -> None:
 
 
 def test_bits_on_a_device_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltachain.publish.snapshot_memory.READ_NUMEL", 7)
+    monkeypatch.setattr("deltachain.publish.snapshot.READ_NUMEL", 7)
     for numel in (0, 6, 7, 30):
         bits = torch.arange(numel, dtype=torch.int16)
         assert torch.equal(read(bits), bits)
