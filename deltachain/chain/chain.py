@@ -8,11 +8,18 @@ by probing, without listing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from deltachain.chain.ancestry import Past, Skips
-from deltachain.chain.checks import asset_path, check_edge, check_record
+from deltachain.chain.checks import (
+    asset_path,
+    check_digest,
+    check_edge,
+    check_record,
+    once_more,
+)
 from deltachain.chain.commits import Commits
-from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
+from deltachain.chain.identity import identity_there, lost_chain, make, read_model
 from deltachain.chain.log import Committed, Manifests
 from deltachain.chain.lookup import SEEN, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
@@ -22,7 +29,6 @@ from deltachain.codec import ENCODINGS
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
-    FormatError,
     MalformedError,
 )
 from deltachain.format import keys
@@ -127,10 +133,7 @@ class Chain:
             SignatureError: No trusted key signed the chain.
         """
         trust = trust or Trust.of_reader()
-        try:
-            return cls(store, *read_model(store, trust), trust)
-        except FormatError:  # a bit may have flipped in transit
-            return cls(store, *read_model(store, trust), trust)
+        return cls(store, *once_more(partial(read_model, store, trust)), trust)
 
     def check_present(self) -> None:
         """Raise if the store no longer has the chain.

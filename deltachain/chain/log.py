@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Final
 
+from deltachain.chain.checks import once_more
 from deltachain.chain.identity import identity_there, replaced
 from deltachain.chain.lookup import SEEN, Looks
 from deltachain.chain.trust import Trust
@@ -159,10 +161,7 @@ class Manifests:
     def _checked(self, version: Version) -> Committed:
         """Read a manifest that may not be trusted; once more if it is unreadable."""
         key = manifest_key(version)
-        try:
-            found = self._read(key, version)
-        except FormatError:  # a bit may have flipped in transit
-            found = self._read(key, version)
+        found = once_more(partial(self._read, key, version))
         manifest = found.manifest
         if manifest.chain != self._chain:
             raise self._of_another_chain(key, manifest)

@@ -19,6 +19,7 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     ObjectNotFoundError,
+    no_version,
 )
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def prune(  # noqa: PLR0913 - one argument an option
     pruner = _pruner(chain, rule, seconds(grace))
     found = pruner.plan(dry=True) if dry_run else pruner.run()
     if found is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     report = _pruned(found) | {"url": chain.store.url, "dry_run": dry_run}
     if as_json:
         c.write_json(report)
@@ -178,7 +179,7 @@ def anchor(
     chain = _open(url)
     head = chain.head()
     if head is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     target = head if version is None else chain.find(version)
     if target is None:
         message = f"version {version} is not committed, head is {head.version}"
@@ -295,7 +296,7 @@ def _check_joinable(found: Maintained | None, url: str) -> None:
         DeltaChainError: They cannot, as the round found.
     """
     if found is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     if found.no_way is not None:
         raise found.no_way
 

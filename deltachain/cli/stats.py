@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from deltachain.cli import console as c
 from deltachain.cli.maintaining import KeepEvery, KeepLast, KeepWithin, dry_prune
 from deltachain.cli.options import AsJson, Url
-from deltachain.errors import ChainError
+from deltachain.errors import no_version
 
 if TYPE_CHECKING:
     from deltachain.chain.plan import Plan
@@ -40,7 +40,7 @@ def stats(
     chain = Chain.open(open_store(url))
     head = chain.head()
     if head is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     by_kind = {total.kind: total for total in totals(chain.store.list())}
     plans, survey = reader_plans(chain, head), Survey(chain)
     nbytes = sum(total.nbytes for total in by_kind.values())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from deltachain.chain.chain import Chain
 from deltachain.chain.identity import read_mirror
 from deltachain.chain.reachable import plan_present
-from deltachain.errors import BrokenChainError, ChainMismatchError, ConfigError
+from deltachain.errors import ChainMismatchError, ConfigError, no_version
 from deltachain.format.keys import MIRROR_KEY
 from deltachain.store import Store
 from deltachain.types import Version
@@ -35,7 +35,7 @@ def promote(store: Store) -> Version:
         )
     head = chain.head()
     if head is None:
-        raise BrokenChainError(f"{store.url} has no version yet", hint="mirror the chain first")
+        raise no_version(store.url, "mirror the chain first")
     plan_present(chain, None, head)
     store.delete(MIRROR_KEY)
     return head.version
