@@ -30,6 +30,7 @@ from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
     MalformedError,
+    ObjectNotFoundError,
 )
 from deltachain.format import keys
 from deltachain.format.documents import (
@@ -241,7 +242,8 @@ class Chain:
             BrokenChainError: A manifest is missing, or names another parent.
         """
         parent: Committed | None = None
-        for version, committed in self._manifests.between(first, last, reads):
+        manifests = self._manifests
+        for version, committed in manifests.between(first, last, reads, manifests.find):
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)
             if parent is not None and committed.manifest.parent != parent.digest:
@@ -252,6 +254,28 @@ class Chain:
                 )
             yield committed
             parent = committed
+
+    def manifests(
+        self, first: Version, last: Version, *, reads: int
+    ) -> Iterator[tuple[Committed, bytes]]:
+        """Yield the manifests of ``first`` to ``last`` and their exact bytes; see :meth:`read`.
+
+        Up to ``reads`` manifests are read at a time.
+
+        Raises:
+            BrokenChainError: A manifest is missing.
+        """
+        manifests = self._manifests
+        try:
+            for _, found in manifests.between(first, last, reads, manifests.document):
+                yield found
+        except ObjectNotFoundError as exc:
+            version = keys.version_of(exc.key)
+            raise BrokenChainError(
+                f"manifest of version {version} is missing in {self.store.url}",
+                version=version,
+                hint=f"manifests must never be deleted: restore {exc.key} from a backup",
+            ) from exc
 
     def windows(self, newest: Committed) -> Iterator[Committed]:
         """Yield manifests whose edge lists together cover the history, newest first."""
