@@ -228,8 +228,8 @@ class BrokenChainError(ChainError):
     """No readable sequence of edges leads to the version."""
 
     default_hint = (
-        "restart the publisher, which adds an anchor; or give `deltachain maintain --copy` a folder "
-        "that follows this chain, or the command the base checkpoint"
+        "restart the publisher, which adds an anchor, or restore what was lost from a backup; or give "
+        "the command the base checkpoint"
     )
 
 

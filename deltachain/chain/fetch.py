@@ -42,8 +42,8 @@ from deltachain.threads import Pool, cores
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec, mismatch
 
 LOST: Final = (
-    "a lifecycle rule or a user removed it: restore it, give `deltachain maintain --copy` a folder "
-    "that follows this chain, or restart the publisher, whose next anchor makes it unnecessary"
+    "a lifecycle rule or a user removed it: restore it from a backup, or restart the publisher, "
+    "whose next anchor makes it unnecessary"
 )
 """Hint for a missing part without an alternative plan."""
 

@@ -31,8 +31,8 @@ from deltachain.errors import (
     StoreUnavailableError,
     StoreWentBackError,
 )
-from deltachain.format.documents import NAME, Tag
-from deltachain.format.keys import TAG_PREFIX, tag_key, tag_of
+from deltachain.format.documents import NAME, Document, PruneRecord, Tag
+from deltachain.format.keys import TAG_PREFIX, prune_key, tag_key, tag_of
 from deltachain.threads import Pool
 
 READS: Final = 16
@@ -145,6 +145,50 @@ def put_after(chain: Chain, record: Tag) -> bool:
     """Write a record again under the next number; return whether no other came there first."""
     check_write_access(chain)
     return _put(chain, msgspec.structs.replace(record, number=record.number + 1))
+
+
+def sign_again(chain: Chain) -> tuple[str, ...]:
+    """Write tags and the newest prune record again that this process's key did not sign.
+
+    Each is written under its next number. A record that another process replaces at the same time
+    is left to it: call again. Edge records keep their signatures, since they are written once.
+
+    Args:
+        chain: The chain, opened with a signing key, and with the old key among the trusted ones.
+
+    Returns:
+        Keys of the records that were written.
+
+    Raises:
+        ConfigError: There is no signing key, or the store is a mirror.
+        SignatureError: No trusted key signed a record.
+        StaleChainError: The store shows an older record than its heartbeat names.
+    """
+    check_write_access(chain)
+    if chain.trust.key is None:
+        raise ConfigError("no signing key is given", hint="set DELTACHAIN_SIGNING_KEY")
+    written = [
+        tag_key(tag.name, tag.number + 1)
+        for tag in newest_records(chain)
+        if not _is_own(chain, tag_key(tag.name, tag.number), Tag) and put_after(chain, tag)
+    ]
+    record = newest_prune(chain)
+    if record is not None and not _is_own(chain, prune_key(record.number), PruneRecord):
+        key = prune_key(record.number + 1)
+        again = msgspec.structs.replace(record, number=record.number + 1)
+        try:
+            chain.store.put_if_absent(key, chain.trust.seal(again, chain.identity.chain))
+        except AlreadyExistsError:
+            return tuple(written)
+        written.append(key)
+    return tuple(written)
+
+
+def _is_own(chain: Chain, key: str, kind: type[Document]) -> bool:
+    """Return whether the signing key of this process signed a record."""
+    signers = chain.trust.signers(chain.store.get(key), kind, chain.identity.chain)
+    own = chain.trust.key
+    return own is not None and own.public.key_id in signers
 
 
 def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:

@@ -82,13 +82,6 @@ def maintain(  # noqa: PLR0913 - one argument an option
     keep_every: KeepEvery = None,
     keep_tags: KeepTags = True,
     grace: Grace = "1h",
-    copy: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A folder that `deltachain follow` keeps, for an anchor where payloads were lost.",
-        ),
-    ] = None,
     base: Base = None,
     as_json: AsJsonLines = False,
 ) -> None:
@@ -109,7 +102,7 @@ def maintain(  # noqa: PLR0913 - one argument an option
         while not stop.is_set():
             try:
                 maintainer = maintainer or _maintainer(
-                    _open(url), rule, grace_s, base, copy, delete=delete
+                    _open(url), rule, grace_s, base, delete=delete
                 )
                 found = maintainer.round()
             except DeltaChainError as error:
@@ -242,14 +235,13 @@ def _maintainer(
     rule: KeepRule | None,
     grace_s: float,
     base: Path | None,
-    copy: Path | None = None,
     *,
     delete: bool,
 ) -> Maintainer:
     from deltachain.maintain import Maintainer
 
     pruner = _pruner(chain, rule, grace_s) if delete and rule else None
-    return Maintainer(chain, pruner, base=base, copy=copy)
+    return Maintainer(chain, pruner, base=base)
 
 
 def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:

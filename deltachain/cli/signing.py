@@ -98,7 +98,7 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     """Sign what is not; return whether a version was committed, the head, and other records."""
     from deltachain.chain.chain import Chain
     from deltachain.chain.identity import refuse_mirror
-    from deltachain.maintain.key_rotation import sign_again
+    from deltachain.chain.tags import sign_again
     from deltachain.publish.writer import take_over
 
     try:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
-from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import read_summary
@@ -20,13 +19,13 @@ from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.container import TensorRow
 from deltachain.codec.row_digests import own_digests
 from deltachain.delta import TensorDelta
-from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
+from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
-from deltachain.format.keys import PayloadKind, digest_key, edge_key, object_digest
+from deltachain.format.keys import PayloadKind, digest_key, edge_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
-from deltachain.store import MemoryStore, Store
-from deltachain.types import Bits, Buffer, StateDigest, Version
+from deltachain.store import Store
+from deltachain.types import Bits, StateDigest, Version
 
 OldBitsOf = Callable[[str], Bits]
 """Function that reads all bits of a tensor before a plan."""
@@ -181,56 +180,6 @@ def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) ->
     return chain.add_edge(target, edge, base_state="")
 
 
-def restore_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
-    """Put back the lost parts of a recorded anchor; each is compared with its digest before.
-
-    Args:
-        chain: The chain.
-        target: The version.
-        changes: All bits of every tensor, in the order of the table.
-
-    Raises:
-        BrokenChainError: A part is encoded in other bytes here, as by another deltachain or with
-            another size of parts; it was not put.
-    """
-    check_write_access(chain)
-    key = edge_key(target.version, "anchor", None)
-    known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
-    if known is None:
-        raise ObjectNotFoundError(f"{key} is gone", key=key, url=chain.store.url)
-    parts = {part.key: part.blake3 for part in chain.edge(known, target).parts}
-    commit_id = next(iter(parts)).split("/")[1].rpartition("-")[2]
-    there = _Same(chain.store, parts, target)
-    _upload(there, "anchor", target, changes, _anchor_limit(chain), commit_id)
-    return known
-
-
-class _Same(MemoryStore):
-    """Takes the parts that a record names, and puts them into their store.
-
-    Args:
-        inner: The store of the parts.
-        digests: blake3 of each part, by key.
-        target: The version that they lead to.
-    """
-
-    def __init__(self, inner: Store, digests: Mapping[str, str], target: Committed) -> None:
-        super().__init__()
-        self._inner, self._digests, self._target = inner, digests, target
-
-    @override
-    def put(self, key: str, data: Buffer) -> str:
-        if self._digests.get(key) != object_digest(data):
-            version = self._target.version
-            raise BrokenChainError(
-                f"the anchor of version {version} was recorded before, its parts are gone, and "
-                f"this deltachain encodes {key} in other bytes",
-                version=version,
-                hint="run this again after the next version, or restart the publisher",
-            )
-        return self._inner.put(key, data)
-
-
 class _BitsAt:
     """Bits of a version, fetched from nothing when they are first needed."""
 
@@ -281,14 +230,9 @@ def _anchor_limit(chain: Chain) -> int:
 
 
 def _upload(
-    store: Store,
-    kind: PayloadKind,
-    target: Committed,
-    changes: Iterable[Change],
-    limit: int,
-    commit_id: str = "",
+    store: Store, kind: PayloadKind, target: Committed, changes: Iterable[Change], limit: int
 ) -> Edge:
-    epoch, commit_id = target.manifest.epoch, commit_id or uuid.uuid4().hex
+    epoch, commit_id = target.manifest.epoch, uuid.uuid4().hex
     keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=commit_id)
     with EdgeUpload(store, keys, raw=False, part_nbytes=limit) as upload:
         for change in changes:
