@@ -92,11 +92,6 @@ def read_document(  # noqa: PLR0913 - where it is, and what proves it
 
 
 def check_digest(data: Buffer, expected: str, key: str) -> None:
-    """Verify the digest of an object.
-
-    Raises:
-        DigestMismatchError: The digest differs.
-    """
     actual = object_digest(data)
     if actual != expected:
         raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
@@ -126,17 +121,7 @@ _PATH: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_-][A-Za-z
 
 
 def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) -> Edge:
-    """Check an edge against the summary in a plan, and return it.
-
-    Args:
-        edge: The edge in its document.
-        found: Summary of this edge.
-        promised: Summary in the plan, as listed by another manifest or the head hint.
-        key: Key of the document.
-
-    Raises:
-        MalformedError: The summaries differ, or the key of a part belongs to another version.
-    """
+    """Check an edge against the summary in a plan, and return it."""
     for name in promised.__struct_fields__:
         if getattr(found, name) != getattr(promised, name):
             there, listed = repr(getattr(found, name)), repr(getattr(promised, name))
@@ -150,17 +135,7 @@ def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) 
 
 
 def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> None:
-    """Check that an edge record fits its key and the committed version.
-
-    Args:
-        record: The parsed record.
-        manifest: Digest of the version's manifest.
-        state: State digest of the version.
-        key: Key of the record.
-
-    Raises:
-        MalformedError: The record is of another version.
-    """
+    """Check that an edge record fits its key and the committed version."""
     if record.state != state:
         raise MalformedError(f"{key}: leads to another state than its version", key=key)
     place = keys.edge_key(record.version, record.edge.kind, record.edge.base)
@@ -169,16 +144,7 @@ def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> Non
 
 
 def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
-    """Check that a part uses only the encodings listed in its edge, by which readers select edges.
-
-    Args:
-        edge: Edge of the part.
-        used: Encoding of each tensor in the part.
-        key: Key of the part.
-
-    Raises:
-        MalformedError: The part uses an unlisted encoding.
-    """
+    """Check that a part has only encodings that its edge lists, by which readers choose edges."""
     unlisted = sorted(set(used) - set(edge.encodings))
     if unlisted:
         listed = ", ".join(edge.encodings) or "none"
@@ -188,11 +154,7 @@ def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
 
 
 def check_assets(identity: Identity) -> Identity:
-    """Check key and name of each asset of an identity, and return the identity.
-
-    Raises:
-        MalformedError: An asset has another key, or a name occurs twice.
-    """
+    """Check key and name of each asset of an identity, and return the identity."""
     names = set()
     for ref in identity.assets:
         name = ref.key.rsplit("/", 1)[-1]
@@ -205,11 +167,7 @@ def check_assets(identity: Identity) -> Identity:
 
 
 def asset_path(ref: ObjectRef) -> str:
-    """Return the path of an asset in a checkpoint folder: a name, or a folder's and a name.
-
-    Raises:
-        MalformedError: It is no such path.
-    """
+    """Return the path of an asset in a checkpoint folder: a name, or a folder's and a name."""
     path = ref.ext.get(ASSET_PATH, ref.key.rsplit("/", 1)[-1])
     if not isinstance(path, str) or _PATH.fullmatch(path) is None:
         raise MalformedError(f"{keys.CHAIN_KEY}: names {path!r} as a path", key=keys.CHAIN_KEY)
@@ -217,16 +175,11 @@ def asset_path(ref: ObjectRef) -> str:
 
 
 def asset_paths(identity: Identity) -> frozenset[str]:
-    """Return the paths of a chain's assets."""
     return frozenset(map(asset_path, identity.assets))
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Check the paths of assets that a writer was given.
-
-    Raises:
-        ConfigError: One is no path of an asset, or two have the same key.
-    """
+    """Check the paths of assets that a writer was given."""
     keyed: dict[str, str] = {}
     for path in paths:
         other = keyed.setdefault(keys.asset_key("", path), path)

@@ -77,7 +77,6 @@ PAYLOADS: Final = ("deltas/", "anchors/", "skips/")
 
 
 def manifest_key(version: Version) -> str:
-    """Return the key of the manifest that commits ``version``."""
     return f"{MANIFEST_PREFIX}{version:020d}.json"
 
 
@@ -101,17 +100,14 @@ def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str,
 
 
 def payload_prefix(kind: PayloadKind, version: Version) -> str:
-    """Return the common prefix of the keys of a version's parts of one kind."""
     return f"{kind}s/{version:020d}-"
 
 
 def prune_key(number: int) -> str:
-    """Return the key of a prune record."""
     return f"{PRUNE_PREFIX}{number:08d}.json"
 
 
 def prune_of(key: str) -> int | None:
-    """Return the number of a prune record, ``None`` for other keys."""
     found = _PRUNE.fullmatch(key)
     return int(found[1]) if found else None
 
@@ -125,12 +121,10 @@ def asset_key(digest: str, path: str) -> str:
 
 
 def signature_key(chain: str, key_id: str) -> str:
-    """Return the key of the signature of ``chain.json`` by one key."""
     return f"signatures/{chain}/{key_id}.json"
 
 
 def signature_prefix(chain: str) -> str:
-    """Return the common prefix of the keys of the signatures of one ``chain.json``."""
     return f"signatures/{chain}/"
 
 
@@ -140,12 +134,10 @@ def trial_key(name: str) -> str:
 
 
 def tag_key(name: str, number: int) -> str:
-    """Return the key of a record of a tag."""
     return f"{TAG_PREFIX}{name}/{number:08d}.json"
 
 
 def tag_of(key: str) -> tuple[str, int] | None:
-    """Return name and number of a tag record, ``None`` for other keys."""
     found = _TAG.fullmatch(key)
     return (found[1], int(found[2])) if found else None
 

@@ -16,7 +16,6 @@ from deltachain.types import Version
 
 
 def span_of(edge: EdgeSummary) -> int:
-    """Return the versions from an edge's base to its version; 0 from nothing."""
     return 0 if edge.base is None else edge.version - edge.base
 
 
@@ -35,7 +34,6 @@ def prunable(edges: Iterable[EdgeSummary], stay: Collection[EdgeSummary]) -> set
 
 
 def times_of(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, float]:
-    """Return the earliest time of deletion of each edge that a record names."""
     if record is None:
         return {}
     found = ((edge, record.range_of(edge.kind, edge.base, edge.version)) for edge in edges)
@@ -49,7 +47,6 @@ def ended_in(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> set[Ed
 
 
 def ends_a_grace(record: PruneRecord, now: float) -> bool:
-    """Return whether a grace that was running when a record was made is over."""
     return any(record.time < row.after <= now for row in record.pruned)
 
 
@@ -129,7 +126,6 @@ class KeepRule:
             raise ConfigError(f"within_s={self.within_s}: expected a positive number of seconds")
 
     def kept(self, first: Version, tagged: Iterable[Version]) -> frozenset[Version]:
-        """Return the single versions to keep up to ``first``, which begins the newest ones."""
         multiples = range(0, first + 1, self.every) if self.every else range(0)
         old = (version for version in tagged if self.tags and version <= first)
         return frozenset({first, *multiples, *old})

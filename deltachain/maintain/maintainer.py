@@ -11,10 +11,9 @@ from threading import Event, Thread
 from typing import Final
 
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
-from deltachain.chain.reachable import check_write_access, is_reachable
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.errors import (
     BrokenChainError,
@@ -49,13 +48,6 @@ def skips_due(
     """Yield missing skips of one span and the edges to fold, newest first.
 
     Edges that together are larger than an anchor are not folded: a way over an anchor costs less.
-
-    Args:
-        edges: All usable edges of the chain.
-        span: Versions between base and version of the skips.
-        known: All edges with a record, pruned ones too.
-        head: The newest version.
-        model_nbytes: Size of all weights, in bytes.
     """
     there = {(edge.base, edge.version) for edge in known}
     leads: dict[Version, list[EdgeSummary]] = defaultdict(list)
@@ -77,7 +69,6 @@ def skips_due(
 
 
 def _fold(hop: Hop, leads: dict[Version, list[EdgeSummary]]) -> Plan | None:
-    """Return the edges to fold into a skip; ``None`` if some are missing."""
     versions = range(hop.base + 1, hop.version + 1)
     inside = [
         edge
@@ -100,16 +91,7 @@ def anchor_version(
     manifest_nbytes: int,
     every: Version | None = None,
 ) -> Version | None:
-    """Return the version that needs an anchor; ``None`` if none is due.
-
-    Args:
-        edges: All usable edges of the chain.
-        head: The newest version.
-        model_nbytes: Size of all weights, in bytes.
-        manifest_nbytes: Size of a manifest, in bytes, about.
-        every: Number of versions between two anchors; by default as their bytes say, see
-            :func:`anchor_due`.
-    """
+    """Return the version that needs an anchor; ``None`` if none is due."""
     anchors = [edge for edge in edges if edge.base is None]
     newest = max(anchors, key=lambda edge: edge.version, default=None)
     aligned = head - head % ANCHOR_AT
@@ -129,7 +111,6 @@ def anchor_version(
 
 
 def why_unreachable(chain: Chain, head: Committed) -> BrokenChainError | None:
-    """Return why newcomers cannot reach the head; ``None`` if they can."""
     if is_reachable(chain, head.version):
         return None
     return BrokenChainError(
@@ -216,11 +197,6 @@ class Maintainer:
 
         Returns:
             What was done; ``None`` if the chain has no version.
-
-        Raises:
-            StoreError: The store failed.
-            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
-            ChainError: Another maintainer prunes a store that cannot decide races.
         """
         check_write_access(self.chain)
         head = self.chain.head()
@@ -265,7 +241,6 @@ class Maintainer:
             )
 
     def _edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
-        """Return all edges that planners may use."""
         known = self.survey.edges(head)
         return tuple(edge for edge in known if not self.chain.prunes.is_pruned(edge))
 
@@ -324,11 +299,9 @@ class Maintainer:
         yield summary
 
     def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
-        """Fold a plan into a skip, and record it; see :func:`add_skip`."""
         return add_skip(self.chain, start, plan, target, base=self.base)
 
     def make_anchor(self, target: Committed) -> EdgeSummary:
-        """Rebuild a version from nothing, and record it as an anchor; see :func:`add_anchor`."""
         return add_anchor(self.chain, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
@@ -359,7 +332,6 @@ class MaintainerThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the current round; may be called again."""
         self._stop.set()
         self._thread.join()
 

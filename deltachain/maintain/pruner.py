@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from deltachain.chain import tags
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
-from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ObjectNotFoundError
 from deltachain.format.documents import EdgeSummary, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
@@ -46,13 +45,6 @@ def ways_to(
 
     A reader knows the anchors that the manifest of a version and the next one list. These stay as
     well, so that it finds its way also when others are gone.
-
-    Args:
-        chain: The chain.
-        versions: Versions to keep; one that no plan leads to is left out, with a warning.
-        head: The newest version.
-        edges: All edges of the chain.
-        ended: Pruned edges whose grace is over, which are used only where nothing else leads on.
 
     Raises:
         BrokenChainError: No plan whose objects are there leads to the head.
@@ -88,9 +80,6 @@ def _plan(
 
     Where that leads on, the plan starts at an anchor that manifests list for good: the head hint
     names others tomorrow.
-
-    Raises:
-        BrokenChainError: There is none.
     """
     listed = _listed(chain, target, edges)
     hinted = [edge for edge in edges if edge.base is None and edge not in listed]
@@ -129,12 +118,6 @@ def orphans(
     changes. Parts of an anchor or a skip may be named later, until the delta to their version is
     pruned: nothing is added to such a version. Parts that an unreadable record may name stay:
     others may be able to read it.
-
-    Args:
-        survey: Survey of the chain, up to ``head``.
-        head: The newest version.
-        objects: Payload objects, by key.
-        gone: Pruned edges whose grace is over.
     """
     edges = survey.edges(head)
     known: dict[tuple[str, int], list[EdgeSummary]] = {}
@@ -203,7 +186,6 @@ class PrunePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the round deletes."""
         return sum(info.nbytes for info in (*self.due, *self.orphans))
 
     @property
@@ -249,10 +231,6 @@ class Pruner:
         Args:
             dry: Whether to write nothing at all: the time is then this machine's, since a store
                 tells its time with a write.
-
-        Raises:
-            BrokenChainError: The head cannot be reached from nothing.
-            ChainError: Another maintainer prunes a store that cannot decide races.
         """
         chain = self._chain
         record = self._newest()
@@ -290,10 +268,6 @@ class Pruner:
         """Write the record of a plan; ``None`` if the newest one says the same.
 
         With it the grace of each edge that is due is over for good.
-
-        Raises:
-            ChainError: Another maintainer prunes a store that cannot decide races.
-            AlreadyExistsError: Another maintainer wrote a record meanwhile; plan again.
         """
         chain, newest = self._chain, self._newest()
         rows = ranges(plan.edges, plan.after, plan.time)
@@ -352,11 +326,6 @@ class Pruner:
 
         Returns:
             What was done; ``None`` if the chain has no version.
-
-        Raises:
-            BrokenChainError: The head cannot be reached from nothing.
-            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
-            ChainError: Another maintainer prunes a store that cannot decide races.
         """
         check_write_access(self._chain)
         plan = None
@@ -403,7 +372,6 @@ class Pruner:
     def _whole(
         self, edges: Collection[EdgeSummary], objects: Mapping[str, ObjectInfo]
     ) -> set[EdgeSummary]:
-        """Return the edges whose objects are all there."""
         sizes = {key: info.nbytes for key, info in objects.items()}
         return {
             edge
@@ -412,7 +380,6 @@ class Pruner:
         }
 
     def _first(self, head: Committed) -> Version:
-        """Return the first of the newest versions that the rule keeps."""
         first = max(0, head.version - max(self.rule.last, VERSIONS_LISTED + 1) + 1)
         within = self.rule.within_s
         if within is None:
@@ -431,7 +398,6 @@ class Pruner:
     def _objects(
         self, edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]
     ) -> tuple[ObjectInfo, ...]:
-        """Return the objects of edges that are in the store."""
         there = by_version(objects)
         wanted = [edge for edge in edges if (f"{edge.kind}s", edge.version) in there]
         found = []
@@ -442,7 +408,6 @@ class Pruner:
         return tuple(found)
 
     def _newest(self) -> PruneRecord | None:
-        """Read the newest record; find a second maintainer where the store cannot decide."""
         record = newest_prune(self._chain)
         decides = self._chain.store.capabilities.conditional_put
         if record is not None and not decides and -1 < self._known < record.number:
@@ -470,9 +435,6 @@ def store_time(chain: Chain, head: Committed) -> float:
     """Return the time by the clock of the store, in seconds since 1970.
 
     Writes the head hint again, as it is, since a store tells the time of each write.
-
-    Raises:
-        ChainError: The store does not tell times.
     """
     store = chain.store
     try:

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.checks import read_summary
 from deltachain.chain.plan import Plan
-from deltachain.chain.reachable import plan_present
 from deltachain.errors import BrokenChainError, FormatError, ObjectNotFoundError
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, version_of
@@ -61,16 +60,13 @@ class Survey:
         return tuple(sorted(edges, key=lambda edge: (edge.version, edge.kind, edge.base or 0)))
 
     def has_record(self, key: str) -> bool:
-        """Return whether an edge has a record, which may be damaged."""
         return key in self._records
 
     def _descends(self, head: Committed, seen: Committed) -> bool:
-        """Return whether a version that was the head is the same one still."""
         found = head if head.version == seen.version else self.chain.find(seen.version)
         return found is not None and found.digest == seen.digest
 
     def _drop(self, keys: Set[str]) -> None:
-        """Leave out records that are gone or were replaced."""
         for key in keys:
             del self._records[key]
         self._edges = {
@@ -89,7 +85,6 @@ class Survey:
         )
 
     def objects(self) -> dict[str, ObjectInfo]:
-        """List all payload objects, by key."""
         infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))
         found = {info.key: info for info in infos}
         there = by_version(found).keys()  # of what is deleted, no part is asked for again
@@ -140,7 +135,6 @@ def _place(edge: EdgeSummary) -> _Place:
 
 
 def by_version(objects: Mapping[str, ObjectInfo]) -> dict[_Place, list[ObjectInfo]]:
-    """Group payload objects by folder and version."""
     found: dict[_Place, list[ObjectInfo]] = defaultdict(list)
     for key, info in objects.items():
         version = version_of(key)
@@ -163,14 +157,6 @@ AGES: Final = (1, 10, 100, 1000, 10_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindTotal:
-    """Objects of one kind.
-
-    Attributes:
-        kind: First name of their keys, such as ``deltas``.
-        objects: Their number.
-        nbytes: Their size in bytes.
-    """
-
     kind: str
     objects: int
     nbytes: int
@@ -178,19 +164,13 @@ class KindTotal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReaderPlan:
-    """What a reader fetches to reach the head.
-
-    Attributes:
-        age: Versions behind the head; ``None`` for a newcomer, who has nothing.
-        plan: The cheapest plan whose objects are there; ``None`` if there is none.
-    """
+    """What a reader fetches to reach the head."""
 
     age: Version | None
     plan: Plan | None
 
 
 def totals(infos: Iterable[ObjectInfo]) -> tuple[KindTotal, ...]:
-    """Sum up objects by kind, largest first."""
     sums: dict[str, tuple[int, int]] = {}
     for info in infos:
         kind = info.key.partition("/")[0]

@@ -58,20 +58,12 @@ class ObjectCopy:
 
     @property
     def is_document(self) -> bool:
-        """Whether it is put only after everything before it, which it may name."""
         return self.content is not None
 
 
 @dataclass(frozen=True, slots=True)
 class CopyOutcome:
-    """What became of one copy.
-
-    Attributes:
-        copy: The object.
-        nbytes: Bytes written; 0 if the mirror had the object already.
-        is_lost: Whether the source does not have it any more.
-        is_other: Whether the mirror has another edge record under its key, which is kept.
-    """
+    """What became of one copy."""
 
     copy: ObjectCopy
     nbytes: int
@@ -103,17 +95,7 @@ class CopyPipeline:
         self._abandoned = Event()
 
     def run(self, copies: Iterable[ObjectCopy], stop: Event) -> Iterator[CopyOutcome]:
-        """Copy objects; yield each once it is in the mirror.
-
-        Args:
-            copies: The objects, in the order of dependence.
-            stop: Ends the copying, once what was proven is put.
-
-        Raises:
-            FormatError: An object is not what its document says; all before it were copied.
-            ForkedChainError: The mirror has another document in its place.
-            StoreError: A store failed.
-        """
+        """Copy objects; yield each once it is in the mirror."""
         failures: list[DeltaChainError] = []
         with (
             Pool(THREADS, "deltachain-read") as readers,
@@ -135,7 +117,6 @@ class CopyPipeline:
             raise failures[0]
 
     def _has_room(self, copy: ObjectCopy) -> bool:
-        """Return whether an object may be read now."""
         on_the_way = [job[0].nbytes for job in (*self._reading, *self._writing)]
         fits = sum(on_the_way) + copy.nbytes <= AHEAD_NBYTES and len(on_the_way) < AHEAD
         return fits or not on_the_way

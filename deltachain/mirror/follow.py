@@ -106,20 +106,12 @@ def left_out(rounds: int, intervals: int) -> int:
     """Return how many polls a wait counts for, beside the poll after it.
 
     No look back is passed over, so a rare poll is one.
-
-    Args:
-        rounds: Polls so far.
-        intervals: Poll intervals of the wait.
     """
     return min(intervals - 1, LOOK_BACK - 1 - rounds % LOOK_BACK)
 
 
 def _wait(told: Event, stop: Event, seconds: float) -> bool:
-    """Wait until the feed tells something, the loop is stopped, or the time is over.
-
-    Returns:
-        Whether the wait ended early.
-    """
+    """Wait until the feed tells something, the loop is stopped, or the time is over."""
     until = time.monotonic() + seconds
     while (left_s := until - time.monotonic()) > 0:
         if told.wait(min(left_s, STOPPED_S)) or stop.is_set():
@@ -155,7 +147,6 @@ class MirrorTotals:
         return 0.0 if since is None else time.monotonic() - since
 
     def count(self, receipt: MirrorReceipt) -> None:
-        """Add a copied version."""
         self._versions += 1
         self._objects += receipt.objects
         self._nbytes += receipt.nbytes
@@ -163,7 +154,6 @@ class MirrorTotals:
         self.looked_at, self._since = self.applied_at, time.monotonic()
 
     def looked(self, trouble: DeltaChainError | None) -> None:
-        """Record the end of a round."""
         self.trouble = trouble
         if trouble is not None:
             self._failures += 1
@@ -171,15 +161,12 @@ class MirrorTotals:
         self.looked_at, self._since = time.time(), time.monotonic()
 
     def version_of(self, mirror: Mirror) -> Version | None:
-        """Return the newest version of a mirror; ``None`` for none."""
         return mirror.version if mirror.version >= 0 else None
 
     def head_of(self, mirror: Mirror) -> Version | None:
-        """Return the newest version that was seen in the source of a mirror; ``None`` for none."""
         return mirror.head if mirror.head >= 0 else self.version_of(mirror)
 
     def figures(self, mirror: Mirror) -> Iterator[Figure]:
-        """Yield the figures of the mirror that was copied, from memory."""
         version, head = self.version_of(mirror), self.head_of(mirror)
         yield info(engine="mirror", chain=mirror.chain)
         yield from figures(

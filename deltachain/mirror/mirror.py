@@ -15,13 +15,12 @@ from typing import Final, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.checks import read_document
-from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
 from deltachain.chain.lookup import MAX_HINT, NONE
-from deltachain.chain.reachable import plan_present
+from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
@@ -80,7 +79,6 @@ class MirrorReceipt:
 
     @property
     def lag_versions(self) -> int:
-        """Versions that the source has and the mirror does not."""
         return self.head - self.version
 
 
@@ -224,7 +222,6 @@ class Mirror:
             check_age(chain, newest)
 
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments]:
-        """Open the source; create the record of the mirror, or check that it is of this chain."""
         chain, there, start = Chain.open(self.source, self._trust), self.destination, self._start
         check_placement(self.source, there)
         record = read_mirror(there)
@@ -261,7 +258,6 @@ class Mirror:
         return chain, record, SourceDocuments(chain, record.first, known=known, has=has)
 
     def _list_manifests(self) -> None:
-        """List the manifests of the mirror."""
         gaps, end = set[Version](), 0
         for info in self.destination.list(keys.MANIFEST_PREFIX):
             version = keys.version_of(info.key)
@@ -288,7 +284,6 @@ class Mirror:
         self._listed = listed
 
     def _identity(self, documents: SourceDocuments) -> Iterator[ObjectCopy]:
-        """Yield what the mirror lacks of table, assets and identity."""
         copies = list(documents.identity())
         found = self.destination.find_all(copy.key for copy in copies)
         for copy in copies:
@@ -390,7 +385,6 @@ class Mirror:
         return True
 
     def _read_manifest(self, version: Version) -> Committed | None:
-        """Read a manifest of the mirror; ``None`` if it has none of the version."""
         if self._lacks_manifest(version):
             return None
         key = keys.manifest_key(version)
@@ -422,7 +416,6 @@ class Mirror:
             )
 
     def _run(self, copies: Iterable[ObjectCopy], stop: Event) -> Iterator[MirrorReceipt]:
-        """Copy what the mirror lacks, and yield a receipt of each version."""
         objects = nbytes = 0
         start, self._sent = time.perf_counter(), set()
         pipeline = CopyPipeline(self.source, self.destination, self._may_be_there)
@@ -497,7 +490,6 @@ class Mirror:
             self._hinted = data
 
     def _put_heartbeat(self, found: tuple[Version, bytes] | None) -> None:
-        """Copy the heartbeat, once all that it names is in the mirror."""
         if found and found[0] <= self.version and found[1] != self._beaten:
             self.destination.put(keys.HEARTBEAT_KEY, found[1])
             self._beaten = found[1]
@@ -511,11 +503,6 @@ class Mirror:
                 self._signed[key] = data
 
     def _check_newcomers(self) -> None:
-        """Check that newcomers can join the mirror, if payloads were left out since the last check.
-
-        Raises:
-            BrokenChainError: They cannot.
-        """
         if self._is_joinable or self.version < 0:
             return
         chain = Chain.open(self.destination, self._trust)
@@ -556,11 +543,7 @@ class Mirror:
 
 
 def check_placement(source: Store, destination: Store) -> None:
-    """Check that a mirror would not lie inside its source, nor in the folder of another chain.
-
-    Raises:
-        ConfigError: It would.
-    """
+    """Check that a mirror would not lie inside its source, nor in the folder of another chain."""
     outer, inner = source.url.rstrip("/"), destination.url
     if inner.startswith("file://"):
         folder = Path(url2pathname(urlsplit(inner).path)).resolve()
@@ -606,12 +589,7 @@ def promote(store: Store) -> Version:
 
 
 def _oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Version:
-    """Return the oldest version whose payloads are copied.
-
-    Raises:
-        ChainError: The version is not committed.
-        BrokenChainError: It cannot be rebuilt from the source.
-    """
+    """Return the oldest version whose payloads are copied."""
     if start is None:
         record = read_mirror(chain.store)
         return record.first if record else 0

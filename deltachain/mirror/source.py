@@ -76,7 +76,6 @@ class SourceDocuments:
         self._left_out: set[ObjectInfo | str] = set()
 
     def identity(self) -> Iterator[ObjectCopy]:
-        """Yield table and assets, and the identity, which names both."""
         documents, identity = self._chain.documents, self._chain.identity
         yield _document(keys.TABLE_KEY, documents[keys.TABLE_KEY])
         for ref in identity.assets:
@@ -84,15 +83,7 @@ class SourceDocuments:
         yield _document(keys.CHAIN_KEY, documents[keys.CHAIN_KEY])
 
     def versions(self, first: Version, last: Version) -> Iterator[ObjectCopy]:
-        """Yield the objects of versions: payloads, edge records that they list, the manifest.
-
-        Raises:
-            BrokenChainError: A manifest is missing.
-            FormatError: A document is damaged, or of another version.
-            ChainMismatchError: A manifest is of another chain.
-            SignatureError: No trusted key signed a manifest or one that descends from it.
-            ForkedChainError: A manifest continues another history.
-        """
+        """Yield the objects of versions: payloads, edge records that they list, the manifest."""
         for committed, data in self._chain.manifests(first, last, reads=READS):
             version, key = committed.version, keys.manifest_key(committed.version)
             _check_link(committed, self.committed(version - 1) if version else None)
@@ -104,11 +95,7 @@ class SourceDocuments:
             yield _document(key, data, version)
 
     def records(self, infos: Iterable[ObjectInfo]) -> Iterator[ObjectCopy]:
-        """Yield edge records that no manifest may list, each after its payloads.
-
-        Raises:
-            FormatError: A record is damaged, or of another version.
-        """
+        """Yield edge records that no manifest may list, each after its payloads."""
         for info in infos:
             if info in self._left_out:
                 continue
@@ -123,19 +110,10 @@ class SourceDocuments:
         self._left_out.add(which)
 
     def committed(self, version: Version) -> Committed | None:
-        """Return a manifest that was proven, or that the mirror has."""
         return self._proven.get(version) or self._known(version)
 
     def prunes(self, known: int, wanted: Iterable[int]) -> Iterator[ObjectCopy]:
-        """Yield prune records: those wanted, and those after a known number.
-
-        Args:
-            known: Number of the newest one known.
-            wanted: Numbers of others.
-
-        Raises:
-            FormatError: A record is damaged, or under the key of another.
-        """
+        """Yield prune records: those wanted, and those after a known number."""
         newest = newest_number(self._store, keys.prune_key, known=known)
         for number in sorted({*wanted, *range(known + 1, newest + 1)}):
             key = keys.prune_key(number)
@@ -211,12 +189,7 @@ class SourceDocuments:
             yield info.key, data
 
     def _record(self, key: str, digest: str = "") -> Iterator[ObjectCopy]:
-        """Yield an edge record after its payloads, unless the source or its version is gone.
-
-        Args:
-            key: Its key.
-            digest: Its digest, if an accepted manifest lists it.
-        """
+        """Yield an edge record after its payloads, unless the source or its version is gone."""
         version = keys.version_of(key)
         committed = None if version is None else self.committed(version)
         if version is None or committed is None:
@@ -270,7 +243,6 @@ class SourceDocuments:
         )
 
     def _check_signature(self, key: str, data: bytes) -> None:
-        """Raise unless an object is a signature of ``chain.json`` under its own key."""
         found = parse(data, IdentitySignature, key=key)
         signature, trusted = found.signature, self._chain.trust.trusted
         if found.chain != self._id or keys.signature_key(self._id, signature.key_id) != key:
@@ -283,7 +255,6 @@ class SourceDocuments:
 
 
 def newest_prune(chain: Chain) -> PruneRecord | None:
-    """Read the newest prune record of a chain; ``None`` if there is none that counts."""
     try:
         return chain.prunes.newest()
     except (FormatError, ObjectNotFoundError):
@@ -291,12 +262,7 @@ def newest_prune(chain: Chain) -> PruneRecord | None:
 
 
 def _check_link(found: Committed, before: Committed | None) -> None:
-    """Check that a manifest continues the history that was copied.
-
-    Raises:
-        ForkedChainError: It continues another history.
-        MalformedError: It starts from another state.
-    """
+    """Check that a manifest continues the history that was copied."""
     manifest, key = found.manifest, keys.manifest_key(found.version)
     parent, state, epoch = ("", "", 0)
     if before is not None:

@@ -12,10 +12,10 @@ from threading import Event, Thread
 from typing import Final
 
 from deltachain.chain import tags
+from deltachain.chain.ancestry import Prunes
 from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
 from deltachain.chain.lookup import NONE
-from deltachain.chain.prunes import Prunes
 from deltachain.errors import (
     ChainMismatchError,
     ConfigError,

@@ -18,10 +18,9 @@ from typing import Final
 import numpy as np
 from typing_extensions import override
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Plan
-from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.encodings import Encoding

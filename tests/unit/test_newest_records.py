@@ -13,9 +13,8 @@ from msgspec.structs import replace as changed
 
 from deltachain.chain import heartbeat, tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.heartbeat import newest_prune, read_heartbeat, write_heartbeat
-from deltachain.chain.tags import sign_again
+from deltachain.chain.tags import VersionChoice, choose, sign_again
 from deltachain.chain.trust import SigningKey, Trust
 from deltachain.errors import ChainError, StaleChainError
 from deltachain.format.documents import PruneRecord

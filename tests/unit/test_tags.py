@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deltachain.chain import tags
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable, plan_present
+from deltachain.chain.chain import Chain, is_reachable, plan_present
 from deltachain.errors import (
     BrokenChainError,
     ChainError,

@@ -12,7 +12,7 @@ import msgspec
 
 from deltachain import errors
 from deltachain.errors import DeltaChainError, RankError
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import decode
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.types import Version
 

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable
+from deltachain.chain.chain import Chain, is_reachable
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BrokenChainError, DeltaChainError, ObjectNotFoundError
 from deltachain.format.keys import PAYLOADS

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltachain.chain.chain import Chain
+from deltachain.chain.chain import Chain, is_reachable, plan_present
 from deltachain.chain.fetch import fetch
-from deltachain.chain.reachable import is_reachable, plan_present
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ConfigError
 from deltachain.format.documents import EdgeKind, EdgeSummary, PruneRecord
 from deltachain.format.keys import PAYLOADS, payload_key, prune_key
