@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from deltachain.chain import tags
+from deltachain.chain.ancestry import SPANS
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
@@ -115,9 +116,9 @@ def orphans(
     """Return the orphans among payload objects.
 
     Parts of a delta are orphans if their version is committed with other parts: its manifest never
-    changes. Parts of an anchor or a skip may be named later, until the delta to their version is
-    pruned: nothing is added to such a version. Parts that an unreadable record may name stay:
-    others may be able to read it.
+    changes. Parts of an anchor or a skip may be named later, unless a record of that kind leads to
+    their version already, or the delta to it is pruned: nothing is added to such a version. Parts
+    that an unreadable record may name stay: others may be able to read it.
     """
     edges = survey.edges(head)
     known: dict[tuple[str, int], list[EdgeSummary]] = {}
@@ -137,13 +138,22 @@ def orphans(
             continue
         mine = [own[version]] if folder == "deltas" and version in own else []
         mine += known.get((folder, version), [])
-        if not mine or not (folder == "deltas" or own.get(version) in gone):
+        if not (_is_settled(folder, version, mine) or own.get(version) in gone):
             continue
         named = [parts[edge] for edge in mine]
         if all(one is not None for one in named):
             keys = {key for one in named for key in one or ()}
             found += [info for info in infos if info.key not in keys]
     return tuple(found)
+
+
+def _is_settled(folder: str, version: int, edges: Sequence[EdgeSummary]) -> bool:
+    """Return whether every edge to a version that may have parts in a folder is known."""
+    if folder == "deltas":
+        return bool(edges)
+    records = sum(1 for edge in edges if edge.record)
+    spans = sum(version % span == 0 for span in SPANS)  # none: a skip of another program
+    return records >= (1 if folder == "anchors" or not spans else spans)
 
 
 logger = logging.getLogger(__name__)
