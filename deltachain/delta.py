@@ -57,7 +57,6 @@ class TensorDelta:
 
     @property
     def is_dense(self) -> bool:
-        """Whether the delta holds every element, in order."""
         return self.indices is None and self.nnz == self.spec.numel
 
     def covers(self, low: int, high: int) -> bool:
@@ -67,7 +66,6 @@ class TensorDelta:
 
     @property
     def nnz(self) -> int:
-        """Number of elements held."""
         return int(self.values.size)
 
     @property
@@ -185,7 +183,6 @@ def _whole(spec: TensorSpec, indices: Indices, values: Bits, absolute: Mask) -> 
 
 
 def fold_all(deltas: Iterable[TensorDelta]) -> TensorDelta:
-    """Fold one or more deltas of the same tensor, oldest first."""
     first, *rest = deltas
     for newer in rest:
         first = fold(first, newer)
@@ -245,7 +242,6 @@ def _set(bits: Bits, delta: TensorDelta, low: int, high: int) -> None:
 
 
 def _near(indices: Indices, low: int, high: int) -> slice:
-    """Return the positions of the increasing indices in ``[low, high)``."""
     return slice(*np.searchsorted(indices, [low, high]).tolist())
 
 

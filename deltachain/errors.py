@@ -228,9 +228,14 @@ class BrokenChainError(ChainError):
     """No readable sequence of edges leads to the version."""
 
     default_hint = (
-        "restart the publisher, which adds an anchor; or give `deltachain maintain --copy` a folder "
-        "that follows this chain, or the command the base checkpoint"
+        "restart the publisher, which adds an anchor, or restore what was lost from a backup; or give "
+        "the command the base checkpoint"
     )
+
+
+def no_version(url: str, hint: str = "wait for the publisher's first commit") -> ChainError:
+    """Build the error for a chain without a version."""
+    return ChainError(f"{url} has no version yet", hint=hint)
 
 
 class FormatError(DeltaChainError):

@@ -6,9 +6,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from deltachain.chain.checks import read_summary
-from deltachain.chain.log import Committed, Manifests
-from deltachain.chain.lookup import read_hint
+from deltachain.chain.checks import read_document, read_summary
+from deltachain.chain.lookup import NONE, Committed, Manifests, newest_number, read_hint
 from deltachain.chain.plan import (
     ANCHORS_LISTED,
     Plan,
@@ -19,14 +18,82 @@ from deltachain.chain.plan import (
     window_from,
     windows_before,
 )
-from deltachain.chain.prunes import Prunes
 from deltachain.chain.trust import Trust
-from deltachain.errors import BrokenChainError, FormatError, SignatureError
-from deltachain.format.documents import EdgeSummary, Manifest
-from deltachain.format.keys import edge_key
+from deltachain.errors import (
+    BrokenChainError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+    SignatureError,
+)
+from deltachain.format.documents import EdgeSummary, Manifest, PruneRecord
+from deltachain.format.keys import edge_key, prune_key
 from deltachain.store import Store
 from deltachain.threads import Pool
 from deltachain.types import StateDigest, Version
+
+
+class Prunes:
+    """The prune records of one chain, numbered from 0 without gaps."""
+
+    def __init__(self, store: Store, chain: str, trust: Trust) -> None:
+        self._store = store
+        self._chain = chain
+        self._trust = trust
+        self._newest: PruneRecord | None = None
+
+    def newest(self) -> PruneRecord | None:
+        """Read the newest record; ``None`` before the first.
+
+        Takes a logarithmic number of lookups the first time, and one while there is no newer one.
+        """
+        known = self._newest.number if self._newest else NONE
+        number = newest_number(self._store, prune_key, known=known)
+        if number > known:
+            self._newest = self.read(number)
+        return self._newest
+
+    def newest_there(self) -> PruneRecord | None:
+        if self._newest is not None:
+            try:
+                self._newest = self.read(self._newest.number)
+            except ObjectNotFoundError:
+                self._newest = None
+        return self.newest()
+
+    def read(self, number: int) -> PruneRecord:
+        """Read a record; once more if it is damaged."""
+        key = prune_key(number)
+        kind, chain = PruneRecord, self._chain
+        record, _ = read_document(self._store, key, kind, chain=chain, trust=self._trust)
+        if record.number != number:
+            raise MalformedError(f"{key}: is prune record {record.number}", key=key)
+        return record
+
+    @property
+    def names_edges(self) -> bool:
+        """Whether the newest record that was read names any edge."""
+        return self._newest is not None and bool(self._newest.pruned)
+
+    def is_pruned(self, edge: EdgeSummary) -> bool:
+        return self._newest is not None and self._newest.covers(edge)
+
+    def names(self, kind: str, base: Version | None, version: Version) -> bool:
+        """Return whether the newest record that was read names an edge, which need not exist."""
+        newest = self._newest
+        return newest is not None and newest.range_of(kind, base, version) is not None
+
+    def is_closed(self, version: Version) -> bool:
+        """Return whether the newest record that was read closes a version to further edges."""
+        return self._newest is not None and self._newest.closes(version)
+
+    def refresh(self, *, there: bool = False) -> None:
+        """Read the newest record, if it is readable: planning does without it."""
+        try:
+            self.newest_there() if there else self.newest()
+        except (FormatError, ObjectNotFoundError):
+            return
+
 
 # A skip leads to a version that its *span* divides, from the version that much older. Their records
 # therefore have computed keys: a reader that is far behind neither lists nor reads every manifest.
@@ -54,12 +121,10 @@ class Hop(NamedTuple):
 
     @property
     def span(self) -> int:
-        """Number of versions from base to version."""
         return self.version - self.base
 
     @property
     def key(self) -> str:
-        """Key of the edge record of a skip."""
         return edge_key(self.version, "skip", self.base)
 
     def finer(self) -> list[Hop]:
@@ -79,14 +144,7 @@ def hops(first: Version, last: Version) -> list[Hop]:
 
 
 class Skips:
-    """The skips of one chain, and the deltas where there are none.
-
-    Args:
-        store: Store of the chain.
-        manifests: Manifests of the chain.
-        chain: Id of the chain.
-        trust: Keys that sign and check records.
-    """
+    """The skips of one chain, and the deltas where there are none."""
 
     def __init__(self, store: Store, manifests: Manifests, chain: str, trust: Trust) -> None:
         self._store = store
@@ -102,12 +160,6 @@ class Skips:
         without: Callable[[EdgeSummary], bool] | None = None,
     ) -> tuple[EdgeSummary, ...]:
         """Find edges that lead from some versions to a later one in few steps.
-
-        Args:
-            starts: Versions to start from.
-            last: The version to reach.
-            without: Whether a skip is pruned, so that smaller ones replace it; ``None`` where
-                nothing is pruned.
 
         Returns:
             Skips and deltas; nothing if nothing is pruned and there is no skip at all on the
@@ -139,9 +191,6 @@ class Skips:
         """Find the anchors of a version, and of the last one where maintainers add them, by key.
 
         They need not be listed: manifests and the head hint list the two newest anchors only.
-
-        Args:
-            version: The version to reach.
         """
         places = {version, version - version % ANCHOR_AT}
         keys = [edge_key(place, "anchor", None) for place in sorted(places)]
@@ -159,7 +208,6 @@ class Skips:
         return read_summary(self._store, hop.key, chain=self._chain, trust=self._trust)
 
     def _listed(self, version: Version) -> tuple[EdgeSummary, ...]:
-        """Return the edges that a manifest lists, and its own."""
         try:
             found = self._manifests.find(version)
         except FormatError:
@@ -195,14 +243,7 @@ PRUNED: Final = (
 
 
 class Past:
-    """The history of a chain, read from the edge lists of few manifests.
-
-    Args:
-        store: Store of the chain.
-        manifests: Manifests of the chain.
-        prunes: Prune records of the chain.
-        skips: Skips of the chain.
-    """
+    """The history of a chain, read from the edge lists of few manifests."""
 
     def __init__(self, store: Store, manifests: Manifests, prunes: Prunes, skips: Skips) -> None:
         self._store = store
@@ -286,11 +327,7 @@ class Past:
         search.leave_out(self._prunes.is_pruned)
 
     def _plan_far(self, held: Version | None, target: Committed, search: _Search) -> Plan:
-        """Find a plan over older manifests, else one over anchors that none of them lists.
-
-        Raises:
-            BrokenChainError: No plan exists.
-        """
+        """Find a plan over older manifests, else one over anchors that none of them lists."""
         try:
             return self._plan_back(held, target, search)
         except BrokenChainError:
@@ -300,11 +337,7 @@ class Past:
             raise
 
     def _plan_back(self, held: Version | None, target: Committed, search: _Search) -> Plan:
-        """Find the cheapest plan by reading manifests backward.
-
-        Raises:
-            BrokenChainError: No plan exists.
-        """
+        """Find the cheapest plan by reading manifests backward."""
         manifest = target.manifest
         for count, committed in enumerate(self.windows(target, PLAN_WINDOWS), 1):
             manifest = committed.manifest
@@ -326,10 +359,6 @@ class Past:
 
         A missing manifest is replaced by a near one. Ends at version 0, or at a gap that is wider
         than a window.
-
-        Args:
-            newest: The first manifest.
-            expected: Number of manifests to prefetch.
         """
         yield newest
         first = newest.manifest.window_from
@@ -377,19 +406,16 @@ class _Search:
 
     @property
     def starts(self) -> tuple[Version, ...]:
-        """The version held, and the newest versions that an edge from nothing leads to."""
         anchors = sorted({edge.version for edge in self._edges.values() if edge.base is None})
         held = () if self._held is None or self._held > self._version else (self._held,)
         return (*held, *anchors[-ANCHORS_LISTED:])
 
     def leave_out(self, unwanted: Callable[[EdgeSummary], bool]) -> None:
-        """Remove edges, and ignore such edges from now on."""
         self._left_out = unwanted
         known, self._edges, self._start = tuple(self._edges.values()), {}, -1
         self.add(known)
 
     def add(self, edges: Iterable[EdgeSummary]) -> bool:
-        """Add the usable ones of ``edges``; return whether there are any."""
         added = False
         for edge in edges:
             wanted = edge not in self._avoid and not self._left_out(edge)
@@ -406,9 +432,6 @@ class _Search:
         Args:
             reached: The oldest version whose edges are all known.
             is_last: Accept a plan from nothing even if one from the held version may be cheaper.
-
-        Raises:
-            BrokenChainError: No plan exists, and older edges cannot help.
         """
         held = self._held if self._held is not None and self._held <= self._version else None
         from_held = held is not None and reached <= held
@@ -425,9 +448,5 @@ class _Search:
         return plan if from_held or held is None or plan.cost <= least or is_last else None
 
     def end(self) -> Plan:
-        """Return the cheapest plan over all known edges.
-
-        Raises:
-            BrokenChainError: No plan exists.
-        """
+        """Return the cheapest plan over all known edges."""
         return make_plan(self._held, self._version, self._edges.values(), encodings=self._encodings)

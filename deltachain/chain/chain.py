@@ -8,22 +8,30 @@ by probing, without listing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Final
 
-from deltachain.chain.ancestry import Past, Skips
-from deltachain.chain.checks import asset_path, check_edge, check_record
+from deltachain.chain.ancestry import Past, Prunes, Skips
+from deltachain.chain.checks import (
+    asset_path,
+    check_digest,
+    check_edge,
+    check_record,
+    once_more,
+)
 from deltachain.chain.commits import Commits
-from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
-from deltachain.chain.log import Committed, Manifests
-from deltachain.chain.lookup import SEEN, Standing, read_hint
+from deltachain.chain.identity import identity_there, lost_chain, make, read_model, refuse_mirror
+from deltachain.chain.lookup import SEEN, Committed, Manifests, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
-from deltachain.chain.prunes import Prunes
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
+    ConfigError,
     FormatError,
     MalformedError,
+    ObjectNotFoundError,
 )
 from deltachain.format import keys
 from deltachain.format.documents import (
@@ -40,6 +48,7 @@ from deltachain.format.documents import (
 )
 from deltachain.format.keys import object_digest
 from deltachain.store import ObjectInfo, Store
+from deltachain.threads import Pool
 from deltachain.types import StateDigest, Version
 
 __all__ = ["Chain", "Committed", "Standing"]
@@ -127,10 +136,7 @@ class Chain:
             SignatureError: No trusted key signed the chain.
         """
         trust = trust or Trust.of_reader()
-        try:
-            return cls(store, *read_model(store, trust), trust)
-        except FormatError:  # a bit may have flipped in transit
-            return cls(store, *read_model(store, trust), trust)
+        return cls(store, *once_more(partial(read_model, store, trust)), trust)
 
     def check_present(self) -> None:
         """Raise if the store no longer has the chain.
@@ -238,7 +244,8 @@ class Chain:
             BrokenChainError: A manifest is missing, or names another parent.
         """
         parent: Committed | None = None
-        for version, committed in self._manifests.between(first, last, reads):
+        manifests = self._manifests
+        for version, committed in manifests.between(first, last, reads, manifests.find):
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)
             if parent is not None and committed.manifest.parent != parent.digest:
@@ -249,6 +256,28 @@ class Chain:
                 )
             yield committed
             parent = committed
+
+    def manifests(
+        self, first: Version, last: Version, *, reads: int
+    ) -> Iterator[tuple[Committed, bytes]]:
+        """Yield the manifests of ``first`` to ``last`` and their exact bytes; see :meth:`read`.
+
+        Up to ``reads`` manifests are read at a time.
+
+        Raises:
+            BrokenChainError: A manifest is missing.
+        """
+        manifests = self._manifests
+        try:
+            for _, found in manifests.between(first, last, reads, manifests.document):
+                yield found
+        except ObjectNotFoundError as exc:
+            version = keys.version_of(exc.key)
+            raise BrokenChainError(
+                f"manifest of version {version} is missing in {self.store.url}",
+                version=version,
+                hint=f"manifests must never be deleted: restore {exc.key} from a backup",
+            ) from exc
 
     def windows(self, newest: Committed) -> Iterator[Committed]:
         """Yield manifests whose edge lists together cover the history, newest first."""
@@ -394,3 +423,108 @@ class Chain:
     def find_state(self, state: StateDigest) -> Committed | None:
         """Find the newest version with a state digest, in few manifests; see :class:`Past`."""
         return self._past.find_state(state, self.head())
+
+
+def check_write_access(chain: Chain) -> None:
+    """Raise if readers would not accept what this process adds to a chain.
+
+    Raises:
+        ConfigError: The store is the mirror of an unsigned chain, or the chain is signed and there
+            is no signing key.
+    """
+    refuse_mirror(chain.store, chain.trust)
+    if chain.trust.key is None and (head := chain.head()) is not None:
+        check_signing_key(chain, head)
+
+
+def check_signing_key(chain: Chain, head: Committed) -> None:
+    """Raise if a writer without a signing key would add to a signed chain.
+
+    Args:
+        chain: The chain, opened by the writer.
+        head: The newest version.
+
+    Raises:
+        ConfigError: The chain is signed, and the writer has no signing key.
+    """
+    if head.signatures and chain.trust.key is None:
+        raise ConfigError(
+            f"{chain.store.url} is a signed chain, and this process has no signing key: readers "
+            "with trusted keys would refuse what it writes",
+            hint="set DELTACHAIN_SIGNING_KEY; with a new key, set DELTACHAIN_TRUSTED_KEYS to the "
+            "public key of the old one as well",
+        )
+
+
+READS: Final = 16
+"""Documents read at a time."""
+
+
+def plan_present(  # noqa: PLR0913 - each leaves out something else
+    chain: Chain,
+    held: Version | None,
+    target: Committed,
+    *,
+    without: Collection[str] = (),
+    avoid: Collection[EdgeSummary] = (),
+    gone: Collection[str] = (),
+    pruned: bool = False,
+) -> Plan:
+    """Find the cheapest plan whose documents and parts exist, by their sizes; reads no part.
+
+    A base checkpoint lies outside the store and counts as present.
+
+    Args:
+        chain: The chain.
+        held: The version held; ``None`` for nothing.
+        target: The version to reach.
+        without: Encodings that cannot be used, though they are known.
+        avoid: Edges known to be unusable.
+        gone: Keys of parts that count as missing.
+        pruned: Whether to use pruned edges, whose objects may be deleted at any time.
+
+    Raises:
+        BrokenChainError: No plan exists of which every object exists.
+    """
+    avoid = list(avoid)
+    while True:
+        plan = chain.plan(held, target, without=without, avoid=avoid, pruned=pruned)
+        lost = _lost(chain, plan, target, gone)
+        if not lost:
+            return plan
+        avoid += lost
+
+
+def is_reachable(chain: Chain, version: Version) -> bool:
+    """Return whether a committed version can be rebuilt from nothing."""
+    committed = chain.find(version)
+    if committed is None:
+        return False
+    try:
+        plan_present(chain, None, committed)
+    except BrokenChainError:
+        return False
+    return True
+
+
+def _lost(chain: Chain, plan: Plan, target: Committed, gone: Collection[str]) -> list[EdgeSummary]:
+    """Return the edges of a plan that have lost their document or a part."""
+    chain.look_ahead(plan)
+    read = partial(_edge, chain, target)
+    with Pool(READS) as pool:
+        edges = list(zip(plan.edges, pool.map(read, plan.edges), strict=True))
+    parts = {part.key: part.nbytes for _, edge in edges if edge for part in edge.parts}
+    infos = chain.store.find_all(key for key in parts if key not in gone)
+    found = {key: info.nbytes for key, info in infos.items()}
+    return [
+        summary
+        for summary, edge in edges
+        if edge is None or any(found.get(part.key) != part.nbytes for part in edge.parts)
+    ]
+
+
+def _edge(chain: Chain, target: Committed, summary: EdgeSummary) -> Edge | None:
+    try:
+        return chain.edge(summary, target)
+    except (ObjectNotFoundError, FormatError):
+        return None

@@ -1,15 +1,22 @@
-"""Checks of references between documents, beyond their types (FORMAT.md 1 and 2)."""
+"""Reading documents of a chain, and the checks beyond their types (FORMAT.md 1 and 2)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
 
 from deltachain.chain.trust import Trust
-from deltachain.errors import ConfigError, FormatError, MalformedError, ObjectNotFoundError
+from deltachain.errors import (
+    ConfigError,
+    DigestMismatchError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.format import keys
 from deltachain.format.documents import (
+    Document,
     Edge,
     EdgeRecord,
     EdgeSummary,
@@ -20,29 +27,89 @@ from deltachain.format.documents import (
 )
 from deltachain.format.keys import edge_key, object_digest
 from deltachain.store import Store
+from deltachain.store.base import MAX_DOCUMENT
+from deltachain.types import Buffer
+
+_T = TypeVar("_T")
+_D = TypeVar("_D", bound=Document)
+
+
+def once_more(read: Callable[[], _T]) -> _T:
+    """Call a function that reads objects, and again if one is damaged: a bit may flip in transit.
+
+    Raises:
+        FormatError: An object is damaged both times.
+    """
+    try:
+        return read()
+    except FormatError:
+        return read()
+
+
+def read_document(  # noqa: PLR0913 - where it is, and what proves it
+    store: Store,
+    key: str,
+    kind: type[_D],
+    *,
+    chain: str,
+    trust: Trust,
+    digest: str = "",
+    limit: int = MAX_DOCUMENT,
+) -> tuple[_D, bytes]:
+    """Read a sealed document of a chain, once more if it is damaged.
+
+    Args:
+        store: Store of the chain.
+        key: Key of the document.
+        kind: Its class.
+        chain: Id of the chain.
+        trust: Keys of which one must have signed it, unless its digest is known.
+        digest: Digest of its bytes by an accepted document; empty if unknown.
+        limit: Size limit, in bytes.
+
+    Returns:
+        The document, and its exact bytes.
+
+    Raises:
+        ObjectNotFoundError: It is gone.
+        FormatError: It is damaged, or of another chain.
+        SignatureError: No trusted key signed it.
+    """
+
+    def read() -> tuple[_D, bytes]:
+        data = store.get(key, limit=limit)
+        if digest:
+            check_digest(data, digest, key)
+        document = unseal(data, kind, key=key)
+        if not digest:
+            trust.check(data, kind, chain=chain, key=key)
+        found = getattr(document, "chain", chain)
+        if found != chain:
+            raise MalformedError(f"{key}: belongs to chain {found[:80]}, not to {chain}", key=key)
+        return document, data
+
+    return once_more(read)
+
+
+def check_digest(data: Buffer, expected: str, key: str) -> None:
+    actual = object_digest(data)
+    if actual != expected:
+        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
 
 
 def read_summary(store: Store, key: str, *, chain: str, trust: Trust) -> EdgeSummary | None:
     """Read an edge record and summarise its edge.
-
-    Args:
-        store: Store of the record.
-        key: Key of the record.
-        chain: Id of the chain.
-        trust: Keys that sign and check records.
 
     Returns:
         The summary, with the digest of the bytes that were read; ``None`` if the record is missing,
         damaged, under the key of another, or not signed by a trusted key.
     """
     try:
-        data = store.get(key)
-        record = unseal(data, EdgeRecord, key=key)
-        trust.check(data, EdgeRecord, chain=chain, key=key)
+        record, data = read_document(store, key, EdgeRecord, chain=chain, trust=trust)
     except (ObjectNotFoundError, FormatError):
         return None
     edge = record.edge
-    if record.chain != chain or edge_key(record.version, edge.kind, edge.base) != key:
+    if edge_key(record.version, edge.kind, edge.base) != key:
         return None
     return summarise(record.version, edge, record.state, record=key, digest=object_digest(data))
 
@@ -54,17 +121,7 @@ _PATH: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_-][A-Za-z
 
 
 def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) -> Edge:
-    """Check an edge against the summary in a plan, and return it.
-
-    Args:
-        edge: The edge in its document.
-        found: Summary of this edge.
-        promised: Summary in the plan, as listed by another manifest or the head hint.
-        key: Key of the document.
-
-    Raises:
-        MalformedError: The summaries differ, or the key of a part belongs to another version.
-    """
+    """Check an edge against the summary in a plan, and return it."""
     for name in promised.__struct_fields__:
         if getattr(found, name) != getattr(promised, name):
             there, listed = repr(getattr(found, name)), repr(getattr(promised, name))
@@ -78,17 +135,7 @@ def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) 
 
 
 def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> None:
-    """Check that an edge record fits its key and the committed version.
-
-    Args:
-        record: The parsed record.
-        manifest: Digest of the version's manifest.
-        state: State digest of the version.
-        key: Key of the record.
-
-    Raises:
-        MalformedError: The record is of another version.
-    """
+    """Check that an edge record fits its key and the committed version."""
     if record.state != state:
         raise MalformedError(f"{key}: leads to another state than its version", key=key)
     place = keys.edge_key(record.version, record.edge.kind, record.edge.base)
@@ -97,16 +144,7 @@ def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> Non
 
 
 def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
-    """Check that a part uses only the encodings listed in its edge, by which readers select edges.
-
-    Args:
-        edge: Edge of the part.
-        used: Encoding of each tensor in the part.
-        key: Key of the part.
-
-    Raises:
-        MalformedError: The part uses an unlisted encoding.
-    """
+    """Check that a part has only encodings that its edge lists, by which readers choose edges."""
     unlisted = sorted(set(used) - set(edge.encodings))
     if unlisted:
         listed = ", ".join(edge.encodings) or "none"
@@ -116,11 +154,7 @@ def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
 
 
 def check_assets(identity: Identity) -> Identity:
-    """Check key and name of each asset of an identity, and return the identity.
-
-    Raises:
-        MalformedError: An asset has another key, or a name occurs twice.
-    """
+    """Check key and name of each asset of an identity, and return the identity."""
     names = set()
     for ref in identity.assets:
         name = ref.key.rsplit("/", 1)[-1]
@@ -133,11 +167,7 @@ def check_assets(identity: Identity) -> Identity:
 
 
 def asset_path(ref: ObjectRef) -> str:
-    """Return the path of an asset in a checkpoint folder: a name, or a folder's and a name.
-
-    Raises:
-        MalformedError: It is no such path.
-    """
+    """Return the path of an asset in a checkpoint folder: a name, or a folder's and a name."""
     path = ref.ext.get(ASSET_PATH, ref.key.rsplit("/", 1)[-1])
     if not isinstance(path, str) or _PATH.fullmatch(path) is None:
         raise MalformedError(f"{keys.CHAIN_KEY}: names {path!r} as a path", key=keys.CHAIN_KEY)
@@ -145,16 +175,11 @@ def asset_path(ref: ObjectRef) -> str:
 
 
 def asset_paths(identity: Identity) -> frozenset[str]:
-    """Return the paths of a chain's assets."""
     return frozenset(map(asset_path, identity.assets))
 
 
 def check_paths(paths: Iterable[str]) -> None:
-    """Check the paths of assets that a writer was given.
-
-    Raises:
-        ConfigError: One is no path of an asset, or two have the same key.
-    """
+    """Check the paths of assets that a writer was given."""
     keyed: dict[str, str] = {}
     for path in paths:
         other = keyed.setdefault(keys.asset_key("", path), path)

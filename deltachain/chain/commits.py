@@ -17,13 +17,15 @@ import time
 from collections.abc import Container, Mapping
 from typing import Final
 
-from deltachain.chain.identity import check_digest, is_same, lost_chain, put_back, replace
-from deltachain.chain.log import TRUSTING, Committed, Manifests, misplaced
+from deltachain.chain.checks import check_digest, once_more
+from deltachain.chain.identity import is_same, lost_chain, put_back, replace
+from deltachain.chain.lookup import TRUSTING, Committed, Manifests, misplaced, same_content
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
     ChainMismatchError,
+    DigestMismatchError,
     ObjectNotFoundError,
     PublisherFencedError,
     StoreUnavailableError,
@@ -39,18 +41,7 @@ from deltachain.types import Version
 
 
 def check_own(manifest: Manifest, found: Manifest, *, key: str) -> None:
-    """Check that the manifest under a version's key is this publisher's.
-
-    Args:
-        manifest: Manifest that this publisher put.
-        found: Manifest that is there.
-        key: Its key.
-
-    Raises:
-        PublisherFencedError: It is another publisher's.
-        BrokenChainError: It belongs to a lost history.
-        ChainMismatchError: It belongs to another chain.
-    """
+    """Check that the manifest under a version's key is this publisher's."""
     version = manifest.version
     if found.commit_id == manifest.commit_id:
         return
@@ -83,11 +74,7 @@ def check_own(manifest: Manifest, found: Manifest, *, key: str) -> None:
 
 
 def check_no_successor(version: Version, found: Container[Version]) -> None:
-    """Check that no other publisher continued a version before this publisher had put it.
-
-    Raises:
-        PublisherFencedError: The next version is there.
-    """
+    """Check that no other publisher continued a version before this publisher had put it."""
     if version + 1 in found:
         raise PublisherFencedError(
             f"version {version + 1} already exists: another publisher wrote version "
@@ -98,7 +85,6 @@ def check_no_successor(version: Version, found: Container[Version]) -> None:
 
 
 def parent_was_replaced(manifest: Manifest, other: Manifest) -> PublisherFencedError:
-    """Build the error for a parent that is not the one that a manifest names."""
     return PublisherFencedError(
         f"version {manifest.version} cannot follow: the manifest of version "
         f"{manifest.version - 1} was replaced by another publisher (commit "
@@ -108,7 +94,6 @@ def parent_was_replaced(manifest: Manifest, other: Manifest) -> PublisherFencedE
 
 
 def chain_was_replaced(manifest: Manifest) -> PublisherFencedError:
-    """Build the error for a URL whose identity is another chain's."""
     return PublisherFencedError(
         f"version {manifest.version} cannot follow: the chain at this URL was replaced "
         f"by another publisher's; {CHAIN_KEY} no longer belongs to chain "
@@ -200,19 +185,12 @@ class Commits:
         return self._remember(self._read_back(manifest, found[version]), found[version])
 
     def settle(self, manifest: Manifest) -> Committed | None:
-        """Resolve a commit with an unknown outcome; ``None`` if it did not happen.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed that version.
-            StoreWentBackError: The parent is gone.
-            StoreError: The outcome is still unknown.
-        """
+        """Resolve a commit with an unknown outcome; ``None`` if it did not happen."""
         found = self._behind(manifest, again=False)
         seen = found.get(manifest.version)
         return self._remember(self._read_back(manifest, seen), seen) if seen else None
 
     def _before(self, manifest: Manifest) -> dict[Version, ObjectInfo]:
-        """Check parent, identity and the version's own key before the put."""
         version = manifest.version
         due = self._newest is None or version % IDENTITY_EVERY == 0
         keys = [CHAIN_KEY] if due or self._always else []
@@ -233,7 +211,6 @@ class Commits:
         return _versions(infos, [version])
 
     def _behind(self, manifest: Manifest, *, again: bool = True) -> dict[Version, ObjectInfo]:
-        """Look up the version, its parent and its successor after the put."""
         version = manifest.version
         wanted = [version] if version == 0 else [version - 1, version]
         keys = [CHAIN_KEY] if self._always else []
@@ -278,18 +255,17 @@ class Commits:
         return committed
 
     def _check_parent(self, manifest: Manifest, info: ObjectInfo) -> None:
-        """Check that the stored parent is the one that the version names."""
         newest, seen, key = self._newest, self._newest_seen, info.key
-        if newest and seen and newest.digest == manifest.parent and _is_same(seen, info):
+        if newest and seen and newest.digest == manifest.parent and same_content(seen, info):
             return
-        data = self._read(info)
-        if object_digest(data) != manifest.parent:
-            data = self._read(info)  # a bit may have flipped in transit
-        if object_digest(data) == manifest.parent:
+        try:
+            once_more(lambda: check_digest(self._read(info), manifest.parent, key))
+        except DigestMismatchError:
+            other = unseal(self._read(info), Manifest, key=key)
+        else:
             if newest and newest.digest == manifest.parent:
                 self._newest_seen = info  # an equal copy replaced it, for example by a restore
             return
-        other = unseal(data, Manifest, key=key)
         if other.version != manifest.version - 1:
             raise misplaced(key, other)
         raise parent_was_replaced(manifest, other)
@@ -297,13 +273,12 @@ class Commits:
     def _check_identity(
         self, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, due: bool
     ) -> None:
-        """Check that the identity exists and is this chain's; restore missing documents."""
         info = infos.get(CHAIN_KEY)
         if info is None:
             self._put_identity_back(manifest, CHAIN_KEY)
             info = self._store.find(CHAIN_KEY)
         seen = self._identity_seen
-        is_known = _is_same(seen, info) if seen and info else False
+        is_known = same_content(seen, info) if seen and info else False
         if not is_known and not is_same(self._store, self._identity, self._documents):
             raise chain_was_replaced(manifest)
         self._identity_seen = info
@@ -313,7 +288,6 @@ class Commits:
             replace(self._store, self._documents, TABLE_KEY)
 
     def _sign_identity(self, infos: Mapping[str, ObjectInfo]) -> None:
-        """Put this publisher's signature of the identity unless it is there."""
         for key, data in self._signature.items():
             is_there = key in infos and infos[key].nbytes == len(data)
             if is_there and (self._newest or self._store.get(key) == data):
@@ -365,14 +339,7 @@ class Commits:
         return object_digest(before) == manifest.parent
 
     def _read_back(self, manifest: Manifest, info: ObjectInfo) -> Committed:
-        """Read the manifest under the version's key and check that it is this publisher's.
-
-        Raises:
-            PublisherFencedError: It is another publisher's.
-            BrokenChainError: It belongs to a lost history.
-            ChainMismatchError: It belongs to another chain.
-            DigestMismatchError: It has this publisher's commit id, but other bytes than it put.
-        """
+        """Read the manifest under the version's key and check that it is this publisher's."""
         data = self._read(info)
         found = unseal(data, Manifest, key=info.key)
         check_own(manifest, found, key=info.key)
@@ -390,12 +357,7 @@ class Commits:
         return Committed(manifest, object_digest(data), opened(data)[1], signers)
 
     def _went_back(self, manifest: Manifest, *, put: bool) -> StoreWentBackError:
-        """Build the error for a missing parent.
-
-        Args:
-            manifest: Manifest of the version.
-            put: Whether it was put, behind the gap.
-        """
+        """Build the error for a missing parent."""
         url, version = self._store.url, manifest.version
         newest = self._newest_below(version - 1)
         if newest is None and self._store.find(CHAIN_KEY) is None:
@@ -434,10 +396,3 @@ def _versions(
 ) -> dict[Version, ObjectInfo]:
     found = {version: infos.get(manifest_key(version)) for version in versions}
     return {version: info for version, info in found.items() if info is not None}
-
-
-def _is_same(seen: ObjectInfo, info: ObjectInfo) -> bool:
-    """Return whether two lookups show the same content, as far as the store reports it."""
-    if seen.pin and info.pin:
-        return (seen.pin, seen.nbytes) == (info.pin, info.nbytes)
-    return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)

@@ -42,8 +42,8 @@ from deltachain.threads import Pool, cores
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec, mismatch
 
 LOST: Final = (
-    "a lifecycle rule or a user removed it: restore it, give `deltachain maintain --copy` a folder "
-    "that follows this chain, or restart the publisher, whose next anchor makes it unnecessary"
+    "a lifecycle rule or a user removed it: restore it from a backup, or restart the publisher, "
+    "whose next anchor makes it unnecessary"
 )
 """Hint for a missing part without an alternative plan."""
 
@@ -84,14 +84,12 @@ def fetch_part(
 
 
 def _held(store: Store, ref: ObjectRef) -> Part:
-    """Read an object into memory, verify it and open it as a part."""
     data = _read(store, ref)
     _check_digest(ref.key, ref.blake3, object_digest(data), ref.key)
     return _checked(Part.from_bytes(data, key=ref.key), ref)
 
 
 def _in_store(store: Store, ref: ObjectRef) -> Part:
-    """Verify an object piece by piece and open it as a part that reads ranges from the store."""
     info = store.find(ref.key)
     if info is None:
         missing = not_found(ref.key, store.url)
@@ -114,7 +112,6 @@ def _read(store: Store, ref: ObjectRef) -> Buffer:
 
 
 def _checked(part: Part, ref: ObjectRef) -> Part:
-    """Return a part after a check of its directory's digest."""
     _check_digest(f"{ref.key}: directory", ref.directory, part.digest, ref.key)
     return part
 
@@ -171,12 +168,10 @@ class Fetched:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """All parts, in the order of the plan."""
         return tuple(arrival.part.result() for arrival in self.arrivals)
 
     @property
     def refetched(self) -> tuple[str, ...]:
-        """Keys of objects that were corrupt on the first read."""
         return tuple(self.corrupt)
 
     @property
@@ -245,11 +240,7 @@ class Fetched:
             yield from pool.ordered(self.read, self.names, ahead=2 * cores())
 
     def state(self) -> StateDigest:
-        """Compute the state digest that a plan from nothing leads to.
-
-        Raises:
-            BrokenChainError: A tensor is missing or not dense.
-        """
+        """Compute the state digest that a plan from nothing leads to."""
         total, given = StateDigest(), frozenset(self.names)
         for name, spec in self.specs.items():
             delta = self.read(name) if name in given else None
@@ -343,10 +334,6 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
 
     A path that a store names is never opened: who writes there would choose what is read here.
 
-    Args:
-        reference: Base reference of the chain.
-        folder: Local folder that the reader was given; ``None`` for none.
-
     Raises:
         ConfigError: No folder was given, or it does not exist.
         DigestMismatchError: A file is missing or has another digest.
@@ -413,11 +400,6 @@ def _check_specs(
     *,
     key: str,
 ) -> None:
-    """Check that every tensor is known under its name with this dtype and shape.
-
-    Raises:
-        MalformedError: One is not.
-    """
     for name, spec in needed.items():
         if message := mismatch(name, spec, where, known.get(name), there):
             raise MalformedError(message, key=key)

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import read_document
 from deltachain.chain.lookup import NONE
 from deltachain.errors import ChainError, ObjectNotFoundError, StaleChainError
-from deltachain.format.documents import Heartbeat, PruneRecord, unseal
+from deltachain.format.documents import Heartbeat, PruneRecord
 from deltachain.format.keys import HEARTBEAT_KEY
 
 MAX_HEARTBEAT: Final = 1 << 22
@@ -39,13 +40,6 @@ def write_heartbeat(
 ) -> None:
     """Write which records are the newest.
 
-    Args:
-        chain: The chain, with a signing key.
-        committed: Its newest version.
-        now: Seconds since 1970.
-        tags: Number of the newest record of each tag, by name.
-        prune: Number of the newest prune record; -1 for none.
-
     Raises:
         ChainError: There are more tags than a heartbeat can name.
     """
@@ -67,18 +61,18 @@ def write_heartbeat(
 
 
 def read_heartbeat(chain: Chain) -> Heartbeat | None:
-    """Read the heartbeat; ``None`` if there is none.
-
-    Raises:
-        SignatureError: No trusted key signed it.
-        MalformedError: It is no heartbeat.
-    """
+    """Read the heartbeat; ``None`` if there is none."""
     try:
-        data = chain.store.get(HEARTBEAT_KEY, limit=MAX_HEARTBEAT)
+        found, _ = read_document(
+            chain.store,
+            HEARTBEAT_KEY,
+            Heartbeat,
+            chain=chain.identity.chain,
+            trust=chain.trust,
+            limit=MAX_HEARTBEAT,
+        )
     except ObjectNotFoundError:
         return None
-    found = unseal(data, Heartbeat, key=HEARTBEAT_KEY)
-    chain.trust.check(data, Heartbeat, chain=chain.identity.chain, key=HEARTBEAT_KEY)
     return found
 
 
@@ -116,29 +110,14 @@ def named(chain: Chain) -> Heartbeat | None:
 
 
 def check_tags(chain: Chain, heartbeat: Heartbeat | None, shown: Mapping[str, int]) -> None:
-    """Raise if a store shows older records of tags than its heartbeat names.
-
-    Args:
-        chain: The chain.
-        heartbeat: As :func:`named` returned it before the store was asked.
-        shown: Number of the newest record that the store shows of each tag, by name; -1 for none.
-
-    Raises:
-        StaleChainError: It does.
-    """
+    """Raise if a store shows older records of tags than its heartbeat names."""
     for name, number in ((heartbeat and heartbeat.tags) or {}).items():
         if number > shown.get(name, number):
             raise _withheld(chain, f"record {shown[name]} of tag {name!r}", number)
 
 
 def warn_of_unproven(chain: Chain, heartbeat: Heartbeat | None, shown: str) -> None:
-    """Warn a reader that trusts keys, and has no limit of age, of what no recent heartbeat proves.
-
-    Args:
-        chain: The chain.
-        heartbeat: As :func:`named` returned it.
-        shown: What may be older than the newest.
-    """
+    """Warn a reader with trusted keys and no limit of age of what no recent heartbeat proves."""
     if chain.trust.trusted is None or chain.trust.max_age_s is not None:
         return
     if heartbeat is None or heartbeat.tags is None:
@@ -182,13 +161,6 @@ def check_age(chain: Chain, newest: Committed) -> None:
     """Raise if the newest version is older than the reader allows.
 
     Makes a request only if the manifest itself is too old; none without a limit.
-
-    Args:
-        chain: The chain.
-        newest: The newest version that its store shows.
-
-    Raises:
-        StaleChainError: Manifest and heartbeat are too old, or the heartbeat names a later version.
     """
     most_s, now = chain.trust.max_age_s, time.time()
     if most_s is None or abs(now - newest.manifest.time) <= most_s:
@@ -201,15 +173,7 @@ def check_age(chain: Chain, newest: Committed) -> None:
 def judge_age(
     newest: Committed, heartbeat: Heartbeat | None, *, now: float, most_s: float, url: str
 ) -> StaleChainError | None:
-    """Return the error for a version that is too old to be the newest; ``None`` if it is not.
-
-    Args:
-        newest: The newest version that a store shows.
-        heartbeat: The accepted heartbeat, if any.
-        now: Seconds since 1970.
-        most_s: Largest age, in seconds.
-        url: URL of the store.
-    """
+    """Return the error for a version that is too old to be the newest; ``None`` if it is not."""
     version = newest.version
     if heartbeat is not None and heartbeat.version > version:
         return StaleChainError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from deltachain.chain.checks import ASSET_PATH, check_assets, check_paths
+from deltachain.chain.checks import ASSET_PATH, check_assets, check_digest, check_paths
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
@@ -138,7 +138,6 @@ DAMAGED: Final = (
 
 
 def lost_chain(url: str) -> ObjectNotFoundError:
-    """Build the error for a missing identity."""
     return ObjectNotFoundError(
         f"the chain that was at {url} is lost: {CHAIN_KEY} is gone",
         key=CHAIN_KEY,
@@ -150,10 +149,6 @@ def lost_chain(url: str) -> ObjectNotFoundError:
 
 def read_model(store: Store, trust: Trust) -> Model:
     """Read identity and table.
-
-    Args:
-        store: Store of the chain.
-        trust: Keys of the caller.
 
     Raises:
         SignatureError: No trusted key signed the identity.
@@ -185,7 +180,6 @@ def read_model(store: Store, trust: Trust) -> Model:
 
 
 def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
-    """Read and verify the table of an identity; return its bytes and the table."""
     try:
         document = store.get(TABLE_KEY)
         check_digest(document, identity.table, TABLE_KEY)
@@ -249,16 +243,7 @@ def put(
     assets: Mapping[str, bytes],
     trust: Trust,
 ) -> Model:
-    """Put an identity for an existing table, unless there is one.
-
-    Args:
-        store: Store of the chain.
-        document: Bytes of the table.
-        chain_id: Id of the chain.
-        time: Time of creation, in seconds since 1970.
-        assets: Assets of the checkpoint, by path.
-        trust: Keys of the writer. The signature is put first, so that no reader misses it.
-    """
+    """Put an identity for an existing table, unless there is one."""
     check_paths(assets)
     refs = tuple(_put_asset(store, name, data) for name, data in sorted(assets.items()))
     identity = Identity(chain=chain_id, created=time, table=object_digest(document), assets=refs)
@@ -276,7 +261,6 @@ def put(
 
 
 def chain_around(folder: Path) -> Path | None:
-    """Return the folder where a chain is stored that is this one, or that this one is in."""
     here = folder.absolute()
     return next((one for one in (here, *here.parents) if (one / CHAIN_KEY).is_file()), None)
 
@@ -301,13 +285,7 @@ def put_back(store: Store, documents: Mapping[str, bytes], key: str) -> bool:
 
 
 def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> bool:
-    """Return whether the identity in a store is of the same chain; restore it if damaged.
-
-    Args:
-        store: Store of the chain.
-        opened: Identity read when the chain was opened.
-        documents: Exact bytes of identity and table, by key.
-    """
+    """Return whether the identity in a store is of the same chain; restore it if damaged."""
     try:
         there = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
     except ObjectNotFoundError:
@@ -325,13 +303,11 @@ def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> b
 
 
 def replace(store: Store, documents: Mapping[str, bytes], key: str) -> None:
-    """Overwrite a damaged document of the identity."""
     store.put(key, documents[key])
     logger.warning("%s was damaged in %s and was restored", key, store.url)
 
 
 def identity_there(store: Store) -> str | None:
-    """Return the id of the chain in the store; ``None`` if there is none."""
     try:
         return parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY).chain
     except ObjectNotFoundError:
@@ -339,31 +315,13 @@ def identity_there(store: Store) -> str | None:
 
 
 def replaced(url: str, there: str, known: str, version: Version) -> ChainMismatchError:
-    """Build the error for a chain that took the place of another one.
-
-    Args:
-        url: URL of the store.
-        there: Id of the chain that is there.
-        known: What is known of the other one, as text.
-        version: The version that was looked for.
-    """
+    """Build the error for a chain that took the place of another one."""
     return ChainMismatchError(
         f"two chains were at {url}: {CHAIN_KEY} names {there}, but {known}",
         version=version,
         hint="decide which one is right, and give the other a URL of its own; replicas join the "
         "one that is there from nothing",
     )
-
-
-def check_digest(data: bytes, expected: str, key: str) -> None:
-    """Verify the digest of an object.
-
-    Raises:
-        DigestMismatchError: The digest differs.
-    """
-    actual = object_digest(data)
-    if actual != expected:
-        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
 
 
 def _lost(store: Store) -> BrokenChainError:
@@ -377,7 +335,6 @@ def _has_traces(store: Store) -> bool:
 
 
 def _read_same(store: Store, document: bytes, trust: Trust) -> Model:
-    """Read the identity and check that it has this table; restore a lost table."""
     try:
         opened = read_model(store, trust)
     except ObjectNotFoundError as exc:
@@ -405,7 +362,6 @@ def _put_asset(store: Store, path: str, data: bytes) -> ObjectRef:
 
 
 def read_asset(store: Store, ref: ObjectRef) -> bytes:
-    """Read and verify an asset."""
     data = bytes(store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin))
     check_digest(data, ref.blake3, ref.key)
     return data
@@ -413,11 +369,6 @@ def read_asset(store: Store, ref: ObjectRef) -> bytes:
 
 def check_recipe(url: str, there: Table, ext: Mapping[str, Any]) -> None:
     """Check that the weights of a chain are quantised as a publisher quantises them.
-
-    Args:
-        url: Location of the chain, for the message.
-        there: Table of the chain.
-        ext: Extension data of the publisher's table.
 
     Raises:
         ChainMismatchError: Recipe, library or its version differ.
@@ -443,7 +394,6 @@ def _quantised(recipe: object) -> str:
 
 
 def _another_model(store: Store, table: Table) -> ChainMismatchError:
-    """Build the error for another model, with one tensor that differs."""
     there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
     check_recipe(store.url, there, table.ext)
     different = set(there.tensors) ^ set(table.tensors)

@@ -7,18 +7,40 @@ that changed between two looks is a fork.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from threading import Lock
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
-from deltachain.errors import BrokenChainError, ForkedChainError, FormatError, ObjectNotFoundError
-from deltachain.format.documents import Head, Identity, parse
+from deltachain.chain.checks import once_more
+from deltachain.chain.identity import identity_there, replaced
+from deltachain.chain.trust import Trust
+from deltachain.errors import (
+    BrokenChainError,
+    ChainMismatchError,
+    ForkedChainError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+)
+from deltachain.format.documents import (
+    Head,
+    Identity,
+    Manifest,
+    Signature,
+    opened,
+    parse,
+    read_state,
+    unseal,
+)
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, manifest_key, object_digest, version_of
 from deltachain.store import ObjectInfo, Store
-from deltachain.types import Version
+from deltachain.threads import Pool
+from deltachain.types import Buffer, StateDigest, Version
 
 MAX_HINT: Final = 1 << 16
 """Size limit of a hint, in bytes. It is not authenticated, so reading it must be cheap."""
@@ -31,7 +53,6 @@ MAX_VERSION: Final = 1 << 53
 
 
 def read_hint(store: Store) -> Head:
-    """Read the hint; version 0 if it is missing or unreadable."""
     try:
         hint = parse(store.get(HEAD_KEY, limit=MAX_HINT), Head, key=HEAD_KEY)
     except (ObjectNotFoundError, FormatError):
@@ -112,12 +133,6 @@ class Standing(NamedTuple):
 class Looks:
     """Lookup of one chain's manifests, with a memory of earlier answers.
 
-    Args:
-        store: Store of the manifests, contiguous from version 0.
-        chain: Id of the chain.
-        identity: Store metadata of the identity when it was read; ``None`` if the store has
-            conditional puts, so that it cannot be replaced.
-
     Attributes:
         is_wide: Whether one request covers many manifests.
         remembers: Whether metadata is remembered.
@@ -140,11 +155,7 @@ class Looks:
         self._lock = Lock()
 
     def at(self, versions: Iterable[Version]) -> dict[Version, ObjectInfo]:
-        """Return the metadata of the manifests that exist, by version.
-
-        Raises:
-            ForkedChainError: A manifest was replaced since the last look.
-        """
+        """Return the metadata of the manifests that exist, by version."""
         wanted = list(versions)
         known = [CHAIN_KEY] if self._identity else []
         infos = self._store.find_all([*known, *map(manifest_key, wanted)])
@@ -160,11 +171,9 @@ class Looks:
         return found
 
     def seen(self, version: Version) -> ObjectInfo | None:
-        """Return the metadata of a manifest, remembered or from the store."""
         return self._seen.get(version) or self.at([version]).get(version)
 
     def forget(self, version: Version) -> None:
-        """Forget the metadata of a manifest that was just written."""
         with self._lock:
             self._seen.pop(version, None)
             self._digests.pop(version, None)
@@ -175,7 +184,6 @@ class Looks:
             self.forget(later)
 
     def read(self, version: Version, digest: str) -> None:
-        """Remember the digest of a manifest that was read."""
         if self.remembers:
             with self._lock:
                 self._digests[version] = digest
@@ -184,7 +192,6 @@ class Looks:
                     self._digests.popitem(last=False)
 
     def digest(self, version: Version) -> str | None:
-        """Return the digest of a manifest that was read and is still remembered, else ``None``."""
         return self._digests.get(version) if version in self._seen else None
 
     @property
@@ -193,16 +200,11 @@ class Looks:
         return self._identity is not None
 
     def ahead(self, versions: Sequence[Version]) -> None:
-        """Prefetch the metadata of many versions in one request, if the store supports it.
-
-        Raises:
-            ForkedChainError: A manifest was replaced since the last look.
-        """
+        """Prefetch the metadata of many versions in one request, if the store supports it."""
         if self.is_wide and len(versions) > 1:
             self.at(versions[:SEEN])
 
     def has(self, version: Version) -> bool:
-        """Return whether a version is committed."""
         return version in self.at([version])
 
     def newest(self, known: Version) -> Version:
@@ -232,10 +234,6 @@ class Looks:
 
         Takes few requests: a gap of several versions may stay undetected until a hint names a
         version behind it.
-
-        Args:
-            known: The newest version before the gap.
-            hinted: The version of the head hint.
         """
         near = [known + 2, hinted] if hinted > known + 2 else [known + 2]
         last = max(self.at(_ahead(known) if self.is_wide else near), default=known)
@@ -295,7 +293,7 @@ class Looks:
         for version, info in found.items():
             with self._lock:
                 seen = self._seen.get(version)
-            if seen is not None and not _same(seen, info):
+            if seen is not None and not same_content(seen, info):
                 self._check_content(version, seen, info)
             with self._lock:
                 self._seen[version] = info
@@ -304,7 +302,6 @@ class Looks:
                     self._seen.popitem(last=False)
 
     def _check_content(self, version: Version, seen: ObjectInfo, info: ObjectInfo) -> None:
-        """Raise if a manifest with new metadata has other content."""
         known = self._digests.get(version)
         if known and not (seen.pin and info.pin):
             data = self._store.read(info.key, nbytes=info.nbytes, pin=info.pin)
@@ -316,9 +313,8 @@ class Looks:
         )
 
     def _check_identity(self, info: ObjectInfo | None) -> None:
-        """Raise if an identity with new metadata belongs to another chain."""
         self.is_lost = info is None
-        if info is None or self._identity is None or _same(self._identity, info):
+        if info is None or self._identity is None or same_content(self._identity, info):
             return
         data = self._store.read(CHAIN_KEY, nbytes=info.nbytes, pin=info.pin)
         found = parse(bytes(data), Identity, key=CHAIN_KEY).chain
@@ -336,8 +332,211 @@ def _ahead(known: Version) -> list[Version]:
     return [*near, *(known + NEXT + (1 << leap) for leap in range(LEAPS))]
 
 
-def _same(seen: ObjectInfo, info: ObjectInfo) -> bool:
+def same_content(seen: ObjectInfo, info: ObjectInfo) -> bool:
     """Return whether two looks show the same content, as far as the store reports it."""
     if seen.pin and info.pin:
         return (seen.pin, seen.nbytes) == (info.pin, info.nbytes)
     return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)
+
+
+# In a store without conditional puts, a single writer is a matter of configuration; a second one is
+# detected by later lookups.
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A committed manifest.
+
+    Attributes:
+        manifest: The manifest.
+        digest: blake3 of its exact bytes.
+        signatures: Signatures in its envelope, true or not.
+        signed_by: Ids of the trusted keys that signed it; empty without trusted keys.
+    """
+
+    manifest: Manifest
+    digest: str
+    signatures: tuple[Signature, ...] = ()
+    signed_by: tuple[str, ...] = ()
+
+    @property
+    def version(self) -> Version:
+        return self.manifest.version
+
+    @property
+    def state(self) -> StateDigest:
+        return StateDigest.parse(self.manifest.state)
+
+
+def misplaced(key: str, found: Manifest) -> MalformedError:
+    return MalformedError(
+        f"{key}: is version {found.version} of chain {found.chain}",
+        key=key,
+        hint="another object replaced it: restore it from a backup; or remove "
+        f"{key} and every later manifest, and restart the publisher",
+    )
+
+
+TRUSTING: Final = Trust()
+"""Trust of a reader without trusted keys."""
+
+LISTED: Final = 1 << 14
+"""Number of edge records that are remembered as listed by accepted manifests."""
+
+
+class Manifests:
+    """The manifests of one chain.
+
+    Attributes:
+        looks: Lookup of existing manifests.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        chain: str,
+        identity: ObjectInfo | None = None,
+        trust: Trust = TRUSTING,
+    ) -> None:
+        self._store = store
+        self._chain = chain
+        self._trust = trust
+        self._oldest_signed: Version | None = None
+        self._proving = Lock()
+        self._named: dict[Version, str] = {}
+        self._listed: dict[str, None] = {}
+        self.looks = Looks(store, chain, identity)
+
+    def read(self, version: Version) -> Committed:
+        """Read the manifest of a version; once more if it is unreadable.
+
+        Raises:
+            ObjectNotFoundError: The version is not committed.
+            FormatError: The manifest is unreadable, or of another version.
+            SignatureError: No trusted key signed it or a manifest that descends from it.
+            ChainMismatchError: The manifest belongs to another chain: the URL has two.
+            ForkedChainError: The manifest was replaced since the last look.
+        """
+        return self.document(version)[0]
+
+    def document(self, version: Version) -> tuple[Committed, bytes]:
+        """Read the manifest of a version, and return its exact bytes too; see :meth:`read`."""
+        found, data = self._checked(version)
+        if self._trust.trusted is None:
+            return found, data
+        with self._proving:
+            self._prove(found)
+            listed = (edge.digest for edge in found.manifest.recent if edge.record)
+            self._listed.update(dict.fromkeys(listed))
+            for digest in list(self._listed)[:-LISTED]:
+                del self._listed[digest]
+        return found, data
+
+    def lists(self, digest: str) -> bool:
+        return digest in self._listed
+
+    def _prove(self, found: Committed) -> None:
+        """Raise unless a trusted key signed a manifest, or one that descends from it.
+
+        Manifests from before the first signature, or by a key that is no longer trusted, are named
+        by digest: each by the next one as its parent, up to one that a trusted key signed.
+        """
+        oldest = self._oldest_signed
+        if found.signed_by:
+            self._oldest_signed = found.version if oldest is None else min(oldest, found.version)
+        if found.signed_by or self._named.get(found.version) == found.digest:
+            return
+        refusal = self._trust.refusal(found.signatures, manifest_key(found.version))
+        if oldest is None or oldest < found.version:
+            oldest = self.looks.newest(found.version)
+            if oldest == found.version or not self._checked(oldest)[0].signed_by:
+                raise refusal
+        named = {found.version: found.digest}
+        for version in range(found.version + 1, oldest + 1):
+            later, _ = self._checked(version)
+            if later.manifest.parent != named[version - 1]:
+                raise refusal
+            if later.signed_by or self._named.get(version) == later.digest:
+                self._named |= named
+                return
+            named[version] = later.digest
+
+    def _checked(self, version: Version) -> tuple[Committed, bytes]:
+        key = manifest_key(version)
+        found, data = once_more(partial(self._read, key, version))
+        manifest = found.manifest
+        if manifest.chain != self._chain:
+            raise self._of_another_chain(key, manifest)
+        if manifest.version != version:
+            raise misplaced(key, manifest)
+        read_state(manifest.state, key=key)
+        self.looks.read(version, found.digest)
+        return found, data
+
+    def _of_another_chain(self, key: str, manifest: Manifest) -> ChainMismatchError:
+        there = None
+        with suppress(FormatError):  # a damaged one tells nothing
+            there = identity_there(self._store)
+        if there == manifest.chain:
+            return replaced(self._store.url, there, f"{self._chain} was opened", manifest.version)
+        return ChainMismatchError(
+            f"{key}: belongs to chain {manifest.chain}, but {CHAIN_KEY} to {self._chain}: two "
+            "chains were created here",
+            version=manifest.version,
+            hint=f"restore the {CHAIN_KEY} of these manifests, or remove them",
+        )
+
+    def digest(self, version: Version) -> str | None:
+        """Return the current blake3 of a version's manifest; ``None`` if it is missing.
+
+        Always asks the store; reads the manifest unless the store reports a content hash.
+        """
+        if self.looks.remembers and not self.looks.has(version):
+            return None
+        return self.content(version)
+
+    def content(self, version: Version) -> str | None:
+        """Return the blake3 of a manifest after a look; read it only if it is unknown."""
+        known = self.looks.digest(version)
+        if known is not None:
+            return known
+        try:  # the caller compares digests, trusted or not
+            return self._checked(version)[0].digest
+        except ObjectNotFoundError:
+            return None
+
+    def _read(self, key: str, version: Version) -> tuple[Committed, bytes]:
+        data = bytes(self._bytes(version))
+        manifest = unseal(data, Manifest, key=key)
+        signers = self._trust.signers(data, Manifest, self._chain)
+        return Committed(manifest, object_digest(data), opened(data)[1], signers), data
+
+    def find(self, version: Version) -> Committed | None:
+        try:
+            return self.read(version)
+        except ObjectNotFoundError:
+            return None
+
+    def between(
+        self, first: Version, last: Version, reads: int, read: Callable[[Version], _T]
+    ) -> Iterator[tuple[Version, _T]]:
+        """Yield the versions of a range in order, each with its manifest."""
+        with nullcontext() if reads == 1 else Pool(reads) as pool:
+            for start in range(first, last + 1, SEEN):
+                versions = range(start, min(start + SEEN, last + 1))
+                self.looks.ahead(versions)
+                ahead = pool.ordered(read, versions, ahead=reads) if pool else None
+                yield from zip(versions, ahead or map(read, versions), strict=True)
+
+    def _bytes(self, version: Version) -> Buffer:
+        """Read a manifest, pinned to the content of the last look if the store supports it."""
+        key = manifest_key(version)
+        if not self.looks.remembers:
+            return self._store.get(key)
+        seen = self.looks.seen(version)
+        if seen is None:
+            raise ObjectNotFoundError(f"{self._store.url} has no object {key!r}", key=key)
+        return self._store.read(key, nbytes=seen.nbytes, pin=seen.pin)

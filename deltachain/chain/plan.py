@@ -21,14 +21,6 @@ bound where little changes."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a newcomer fetches behind the newest anchor, if there are no skips.
-
-    Attributes:
-        versions: Number of versions.
-        deltas: Size of the parts of their deltas, in bytes.
-        manifests: Size of their manifests, in bytes.
-    """
-
     versions: int = 0
     deltas: int = 0
     manifests: int = 0
@@ -111,12 +103,7 @@ class KnownEdges:
     first: Version = 0
 
     def after(self, manifest: Manifest, added: Iterable[EdgeSummary] = ()) -> KnownEdges:
-        """Return what is known after a commit, less what no later manifest lists.
-
-        Args:
-            manifest: The committed manifest.
-            added: Edges that :meth:`listed` was given for it.
-        """
+        """Return what is known after a commit, less what no later manifest lists."""
         first = manifest.window_from if not self.edges else min(self.first, manifest.window_from)
         first = max(first, window_from(manifest.version + 1))
         known = (*self.edges, *added, *manifest.recent, manifest.summary())
@@ -125,12 +112,7 @@ class KnownEdges:
     def listed(
         self, version: Version, added: Iterable[EdgeSummary] = ()
     ) -> tuple[tuple[EdgeSummary, ...], Version]:
-        """Return the edges to list in the manifest of ``version``, and its ``window_from``.
-
-        Args:
-            version: The version after all of ``edges``.
-            added: Edges recorded since the last commit.
-        """
+        """Return the edges to list in the manifest of ``version``, and its ``window_from``."""
         is_short = _are_small(self.edges) and version % VERSIONS_LISTED != 0
         first = max(self.first, window_from(version, is_short=is_short))
         return _listed((*self.edges, *added), first), first
@@ -139,12 +121,7 @@ class KnownEdges:
 def listed_edges(
     parent: Manifest | None, added: Iterable[EdgeSummary] = ()
 ) -> tuple[EdgeSummary, ...]:
-    """Return all recent edges for the manifest after ``parent``, oldest first.
-
-    Args:
-        parent: The previous manifest; ``None`` for version 0.
-        added: Edges recorded since ``parent`` was committed.
-    """
+    """Return all recent edges for the manifest after ``parent``, oldest first."""
     if parent is None:
         return ()
     known = (*parent.recent, parent.summary(), *added)
@@ -152,24 +129,14 @@ def listed_edges(
 
 
 def window_from(version: Version, *, is_short: bool = False) -> Version:
-    """Return the oldest version whose edges the manifest of ``version`` lists completely.
-
-    Args:
-        version: The version.
-        is_short: Whether the manifest lists few versions.
-    """
+    """Return the oldest version whose edges the manifest of ``version`` lists completely."""
     if is_short:
         return max(0, version - (version % SHORT_LISTED or SHORT_LISTED))
     return max(0, version - VERSIONS_LISTED)
 
 
 def windows_before(version: Version, count: int) -> Sequence[Version]:
-    """Return the versions whose manifests a backward search may read, newest first.
-
-    Args:
-        version: The first manifest of the search, or what its list ends with.
-        count: Number of complete lists to cover.
-    """
+    """Return the versions whose manifests a backward search may read, newest first."""
     last = max(-1, version - count * VERSIONS_LISTED)
     whole = version - version % VERSIONS_LISTED
     short = range(version - version % SHORT_LISTED, max(-1, whole - 1), -SHORT_LISTED)
@@ -196,7 +163,6 @@ def _listed(known: Iterable[EdgeSummary], first: Version) -> tuple[EdgeSummary, 
 
 
 def _are_small(edges: Iterable[EdgeSummary]) -> bool:
-    """Return whether deltas are small on average; true without any."""
     deltas = [edge.nbytes for edge in edges if edge.base == edge.version - 1]
     return sum(deltas) <= SMALL_DELTA * len(deltas)
 
@@ -243,7 +209,6 @@ class Plan:
 
     @property
     def cost(self) -> int:
-        """Cost in bytes: the payload, plus ``REQUEST_NBYTES`` a request."""
         return sum(cost_of(edge) for edge in self.edges)
 
     def __str__(self) -> str:
@@ -254,7 +219,6 @@ class Plan:
 
 
 def cost_of(edge: EdgeSummary) -> int:
-    """Return the cost of one edge, in bytes."""
     return edge.nbytes + (edge.parts + 1) * REQUEST_NBYTES
 
 
@@ -272,9 +236,6 @@ def make_plan(
         target: The version to reach.
         edges: Known edges, in any order.
         encodings: Supported encodings; edges with others are ignored.
-
-    Raises:
-        BrokenChainError: No plan exists.
     """
     edges = tuple(edges)
     outgoing: dict[int, list[EdgeSummary]] = {}
@@ -296,7 +257,6 @@ def make_plan(
 
 
 def _left_out(unknown: Sequence[str]) -> str:
-    """Return the part of an error message on edges in unknown encodings."""
     if not unknown:
         return ""
     more = f" and {len(unknown) - 1} more" if unknown[1:] else ""

@@ -81,7 +81,6 @@ class PublisherRecord(Document, frozen=True, kw_only=True):
 
 
 def new_record(before: PublisherRecord | None) -> PublisherRecord:
-    """Return the record of a publisher of this process, which replaces another one."""
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:255]
     return PublisherRecord(
         publisher=uuid.uuid4().hex,
@@ -108,11 +107,7 @@ def read_record(store: Store) -> PublisherRecord | None:
 
 
 def write_record(store: Store, record: PublisherRecord) -> PublisherRecord:
-    """Write a record; return the one that renews it.
-
-    Raises:
-        StoreError: It was not written.
-    """
+    """Write a record; return the one that renews it."""
     store.put(PUBLISHER_KEY, dump(record))
     return replace(record, renewals=record.renewals + 1)
 
@@ -127,7 +122,6 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str:
-    """Return the start time of a process of this machine; empty if it does not run."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:

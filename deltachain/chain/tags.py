@@ -8,16 +8,18 @@ what it must, or the tag is taken back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
+from deltachain.chain.checks import read_document
 from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
 from deltachain.chain.lookup import NONE, newest_number
-from deltachain.chain.reachable import check_write_access, is_reachable
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
@@ -29,10 +31,223 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
     StoreWentBackError,
+    no_version,
 )
-from deltachain.format.documents import NAME, Tag, unseal
-from deltachain.format.keys import TAG_PREFIX, tag_key, tag_of
+from deltachain.format.documents import NAME, Document, PruneRecord, Tag
+from deltachain.format.keys import TAG_PREFIX, prune_key, tag_key, tag_of
 from deltachain.threads import Pool
+from deltachain.types import Version
+
+# Steps and times are not decided by the format, so their order is taken as follows. Times grow from
+# version to version. Steps grow within an epoch, whose first version may repeat the step of the
+# previous one; a trainer that goes back is a new publisher and has a new epoch. A search by time
+# reads O(log n) manifests. A search by step reads O(log n) manifests of each epoch, back from the
+# head to the newest that has the step: where each version is an epoch of its own, as after pushes,
+# all of these versions.
+
+
+AHEAD: Final = 64
+"""Manifests read at a time where one after another is needed."""
+
+THREADS: Final = 8
+"""Manifests read at a time by threads."""
+
+SHORT: Final = 4
+"""Versions of an epoch up to which the next epochs back are taken to be short as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionChoice:
+    """Which version is meant: at most one attribute is given; without any, the head.
+
+    Attributes:
+        version: Its number.
+        step: Step of the trainer; the newest version of that step is meant.
+        tag: Name of a tag.
+        at: Time in seconds since 1970; the newest version committed at or before is meant.
+
+    Raises:
+        ConfigError: Several are given.
+    """
+
+    version: Version | None = None
+    step: int | None = None
+    tag: str = ""
+    at: float | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("version", "step", "at") if getattr(self, name) is not None]
+        given += ["tag"] if self.tag else []
+        if len(given) > 1:
+            raise ConfigError(
+                f"{' and '.join(given)} exclude each other: each names a version",
+                hint="give one of them",
+            )
+
+    @property
+    def is_search(self) -> bool:
+        return self.step is not None or bool(self.tag) or self.at is not None
+
+
+def choose(chain: Chain, choice: VersionChoice) -> Committed:
+    """Read the version that is meant.
+
+    Raises:
+        ChainError: There is no such version; the hint names the nearest ones.
+        StoreWentBackError: The version of the tag is no longer in the store.
+        ForkedChainError: The version of the tag was replaced by another history.
+    """
+    if choice.tag:
+        tag = read(chain, choice.tag)
+        if tag is None:
+            raise unknown(chain, choice.tag)
+        return committed(chain, tag)
+    head = chain.head()
+    if head is None:
+        raise no_version(chain.store.url)
+    if choice.version is not None:
+        found = chain.find(choice.version)
+        if found is None:
+            what = f"{chain.store.url} does not have version {choice.version}"
+            hint = f"the head is version {head.version}"
+            raise ChainError(what, version=choice.version, hint=hint)
+        return found
+    if choice.step is not None:
+        return chain.read(_Search(chain, head).by_step(choice.step))
+    if choice.at is not None:
+        return chain.read(_Search(chain, head).by_time(choice.at))
+    return head
+
+
+class _Stamp(NamedTuple):
+    version: Version
+    epoch: int
+    step: int | None
+    time: float
+
+
+class _Search:
+    """Search through the manifests of a chain, each read once."""
+
+    def __init__(self, chain: Chain, head: Committed) -> None:
+        self._chain = chain
+        self._head = _stamp(head)
+        self._read: dict[Version, _Stamp | None] = {head.version: self._head}
+
+    def by_step(self, step: int) -> Version:
+        """Find the newest version of a step."""
+        high: _Stamp | None = self._head
+        while high is not None:
+            low = self._begin_of_epoch(high)
+            found = self._in_epoch(low, high, step)
+            if found is not None:
+                return found
+            if high.version - low.version < SHORT:
+                self._read_all(range(max(0, low.version - AHEAD), low.version))
+            high = self._last(0, low.version - 1)
+        raise ChainError(
+            f"{self._chain.store.url} has no version of step {step}", hint=self._near(step)
+        )
+
+    def by_time(self, at: float) -> Version:
+        """Find the newest version committed at or before a time."""
+        low, high, found = 0, self._head.version, None
+        while low <= high:
+            middle = (low + high) // 2
+            stamp = self._first(middle, high)
+            if stamp is not None and stamp.time <= at:
+                found, low = stamp.version, stamp.version + 1
+            else:
+                high = middle - 1
+        if found is None:
+            oldest = self._first(0, self._head.version) or self._head
+            raise ChainError(
+                f"{self._chain.store.url} has no version committed at or before {_iso(at)}",
+                hint=f"version {oldest.version} is the oldest, of {_iso(oldest.time)}",
+            )
+        return found
+
+    def _begin_of_epoch(self, high: _Stamp) -> _Stamp:
+        """Find the first version of an epoch, back from one of its versions."""
+        first, step = high, 1
+        while first.version > 0:
+            back = self._last(0, first.version - step)
+            if back is None or back.epoch != high.epoch:
+                break
+            first, step = back, 2 * step
+        before, begin = max(first.version - step, -1), first.version
+        while begin - before > 1:
+            middle = (begin + before) // 2
+            stamp = self._first(middle, first.version)
+            is_same = stamp is not None and stamp.epoch == high.epoch
+            before, begin = (before, middle) if is_same else (middle, begin)
+        return self._first(begin, first.version) or first
+
+    def _in_epoch(self, low: _Stamp, high: _Stamp, step: int) -> Version | None:
+        """Find the newest version of a step in an epoch."""
+        if high.step == step:
+            return high.version
+        first, last, found = low.version + 1, high.version - 1, low
+        while first <= last:
+            middle = (first + last) // 2
+            stamp = self._first(middle, last, stepped=True)
+            if stamp is not None and stamp.step is not None and stamp.step <= step:
+                found, first = stamp, stamp.version + 1
+            else:
+                last = middle - 1
+        return found.version if found.step == step else None
+
+    def _first(self, first: Version, last: Version, *, stepped: bool = False) -> _Stamp | None:
+        """Return the first of some versions that exists, and has a step if so wanted."""
+        for count, version in enumerate(range(first, last + 1)):
+            if count >= SHORT and count & (count - 1) == 0:
+                self._read_all(range(version, min(version + count, last + 1)))
+            stamp = self._stamp(version)
+            if stamp is not None and not (stepped and stamp.step is None):
+                return stamp
+        return None
+
+    def _last(self, first: Version, last: Version) -> _Stamp | None:
+        """Return the last of some versions that exists."""
+        stamps = (self._stamp(version) for version in range(last, first - 1, -1))
+        return next((stamp for stamp in stamps if stamp is not None), None)
+
+    def _stamp(self, version: Version) -> _Stamp | None:
+        if version not in self._read:
+            found = self._chain.find(version)
+            self._read[version] = None if found is None else _stamp(found)
+        return self._read[version]
+
+    def _read_all(self, versions: Iterable[Version]) -> None:
+        wanted = [version for version in versions if version not in self._read]
+        with Pool(min(THREADS, len(wanted))) as pool:
+            for _ in pool.map(self._stamp, wanted):
+                pass
+
+    def _near(self, step: int) -> str:
+        """Name the nearest steps below and above that were met."""
+        met = [s for s in self._read.values() if s is not None and s.step is not None]
+        below = max((s for s in met if s.step is not None and s.step < step), default=None, key=_by)
+        above = min((s for s in met if s.step is not None and s.step > step), default=None, key=_by)
+        near = [f"{s.step} (version {s.version})" for s in (below, above) if s is not None]
+        return f"near it are the steps {' and '.join(near)}" if near else "no version has a step"
+
+
+def _by(stamp: _Stamp) -> tuple[int, Version]:
+    return stamp.step or 0, stamp.version
+
+
+def _stamp(committed: Committed) -> _Stamp:
+    manifest = committed.manifest
+    return _Stamp(manifest.version, manifest.epoch, manifest.step, manifest.time)
+
+
+def _iso(seconds: float) -> str:
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (OverflowError, ValueError, OSError):  # the publisher's clock may be wrong
+        return f"{seconds} s"
+
 
 READS: Final = 16
 """Records read at a time."""
@@ -45,12 +260,6 @@ def read(chain: Chain, name: str) -> Tag | None:
     """Read a tag; ``None`` if it does not exist or was removed.
 
     A warning is logged where no recent heartbeat proves that the record is the newest.
-
-    Raises:
-        ConfigError: No tag can have that name.
-        StaleChainError: The chain is signed, and the store shows an older record than the heartbeat
-            names, or the heartbeat is older than this process allows.
-        FormatError: The newest record is damaged, or of another tag.
     """
     heartbeat = named(chain)
     record = _newest(chain, check_name(name))
@@ -61,22 +270,12 @@ def read(chain: Chain, name: str) -> Tag | None:
 
 
 def shown(chain: Chain, name: str) -> Tag | None:
-    """Read a tag that may be older than the heartbeat names, for who sets or removes it.
-
-    Raises:
-        ConfigError: No tag can have that name.
-        FormatError: The newest record is damaged, or of another tag.
-    """
+    """Read a tag that may be older than the heartbeat names, for who sets or removes it."""
     return _standing(_newest(chain, check_name(name)))
 
 
 def committed(chain: Chain, tag: Tag) -> Committed:
-    """Read the version of a tag, and check that it is the one that was tagged.
-
-    Raises:
-        StoreWentBackError: The version is no longer in the store.
-        ForkedChainError: The store has another history now.
-    """
+    """Read the version of a tag, and check that it is the one that was tagged."""
     found = None if tag.version is None else chain.find(tag.version)
     if found is None:
         raise StoreWentBackError(
@@ -95,22 +294,12 @@ def committed(chain: Chain, tag: Tag) -> Committed:
 
 
 def read_all(chain: Chain) -> tuple[Tag, ...]:
-    """List the tags that stand for a version, by name.
-
-    Raises:
-        StaleChainError: As :func:`read`, of any tag.
-        FormatError: A newest record is damaged, or of another tag.
-    """
+    """List the tags that stand for a version, by name."""
     return tuple(record for record in newest_records(chain) if record.version is not None)
 
 
 def newest_records(chain: Chain) -> tuple[Tag, ...]:
-    """Read the newest record of every tag, of removed ones too, by name.
-
-    Raises:
-        StaleChainError: As :func:`read`, of any tag.
-        FormatError: A record is damaged, or of another tag.
-    """
+    """Read the newest record of every tag, of removed ones too, by name."""
     heartbeat = named(chain)
     listed = numbers(chain)
     with Pool(READS) as pool:
@@ -146,17 +335,55 @@ def put_after(chain: Chain, record: Tag) -> bool:
     return _put(chain, msgspec.structs.replace(record, number=record.number + 1))
 
 
+def sign_again(chain: Chain) -> tuple[str, ...]:
+    """Write tags and the newest prune record again that this process's key did not sign.
+
+    Each is written under its next number. A record that another process replaces at the same time
+    is left to it: call again. Edge records keep their signatures, since they are written once.
+
+    Args:
+        chain: The chain, opened with a signing key, and with the old key among the trusted ones.
+
+    Returns:
+        Keys of the records that were written.
+
+    Raises:
+        ConfigError: There is no signing key, or the store is a mirror.
+        SignatureError: No trusted key signed a record.
+        StaleChainError: The store shows an older record than its heartbeat names.
+    """
+    check_write_access(chain)
+    if chain.trust.key is None:
+        raise ConfigError("no signing key is given", hint="set DELTACHAIN_SIGNING_KEY")
+    written = [
+        tag_key(tag.name, tag.number + 1)
+        for tag in newest_records(chain)
+        if not _is_own(chain, tag_key(tag.name, tag.number), Tag) and put_after(chain, tag)
+    ]
+    record = newest_prune(chain)
+    if record is not None and not _is_own(chain, prune_key(record.number), PruneRecord):
+        key = prune_key(record.number + 1)
+        again = msgspec.structs.replace(record, number=record.number + 1)
+        try:
+            chain.store.put_if_absent(key, chain.trust.seal(again, chain.identity.chain))
+        except AlreadyExistsError:
+            return tuple(written)
+        written.append(key)
+    return tuple(written)
+
+
+def _is_own(chain: Chain, key: str, kind: type[Document]) -> bool:
+    """Return whether the signing key of this process signed a record."""
+    signers = chain.trust.signers(chain.store.get(key), kind, chain.identity.chain)
+    own = chain.trust.key
+    return own is not None and own.public.key_id in signers
+
+
 def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
     """Make a name stand for a version; return the record that says so.
 
     Two callers at once both succeed, one after the other. Nothing is written if the tag already
     stands for the version.
-
-    Args:
-        chain: The chain.
-        name: Name of the tag.
-        target: The version.
-        time: Now, in seconds since 1970.
 
     Raises:
         ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
@@ -194,11 +421,6 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
 def remove(chain: Chain, name: str, *, time: float) -> Tag:
     """Remove a tag; return the record that stood for a version until now.
 
-    Args:
-        chain: The chain.
-        name: Name of the tag.
-        time: Now, in seconds since 1970.
-
     Raises:
         ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
             there is no signing key.
@@ -214,11 +436,7 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a tag.
-
-    Raises:
-        ConfigError: No tag can have that name.
-    """
+    """Return the name of a tag."""
     if NAME.fullmatch(name) is None:
         raise ConfigError(
             f"{name[:140]!r} is not a name of a tag",
@@ -229,7 +447,6 @@ def check_name(name: str) -> str:
 
 
 def unknown(chain: Chain, name: str) -> ChainError:
-    """Build the error for a tag that does not exist; its hint names some that do."""
     names = [tag.name for tag in read_all(chain)]
     some = ", ".join(names[:8]) + (" and others" if names[8:] else "")
     hint = f"tags are {some}" if names else "no tag is set; `deltachain tag URL NAME` sets one"
@@ -274,30 +491,15 @@ def _removal(chain: Chain, name: str, time: float, number: int) -> Tag:
 
 
 def _newest(chain: Chain, name: str, *, known: int = NONE) -> Tag | None:
-    """Read the newest record of a tag; ``None`` if there is none."""
     number = newest_number(chain.store, partial(tag_key, name), known=known)
     return None if number == NONE else _record(chain, name, number)
 
 
 def _record(chain: Chain, name: str, number: int) -> Tag:
-    """Read one record; once more if it is unreadable."""
     key = tag_key(name, number)
-    try:
-        record = _read(chain, key)
-    except FormatError:  # a bit may have flipped in transit
-        record = _read(chain, key)
-    if (record.chain, record.name, record.number) != (chain.identity.chain, name, number):
-        raise MalformedError(
-            f"{key}: is number {record.number} of tag {record.name!r} of chain {record.chain}",
-            key=key,
-        )
-    return record
-
-
-def _read(chain: Chain, key: str) -> Tag:
-    data = chain.store.get(key)
-    record = unseal(data, Tag, key=key)
-    chain.trust.check(data, Tag, chain=chain.identity.chain, key=key)
+    record, _ = read_document(chain.store, key, Tag, chain=chain.identity.chain, trust=chain.trust)
+    if (record.name, record.number) != (name, number):
+        raise MalformedError(f"{key}: is number {record.number} of tag {record.name!r}", key=key)
     return record
 
 

@@ -57,11 +57,7 @@ class PublicKey:
 
     @classmethod
     def parse(cls, text: str) -> PublicKey:
-        """Parse the text of a key.
-
-        Raises:
-            ConfigError: It is not the text of an ed25519 key.
-        """
+        """Parse the text of a key."""
         found = _PUBLIC.fullmatch(text)
         if found is None:
             raise ConfigError(
@@ -114,20 +110,11 @@ class SigningKey:
 
     @classmethod
     def generate(cls) -> SigningKey:
-        """Make a new key.
-
-        Raises:
-            ConfigError: The package ``cryptography`` is not installed.
-        """
         return cls.of(os.urandom(32))
 
     @classmethod
     def of(cls, seed: bytes) -> SigningKey:
-        """Return the key of a seed of 32 secret bytes.
-
-        Raises:
-            ConfigError: The package ``cryptography`` is not installed.
-        """
+        """Return the key of a seed of 32 secret bytes."""
         try:
             from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
         except ImportError as exc:
@@ -137,12 +124,7 @@ class SigningKey:
 
     @classmethod
     def load(cls, file: Path) -> SigningKey:
-        """Read a key from a PEM file (PKCS #8, not encrypted), as ``deltachain keygen`` writes it.
-
-        Raises:
-            ConfigError: The file cannot be read, or is not the file of an ed25519 key; or the
-                package ``cryptography`` is not installed.
-        """
+        """Read a key from a PEM file (PKCS #8, not encrypted), as ``deltachain keygen`` writes."""
         hint = "`deltachain keygen` writes such a file"
         try:
             from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
@@ -177,16 +159,7 @@ class SigningKey:
         )
 
     def sign(self, kind: type[Document], chain: str, payload: bytes) -> Signature:
-        """Sign a document of a chain; equal documents get equal signatures.
-
-        Args:
-            kind: Class of the document.
-            chain: Id of the chain.
-            payload: Exact bytes of the document, without its envelope.
-
-        Raises:
-            ConfigError: The id of the chain cannot be signed.
-        """
+        """Sign a document of a chain; equal documents get equal signatures."""
         from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
 
         try:
@@ -216,9 +189,6 @@ class TrustedKeys:
         """Parse a list of keys with commas between them, or read a file with one key a line.
 
         In a file, empty lines, lines that begin with ``#``, and text after a key are ignored.
-
-        Raises:
-            ConfigError: The file cannot be read, or a key is not the text of an ed25519 key.
         """
         if text.lstrip().startswith(f"{ALGORITHM}:"):
             given = [part.strip() for part in text.split(",")]
@@ -230,7 +200,6 @@ class TrustedKeys:
         return ",".join(map(str, self.keys))
 
     def __or__(self, other: TrustedKeys) -> TrustedKeys:
-        """Return the keys of both."""
         return TrustedKeys(tuple(dict.fromkeys((*self.keys, *other.keys))))
 
     def signers(
@@ -240,12 +209,6 @@ class TrustedKeys:
 
         Of several signatures with one key id only the first counts, so that a document cannot cost
         more than one verification a key.
-
-        Args:
-            signatures: Signatures beside the document.
-            kind: Class of the document.
-            chain: Id of the chain.
-            payload: Exact bytes of the document, without its envelope.
         """
         try:
             signed = signed_bytes(kind, chain, payload)
@@ -272,7 +235,6 @@ class TrustedKeys:
 
 
 def _lines(file: Path) -> list[str]:
-    """Return the keys in a file, one a line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as exc:
@@ -285,7 +247,6 @@ def _lines(file: Path) -> list[str]:
 
 
 def _missing() -> ConfigError:
-    """Build the error for a missing extra."""
     return ConfigError(
         "signatures need the package cryptography", hint="pip install 'deltachain[signing]'"
     )
@@ -330,12 +291,6 @@ class Trust:
     ) -> Trust:
         """Return the keys of a reader.
 
-        Args:
-            trusted_keys: As in ``DELTACHAIN_TRUSTED_KEYS``, which is read if it is ``None``.
-            max_age_s: As in ``DELTACHAIN_MAX_HEARTBEAT_AGE_S``, which is read if it is ``None``.
-            environment: The environment variables.
-            mirror: As in ``DELTACHAIN_MIRROR``, which is read if it is ``None``.
-
         Raises:
             ConfigError: A key is invalid, or a limit of age is given without trusted keys.
         """
@@ -355,10 +310,6 @@ class Trust:
     ) -> Trust:
         """Return the keys of a writer, which trusts its own key and those of a reader.
 
-        Args:
-            signing_key: File of the private key; ``DELTACHAIN_SIGNING_KEY`` if it is ``None``.
-            environment: The environment variables.
-
         Raises:
             ConfigError: A key is invalid.
         """
@@ -375,56 +326,29 @@ class Trust:
         return replace(self, trusted=None)
 
     def seal(self, document: Document, chain: str) -> bytes:
-        """Encode a document in an envelope, signed if there is a signing key.
-
-        Args:
-            document: The document, of a type in ``RECORD_TYPES``.
-            chain: Id of the chain.
-        """
+        """Encode a document in an envelope, signed if there is a signing key."""
         if self.key is None:
             return seal(document)
         return seal(document, (self.key.sign(type(document), chain, dump(document)),))
 
     def signers(self, data: bytes, kind: type[Document], chain: str) -> tuple[str, ...]:
-        """Return the ids of the trusted keys that signed an envelope.
-
-        Args:
-            data: The envelope, as :func:`documents.unseal` accepted it.
-            kind: Class of its document.
-            chain: Id of the chain.
-        """
+        """Return the ids of the trusted keys that signed an envelope."""
         if self.trusted is None:
             return ()
         payload, signatures = opened(data)
         return self.trusted.signers(signatures, kind, chain, payload)
 
     def check(self, data: bytes, kind: type[Document], *, chain: str, key: str) -> None:
-        """Raise unless a trusted key signed an envelope, or no trusted keys are given.
-
-        Args:
-            data: The envelope, as :func:`documents.unseal` accepted it.
-            kind: Class of its document.
-            chain: Id of the chain.
-            key: Key of the object, for the message.
-
-        Raises:
-            SignatureError: No trusted key signed it.
-        """
+        """Raise unless a trusted key signed an envelope, or no trusted keys are given."""
         if self.trusted is not None and not self.signers(data, kind, chain):
             raise self.refusal(opened(data)[1], key)
 
     def refusal(self, signatures: tuple[Signature, ...], key: str) -> SignatureError:
-        """Build the error for a document that no trusted key signed."""
         why = self.trusted.why_not(signatures) if self.trusted else "no key is trusted"
         return SignatureError(f"{key}: no trusted key signed it: {why}", key=key)
 
     def sign_identity(self, chain: str, data: bytes) -> dict[str, bytes]:
-        """Return key and content of the object that signs ``chain.json``; empty without a key.
-
-        Args:
-            chain: Id of the chain.
-            data: Exact bytes of ``chain.json``.
-        """
+        """Return key and content of the object that signs ``chain.json``; empty without a key."""
         if self.key is None:
             return {}
         signature = self.key.sign(Identity, chain, data)
@@ -432,16 +356,7 @@ class Trust:
         return {signature_key(chain, self.key.public.key_id): dump(document)}
 
     def check_identity(self, store: Store, chain: str, data: bytes) -> None:
-        """Raise unless a trusted key signed ``chain.json``, or no trusted keys are given.
-
-        Args:
-            store: Store of the chain.
-            chain: Id of the chain that ``chain.json`` names.
-            data: Exact bytes of ``chain.json``.
-
-        Raises:
-            SignatureError: No trusted key signed it.
-        """
+        """Raise unless a trusted key signed ``chain.json``, or no trusted keys are given."""
         if self.trusted is None:
             return
         found = []
@@ -460,7 +375,6 @@ class Trust:
 
 
 def _trusted(given: str | None, environment: Mapping[str, str]) -> TrustedKeys | None:
-    """Parse the trusted keys that are given or, if ``None``, in the environment."""
     text = read_one(environment, "TRUSTED_KEYS") if given is None else given
     return TrustedKeys.parse(text) if text else None
 

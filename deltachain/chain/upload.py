@@ -21,8 +21,6 @@ from deltachain.types import Version
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTransfer:
-    """Objects that crossed the link together: their size in bytes, and the time in seconds."""
-
     nbytes: int
     seconds: float
 
@@ -59,7 +57,6 @@ class UploadClock:
 
     @property
     def total(self) -> MeasuredTransfer:
-        """All uploads that have ended, as one transfer."""
         with self._lock:
             return MeasuredTransfer(self._nbytes, self._seconds)
 
@@ -124,7 +121,6 @@ class EdgeUpload:
 
     @property
     def transfer(self) -> MeasuredTransfer:
-        """Size and time of all parts that were uploaded."""
         return self._clock.total
 
     def add(self, change: Change) -> None:
@@ -140,11 +136,7 @@ class EdgeUpload:
         self._nbytes += nbytes
 
     def finish(self) -> Edge:
-        """Upload the last part, wait for all parts, and return the edge.
-
-        Raises:
-            StoreError: A part could not be uploaded.
-        """
+        """Upload the last part, wait for all parts, and return the edge."""
         with self:
             if self._group and self._parts:
                 self._pass_on()
@@ -179,13 +171,11 @@ class EdgeUpload:
         return payload_key(keys.kind, keys.version, keys.epoch, keys.commit_id, number)
 
     def _take(self) -> Sequence[Change]:
-        """Return the gathered changes in the order of the table, and begin another part."""
         group = [self._group[name] for name in sorted(self._group)]
         self._group, self._nbytes = {}, 0
         return group
 
     def _pass_on(self) -> None:
-        """Have the gathered changes encoded and uploaded; wait for room."""
         self._room.acquire()
         if self._failure is not None:
             self._room.release()

@@ -84,7 +84,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     from deltachain.dashboard.chain_index import ChainIndex
     from deltachain.dashboard.connections import limited
     from deltachain.dashboard.watcher import Watcher
-    from deltachain.presence.board import PresenceBoard
+    from deltachain.presence.record import PresenceBoard
     from deltachain.store import open_store
 
     given = environment.read(os.environ)

@@ -16,7 +16,7 @@ from deltachain.errors import BrokenChainError, ObjectNotFoundError
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
-    from deltachain.chain.choose import VersionChoice
+    from deltachain.chain.tags import VersionChoice
     from deltachain.format.documents import BaseRef, EdgeSummary
 
 TENSORS_SHOWN = 12
@@ -81,7 +81,7 @@ def _file(path: Path) -> dict[str, Any]:
 
 def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import choose
+    from deltachain.chain.tags import choose
     from deltachain.store import open_store
 
     chain = Chain.open(open_store(url))

@@ -84,7 +84,7 @@ def log(  # noqa: PLR0913 - one argument an option
     Example: `deltachain log /mnt/policy --plot -n 500`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import VersionChoice, choose
+    from deltachain.chain.tags import VersionChoice, choose
     from deltachain.store import open_store
     from deltachain.verify import edge_records
 

@@ -19,6 +19,7 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     ObjectNotFoundError,
+    no_version,
 )
 
 if TYPE_CHECKING:
@@ -81,13 +82,6 @@ def maintain(  # noqa: PLR0913 - one argument an option
     keep_every: KeepEvery = None,
     keep_tags: KeepTags = True,
     grace: Grace = "1h",
-    copy: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="A folder that `deltachain follow` keeps, for an anchor where payloads were lost.",
-        ),
-    ] = None,
     base: Base = None,
     as_json: AsJsonLines = False,
 ) -> None:
@@ -108,7 +102,7 @@ def maintain(  # noqa: PLR0913 - one argument an option
         while not stop.is_set():
             try:
                 maintainer = maintainer or _maintainer(
-                    _open(url), rule, grace_s, base, copy, delete=delete
+                    _open(url), rule, grace_s, base, delete=delete
                 )
                 found = maintainer.round()
             except DeltaChainError as error:
@@ -150,7 +144,7 @@ def prune(  # noqa: PLR0913 - one argument an option
     pruner = _pruner(chain, rule, seconds(grace))
     found = pruner.plan(dry=True) if dry_run else pruner.run()
     if found is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     report = _pruned(found) | {"url": chain.store.url, "dry_run": dry_run}
     if as_json:
         c.write_json(report)
@@ -178,7 +172,7 @@ def anchor(
     chain = _open(url)
     head = chain.head()
     if head is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     target = head if version is None else chain.find(version)
     if target is None:
         message = f"version {version} is not committed, head is {head.version}"
@@ -241,14 +235,13 @@ def _maintainer(
     rule: KeepRule | None,
     grace_s: float,
     base: Path | None,
-    copy: Path | None = None,
     *,
     delete: bool,
 ) -> Maintainer:
     from deltachain.maintain import Maintainer
 
     pruner = _pruner(chain, rule, grace_s) if delete and rule else None
-    return Maintainer(chain, pruner, base=base, copy=copy)
+    return Maintainer(chain, pruner, base=base)
 
 
 def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
@@ -295,7 +288,7 @@ def _check_joinable(found: Maintained | None, url: str) -> None:
         DeltaChainError: They cannot, as the round found.
     """
     if found is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     if found.no_way is not None:
         raise found.no_way
 

@@ -14,7 +14,7 @@ from deltachain import environment
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deltachain.chain.choose import VersionChoice
+    from deltachain.chain.tags import VersionChoice
 
 
 def secret(name: str, file: Path | None) -> str | Path:
@@ -140,7 +140,7 @@ def choice_of(
     Raises:
         ConfigError: Several are given, or the time is no time.
     """
-    from deltachain.chain.choose import VersionChoice  # noqa: PLC0415 - when a command runs
+    from deltachain.chain.tags import VersionChoice  # noqa: PLC0415 - when a command runs
 
     return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)
 

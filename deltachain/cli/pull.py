@@ -50,7 +50,7 @@ def pull(  # noqa: PLR0913 - one argument an option
     Example: `deltachain pull /mnt/policy --tag eval-step-4000 --out policy-4000`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import choose
+    from deltachain.chain.tags import choose
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber

@@ -40,7 +40,7 @@ def revert(  # noqa: PLR0913 - one argument an option
     Example: `deltachain revert /mnt/policy --tag eval-step-4000`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import VersionChoice, choose
+    from deltachain.chain.tags import VersionChoice, choose
     from deltachain.chain.trust import Trust
     from deltachain.cli.progress import watching
     from deltachain.publish.revert import revert as go_back

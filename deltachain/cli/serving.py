@@ -45,7 +45,7 @@ def shown_follower(
     Raises:
         ConfigError: As :func:`shown`.
     """
-    from deltachain.presence.statuses import follower_status
+    from deltachain.presence.writer import follower_status
     from deltachain.subscribe.figures import subscriber_figures
     from deltachain.subscribe.totals import Tally
 

@@ -13,7 +13,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, Url
-from deltachain.errors import ChainError, ConfigError, SignatureError
+from deltachain.errors import ConfigError, SignatureError, no_version
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Committed
@@ -98,7 +98,7 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     """Sign what is not; return whether a version was committed, the head, and other records."""
     from deltachain.chain.chain import Chain
     from deltachain.chain.identity import refuse_mirror
-    from deltachain.maintain.key_rotation import sign_again
+    from deltachain.chain.tags import sign_again
     from deltachain.publish.writer import take_over
 
     try:
@@ -115,7 +115,7 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     numel = sum(spec.numel for spec in chain.table.specs())
     writer = take_over(chain, numel=numel, metadata={})
     if writer is None or writer.parent is None:
-        raise ChainError(f"{store.url} has no version yet", hint="its identity is signed now")
+        raise no_version(store.url, "its identity is signed now")
     return True, Chain.open(store, trust).read(writer.parent.version), again
 
 

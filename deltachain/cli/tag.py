@@ -15,7 +15,7 @@ from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import VersionChoice
+    from deltachain.chain.tags import VersionChoice
     from deltachain.format.documents import Tag
 
 
@@ -43,7 +43,7 @@ def tag(  # noqa: PLR0913 - one argument an option
     Example: `deltachain tag /mnt/policy eval-step-4000 --step 4000`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import VersionChoice
+    from deltachain.chain.tags import VersionChoice
     from deltachain.chain.trust import Trust
     from deltachain.store import open_store
 
@@ -63,7 +63,7 @@ def tag(  # noqa: PLR0913 - one argument an option
 def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_json: bool) -> None:
     """Set or remove a tag."""
     from deltachain.chain import tags
-    from deltachain.chain.choose import choose
+    from deltachain.chain.tags import choose
 
     before = tags.shown(chain, name)
     if delete:

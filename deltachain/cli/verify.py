@@ -47,7 +47,7 @@ def verify(  # noqa: PLR0913 - one argument an option
     Example: `deltachain verify /mnt/policy --from 100`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.chain.choose import choose
+    from deltachain.chain.tags import choose
     from deltachain.cli.progress import counted
     from deltachain.store import open_store
     from deltachain.verify import newest

@@ -15,8 +15,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from deltachain.errors import MalformedError
-from deltachain.format.documents import Count, Shape
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import Count, Shape, decode
 from deltachain.types import WIRE_DTYPES, Buffer, TensorSpec
 
 # A small JSON document at the front of the file, so that a reader can locate all other bytes after

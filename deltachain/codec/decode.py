@@ -31,7 +31,7 @@ from deltachain.errors import (
     MalformedError,
     UnsupportedFormatError,
 )
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import decode
 from deltachain.format.keys import object_digest
 from deltachain.types import Buffer, TensorSpec
 

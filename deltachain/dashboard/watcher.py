@@ -20,7 +20,7 @@ from deltachain.dashboard.phases import PhaseTrack
 from deltachain.dashboard.replica_report import ReplicaReport, answered, seen, trouble
 from deltachain.dashboard.track import FleetTrack, Moment
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
-from deltachain.presence.board import PresenceBoard
+from deltachain.presence.record import PresenceBoard
 from deltachain.threads import Closeable, started
 
 logger = logging.getLogger(__name__)

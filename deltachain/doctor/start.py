@@ -13,10 +13,9 @@ from threading import Barrier
 from typing import Final
 from uuid import uuid4
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.identity import refuse_mirror
 from deltachain.chain.plan import Plan
-from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
 from deltachain.doctor.finding import Finding, Role, failed, fault, note, ok
 from deltachain.environment import read

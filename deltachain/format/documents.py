@@ -12,6 +12,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
@@ -22,9 +23,49 @@ from deltachain.errors import (
     MalformedError,
     UnsupportedFormatError,
 )
-from deltachain.format.json_guards import check_values, decode, no_repeats
 from deltachain.format.keys import object_digest
 from deltachain.types import StateDigest, TensorSpec, Version
+
+MAX_VALUES: Final = 3_000_000
+"""Limit of values in a document: 500,000 tensors in a table, about 0.5 GB as Python objects."""
+
+_T = TypeVar("_T")
+_lock = Lock()
+_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def decode(data: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
+    """Decode JSON strictly as a type.
+
+    msgspec 0.22 crashes the process where two threads are the first to decode a nested struct; so
+    decoders are made one at a time.
+    """
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        with _lock:
+            decoder = _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    found: _T = decoder.decode(data)
+    return found
+
+
+def check_values(data: bytes, key: str) -> None:
+    """Limit the number of values before parsing, since objects take up to 100x their JSON bytes."""
+    if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
+        raise MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
+
+
+def no_repeats(fields: list[tuple[str, Any]]) -> None:
+    """Reject duplicate keys: JSON leaves their meaning undefined.
+
+    Raises:
+        ValueError: A key occurs twice.
+    """
+    seen = set()
+    for name, _ in fields:
+        if name in seen:
+            raise ValueError(f"duplicate field {name[:80]!r}")
+        seen.add(name)
+
 
 FORMAT: Final = 1
 """Format number that this version writes and reads."""
@@ -124,7 +165,6 @@ class Edge(Struct, frozen=True, kw_only=True):
 
     @property
     def nbytes(self) -> int:
-        """Size of all parts, in bytes."""
         return sum(part.nbytes for part in self.parts)
 
 
@@ -218,7 +258,6 @@ class Manifest(Document, frozen=True, kw_only=True):
         return self.nnz / self.numel if self.numel else 0.0
 
     def summary(self) -> EdgeSummary:
-        """Summarise the manifest's own edge, as listed in later manifests."""
         return summarise(self.version, self.edge, self.state)
 
 
@@ -255,11 +294,7 @@ class Table(Document, frozen=True, kw_only=True):
     aliases: dict[str, str] = {}
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Validate the table and return its tensors.
-
-        Raises:
-            ConfigError: A dtype, a shape or an alias is invalid, or a name occurs twice.
-        """
+        """Validate the table and return its tensors."""
         specs = tuple(TensorSpec(*row) for row in self.tensors)
         names = {spec.name for spec in specs}
         if len(names) < len(specs):
@@ -311,7 +346,6 @@ def _check_way(version: Version, kind: str, base: Version | None) -> None:
 def summarise(
     version: Version, edge: Edge, state: str, *, record: str = "", digest: str = ""
 ) -> EdgeSummary:
-    """Summarise an edge for planning."""
     return EdgeSummary(
         version=version,
         kind=edge.kind,
@@ -390,11 +424,7 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
 
 
 def read_state(text: str, *, key: str) -> StateDigest:
-    """Parse the state digest in a document.
-
-    Raises:
-        MalformedError: The text is not a state digest.
-    """
+    """Parse the state digest in a document."""
     try:
         return StateDigest.parse(text)
     except ValueError as exc:
@@ -472,7 +502,6 @@ def phases_of(manifest: Manifest) -> dict[str, float]:
 
 
 def valid_times(given: Mapping[str, object], names: Iterable[str]) -> dict[str, float]:
-    """Return the times under some names, in seconds; without those that are invalid."""
     found = {name: given.get(name) for name in names}
     return {name: float(value) for name, value in found.items() if _is_time(value)}  # type: ignore[arg-type]
 
@@ -511,7 +540,6 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
             raise ValueError(f"a range of versions from {self.first} to {self.last}")
 
     def covers(self, kind: str, base: Version | None, version: Version) -> bool:
-        """Return whether an edge is in the range."""
         span = 0 if base is None else version - base
         return (kind, span) == (self.kind, self.span) and self.first <= version <= self.last
 
@@ -519,14 +547,7 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
 def range_of(
     rows: Sequence[PrunedRange], kind: str, base: Version | None, version: Version
 ) -> PrunedRange | None:
-    """Return the range that an edge is in, in O(log n); ``None`` if there is none.
-
-    Args:
-        rows: Ranges sorted by kind, span and first version, which do not overlap.
-        kind: Kind of the edge.
-        base: Base of the edge; ``None`` if it has none.
-        version: The version that the edge leads to.
-    """
+    """Return the range that an edge is in, in O(log n); ``None`` if there is none."""
     span = 0 if base is None else version - base
     place = bisect_right(
         rows, (kind, span, version), key=lambda row: (row.kind, row.span, row.first)
@@ -572,7 +593,6 @@ class PruneRecord(Document, frozen=True, kw_only=True):
         return range_of(self.pruned, kind, base, version)
 
     def covers(self, edge: EdgeSummary) -> bool:
-        """Return whether an edge is pruned."""
         return self.range_of(edge.kind, edge.base, edge.version) is not None
 
     def closes(self, version: Version) -> bool:

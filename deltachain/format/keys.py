@@ -77,13 +77,7 @@ PAYLOADS: Final = ("deltas/", "anchors/", "skips/")
 
 
 def manifest_key(version: Version) -> str:
-    """Return the key of the manifest that commits ``version``."""
     return f"{MANIFEST_PREFIX}{version:020d}.json"
-
-
-def manifest_prefix(version: Version, digits: int) -> str:
-    """Return the prefix of the keys of manifests whose versions differ in the last digits only."""
-    return f"{MANIFEST_PREFIX}{version:020d}"[:-digits]
 
 
 def edge_key(version: Version, kind: str, base: Version | None) -> str:
@@ -106,13 +100,16 @@ def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str,
 
 
 def payload_prefix(kind: PayloadKind, version: Version) -> str:
-    """Return the common prefix of the keys of a version's parts of one kind."""
     return f"{kind}s/{version:020d}-"
 
 
 def prune_key(number: int) -> str:
-    """Return the key of a prune record."""
     return f"{PRUNE_PREFIX}{number:08d}.json"
+
+
+def prune_of(key: str) -> int | None:
+    found = _PRUNE.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 def asset_key(digest: str, path: str) -> str:
@@ -124,12 +121,10 @@ def asset_key(digest: str, path: str) -> str:
 
 
 def signature_key(chain: str, key_id: str) -> str:
-    """Return the key of the signature of ``chain.json`` by one key."""
     return f"signatures/{chain}/{key_id}.json"
 
 
 def signature_prefix(chain: str) -> str:
-    """Return the common prefix of the keys of the signatures of one ``chain.json``."""
     return f"signatures/{chain}/"
 
 
@@ -139,16 +134,15 @@ def trial_key(name: str) -> str:
 
 
 def tag_key(name: str, number: int) -> str:
-    """Return the key of a record of a tag."""
     return f"{TAG_PREFIX}{name}/{number:08d}.json"
 
 
 def tag_of(key: str) -> tuple[str, int] | None:
-    """Return name and number of a tag record, ``None`` for other keys."""
     found = _TAG.fullmatch(key)
     return (found[1], int(found[2])) if found else None
 
 
+_PRUNE: Final = re.compile(r"prunes/([0-9]{8})\.json")
 _TAG: Final = re.compile(r"tags/([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})/([0-9]{8})\.json")
 _EDGE: Final = re.compile(r"edges/([0-9]{20})/([a-z]+)-(nothing|[0-9]{20})\.json")
 _VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]{20})[./-].*")

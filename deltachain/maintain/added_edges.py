@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
 from msgspec.structs import replace
-from typing_extensions import override
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.checks import read_summary
 from deltachain.chain.fetch import Fetched, fetch, fetching
 from deltachain.chain.plan import Plan
-from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.container import TensorRow
 from deltachain.codec.row_digests import own_digests
 from deltachain.delta import TensorDelta
-from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError, ObjectNotFoundError
+from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
-from deltachain.format.keys import PayloadKind, digest_key, edge_key, object_digest
+from deltachain.format.keys import PayloadKind, digest_key, edge_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
-from deltachain.store import MemoryStore, Store
-from deltachain.types import Bits, Buffer, StateDigest, Version
+from deltachain.store import Store
+from deltachain.types import Bits, StateDigest, Version
 
 OldBitsOf = Callable[[str], Bits]
 """Function that reads all bits of a tensor before a plan."""
@@ -37,13 +35,6 @@ def folded(fetched: Fetched, old: OldBitsOf) -> Iterator[Change]:
 
     Steps and dense bits are folded without the weights. Where a plan mixes steps with absolute
     bits, sets a part of a tensor, or has an encoding that needs old bits, ``old`` is called.
-
-    Args:
-        fetched: A plan, fetched.
-        old: Function that reads all bits of a tensor before the plan.
-
-    Raises:
-        FormatError: An object cannot be decoded.
     """
     digests = [own_digests(part.rows.values()) for part in fetched.parts]
     for name in fetched.names:
@@ -80,7 +71,6 @@ def _is_sparse(row: TensorRow) -> bool:
 
 
 def _steps(delta: TensorDelta, old: Bits) -> Change | None:
-    """Return a delta as steps from old bits; ``None`` if nothing changes."""
     indices = delta.indices
     before = old[delta.start : delta.start + delta.nnz] if indices is None else old[indices]
     after = delta.new_bits(before)
@@ -101,13 +91,6 @@ def add_skip(
     chain: Chain, start: Committed, plan: Plan, target: Committed, *, base: Path | None = None
 ) -> EdgeSummary:
     """Fold a plan into a skip, prove it, and record it; an existing record is kept.
-
-    Args:
-        chain: The chain.
-        start: The version that the plan starts from.
-        plan: Edges from ``start`` to ``target``.
-        target: The version to reach.
-        base: Local folder of the base checkpoint, if the chain starts from one.
 
     Raises:
         ChainError: The target or the skip is pruned.
@@ -145,11 +128,7 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
 
 
 def recorded_anchor(chain: Chain, target: Committed) -> EdgeSummary | None:
-    """Return the anchor that is recorded for a version; ``None`` if there is none to rely on.
-
-    Raises:
-        BrokenChainError: Its parts are gone, and no other anchor can be recorded for the version.
-    """
+    """Return the anchor that is recorded for a version; ``None`` if there is none to rely on."""
     key = edge_key(target.version, "anchor", None)
     known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
     if known is None:
@@ -165,70 +144,11 @@ def recorded_anchor(chain: Chain, target: Committed) -> EdgeSummary | None:
 
 
 def upload_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
-    """Upload all bits of a version, and record them as an anchor; an existing record is kept.
-
-    Args:
-        chain: The chain.
-        target: The version.
-        changes: All bits of every tensor, in the order of the table.
-
-    Raises:
-        ChainError: The version is pruned.
-    """
+    """Upload all bits of a version, and record them as an anchor; an existing record is kept."""
     check_write_access(chain)
     _refuse_closed(chain, target)
     edge = _upload(chain.store, "anchor", target, changes, _anchor_limit(chain))
     return chain.add_edge(target, edge, base_state="")
-
-
-def restore_anchor(chain: Chain, target: Committed, changes: Iterable[Change]) -> EdgeSummary:
-    """Put back the lost parts of a recorded anchor; each is compared with its digest before.
-
-    Args:
-        chain: The chain.
-        target: The version.
-        changes: All bits of every tensor, in the order of the table.
-
-    Raises:
-        BrokenChainError: A part is encoded in other bytes here, as by another deltachain or with
-            another size of parts; it was not put.
-    """
-    check_write_access(chain)
-    key = edge_key(target.version, "anchor", None)
-    known = read_summary(chain.store, key, chain=chain.identity.chain, trust=chain.trust)
-    if known is None:
-        raise ObjectNotFoundError(f"{key} is gone", key=key, url=chain.store.url)
-    parts = {part.key: part.blake3 for part in chain.edge(known, target).parts}
-    commit_id = next(iter(parts)).split("/")[1].rpartition("-")[2]
-    there = _Same(chain.store, parts, target)
-    _upload(there, "anchor", target, changes, _anchor_limit(chain), commit_id)
-    return known
-
-
-class _Same(MemoryStore):
-    """Takes the parts that a record names, and puts them into their store.
-
-    Args:
-        inner: The store of the parts.
-        digests: blake3 of each part, by key.
-        target: The version that they lead to.
-    """
-
-    def __init__(self, inner: Store, digests: Mapping[str, str], target: Committed) -> None:
-        super().__init__()
-        self._inner, self._digests, self._target = inner, digests, target
-
-    @override
-    def put(self, key: str, data: Buffer) -> str:
-        if self._digests.get(key) != object_digest(data):
-            version = self._target.version
-            raise BrokenChainError(
-                f"the anchor of version {version} was recorded before, its parts are gone, and "
-                f"this deltachain encodes {key} in other bytes",
-                version=version,
-                hint="run this again after the next version, or restart the publisher",
-            )
-        return self._inner.put(key, data)
 
 
 class _BitsAt:
@@ -281,14 +201,9 @@ def _anchor_limit(chain: Chain) -> int:
 
 
 def _upload(
-    store: Store,
-    kind: PayloadKind,
-    target: Committed,
-    changes: Iterable[Change],
-    limit: int,
-    commit_id: str = "",
+    store: Store, kind: PayloadKind, target: Committed, changes: Iterable[Change], limit: int
 ) -> Edge:
-    epoch, commit_id = target.manifest.epoch, commit_id or uuid.uuid4().hex
+    epoch, commit_id = target.manifest.epoch, uuid.uuid4().hex
     keys = EdgeKeys(kind=kind, version=target.version, epoch=epoch, commit_id=commit_id)
     with EdgeUpload(store, keys, raw=False, part_nbytes=limit) as upload:
         for change in changes:
@@ -297,7 +212,6 @@ def _upload(
 
 
 def _refuse_closed(chain: Chain, target: Committed) -> None:
-    """Raise if the version is pruned: parts that come late would be taken for orphans."""
     chain.prunes.newest()
     if chain.prunes.is_closed(target.version):
         raise ChainError(
@@ -309,7 +223,6 @@ def _refuse_closed(chain: Chain, target: Committed) -> None:
 
 
 def _refuse_pruned(chain: Chain, target: Committed, base: Version | None) -> None:
-    """Raise if the version or an edge to it is pruned, as one between two pruned anchors is."""
     _refuse_closed(chain, target)
     if is_pruned(chain, base, target.version):
         raise ChainError(
@@ -320,13 +233,7 @@ def _refuse_pruned(chain: Chain, target: Committed, base: Version | None) -> Non
 
 
 def is_pruned(chain: Chain, base: Version | None, version: Version) -> bool:
-    """Return whether an edge that would be added now, or its version, is pruned.
-
-    Args:
-        chain: The chain, whose newest prune record was read.
-        base: Where a skip starts; ``None`` for an anchor.
-        version: Where the edge ends.
-    """
+    """Return whether an edge that would be added now, or its version, is pruned."""
     prunes = chain.prunes
     return prunes.is_closed(version) or prunes.names(_kind(base), base, version)
 

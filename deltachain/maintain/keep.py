@@ -16,7 +16,6 @@ from deltachain.types import Version
 
 
 def span_of(edge: EdgeSummary) -> int:
-    """Return the versions from an edge's base to its version; 0 from nothing."""
     return 0 if edge.base is None else edge.version - edge.base
 
 
@@ -35,7 +34,6 @@ def prunable(edges: Iterable[EdgeSummary], stay: Collection[EdgeSummary]) -> set
 
 
 def times_of(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, float]:
-    """Return the earliest time of deletion of each edge that a record names."""
     if record is None:
         return {}
     found = ((edge, record.range_of(edge.kind, edge.base, edge.version)) for edge in edges)
@@ -49,27 +47,20 @@ def ended_in(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> set[Ed
 
 
 def ends_a_grace(record: PruneRecord, now: float) -> bool:
-    """Return whether a grace that was running when a record was made is over."""
     return any(record.time < row.after <= now for row in record.pruned)
 
 
 def ranges(
-    edges: Iterable[EdgeSummary],
-    after: Mapping[EdgeSummary, float],
-    now: float,
-    forgotten: Iterable[PrunedRange] = (),
+    edges: Iterable[EdgeSummary], after: Mapping[EdgeSummary, float], now: float
 ) -> tuple[PrunedRange, ...]:
     """Return pruned edges as ranges that contain no other edge.
 
     Args:
-        edges: All edges that are not forgotten.
+        edges: All edges.
         after: Earliest time of deletion of each pruned one.
         now: Time of the store; times up to it need not be told apart.
-        forgotten: Ranges of pruned edges that are not among ``edges``.
     """
     lines: dict[tuple[str, int], list[tuple[Version, PrunedRange | None]]] = defaultdict(list)
-    for row in forgotten:
-        lines[row.kind, row.span].append((row.first, row))
     for edge in edges:
         if edge.kind != "base":
             own = _range(edge, after[edge]) if edge in after else None
@@ -135,45 +126,33 @@ class KeepRule:
             raise ConfigError(f"within_s={self.within_s}: expected a positive number of seconds")
 
     def kept(self, first: Version, tagged: Iterable[Version]) -> frozenset[Version]:
-        """Return the single versions to keep up to ``first``, which begins the newest ones."""
         multiples = range(0, first + 1, self.every) if self.every else range(0)
         old = (version for version in tagged if self.tags and version <= first)
         return frozenset({first, *multiples, *old})
 
 
-def newest_edges(edges: Collection[EdgeSummary], *, first: Version) -> set[EdgeSummary]:
-    """Return the edges that stay whatever ways lead to kept versions.
+def newest_edges(
+    edges: Collection[EdgeSummary], there: Collection[EdgeSummary], *, first: Version
+) -> set[EdgeSummary]:
+    """Return the edges of the newest versions, from an anchor before them on, and newest anchors.
 
-    These are all edges among the newest versions, the newest anchors, and every delta behind the
-    newest anchor, since readers of earlier releases do not look for skips.
+    That is the newest anchor from which every one of them can be reached that can be reached at
+    all; where payloads were lost, a skip from before it may lead around them.
 
     Args:
         edges: All edges of the chain.
+        there: Those whose objects are there, by version.
         first: The first of the newest versions.
     """
-    stay = {edge for edge in edges if edge.version > first and _begins(edge) >= first}
-    anchors = sorted((e for e in edges if e.base is None), key=lambda edge: edge.version)
-    newest = anchors[-1].version if anchors else -1
-    stay.update(anchors[-ANCHORS_KEPT:])
-    stay.update(edge for edge in edges if edge.version > newest and _is_delta(edge))
-    return stay
-
-
-def cut_off(
-    edges: Collection[EdgeSummary], stay: Collection[EdgeSummary], *, first: Version
-) -> set[Version]:
-    """Return the newest versions that can be reached, but not over edges that stay.
-
-    That is so where payloads among the newest versions were lost, and a skip from before leads
-    around them.
-
-    Args:
-        edges: All edges whose objects are there, by version.
-        stay: Edges that stay, whether or not their objects are there.
-        first: The first of the newest versions.
-    """
-    kept = _reached(edge for edge in edges if edge in stay)
-    return {version for version in _reached(edges) - kept if version > first}
+    anchors = sorted((edge.version for edge in edges if edge.base is None), reverse=True)
+    newest = {
+        edge for edge in edges if edge.base is None and edge.version in anchors[:ANCHORS_KEPT]
+    }
+    wanted = {version for version in _reached(there) if version >= first}
+    for begin in anchors:
+        if begin <= first and wanted <= _reached(e for e in there if _begins(e) >= begin):
+            return newest | {edge for edge in edges if _begins(edge) >= begin}
+    return set(edges)
 
 
 def _reached(edges: Iterable[EdgeSummary]) -> set[Version]:
@@ -183,10 +162,6 @@ def _reached(edges: Iterable[EdgeSummary]) -> set[Version]:
         if edge.base is None or edge.base in found:
             found.add(edge.version)
     return found
-
-
-def _is_delta(edge: EdgeSummary) -> bool:
-    return edge.base is not None and edge.base == edge.version - 1
 
 
 def _begins(edge: EdgeSummary) -> Version:

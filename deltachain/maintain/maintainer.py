@@ -11,38 +11,27 @@ from threading import Event, Thread
 from typing import Final
 
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
-from deltachain.chain.reachable import check_write_access, is_reachable, plan_present
 from deltachain.chain.upload import DENSE_SHARE
-from deltachain.checkpoint import Checkpoint
-from deltachain.codec import Change
-from deltachain.delta import TensorDelta
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
     ConfigError,
     DeltaChainError,
     FormatError,
-    MalformedError,
     ObjectNotFoundError,
-    TensorMismatchError,
 )
 from deltachain.format.documents import EdgeSummary, dump
-from deltachain.format.keys import digest_key
-from deltachain.kernels import host
 from deltachain.maintain.added_edges import (
     add_anchor,
     add_skip,
     is_pruned,
-    recorded_anchor,
-    restore_anchor,
-    upload_anchor,
 )
 from deltachain.maintain.pruner import PrunePlan, Pruner
 from deltachain.maintain.survey import Survey
-from deltachain.types import StateDigest, TensorSpec, Version, check_spec
+from deltachain.types import Version
 
 PART_NBYTES: Final = 2048
 """Size of the header, directory and digests of a small part, about, which folding saves."""
@@ -59,13 +48,6 @@ def skips_due(
     """Yield missing skips of one span and the edges to fold, newest first.
 
     Edges that together are larger than an anchor are not folded: a way over an anchor costs less.
-
-    Args:
-        edges: All usable edges of the chain.
-        span: Versions between base and version of the skips.
-        known: All edges with a record, pruned ones too.
-        head: The newest version.
-        model_nbytes: Size of all weights, in bytes.
     """
     there = {(edge.base, edge.version) for edge in known}
     leads: dict[Version, list[EdgeSummary]] = defaultdict(list)
@@ -87,7 +69,6 @@ def skips_due(
 
 
 def _fold(hop: Hop, leads: dict[Version, list[EdgeSummary]]) -> Plan | None:
-    """Return the edges to fold into a skip; ``None`` if some are missing."""
     versions = range(hop.base + 1, hop.version + 1)
     inside = [
         edge
@@ -110,16 +91,7 @@ def anchor_version(
     manifest_nbytes: int,
     every: Version | None = None,
 ) -> Version | None:
-    """Return the version that needs an anchor; ``None`` if none is due.
-
-    Args:
-        edges: All usable edges of the chain.
-        head: The newest version.
-        model_nbytes: Size of all weights, in bytes.
-        manifest_nbytes: Size of a manifest, in bytes, about.
-        every: Number of versions between two anchors; by default as their bytes say, see
-            :func:`anchor_due`.
-    """
+    """Return the version that needs an anchor; ``None`` if none is due."""
     anchors = [edge for edge in edges if edge.base is None]
     newest = max(anchors, key=lambda edge: edge.version, default=None)
     aligned = head - head % ANCHOR_AT
@@ -138,81 +110,13 @@ def anchor_version(
     return aligned if anchor_due(replay, size, every=every) else None
 
 
-def heal(chain: Chain, head: Committed, copy: Path | None) -> EdgeSummary | None:
-    """Add an anchor from a copy of the weights, if newcomers cannot reach the head.
-
-    Args:
-        chain: The chain.
-        head: The newest version.
-        copy: Folder that follows the chain, such as one of ``deltachain follow``; ``None`` for
-            none.
-
-    Returns:
-        The anchor; ``None`` if newcomers have a way.
-
-    Raises:
-        BrokenChainError: There is no copy, the copy does not lead to the head either, or its
-            version's anchor is recorded with parts of other bytes.
-        ChainError: The version of the copy is pruned.
-        TensorMismatchError: The copy is not the model of the chain.
-    """
+def why_unreachable(chain: Chain, head: Committed) -> BrokenChainError | None:
     if is_reachable(chain, head.version):
         return None
-    lost = _lost_object(chain, head)
-    what = f"newcomers cannot reach version {head.version}: {lost}"
-    if copy is None:
-        raise BrokenChainError(
-            f"{what}, and no copy of the weights is known",
-            version=head.version,
-            hint="name a folder that follows this chain as --copy, or restart the publisher, which "
-            "adds an anchor",
-        )
-    specs, checkpoint = chain.table.specs(), Checkpoint(copy)
-    for spec in specs:
-        check_spec(spec.name, checkpoint.specs.get(spec.name), copy, spec)
-    keys = {spec.name: digest_key(spec) for spec in specs}
-    digests = {name: host.digest(key, checkpoint.bits(name)) for name, key in keys.items()}
-    state = sum(digests.values(), StateDigest())
-    held = head if head.state == state else chain.find_state(state)
-    if held is None:
-        raise BrokenChainError(
-            f"{what}, and {copy} holds no version of this chain",
-            version=head.version,
-            hint="let `deltachain follow` keep that folder at the head",
-        )
-    plan_present(chain, held.version, head)
-    changes = _proven(checkpoint, specs, held)
-    try:
-        recorded_anchor(chain, held)
-    except BrokenChainError:
-        return restore_anchor(chain, held, changes)
-    return upload_anchor(chain, held, changes)
-
-
-def _proven(
-    checkpoint: Checkpoint, specs: Iterable[TensorSpec], held: Committed
-) -> Iterator[Change]:
-    """Yield the bits of a copy, which may change while it is read.
-
-    Raises:
-        BrokenChainError: It did, or its bits are not those of the version, seen at the end.
-    """
-    changed = BrokenChainError(
-        f"{checkpoint.path} changed while it was read, and is not version {held.version} now",
-        version=held.version,
-        hint="run this again, or stop `deltachain follow` meanwhile",
+    return BrokenChainError(
+        f"newcomers cannot reach version {head.version}: {_lost_object(chain, head)}",
+        version=head.version,
     )
-    total = StateDigest()
-    for spec in specs:
-        try:
-            bits = checkpoint.bits(spec.name)
-        except (ConfigError, MalformedError) as exc:
-            raise changed from exc
-        change = Change(TensorDelta.dense(spec, bits), host.digest(digest_key(spec), bits))
-        total += change.digest
-        yield change
-    if total != held.state:
-        raise changed
 
 
 def _lost_object(chain: Chain, head: Committed) -> str:
@@ -270,7 +174,6 @@ class Maintainer:
         pruner: Pruner of the chain; ``None`` to delete nothing.
         base: Local folder of the base checkpoint, if the chain starts from one.
         anchor_every: Number of versions between two anchors; by default as their bytes say.
-        copy: Folder that follows the chain, for an anchor where payloads were lost.
     """
 
     def __init__(
@@ -280,10 +183,8 @@ class Maintainer:
         *,
         base: Path | None = None,
         anchor_every: int | None = None,
-        copy: Path | None = None,
     ) -> None:
-        self.chain, self.pruner, self.base = chain, pruner, base
-        self.anchor_every, self.copy = anchor_every, copy
+        self.chain, self.pruner, self.base, self.anchor_every = chain, pruner, base, anchor_every
         self._lost: tuple[EdgeSummary, ...] = ()
         self.survey = pruner.survey if pruner else Survey(chain)
         self._model_nbytes = sum(spec.nbytes for spec in chain.table.specs())
@@ -296,11 +197,6 @@ class Maintainer:
 
         Returns:
             What was done; ``None`` if the chain has no version.
-
-        Raises:
-            StoreError: The store failed.
-            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
-            ChainError: Another maintainer prunes a store that cannot decide races.
         """
         check_write_access(self.chain)
         head = self.chain.head()
@@ -308,11 +204,11 @@ class Maintainer:
             return None
         self.chain.prunes.refresh(there=True)
         failed: list[str] = []
-        healed, no_way = self._heal(head, done)
+        no_way = why_unreachable(self.chain, head)
         failed += [] if no_way is None else [f"{no_way.args[0]}; {no_way.hint}"]
         self._note_lost(head, failed)
         skips = tuple(self._add_skips(head, done, failed))
-        anchors = (*healed, *self._add_anchor(head, done, failed))
+        anchors = tuple(self._add_anchor(head, done, failed))
         self.hint(head)
         pruned = self._prune(failed)
         return Maintained(
@@ -323,19 +219,6 @@ class Maintainer:
             failed=tuple(failed),
             no_way=no_way,
         )
-
-    def _heal(
-        self, head: Committed, done: Callable[[EdgeSummary], None]
-    ) -> tuple[tuple[EdgeSummary, ...], DeltaChainError | None]:
-        """Add an anchor if newcomers cannot join; return it, or why they still cannot."""
-        try:
-            summary = heal(self.chain, head, self.copy)
-        except (ChainError, TensorMismatchError) as error:
-            return (), error
-        if summary is None:
-            return (), None
-        done(summary)
-        return (summary,), None
 
     def _prune(self, failed: list[str]) -> PrunePlan | None:
         try:
@@ -358,7 +241,6 @@ class Maintainer:
             )
 
     def _edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
-        """Return all edges that planners may use."""
         known = self.survey.edges(head)
         return tuple(edge for edge in known if not self.chain.prunes.is_pruned(edge))
 
@@ -417,11 +299,9 @@ class Maintainer:
         yield summary
 
     def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
-        """Fold a plan into a skip, and record it; see :func:`add_skip`."""
         return add_skip(self.chain, start, plan, target, base=self.base)
 
     def make_anchor(self, target: Committed) -> EdgeSummary:
-        """Rebuild a version from nothing, and record it as an anchor; see :func:`add_anchor`."""
         return add_anchor(self.chain, target, base=self.base)
 
     def hint(self, head: Committed) -> None:
@@ -452,7 +332,6 @@ class MaintainerThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the current round; may be called again."""
         self._stop.set()
         self._thread.join()
 

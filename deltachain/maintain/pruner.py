@@ -13,16 +13,14 @@ from typing import Final
 
 from deltachain.chain import tags
 from deltachain.chain.ancestry import SPANS
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
-from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary, PruneRecord, closes
+from deltachain.format.documents import EdgeSummary, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.maintain.keep import (
     KeepRule,
-    cut_off,
     ended_in,
     ends_a_grace,
     newest_edges,
@@ -30,7 +28,7 @@ from deltachain.maintain.keep import (
     ranges,
     times_of,
 )
-from deltachain.maintain.survey import Survey, by_version, with_objects, without_objects
+from deltachain.maintain.survey import Survey, by_version, with_objects
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool
@@ -42,65 +40,34 @@ def ways_to(
     versions: Iterable[Version],
     head: Committed,
     edges: Collection[EdgeSummary],
-    ended: Collection[EdgeSummary] = (),
+    ended: Collection[EdgeSummary],
 ) -> set[EdgeSummary]:
-    """Return the edges of the plans that lead readers from nothing to versions.
+    """Return the edges of the plans that lead readers from nothing to the head and to versions.
 
-    A reader knows only the anchors that the manifest of a version and the next one list. These
-    anchors stay as well, so that it finds its way also when others are gone.
-
-    Args:
-        chain: The chain.
-        versions: Versions to keep; one that no plan leads to is left out, with a warning.
-        head: The newest version.
-        edges: All edges of the chain.
-        ended: Pruned edges whose grace is over, which are used only where nothing else leads on.
+    A reader knows the anchors that the manifest of a version and the next one list. These stay as
+    well, so that it finds its way also when others are gone.
 
     Raises:
         BrokenChainError: No plan whose objects are there leads to the head.
     """
-    stay = set(_plan(chain, head, edges, ended).edges) | set(_listed(chain, head, edges))
+    stay = {*_plan(chain, head, edges, ended).edges, *_listed(chain, head, edges)}
     lost = []
     for version in versions:
         committed = chain.find(version)
-        plan = None
-        if committed is not None:
-            with suppress(BrokenChainError):
-                plan = _plan(chain, committed, edges, ended)
-        if committed is None or plan is None:
-            lost.append(version)
-            continue
-        stay.update(plan.edges)
-        stay.update(_listed(chain, committed, edges))
+        try:
+            if committed is not None:
+                stay.update(_plan(chain, committed, edges, ended).edges)
+                stay.update(_listed(chain, committed, edges))
+                continue
+        except BrokenChainError:
+            pass
+        lost.append(version)
     if lost:
         logger.warning(
             "kept versions that cannot be reached any more: %d, version %d first",
             len(lost),
             lost[0],
         )
-    return stay
-
-
-def ways_between(chain: Chain, first: Version, edges: Collection[EdgeSummary]) -> set[EdgeSummary]:
-    """Return the anchors before a version that later manifests may list, and the ways from them.
-
-    Args:
-        chain: The chain.
-        first: The first of the newest versions.
-        edges: All edges of the chain.
-    """
-    committed = chain.find(first)
-    listed = [] if committed is None else _listed(chain, committed, edges)
-    oldest = min((edge.version for edge in listed), default=first)
-    anchors = [edge for edge in edges if edge.base is None and oldest <= edge.version <= first]
-    stay = set(anchors)
-    for start in {edge.version for edge in anchors}:
-        if committed is not None and start < first:
-            try:
-                plan = plan_present(chain, start, committed)
-            except BrokenChainError:
-                continue
-            stay.update(plan.edges)
     return stay
 
 
@@ -114,9 +81,6 @@ def _plan(
 
     Where that leads on, the plan starts at an anchor that manifests list for good: the head hint
     names others tomorrow.
-
-    Raises:
-        BrokenChainError: There is none.
     """
     listed = _listed(chain, target, edges)
     hinted = [edge for edge in edges if edge.base is None and edge not in listed]
@@ -155,12 +119,6 @@ def orphans(
     changes. Parts of an anchor or a skip may be named later, unless a record of that kind leads to
     their version already, or the delta to it is pruned: nothing is added to such a version. Parts
     that an unreadable record may name stay: others may be able to read it.
-
-    Args:
-        survey: Survey of the chain, up to ``head``.
-        head: The newest version.
-        objects: Payload objects, by key.
-        gone: Pruned edges whose grace is over.
     """
     edges = survey.edges(head)
     known: dict[tuple[str, int], list[EdgeSummary]] = {}
@@ -180,8 +138,7 @@ def orphans(
             continue
         mine = [own[version]] if folder == "deltas" and version in own else []
         mine += known.get((folder, version), [])
-        is_gone = own.get(version) in gone or closes(survey.forgotten, version)
-        if not (_is_settled(folder, version, mine) or is_gone):
+        if not (_is_settled(folder, version, mine) or own.get(version) in gone):
             continue
         named = [parts[edge] for edge in mine]
         if all(one is not None for one in named):
@@ -210,9 +167,6 @@ DELETES: Final = 8
 TRIES: Final = 5
 """Attempts to write a record while another maintainer writes records too."""
 
-AROUND: Final = 16
-"""Largest number of lost payloads around which one plan looks for a way."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
@@ -223,9 +177,8 @@ class PrunePlan:
         before: The newest record.
         time: Time of the store, in seconds since 1970; not before the newest record.
         retired: Edges that the next record adds.
-        after: Earliest time of deletion of every pruned edge that is not forgotten.
-        edges: All edges of the chain that are not forgotten.
-        ended: Pruned edges whose objects are deleted.
+        after: Earliest time of deletion of every pruned edge.
+        edges: All edges of the chain.
         due: Objects of pruned edges whose grace is over, and that no way needs.
         waiting: Objects of pruned edges whose grace is not over.
         orphans: Objects that no document names.
@@ -237,14 +190,12 @@ class PrunePlan:
     retired: tuple[EdgeSummary, ...]
     after: Mapping[EdgeSummary, float]
     edges: tuple[EdgeSummary, ...]
-    ended: tuple[EdgeSummary, ...]
     due: tuple[ObjectInfo, ...]
     waiting: tuple[ObjectInfo, ...]
     orphans: tuple[ObjectInfo, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the round deletes."""
         return sum(info.nbytes for info in (*self.due, *self.orphans))
 
     @property
@@ -290,10 +241,6 @@ class Pruner:
         Args:
             dry: Whether to write nothing at all: the time is then this machine's, since a store
                 tells its time with a write.
-
-        Raises:
-            BrokenChainError: The head cannot be reached from nothing.
-            ChainError: Another maintainer prunes a store that cannot decide races.
         """
         chain = self._chain
         record = self._newest()
@@ -303,9 +250,11 @@ class Pruner:
         now = time.time() if dry else store_time(chain, head)
         now = max(now, record.time if record else now)  # a clock that was set back ends no grace
         first = self._first(head)
-        edges, objects, ways = self._look(head, first, record)
+        edges, objects = self.survey.edges(head), self.survey.objects()
         past, ended = times_of(record, edges), ended_in(record, edges)
-        stay = ways | newest_edges(edges, first=first)
+        kept = sorted(self.rule.kept(first, self._tagged(chain)))
+        ways = ways_to(chain, kept, head, edges, ended)
+        stay = ways | newest_edges(edges, with_objects(edges, objects), first=first)
         wanted = prunable(edges, stay)
         gone = ended | {edge for edge in wanted if edge in past and past[edge] <= now}
         withheld = self._whole(ended & stay, objects)
@@ -320,38 +269,18 @@ class Pruner:
             retired=retired,
             after=after,
             edges=edges,
-            ended=without_objects(gone, objects),
             due=self._objects(gone - withheld, objects),
             waiting=self._objects(after.keys() - gone, objects),
             orphans=orphans(self.survey, head, objects, gone),
         )
 
-    def _look(
-        self, head: Committed, first: Version, record: PruneRecord | None
-    ) -> tuple[tuple[EdgeSummary, ...], dict[str, ObjectInfo], set[EdgeSummary]]:
-        """Return edges, payload objects, and the edges of the ways to kept versions.
-
-        Reads all edges again if some that are forgotten came back.
-        """
-        while True:
-            edges, objects = self.survey.edges(head), self.survey.objects()
-            ended = ended_in(record, edges)
-            ways = self._ways(head, first, edges, with_objects(edges, objects), ended)
-            if not self.survey.must_recall(ways, objects):
-                return edges, objects, ways
-            self.survey.recall()
-
     def record(self, plan: PrunePlan) -> PruneRecord | None:
         """Write the record of a plan; ``None`` if the newest one says the same.
 
         With it the grace of each edge that is due is over for good.
-
-        Raises:
-            ChainError: Another maintainer prunes a store that cannot decide races.
-            AlreadyExistsError: Another maintainer wrote a record meanwhile; plan again.
         """
         chain, newest = self._chain, self._newest()
-        rows = ranges(plan.edges, plan.after, plan.time, self.survey.forgotten)
+        rows = ranges(plan.edges, plan.after, plan.time)
         if newest is None and not rows:
             return None
         if newest and rows == newest.pruned and not ends_a_grace(newest, plan.time):
@@ -407,11 +336,6 @@ class Pruner:
 
         Returns:
             What was done; ``None`` if the chain has no version.
-
-        Raises:
-            BrokenChainError: The head cannot be reached from nothing.
-            ConfigError: The store is a mirror, or the chain is signed and there is no signing key.
-            ChainError: Another maintainer prunes a store that cannot decide races.
         """
         check_write_access(self._chain)
         plan = None
@@ -421,7 +345,6 @@ class Pruner:
                 return None
             try:
                 self.record(plan)
-                self.survey.forget(plan.ended, plan.time)
                 break
             except AlreadyExistsError:
                 if attempt == TRIES - 1:
@@ -456,28 +379,9 @@ class Pruner:
                 pass
         return replace(plan, due=due, orphans=unnamed)
 
-    def _ways(
-        self,
-        head: Committed,
-        first: Version,
-        edges: Collection[EdgeSummary],
-        there: Collection[EdgeSummary],
-        ended: Collection[EdgeSummary],
-    ) -> set[EdgeSummary]:
-        """Return the edges of the ways to every kept version, whose objects are all there."""
-        kept = sorted(self.rule.kept(first, self._tagged(self._chain)))
-        ways = ways_to(self._chain, kept, head, edges, ended)
-        ways |= ways_between(self._chain, first, edges)
-        newest, tried = newest_edges(edges, first=first), set[Version]()
-        while (cut := cut_off(there, ways | newest, first=first) - tried) and len(tried) < AROUND:
-            tried.add(min(cut))  # later ones mostly follow over deltas
-            ways |= ways_to(self._chain, [min(cut)], head, edges, ended)
-        return ways
-
     def _whole(
         self, edges: Collection[EdgeSummary], objects: Mapping[str, ObjectInfo]
     ) -> set[EdgeSummary]:
-        """Return the edges whose objects are all there."""
         sizes = {key: info.nbytes for key, info in objects.items()}
         return {
             edge
@@ -486,7 +390,6 @@ class Pruner:
         }
 
     def _first(self, head: Committed) -> Version:
-        """Return the first of the newest versions that the rule keeps."""
         first = max(0, head.version - max(self.rule.last, VERSIONS_LISTED + 1) + 1)
         within = self.rule.within_s
         if within is None:
@@ -505,7 +408,6 @@ class Pruner:
     def _objects(
         self, edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]
     ) -> tuple[ObjectInfo, ...]:
-        """Return the objects of edges that are in the store."""
         there = by_version(objects)
         wanted = [edge for edge in edges if (f"{edge.kind}s", edge.version) in there]
         found = []
@@ -516,7 +418,6 @@ class Pruner:
         return tuple(found)
 
     def _newest(self) -> PruneRecord | None:
-        """Read the newest record; find a second maintainer where the store cannot decide."""
         record = newest_prune(self._chain)
         decides = self._chain.store.capabilities.conditional_put
         if record is not None and not decides and -1 < self._known < record.number:
@@ -544,9 +445,6 @@ def store_time(chain: Chain, head: Committed) -> float:
     """Return the time by the clock of the store, in seconds since 1970.
 
     Writes the head hint again, as it is, since a store tells the time of each write.
-
-    Raises:
-        ChainError: The store does not tell times.
     """
     store = chain.store
     try:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.checks import read_summary
-from deltachain.errors import FormatError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary, PrunedRange, range_of
-from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, edge_of, version_of
-from deltachain.maintain.keep import ranges
+from deltachain.chain.plan import Plan
+from deltachain.errors import BrokenChainError, FormatError, ObjectNotFoundError
+from deltachain.format.documents import EdgeSummary
+from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, version_of
 from deltachain.store import ObjectInfo
 from deltachain.threads import Pool
 from deltachain.types import Version
@@ -25,18 +25,9 @@ READS: Final = 16
 
 @dataclass(slots=True)
 class Survey:
-    """Edges of a chain, read once and kept from one round of maintenance to the next.
-
-    Args:
-        chain: The chain.
-
-    Attributes:
-        forgotten: Pruned edges that are kept as ranges only, so that memory does not grow with the
-            chain; see :meth:`forget`.
-    """
+    """Edges of a chain, read once and kept from one round of maintenance to the next."""
 
     chain: Chain
-    forgotten: tuple[PrunedRange, ...] = field(default=(), init=False)
     _edges: dict[tuple[Version, str, Version | None], EdgeSummary] = field(default_factory=dict)
     _records: dict[str, tuple[ObjectInfo, EdgeSummary | None]] = field(default_factory=dict)
     _parts: dict[EdgeSummary, dict[str, int]] = field(default_factory=dict)
@@ -45,21 +36,19 @@ class Survey:
     def edges(self, head: Committed) -> tuple[EdgeSummary, ...]:
         """Return all edges up to the head, by version; reads what is new since the last call.
 
-        Edges that are forgotten are left out, and edge records that are damaged or that no trusted
-        key signed. Reads everything again if the store has another history since the last call, as
-        after it was restored from a backup.
+        Edge records that are damaged or that no trusted key signed are left out. Reads everything
+        again if the store has another history since the last call, as after it was restored from a
+        backup.
         """
         if self._seen is not None and not self._descends(head, self._seen):
-            self.recall()
-            self._parts = {}  # of other manifests, though their summaries may be the same
+            self._seen, self._edges, self._records, self._parts = None, {}, {}, {}
         seen = -1 if self._seen is None else self._seen.version
         for committed in self.chain.windows(head):
             self._add((*committed.manifest.recent, committed.manifest.summary()))
             if committed.manifest.window_from <= seen:
                 break
         self._seen = head
-        listed = self.chain.store.list(EDGE_PREFIX)
-        there = {info.key: info for info in listed if not self._is_forgotten(info.key)}
+        there = {info.key: info for info in self.chain.store.list(EDGE_PREFIX)}
         self._drop({key for key, (info, _) in self._records.items() if there.get(key) != info})
         known = {key for key, (_, summary) in self._records.items() if summary is not None}
         new = [info for key, info in there.items() if key not in known]
@@ -70,82 +59,14 @@ class Survey:
         edges = (edge for edge in self._edges.values() if edge.version <= head.version)
         return tuple(sorted(edges, key=lambda edge: (edge.version, edge.kind, edge.base or 0)))
 
-    def forget(self, edges: Collection[EdgeSummary], time: float) -> None:
-        """Keep edges as ranges only.
-
-        Args:
-            edges: Pruned edges whose time has come, and without an object where their parts were.
-            time: Time of the store, in seconds since 1970.
-        """
-        gone = set(edges)
-        if not gone:
-            return
-        after = dict.fromkeys(gone, time)
-        self.forgotten = ranges(self._edges.values(), after, time, self.forgotten)
-        self._edges = {place: edge for place, edge in self._edges.items() if edge not in gone}
-        for edge in gone:
-            self._records.pop(edge.record, None)
-
-    def must_recall(self, edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]) -> bool:
-        """Return whether edges that are forgotten are needed again.
-
-        Args:
-            edges: Edges that stay.
-            objects: Payload objects, by key.
-        """
-        if not self.forgotten:
-            return False
-        return any(self._covers(edge) for edge in edges) or self._came_back(by_version(objects))
-
-    def _came_back(self, there: Mapping[_Place, Iterable[ObjectInfo]]) -> bool:
-        """Return whether there are objects of forgotten edges, or of unknown ones in their place.
-
-        Leaves out objects that an unreadable record may name: others decide about them.
-        """
-        rows: dict[str, list[PrunedRange]] = defaultdict(list)
-        for row in self.forgotten:
-            rows[f"{row.kind}s"].append(row)
-        places = {
-            place
-            for place in there.keys() - self.unreadable()
-            for row in rows[place[0]]
-            if row.first <= place[1] <= row.last and place[1] % max(row.span, 1) == 0
-        }
-        known: dict[_Place, set[str] | None] = {place: set() for place in places}
-        others = [edge for edge in self._edges.values() if _place(edge) in places]
-        for edge, parts in self.parts_of(others).items():
-            keys = known[_place(edge)]
-            known[_place(edge)] = None if parts is None or keys is None else keys | parts.keys()
-        return any(
-            info.key not in keys
-            for place, keys in known.items()
-            if keys is not None
-            for info in there[place]
-        )
-
-    def recall(self) -> None:
-        """Forget nothing any more: the next call reads all edges again."""
-        self.forgotten, self._seen = (), None
-        self._edges, self._records = {}, {}
-
     def has_record(self, key: str) -> bool:
-        """Return whether an edge has a record, which may be damaged or forgotten."""
-        return key in self._records or self._is_forgotten(key)
+        return key in self._records
 
     def _descends(self, head: Committed, seen: Committed) -> bool:
-        """Return whether a version that was the head is the same one still."""
         found = head if head.version == seen.version else self.chain.find(seen.version)
         return found is not None and found.digest == seen.digest
 
-    def _covers(self, edge: EdgeSummary) -> bool:
-        return range_of(self.forgotten, edge.kind, edge.base, edge.version) is not None
-
-    def _is_forgotten(self, key: str) -> bool:
-        place = edge_of(key) if self.forgotten else None
-        return place is not None and range_of(self.forgotten, *place) is not None
-
     def _drop(self, keys: Set[str]) -> None:
-        """Leave out records that are gone or were replaced."""
         for key in keys:
             del self._records[key]
         self._edges = {
@@ -164,10 +85,9 @@ class Survey:
         )
 
     def objects(self) -> dict[str, ObjectInfo]:
-        """List all payload objects, by key."""
         infos = (info for prefix in PAYLOADS for info in self.chain.store.list(prefix))
         found = {info.key: info for info in infos}
-        there = by_version(found).keys()  # what is deleted does not come back: it is forgotten
+        there = by_version(found).keys()  # of what is deleted, no part is asked for again
         self._parts = {edge: n for edge, n in self._parts.items() if _place(edge) in there}
         return found
 
@@ -203,8 +123,7 @@ class Survey:
 
     def _add(self, edges: Iterable[EdgeSummary]) -> None:
         for edge in edges:
-            if not self._covers(edge):
-                self._edges[edge.version, edge.record, edge.base] = edge
+            self._edges[edge.version, edge.record, edge.base] = edge
 
     def _read(self, key: str) -> EdgeSummary | None:
         chain = self.chain
@@ -216,7 +135,6 @@ def _place(edge: EdgeSummary) -> _Place:
 
 
 def by_version(objects: Mapping[str, ObjectInfo]) -> dict[_Place, list[ObjectInfo]]:
-    """Group payload objects by folder and version."""
     found: dict[_Place, list[ObjectInfo]] = defaultdict(list)
     for key, info in objects.items():
         version = version_of(key)
@@ -233,9 +151,43 @@ def with_objects(
     return tuple(edge for edge in edges if len(there.get(_place(edge), ())) >= edge.parts)
 
 
-def without_objects(
-    edges: Iterable[EdgeSummary], objects: Mapping[str, ObjectInfo]
-) -> tuple[EdgeSummary, ...]:
-    """Return the edges without any object where their parts would be."""
-    there = by_version(objects)
-    return tuple(edge for edge in edges if _place(edge) not in there)
+AGES: Final = (1, 10, 100, 1000, 10_000)
+"""Versions behind the head of the followers that are looked at."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindTotal:
+    kind: str
+    objects: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReaderPlan:
+    """What a reader fetches to reach the head."""
+
+    age: Version | None
+    plan: Plan | None
+
+
+def totals(infos: Iterable[ObjectInfo]) -> tuple[KindTotal, ...]:
+    sums: dict[str, tuple[int, int]] = {}
+    for info in infos:
+        kind = info.key.partition("/")[0]
+        objects, nbytes = sums.get(kind, (0, 0))
+        sums[kind] = objects + 1, nbytes + info.nbytes
+    found = (KindTotal(kind=k, objects=n, nbytes=size) for k, (n, size) in sums.items())
+    return tuple(sorted(found, key=lambda total: -total.nbytes))
+
+
+def reader_plans(chain: Chain, head: Committed) -> tuple[ReaderPlan, ...]:
+    """Return what a newcomer and followers of several ages fetch."""
+    ages = (None, *(age for age in AGES if age <= head.version))
+    return tuple(ReaderPlan(age=age, plan=_plan(chain, head, age)) for age in ages)
+
+
+def _plan(chain: Chain, head: Committed, age: Version | None) -> Plan | None:
+    try:
+        return plan_present(chain, None if age is None else head.version - age, head)
+    except BrokenChainError:
+        return None

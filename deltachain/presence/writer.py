@@ -10,23 +10,158 @@ import secrets
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from threading import Event, Thread
 from types import TracebackType
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from typing_extensions import override
 
-from deltachain.errors import DeltaChainError
+from deltachain.checkpoint import HELD_FILE
+from deltachain.errors import ControlPlaneError, DeltaChainError, StoreUnavailableError
 from deltachain.figures import Figure, figures
 from deltachain.format.keys import object_digest
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
+from deltachain.redact import redacted_url
+from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import Capabilities, open_store
 from deltachain.store.apart import check_apart
+from deltachain.subscribe.status import lag
 from deltachain.threads import Closeable, started
 from deltachain.version import __version__
+
+if TYPE_CHECKING:
+    from deltachain.errors import DeltaChainError
+    from deltachain.mirror.follow import MirrorTotals
+    from deltachain.mirror.mirror import Mirror
+    from deltachain.subscribe import Subscriber
+
+
+def follower_status(
+    subscriber: Subscriber,
+    given: Mapping[str, Any],
+    *,
+    engine: str,
+    trouble: DeltaChainError | None,
+    unready: str = "",
+) -> ReplicaStatus:
+    """Return the status of a follower, from memory and a look at its folder."""
+    chain, held, times = subscriber.opened, subscriber.held, subscriber.times
+    version, newest = held.version if held else None, chain.latest if chain else None
+    doubt = subscriber.watch.doubt
+    reason = _reason(subscriber, given, trouble) or unready
+    committed_at = times.commit_of(held.manifest) if held else None
+    return _status(
+        url=chain.store.url if chain else redacted_url(subscriber.config.url),
+        chain=chain.identity.chain if chain else None,
+        version=version,
+        manifest=held.manifest if held else None,
+        state=held.state if held else None,
+        head=newest,
+        lag_versions=lag(newest, version),
+        ready=not reason,
+        reason=reason,
+        pinned=subscriber.pinned,
+        poisoned=subscriber.poisoned,
+        trouble=str(trouble) if trouble else "",
+        doubt=str(doubt.args[0]) if doubt else "",
+        engine=engine,
+        last={"version": subscriber.last.version} if subscriber.last else None,
+        phases=subscriber.last.phases if subscriber.last else {},
+        looked_at=times.looked_at,
+        applied_at=times.applied_at,
+        committed_at=committed_at,
+        silence_s=times.silence_s,
+        age_s=None if committed_at is None else max(0.0, time.time() - committed_at),
+    )
+
+
+def mirror_status(
+    mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
+) -> ReplicaStatus:
+    """Return the status of a mirror, from memory."""
+    version, head, silence_s = (
+        totals.version_of(mirror),
+        totals.head_of(mirror),
+        totals.silence_of(mirror),
+    )
+    trouble = totals.trouble
+    # A source that does not answer is a matter of silence; all else keeps versions from readers.
+    is_away = isinstance(trouble, StoreUnavailableError) and trouble.url != mirror.destination.url
+    doubt = str(trouble.args[0]) if trouble is not None and not is_away else ""
+    reason = _why_unready(given, version=version, newest=head, silence_s=silence_s, doubt=doubt)
+    return _status(
+        url=url,
+        chain=mirror.chain,
+        version=version,
+        head=head,
+        lag_versions=lag(head, version),
+        ready=not reason,
+        reason=reason,
+        trouble=str(totals.trouble) if totals.trouble else "",
+        engine="mirror",
+        looked_at=totals.looked_at,
+        applied_at=totals.applied_at,
+        silence_s=silence_s,
+    )
+
+
+def _reason(
+    subscriber: Subscriber, given: Mapping[str, Any], trouble: DeltaChainError | None
+) -> str:
+    chain, doubt = subscriber.opened, subscriber.watch.doubt
+    if isinstance(trouble, ControlPlaneError):  # the server of an agent does not have the version
+        return str(trouble.args[0])
+    folder = getattr(subscriber.target, "folder", None)
+    if isinstance(folder, Path) and subscriber.held and not (folder / HELD_FILE).exists():
+        return f"{folder} was removed, or its {HELD_FILE} was"
+    return _why_unready(
+        given,
+        version=subscriber.version,
+        newest=chain.latest if chain else None,
+        poisoned=subscriber.poisoned,
+        doubt=str(doubt.args[0]) if doubt else "",
+        pinned=subscriber.pinned,
+        silence_s=subscriber.times.silence_s,
+    )
+
+
+def _why_unready(given: Mapping[str, Any], **known: Any) -> str:  # noqa: ANN401 - as it takes them
+    usual: dict[str, Any] = {
+        "poisoned": False,
+        "released": (),
+        "paused": "",
+        "doubt": "",
+        "ended": "",
+        "pinned": False,
+        "caught_up": True,
+        "follows": True,
+        "max_lag": given.get("MAX_LAG"),
+        "max_silence_s": given.get("MAX_SILENCE_S"),
+    }
+    return why_unready(Condition(**usual | known))
+
+
+def _status(**fields: Any) -> ReplicaStatus:  # noqa: ANN401 - as the status takes them
+    usual: dict[str, Any] = {
+        "manifest": None,
+        "state": None,
+        "staged": None,
+        "following": True,
+        "paused": False,
+        "pinned": False,
+        "poisoned": False,
+        "classes": {},
+        "on_host": {},
+        "ranks": [],
+        "last": None,
+        "deltachain": __version__,
+    }
+    return ReplicaStatus(**usual | fields)
+
 
 LEAST_S: Final = 10.0
 """Least seconds between two writes."""
@@ -41,7 +176,6 @@ logger = logging.getLogger(__name__)
 
 
 def interval_s(capabilities: Capabilities) -> float:
-    """Return the seconds between two writes that a store's budget of requests allows."""
     return max(LEAST_S, POLLS * capabilities.poll_s)
 
 
@@ -49,10 +183,6 @@ def record_key(engine: str, place: str) -> str:
     """Return the key of a replica's record, the same whenever it starts again.
 
     Two replicas of one host name, kind and place have the same key; see :class:`PresenceWriter`.
-
-    Args:
-        engine: What the replica is: ``vllm/0.32.0``, ``follow``, ``mirror``.
-        place: What it has for itself on its machine: an address, a folder, a destination.
     """
     names = (socket.gethostname(), engine.partition("/")[0])
     host, kind = (re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-")[:100] for name in names)
@@ -113,7 +243,6 @@ class PresenceWriter(Closeable):
             self._failed(DeltaChainError("no thread can be started"))
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the figures of the writer, from memory."""
         yield from figures(
             {
                 "presence_timestamp_seconds": self._written_at,
@@ -204,17 +333,7 @@ class PresenceWriter(Closeable):
 def replica_presence(
     settings: ReplicaSettings, status: Callable[[], ReplicaStatus], *, engine: str, place: str
 ) -> PresenceWriter | None:
-    """Begin to write the presence of a replica, if its settings name a URL for that.
-
-    Args:
-        settings: Settings of the replica.
-        status: As of :class:`PresenceWriter`, as are the next two.
-        engine: What the replica is.
-        place: What it has for itself.
-
-    Raises:
-        ConfigError: As :class:`PresenceWriter`.
-    """
+    """Begin to write the presence of a replica, if its settings name a URL for that."""
     if not settings.presence:
         return None
     chain = settings.subscribe.url

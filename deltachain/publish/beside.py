@@ -13,11 +13,15 @@ from threading import Event, Thread
 from typing import Final
 
 from deltachain.chain import tags
+from deltachain.chain.ancestry import Prunes
 from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
 from deltachain.chain.lookup import NONE
-from deltachain.chain.prunes import Prunes
-from deltachain.errors import ChainMismatchError, FormatError, ObjectNotFoundError
+from deltachain.errors import (
+    ChainMismatchError,
+    FormatError,
+    ObjectNotFoundError,
+)
 from deltachain.figures import Figure, figures, info, phases
 from deltachain.format.keys import manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner

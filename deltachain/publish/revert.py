@@ -8,16 +8,14 @@ fenced. Needs no torch.
 from __future__ import annotations
 
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.fetch import Fetched, fetch
-from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.encodings import Encoding
@@ -155,12 +153,9 @@ def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
     try:
         plan = plan_present(chain, None, committed)
     except BrokenChainError:
-        plan = None
-        if chain.prunes.names_edges:
-            with suppress(BrokenChainError):
-                plan = plan_present(chain, None, committed, pruned=True)
-        if plan is None:
+        if not chain.prunes.names_edges:
             raise
+        plan = plan_present(chain, None, committed, pruned=True)
     fetched = fetch(chain, plan, target=committed, base=base)
     if (state := fetched.state()) != committed.state:
         key = manifest_key(committed.version)

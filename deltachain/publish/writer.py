@@ -13,12 +13,11 @@ from threading import Lock
 from typing import Any, Final
 
 from deltachain.chain import identity
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, check_signing_key
 from deltachain.chain.fetch import fetch
 from deltachain.chain.identity import refuse_mirror
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import KnownEdges, Replay, edge_id
-from deltachain.chain.reachable import check_signing_key
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     BrokenChainError,

@@ -11,10 +11,9 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Final, TypeVar
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Plan
-from deltachain.chain.reachable import plan_present
 from deltachain.codec import ENCODINGS
 from deltachain.errors import (
     BrokenChainError,

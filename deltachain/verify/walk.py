@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
-from deltachain.chain.reachable import plan_present
 from deltachain.codec import ENCODINGS
 from deltachain.codec.container import TensorRow
 from deltachain.codec.old_bits import OldBits
@@ -30,6 +29,7 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
     SignatureError,
+    no_version,
 )
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
@@ -39,27 +39,18 @@ from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 
 def newest(chain: Chain) -> Version:
-    """Return the newest version with a manifest, even behind a gap.
-
-    Raises:
-        ChainError: The chain has no version.
-    """
+    """Return the newest version with a manifest, even behind a gap."""
     listed = [keys.version_of(info.key) for info in chain.store.list("manifests/")]
     head = chain.head()
     known = [version for version in listed if version is not None]
     known += [head.version] if head else []
     if not known:
-        raise ChainError(f"{chain.store.url} has no version yet")
+        raise no_version(chain.store.url)
     return max(known)
 
 
 def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
-    """Yield manifests in order; the hint of an error names the version to verify from.
-
-    Raises:
-        BrokenChainError: A manifest is missing, or names another parent.
-        FormatError: A manifest is damaged, or has the key of another version.
-    """
+    """Yield manifests in order; the hint of an error names the version to verify from."""
     try:
         yield from chain.history(first, last)
     except BrokenChainError as exc:
@@ -76,14 +67,7 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
 
 
 def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
-    """Return the hint for a lost document.
-
-    Args:
-        chain: The chain.
-        back: How to restore it.
-        lost: Its version.
-        last: The last version to verify.
-    """
+    """Return the hint for a lost document."""
     for version in range(lost + 1, last + 1):
         with suppress(BrokenChainError, FormatError, ObjectNotFoundError):
             plan_from_nothing(chain, chain.read(version), [])
@@ -93,11 +77,7 @@ def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
 
 
 def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummary]) -> Plan:
-    """Find the cheapest plan from nothing whose documents exist; add other edges to ``avoid``.
-
-    Raises:
-        BrokenChainError: No plan exists.
-    """
+    """Find the cheapest plan from nothing whose documents exist; add other edges to ``avoid``."""
     while True:
         plan = chain.plan(None, committed, avoid=avoid)
         lost = [edge for edge in plan.edges if not _is_there(chain, edge)]
@@ -117,12 +97,7 @@ def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
 def edge_records(
     chain: Chain, first: Version, last: Version
 ) -> tuple[tuple[EdgeRecord, EdgeSummary], ...]:
-    """Read all edge records of a range of versions, oldest first, listed in a manifest or not.
-
-    Raises:
-        MalformedError: A record has the key of another edge.
-        SignatureError: No trusted key signed a record, and no manifest lists it.
-    """
+    """Read all edge records of a range of versions, oldest first, listed in a manifest or not."""
     found = []
     for info in chain.store.list("edges/"):
         version = keys.version_of(info.key)
@@ -155,7 +130,6 @@ def _check_signed(chain: Chain, data: bytes, key: str, version: Version) -> None
 
 
 def check_manifest(chain: Chain, committed: Committed, before: Committed | None) -> None:
-    """Check a manifest against its parent and the table."""
     manifest, key = committed.manifest, keys.manifest_key(committed.version)
     numel = sum(spec.numel for spec in chain.table.specs())
     if manifest.numel != numel:
@@ -176,7 +150,6 @@ def check_manifest(chain: Chain, committed: Committed, before: Committed | None)
 
 
 def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
-    """Check that an edge record names the committed manifest and state."""
     if record.manifest != committed.digest:
         raise another(f"{key}: manifest", committed.digest, record.manifest, key=key)
     if record.state != committed.manifest.state:
@@ -184,7 +157,6 @@ def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
 
 
 def another(what: str, expected: object, actual: object, *, key: str) -> DigestMismatchError:
-    """Build the error for a value that differs from the expected one."""
     return DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)
 
 
@@ -213,7 +185,6 @@ class Weights:
 
     @property
     def state(self) -> StateDigest:
-        """State digest of all tensors."""
         return sum(self.digests.values(), StateDigest())
 
     def prove(self, fetched: Fetched, expected: StateDigest, *, write: bool) -> None:
@@ -412,11 +383,12 @@ class _Walk:
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
 
     def step(self, committed: Committed) -> VersionProof:
-        """Verify the next version."""
         version, manifest = committed.version, committed.manifest
         own = manifest.summary()
         self._known[version, ""] = own
-        proofs = [self._begin(committed) if version == self._first else self._go(own)]
+        proofs = [
+            self._begin(committed) if version == self._first else self._prove(own, write=True)
+        ]
         for record, summary in self._records:
             if record.version == version:
                 check_record(record, summary.record, committed)
@@ -481,10 +453,6 @@ class _Walk:
             key = keys.manifest_key(committed.version)
             raise another(f"{key}: state", self._weights.state, committed.state, key=key)
 
-    def _go(self, own: EdgeSummary) -> EdgeProof:
-        """Apply the version's own edge."""
-        return self._prove(own, write=True)
-
     def _leave(self, committed: Committed) -> None:
         """Verify the skips that start here, while the weights are those of their base."""
         for record, summary in self._records:
@@ -519,7 +487,6 @@ class _Walk:
         return _proof(fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
-        """Read an edge whose base weights are unknown."""
         try:
             return _proof(self._fetch(edge), proven=False)
         except ObjectNotFoundError as exc:
@@ -562,7 +529,6 @@ class _Walk:
             )
 
     def _check_there(self, edge: EdgeSummary, key: str) -> None:
-        """Check that the record of a listed edge exists."""
         if edge.record and self._chain.store.find(edge.record) is None:
             back = f"restore {edge.record} from a backup"
             raise ObjectNotFoundError(

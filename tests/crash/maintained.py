@@ -27,7 +27,7 @@ def publish_until(
     """Publish version after version until a file is there."""
     _begin(environment, printed)
     model = TinyModel()
-    config = PublishConfig(url=url, anchor_every=40)
+    config = PublishConfig(url=url, anchor_every=16)
     with Publisher(config, store=open_store(url, writer=True)).attach(model) as publisher:
         step = 0
         while not stop.exists():

@@ -19,8 +19,7 @@ from typing import Any, Final
 import pytest
 
 from deltachain.chain import tags
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable
+from deltachain.chain.chain import Chain, is_reachable
 from deltachain.errors import BrokenChainError
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable
+from deltachain.chain.chain import Chain, is_reachable
 from deltachain.errors import ChainError, DeltaChainError
 from deltachain.format.keys import manifest_key
 from deltachain.maintain import Maintainer

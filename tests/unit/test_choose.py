@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.choose import VersionChoice, choose
+from deltachain.chain.tags import VersionChoice, choose
 from deltachain.cli.options import seconds
 from deltachain.errors import ChainError, ConfigError
 from deltachain.format.keys import manifest_key

@@ -13,14 +13,13 @@ from msgspec.structs import replace as changed
 
 from deltachain.chain import heartbeat, tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.heartbeat import newest_prune, read_heartbeat, write_heartbeat
+from deltachain.chain.tags import VersionChoice, choose, sign_again
 from deltachain.chain.trust import SigningKey, Trust
 from deltachain.errors import ChainError, StaleChainError
 from deltachain.format.documents import PruneRecord
 from deltachain.format.keys import HEARTBEAT_KEY, prune_key, tag_key
 from deltachain.maintain import KeepRule, Pruner
-from deltachain.maintain.key_rotation import sign_again
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
 from deltachain.publish.beside import HeartbeatThread, NewestRecords

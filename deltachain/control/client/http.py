@@ -13,7 +13,7 @@ import httpx
 import msgspec
 
 from deltachain.errors import ConfigError, ControlPlaneError
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import decode
 from deltachain.redact import redacted_url
 from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens

@@ -25,7 +25,7 @@ from deltachain.replica.status import ReplicaStatus
 from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:
-    from deltachain.presence.board import Presence, PresenceBoard
+    from deltachain.presence.record import Presence, PresenceBoard
 
 STATUS_S: Final = 5.0
 """Seconds for which the answer to a question for the status is waited for."""
@@ -187,7 +187,7 @@ class Roster(Closeable):
 def _boards(urls: Iterable[str]) -> dict[str, PresenceBoard]:
     if not urls:
         return {}
-    from deltachain.presence.board import PresenceBoard  # noqa: PLC0415 - imports numpy
+    from deltachain.presence.record import PresenceBoard  # noqa: PLC0415 - imports numpy
 
     found = [PresenceBoard(url) for url in urls]
     return {board.url: board for board in found}

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.errors import ControlPlaneError
 from deltachain.figures import Figure
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import decode
 from deltachain.presence.writer import PresenceWriter
 from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from deltachain import errors
 from deltachain.errors import DeltaChainError, RankError
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import decode
 from deltachain.types import Version
 
 # Messages use the key-value store of ``torch.distributed`` instead of its collectives: a collective

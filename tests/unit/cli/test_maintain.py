@@ -106,20 +106,17 @@ def test_stats_add_up(url: Path) -> None:
     assert report["nbytes"] == sum(contents(url).values())
     assert [reader["age"] for reader in report["readers"]] == [None, 1, 10]
     assert report["readers"][1]["edges"] == 1
-    assert {row["provider"] for row in report["dollars"]} == {"S3", "R2", "HF"}
-    assert all(row["month"] >= 0 and row["newcomer"] >= 0 for row in report["dollars"])
 
 
 def test_stats_show_a_chain_that_newcomers_cannot_join(url: Path) -> None:
     for part in url.glob("anchors/*/*"):
         part.unlink()
     shown = ok("stats", url).stdout
-    assert "no way: run deltachain maintain --copy DIR" in shown
+    assert "no way: restart the publisher" in shown
     assert "newcomers have no way to the head" in shown
     report = ok("stats", url, "--json").document
     assert report["prune"] is None
     assert report["readers"][0]["edges"] is None
-    assert report["dollars"][0]["newcomer"] is None
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--no-prune",)])
@@ -131,7 +128,7 @@ def test_a_single_round_fails_where_newcomers_cannot_join(
     done = invoke("maintain", url, "--once", *options)
     assert done.code == 4
     assert "newcomers" in done.stderr
-    assert done.stderr.count("--copy") == 1
+    assert done.stderr.count("restart the publisher") == 1
     if "--json" in options:
         assert done.document["failed"]
 

@@ -9,7 +9,7 @@ RACE = """
 import sys, threading
 import msgspec
 from deltachain.codec import container as directory
-from deltachain.format.json_guards import decode
+from deltachain.format.documents import decode
 
 sys.setswitchinterval(1e-6)
 empty = {name: [] for name in directory.Directory.__struct_fields__}

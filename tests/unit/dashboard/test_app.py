@@ -18,8 +18,7 @@ from deltachain.dashboard.app import FILES, PAGES, create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
 from deltachain.errors import ConfigError, ControlPlaneError
-from deltachain.presence.board import PresenceBoard
-from deltachain.presence.record import PresenceRecord, encode_record
+from deltachain.presence.record import PresenceBoard, PresenceRecord, encode_record
 from tests.support.faults import FaultyStore
 from tests.unit.dashboard.reports import chain_of, status
 from tests.unit.replica.replicas import eventually

@@ -18,7 +18,7 @@ from deltachain.dashboard.documents import (
 from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTrack, middle, replica_phases
 from deltachain.dashboard.replica_report import answered
 from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_mark
-from deltachain.presence.statuses import follower_status
+from deltachain.presence.writer import follower_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber

@@ -67,8 +67,12 @@ class Grown:
         for _ in range(count):
             self.commit(density)
 
-    def commit(self, density: float = 0.02) -> Committed:
-        if not self.bits:
+    def anchor(self) -> None:
+        """Commit a version whose edge is an anchor, as a publisher does that was restarted."""
+        self.commit(whole=True)
+
+    def commit(self, density: float = 0.02, *, whole: bool = False) -> Committed:
+        if not self.bits or whole:
             new = {s.name: self._random(s, s.numel) for s in SPECS}
             changes = [
                 Change(TensorDelta.dense(s, new[s.name]), host.digest(digest_key(s), new[s.name]))

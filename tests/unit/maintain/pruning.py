@@ -31,13 +31,30 @@ def pruner_of(grown: Grown, *, tagged: Iterable[Version] = (), **rule: Any) -> P
 
 
 def grow_sixty() -> Grown:
-    """60 versions, with anchors of versions 32 and 48, and skips."""
+    """60 versions, with anchors of versions 24 and 40, and skips."""
     made = Grown(Clock())
     made.grow(60)
-    for version in (32, 48):
+    for version in (24, 40):
         add_anchor(made.chain, made.chain.read(version))
     Maintainer(made.chain, None).round()
     return made
+
+
+class Backup:
+    """What a store and its trainer hold, to go on from there again."""
+
+    def __init__(self, grown: Grown) -> None:
+        self.objects = {info.key: grown.store.get(info.key) for info in grown.store.list()}
+        self.random, self.parent = grown.random.bit_generator.state, grown.parent
+        self.bits, self.added = list(grown.bits), grown.added
+
+    def restore(self, grown: Grown) -> None:
+        for info in list(grown.store.list()):
+            grown.store.delete(info.key)
+        for key, data in self.objects.items():
+            grown.store.put(key, data)
+        grown.random.bit_generator.state, grown.parent = self.random, self.parent
+        grown.bits, grown.added = list(self.bits), self.added
 
 
 def finish(pruner: Pruner) -> None:

@@ -15,11 +15,9 @@ from deltachain.format.keys import prune_key
 from deltachain.maintain import Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.store import open_store
-from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import Grown
-from tests.unit.maintain.pruning import Clock, pruner_of
-from tests.unit.maintain.test_forgetting import Backup
+from tests.unit.maintain.pruning import Backup, Clock, pruner_of
 from tests.unit.maintain.test_prune import payloads
 
 
@@ -103,25 +101,6 @@ def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
     assert not done.failed
     assert grown.chain.prunes.newest() is not None
     assert {skip.version for skip in done.skips} == {96, 88, 80, 72, 64, 56}
-
-
-def test_a_copy_of_a_pruned_version_ends_no_round(tmp_path: Path) -> None:
-    """Newcomers still cannot join, which is said; skips are made all the same."""
-    grown = Grown(Clock())
-    grown.grow(24)
-    with Subscriber(
-        SubscribeConfig(url=grown.store.url), tmp_path / "copy", store=grown.store
-    ) as subscriber:
-        subscriber.update()
-    grown.grow(20)
-    write_record(grown, PrunedRange(kind="delta", span=1, first=20, last=23, after=1.0))
-    for key in payloads(grown.store):
-        if key.startswith("anchors/"):
-            grown.store.delete(key)
-    done = Maintainer(Chain.open(grown.store), None, copy=tmp_path / "copy").round()
-    assert done is not None
-    assert "version 23 is pruned" in str(done.no_way)
-    assert done.skips
 
 
 def test_a_store_that_was_restored_is_not_closed_by_a_record_that_it_lost() -> None:

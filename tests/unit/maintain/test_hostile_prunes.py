@@ -7,8 +7,7 @@ from typing import Final
 
 import pytest
 
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable
+from deltachain.chain.chain import Chain, is_reachable
 from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BrokenChainError, SignatureError

@@ -9,13 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable
+from deltachain.chain.chain import Chain, is_reachable
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import BrokenChainError, DeltaChainError, ObjectNotFoundError
 from deltachain.format.keys import PAYLOADS
 from deltachain.maintain import KeepRule, Maintained, Maintainer, Pruner
-from deltachain.maintain.added_edges import add_anchor, upload_anchor
+from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -27,8 +26,8 @@ def follower(grown: Grown, folder: Path) -> Subscriber:
     return Subscriber(SubscribeConfig(url=grown.store.url), folder, store=grown.store)
 
 
-def maintained(grown: Grown, copy: Path | None) -> Maintained:
-    done = Maintainer(Chain.open(grown.store), None, copy=copy).round()
+def maintained(grown: Grown) -> Maintained:
+    done = Maintainer(Chain.open(grown.store), None).round()
     assert done is not None
     return done
 
@@ -53,7 +52,7 @@ def check(grown: Grown, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("rounds", [12, pytest.param(60, marks=pytest.mark.slow)])
-def test_followers_go_on_and_newcomers_come_in_after_maintain(tmp_path: Path, rounds: int) -> None:
+def test_followers_go_on_and_newcomers_come_in_with_an_anchor(tmp_path: Path, rounds: int) -> None:
     """A follower that holds the head applies what is committed next, whatever was deleted."""
     grown, chance = Grown(MemoryStore()), random.Random(7)
     grown.grow(20)
@@ -76,108 +75,16 @@ def test_followers_go_on_and_newcomers_come_in_after_maintain(tmp_path: Path, ro
                 ):
                     newcomer.update()
                 assert isinstance(caught.value, BrokenChainError | ObjectNotFoundError)
-                assert "deltachain maintain" in caught.value.hint
-                alone = maintained(grown, None)
-                assert "no copy of the weights is known" in alone.failed[0]
+                assert "restart the publisher" in caught.value.hint
+                assert "newcomers cannot reach version" in maintained(grown).failed[0]
                 assert lost
-            done = maintained(grown, tmp_path / "copy")
-            assert is_reachable(Chain.open(grown.store), grown.head), done.failed
+                grown.anchor()
+            assert is_reachable(chain, grown.head)
+            ahead.update()
             with follower(grown, tmp_path / f"late-{number}") as newcomer:
                 newcomer.update()
             check(grown, tmp_path / f"late-{number}")
     assert broken > rounds // 4
-
-
-def test_a_copy_of_an_older_version_heals_where_deltas_lead_on(tmp_path: Path) -> None:
-    grown = Grown(MemoryStore())
-    grown.grow(6)
-    with follower(grown, tmp_path / "copy") as subscriber:
-        subscriber.update()
-    grown.grow(3)
-    for info in list(grown.store.list("anchors/")):
-        grown.store.delete(info.key)
-    done = maintained(grown, tmp_path / "copy")
-    assert [edge.version for edge in done.anchors] == [5], done.failed
-    assert is_reachable(Chain.open(grown.store), grown.head)
-
-
-def test_a_copy_of_another_chain_is_refused(tmp_path: Path) -> None:
-    grown, other = Grown(MemoryStore()), Grown(MemoryStore(), seed=1)
-    for one in (grown, other):
-        one.grow(6)
-    with follower(other, tmp_path / "copy") as subscriber:
-        subscriber.update()
-    for info in list(grown.store.list("anchors/")):
-        grown.store.delete(info.key)
-    done = maintained(grown, tmp_path / "copy")
-    assert not done.anchors
-    assert "holds no version of this chain" in done.failed[0]
-
-
-def test_the_lost_parts_of_an_anchor_come_back_from_a_copy(tmp_path: Path) -> None:
-    """The record of the head's anchor stays for good: a chain that ended must heal all the same."""
-    grown = Grown(MemoryStore())
-    grown.grow(6)
-    with follower(grown, tmp_path / "copy") as subscriber:
-        subscriber.update()
-    add_anchor(grown.chain, grown.chain.read(grown.head))
-    before = {key: grown.store.get(key) for key in payloads(grown)}
-    for key in before:
-        grown.store.delete(key)
-    done = maintained(grown, tmp_path / "copy")
-    assert [edge.version for edge in done.anchors] == [5], done.failed
-    assert all(before[key] == grown.store.get(key) for key in payloads(grown))
-    with follower(grown, tmp_path / "late") as newcomer:
-        newcomer.update()
-    check(grown, tmp_path / "late")
-
-
-def test_parts_of_other_bytes_are_not_put_back(tmp_path: Path) -> None:
-    """An anchor in other parts, as of another publisher, has digests that a copy cannot give."""
-    grown = Grown(MemoryStore())
-    grown.grow(6)
-    with follower(grown, tmp_path / "copy") as subscriber:
-        subscriber.update()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("deltachain.maintain.added_edges._anchor_limit", lambda _: 64)
-        add_anchor(grown.chain, grown.chain.read(grown.head))
-    for key in payloads(grown):
-        if key.startswith("anchors/"):
-            grown.store.delete(key)
-    before = payloads(grown)
-    done = maintained(grown, tmp_path / "copy")
-    assert not done.anchors
-    assert "its parts are gone" in done.failed[0]
-    assert "in other bytes" in done.failed[0]
-    assert payloads(grown) == before
-    grown.grow(1)
-    with follower(grown, tmp_path / "copy") as subscriber:
-        subscriber.update()
-    assert [edge.version for edge in maintained(grown, tmp_path / "copy").anchors] == [6]
-
-
-def test_a_copy_that_changes_while_it_is_read_is_not_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grown = Grown(MemoryStore())
-    grown.grow(6)
-    with follower(grown, tmp_path / "copy") as subscriber:
-        subscriber.update()
-    for info in list(grown.store.list("anchors/")):
-        grown.store.delete(info.key)
-
-    def upload(*arguments: Any) -> Any:
-        grown.grow(1)
-        with follower(grown, tmp_path / "copy") as follows:
-            follows.update()
-        return upload_anchor(*arguments)
-
-    monkeypatch.setattr("deltachain.maintain.maintainer.upload_anchor", upload)
-    done = maintained(grown, tmp_path / "copy")
-    assert not done.anchors
-    assert "changed while it was read" in done.failed[0]
-    monkeypatch.undo()
-    assert maintained(grown, tmp_path / "copy").anchors
 
 
 def test_rounds_look_for_no_lost_payload_again_and_name_it_once() -> None:

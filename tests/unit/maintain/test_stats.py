@@ -6,10 +6,7 @@ import pytest
 
 from deltachain.cli.maintaining import seconds
 from deltachain.errors import ConfigError
-from deltachain.format.documents import EdgeSummary
-from deltachain.maintain.prices import LIST_PRICES, Prices
-from deltachain.maintain.stats import KindTotal, per_thousand, reader_plans, totals
-from deltachain.maintain.survey import Survey
+from deltachain.maintain.survey import reader_plans, totals
 from deltachain.store import MemoryStore
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import Grown
@@ -29,45 +26,6 @@ def test_objects_are_summed_up_by_kind_and_readers_are_planned_for() -> None:
         if info.key.startswith("anchors/"):
             grown.store.delete(info.key)
     assert reader_plans(grown.chain, grown.chain.read(11))[0].plan is None
-
-
-def test_a_thousand_versions_cost_the_same_after_a_prune_and_in_any_number_of_parts() -> None:
-    parts = [edge_of("delta", v, v - 1, nbytes=500, parts=4) for v in range(1, 11)]
-    documents = [KindTotal(kind="manifests", objects=10, nbytes=100)]
-    assert per_thousand(parts, documents, 10) == (510_000, 5000)
-    grown = Grown(MemoryStore())
-    grown.grow(12)
-    before = estimate(grown)
-    assert before[1] == round(1000 / 11 * (12 + 12))
-    for info in grown.store.list("deltas/"):
-        grown.store.delete(info.key)
-    assert estimate(grown) == before
-
-
-def edge_of(kind: str, version: int, base: int, *, nbytes: int, parts: int) -> EdgeSummary:
-    return EdgeSummary(
-        kind=kind,  # type: ignore[arg-type]
-        base=base,
-        version=version,
-        state="0" * 32,
-        nbytes=nbytes,
-        parts=parts,
-        encodings=("step",),
-    )
-
-
-def estimate(grown: Grown) -> tuple[int, int]:
-    head = grown.chain.read(grown.head)
-    documents = [t for t in totals(grown.store.list("")) if t.kind in ("manifests", "edges")]
-    return per_thousand(Survey(grown.chain).edges(head), documents, head.version)
-
-
-def test_prices_are_of_bytes_and_requests() -> None:
-    prices = Prices(provider="x", gb_month=2.0, write=0.5, read=0.25, gb_out=3.0)
-    assert prices.storage(10**9) == 2.0
-    assert prices.writing(4) == 2.0
-    assert prices.reading(2 * 10**9, 4) == 7.0
-    assert len({one.provider for one in LIST_PRICES}) == len(LIST_PRICES)
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deltachain.chain.chain import Chain
-from deltachain.chain.reachable import is_reachable
+from deltachain.chain.chain import Chain, is_reachable
 from deltachain.errors import BrokenChainError
 from deltachain.types import Version
 from deltachain.verify import verify

@@ -14,9 +14,14 @@ from deltachain.control.client.comparison import HealthLimits, ReplicaRow, compa
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.control.client.roster import Roster
 from deltachain.errors import ControlPlaneError, DeltaChainError, MalformedError
-from deltachain.presence import board as module
-from deltachain.presence.board import PresenceBoard
-from deltachain.presence.record import LARGEST, PresenceFound, PresenceRecord, encode_record
+from deltachain.presence import record as module
+from deltachain.presence.record import (
+    LARGEST,
+    PresenceBoard,
+    PresenceFound,
+    PresenceRecord,
+    encode_record,
+)
 from deltachain.presence.writer import PresenceWriter
 from deltachain.replica.status import ReplicaStatus
 from deltachain.store import MemoryStore, open_store
@@ -210,7 +215,7 @@ def test_only_what_changed_is_read_again(counted: Counted, monkeypatch: pytest.M
     counted.put("b.json", b"wrong")
     board = PresenceBoard("memory://x")
     monkeypatch.setattr(
-        "deltachain.presence.board.time.monotonic", iter(range(0, 1000, 10)).__next__
+        "deltachain.presence.record.time.monotonic", iter(range(0, 1000, 10)).__next__
     )
     assert len(board.look()) == 2
     counted.put("a.json", record(22))
@@ -229,7 +234,7 @@ def test_looks_at_once_ask_the_store_once(
     counted.put("a.json", record(1))
     board = PresenceBoard("memory://x")
     now = [0.0]
-    monkeypatch.setattr("deltachain.presence.board.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("deltachain.presence.record.time.monotonic", lambda: now[0])
     (first,) = board.look().values()
     counted.delete("a.json")
     now[0] += 0.5

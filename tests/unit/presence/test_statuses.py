@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 from deltachain.errors import ControlPlaneError
-from deltachain.presence.statuses import follower_status
+from deltachain.presence.writer import follower_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.models import TinyModel

@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.chain.choose import VersionChoice, choose
+from deltachain.chain.tags import VersionChoice, choose
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
