@@ -20,7 +20,6 @@ from deltachain import environment
 from deltachain.cli.agent import agent
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.dashboard import dashboard
-from deltachain.cli.diff import diff, patch
 from deltachain.cli.doctor import doctor
 from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
@@ -89,6 +88,10 @@ MEANT: Final = {
     "watch": "`deltachain follow URL --out DIR`, or `deltachain fleet status ENGINE... --watch`",
     **dict.fromkeys(("subscribe", "sync"), "`deltachain follow URL --out DIR`"),
     **dict.fromkeys(("download", "get", "fetch", "clone"), "`deltachain pull URL --out DIR`"),
+    **dict.fromkeys(
+        ("diff", "patch", "apply"),
+        "`deltachain push` twice and `deltachain pull`, with a folder as the URL",
+    ),
     **dict.fromkeys(("upload", "publish", "put"), "`deltachain push CHECKPOINT URL`"),
     **dict.fromkeys(("copy", "cp"), "`deltachain mirror SRC DST`"),
     **dict.fromkeys(("info", "describe"), "`deltachain inspect URL`, or `log`"),
@@ -96,7 +99,6 @@ MEANT: Final = {
         ("check", "fsck"), "`deltachain verify URL` for a chain, `doctor` for a machine"
     ),
     **dict.fromkeys(("ui", "web"), "`deltachain dashboard URL`"),
-    "apply": "`deltachain patch BASE DELTA --out DIR`",
     "version": "`deltachain --version`",
 }
 """What to use, by the name that other programs have for it."""
@@ -250,7 +252,6 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent, dashboard),
-    "Offline": (diff, patch),
 }
 """Commands by panel of ``--help``."""
 

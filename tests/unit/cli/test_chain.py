@@ -3,13 +3,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.codec import Part
 from deltachain.format.keys import manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import open_store
@@ -17,6 +21,7 @@ from tests.support.models import TinyModel, bits_of, train_
 from tests.unit.cli.support import (
     SPECS,
     Pushed,
+    State,
     invoke,
     ok,
     random_state,
@@ -309,11 +314,62 @@ def test_names_from_a_file_do_not_steer_the_terminal(tmp_path: Path) -> None:
     for file, bits in (("old", [0, 0]), ("new", [0, 1])):
         tensors = {name: ("BF16", (2,), np.array(bits, np.uint16))}
         (tmp_path / file).write_bytes(safetensors_bytes(tensors))
-    ok("diff", tmp_path / "old", tmp_path / "new", "-o", tmp_path / "d")
-    shown = ok("inspect", tmp_path / "d").stdout
+    ok("push", tmp_path / "old", tmp_path / "chain")
+    ok("push", tmp_path / "new", tmp_path / "chain")
+    shown = ok("inspect", tmp_path / "chain").stdout
     assert "\x1b" not in shown
     assert "[red]y" in shown
     (tmp_path / "other").write_bytes(
         safetensors_bytes({name: ("F16", (2,), np.array([0, 0], np.uint16))})
     )
-    assert "\x1b" not in invoke("diff", tmp_path / "old", tmp_path / "other", "-o", "d").stderr
+    done = invoke("push", tmp_path / "other", tmp_path / "chain")
+    assert done.code != 0
+    assert "\x1b" not in done.stderr
+
+
+def regions(data: bytes) -> Iterator[int]:
+    """A few positions of every region of a part: length, header, directory, digest, streams."""
+    part = Part.from_bytes(data)
+    header = 8 + int.from_bytes(data[:8], "little")
+    stored = sum(sum(row.stored) for row in part.directory.streams)
+    edges = [0, 8, header, len(data) - stored - 32, len(data) - stored]
+    for row in part.directory.streams:
+        for size in row.stored:
+            edges.append(edges[-1] + size)
+    assert edges[-1] == len(data)
+    for start, stop in pairwise(edges):
+        yield from (start, (start + stop) // 2, stop - 1)
+
+
+def pushed_delta(folder: Path, encoding: str, old: State, new: State) -> Path:
+    """The one object of the delta between two checkpoints."""
+    for name, state in (("old", old), ("new", new)):
+        checkpoint = write_checkpoint(folder / name, state)
+        ok("push", checkpoint, folder / "chain", "--encoding", encoding)
+    (part,) = (folder / "chain" / "deltas").rglob("*.safetensors")
+    return part
+
+
+@pytest.mark.parametrize("encoding", ["step", "overwrite", "raw", "max"])
+def test_any_flipped_bit_of_an_object_is_found(encoding: str, tmp_path: Path) -> None:
+    old = random_state()
+    delta = pushed_delta(tmp_path, encoding, old, train(old, 1))
+    data = delta.read_bytes()
+    ok("inspect", delta)
+    rng = np.random.default_rng(1)
+    positions = [*regions(data), *rng.integers(0, len(data), 100).tolist()]
+    for position in positions:
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        delta.write_bytes(damaged)
+        done = invoke("inspect", delta)
+        assert done.code == 5, (position, done.stderr)
+
+
+def test_a_raw_delta_opens_in_the_safetensors_library(tmp_path: Path) -> None:
+    old = random_state()
+    new = {name: bits.copy() for name, bits in old.items()}
+    new["layers.0.weight"][[3, 50]] += 7
+    with safe_open(pushed_delta(tmp_path, "raw", old, new), "np") as opened:
+        assert opened.get_tensor("layers.0.weight.indices").tolist() == [3, 50]
+        assert opened.get_tensor("layers.0.weight.values").view(np.uint16).tolist() == [7, 7]
