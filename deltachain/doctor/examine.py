@@ -1,16 +1,17 @@
-"""What a start with this environment would do: the chain that is there, and how it is followed."""
+"""The examination: checks of machine, store and chain, in the order of their dependence."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import closing, suppress
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
 from threading import Barrier
-from typing import Final
+from typing import Any, Final
 from uuid import uuid4
 
 from deltachain.chain.chain import Chain, Committed
@@ -18,29 +19,40 @@ from deltachain.chain.identity import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
-from deltachain.doctor.finding import Finding, Role, failed, fault, note, ok
-from deltachain.environment import read
+from deltachain.doctor import Finding, Grade, Role, failed, fault, note, ok
+from deltachain.doctor.machine import (
+    check_engines,
+    check_files,
+    check_names,
+    check_packages,
+    check_transport,
+)
+from deltachain.environment import mistakes, read
 from deltachain.errors import (
     AlreadyExistsError,
+    ConfigError,
     DeltaChainError,
     ObjectNotFoundError,
     StorePermissionError,
     StoreUnavailableError,
 )
 from deltachain.format.keys import CHAIN_KEY, manifest_key, trial_key
+from deltachain.presence.writer import interval_s
 from deltachain.redact import redacted_url
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
 from deltachain.room import NoRoomError, check_room
-from deltachain.store import ObjectInfo, Store
+from deltachain.store import ObjectInfo, Store, open_store
+from deltachain.store.apart import check_apart
 from deltachain.subscribe.announcements import RARE
 from deltachain.subscribe.history import require
 from deltachain.threads import Pool
 from deltachain.tokens import Tokens
 
-# What is written lies under keys of its own (``trials/``), and is removed, whatever happens.
+DEADLINE_S: Final = 8.0
+"""Time limit of one request to the store, in seconds: a diagnosis does not wait for a store."""
 
-
+PRESENCE: Final = "presence"
 STORE: Final = "store"
 WRITES: Final = "writes"
 CLOCK: Final = "clock"
@@ -61,12 +73,90 @@ compared across machines."""
 _READS: Final = "enough to follow; a publisher needs credentials that may write here"
 
 
-def probe_latency(store: Store) -> Finding:
-    """Measure a request.
+def examine(
+    url: str, role: Role = Role.FOLLOWER, environment: MutableMapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """Examine this machine for one role; yield findings as they are made.
 
-    Raises:
-        DeltaChainError: The store does not answer, or refuses.
+    Only a publisher's store is written to, and the place for presences, under keys of their own
+    that are removed.
+
+    Args:
+        url: URL of the chain; empty for ``DELTACHAIN_URL``.
+        role: What the machine is to do.
+        environment: The environment of this process. Variables with mistakes are removed from it
+            once they are reported, so that the other checks can go on.
     """
+    yield from check_names(environment)
+    for name in dict(mistakes(environment)):
+        environment.pop(name)
+    yield from check_packages(role)
+    transport = [*check_files(environment), *check_transport(environment)]
+    yield from transport
+    url = url or environment.get("DELTACHAIN_URL", "")
+    if role is Role.FOLLOWER:
+        yield from check_engines(environment)
+        yield from check_server(environment)
+        yield from check_presence(environment, url)
+    if not url:
+        yield note(STORE, "no store was examined", "give its URL, or set DELTACHAIN_URL")
+    elif any(finding.grade is Grade.FAULT for finding in transport):
+        yield note(STORE, "no store was examined", "correct the faults above first")
+    else:
+        yield from _examine_store(url, role, environment)
+
+
+def _examine_store(
+    url: str, role: Role, environment: MutableMapping[str, str]
+) -> Iterator[Finding]:
+    has_deadline = url.lower().startswith(("s3://", "hf://"))
+    options: dict[str, Any] = {"deadline_s": DEADLINE_S} if has_deadline else {}
+    try:
+        store = open_store(url, options, writer=role is Role.PUBLISHER)
+        with closing(store):
+            yield probe_latency(store)
+            if role is Role.PUBLISHER:
+                yield from probe_writes(store)
+            else:
+                yield from check_silence(store, environment)
+            yield from check_chain(store, role, environment)
+    except DeltaChainError as exc:
+        yield failed(STORE, exc)
+
+
+def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Finding]:
+    """Write an object where a replica would write its presence, and remove it.
+
+    Args:
+        environment: Environment variables without mistakes.
+        chain: URL of the chain; empty if it is not known.
+    """
+    url = read(environment).get("PRESENCE_URL", "")
+    if not url:
+        return
+    try:
+        if chain:
+            check_apart(url, chain)
+        store = open_store(url)
+    except ConfigError as exc:
+        yield failed(PRESENCE, exc)
+        return
+    key = f"trial-{uuid4().hex}"
+    with closing(store):
+        try:
+            store.put(key, b"trial")
+            store.delete(key)
+        except DeltaChainError as exc:
+            hint = exc.hint or "name a place where this machine may write and delete"
+            yield fault(PRESENCE, f"no presence can be written: {exc.args[0]}", hint)
+        else:
+            every_s = interval_s(store.capabilities)
+            said = f"{store.url} takes the presence of a replica, every {every_s:g} s"
+            yield ok(PRESENCE, said)
+
+
+def probe_latency(store: Store) -> Finding:
+    """Measure a request."""
     times = []
     for _ in range(LOOKS):
         start = time.monotonic()
@@ -80,12 +170,7 @@ def probe_latency(store: Store) -> Finding:
 
 
 def probe_writes(store: Store, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Write, write again conditionally, race, read and remove.
-
-    Args:
-        store: The store.
-        now: This machine's clock, in seconds since 1970.
-    """
+    """Write below ``trials/``, write again conditionally, race, read and remove."""
     name = uuid4().hex
     single, raced = trial_key(f"{name}-single"), trial_key(f"{name}-raced")
     try:
@@ -133,10 +218,7 @@ def compare_clocks(
 ) -> Iterator[Finding]:
     """Compare this machine's clock with the store's, without a write; yield a difference.
 
-    Args:
-        store: The store, which has answered.
-        newest: The newest manifest, which the store's clock cannot be behind; ``None`` for none.
-        now: As of :func:`probe_writes`.
+    The store's clock cannot be behind the newest manifest.
     """
     told = store.clock()
     ahead_s = 0.0 if told is None else _distance(told, now() - 2.0, now() + 1.0)
@@ -211,13 +293,7 @@ START: Final = "start"
 
 
 def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Read the chain as a start would.
-
-    Args:
-        store: Store of the chain.
-        role: Whether a publisher or a follower starts.
-        environment: Environment variables without mistakes.
-    """
+    """Read the chain as a start would."""
     try:
         if role is Role.PUBLISHER:
             trust = Trust.of_writer(environment=environment)
@@ -243,12 +319,7 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
 
 
 def check_silence(store: Store, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that a follower polls before its store counts as silent.
-
-    Args:
-        store: Store of the chain.
-        environment: Environment variables without mistakes.
-    """
+    """Check that a follower polls before its store counts as silent."""
     given = read(environment)
     most_s = given.get("MAX_SILENCE_S")
     poll_s = given.get("POLL_S") or store.capabilities.poll_s
@@ -330,11 +401,7 @@ def _spool(plan: Plan, spool: Path) -> Iterator[Finding]:
 
 
 def check_server(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Tell what a vLLM or SGLang server would do that starts with this environment.
-
-    Args:
-        environment: Environment variables without mistakes.
-    """
+    """Tell what a vLLM or SGLang server would do that starts with this environment."""
     try:
         settings = ReplicaSettings.of(environment)
         if settings is None:
