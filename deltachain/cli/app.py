@@ -23,14 +23,15 @@ from deltachain.cli.dashboard import dashboard
 from deltachain.cli.doctor import doctor
 from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
-from deltachain.cli.inspecting import inspect
+from deltachain.cli.inspect import inspect
+from deltachain.cli.keygen import keygen, sign
 from deltachain.cli.log import log
-from deltachain.cli.maintaining import anchor, maintain, prune
+from deltachain.cli.maintain import maintain
 from deltachain.cli.mirror import mirror
+from deltachain.cli.prune import anchor, prune
 from deltachain.cli.pull import pull
 from deltachain.cli.push import push
 from deltachain.cli.revert import revert
-from deltachain.cli.signing import keygen, sign
 from deltachain.cli.stats import stats
 from deltachain.cli.tag import tag
 from deltachain.cli.verify import verify
@@ -70,37 +71,26 @@ _FILE_HINTS: Final = {
 """Hints for errors of the file system."""
 
 
-_LOG: Final = "`deltachain log URL`, which lists the versions of a chain"
-_PRUNE: Final = "`deltachain prune URL`, which deletes what nobody needs, or `maintain`"
-_BACK: Final = (
-    "`deltachain revert URL --version N` for all replicas and for good, or `deltachain fleet "
-)
-_BACK_SOME: Final = "rollback --version N ENGINE...` for some, until they are released"
-_STATUS: Final = (
-    "`deltachain fleet status ENGINE...` for replicas, or `deltachain log URL` for a chain"
-)
-
-MEANT: Final = {
-    **dict.fromkeys(("ls", "list", "versions", "history", "show", "head"), _LOG),
-    **dict.fromkeys(("gc", "clean", "cleanup", "delete", "rm"), _PRUNE),
-    **dict.fromkeys(("rollback", "reset", "checkout", "undo"), _BACK + _BACK_SOME),
-    **dict.fromkeys(("status", "ps", "replicas", "top"), _STATUS),
+_MEANT: Final = {
+    "ls list versions history show head": "`deltachain log URL`, which lists a chain's versions",
+    "gc clean cleanup delete rm": "`deltachain prune URL`, which deletes what nobody needs, or "
+    "`maintain`",
+    "rollback reset checkout undo": "`deltachain revert URL --version N` for all replicas and for "
+    "good, or `deltachain fleet rollback --version N ENGINE...` for some, until they are released",
+    "status ps replicas top": "`deltachain fleet status ENGINE...` for replicas, or `deltachain "
+    "log URL` for a chain",
     "watch": "`deltachain follow URL --out DIR`, or `deltachain fleet status ENGINE... --watch`",
-    **dict.fromkeys(("subscribe", "sync"), "`deltachain follow URL --out DIR`"),
-    **dict.fromkeys(("download", "get", "fetch", "clone"), "`deltachain pull URL --out DIR`"),
-    **dict.fromkeys(
-        ("diff", "patch", "apply"),
-        "`deltachain push` twice and `deltachain pull`, with a folder as the URL",
-    ),
-    **dict.fromkeys(("upload", "publish", "put"), "`deltachain push CHECKPOINT URL`"),
-    **dict.fromkeys(("copy", "cp"), "`deltachain mirror SRC DST`"),
-    **dict.fromkeys(("info", "describe"), "`deltachain inspect URL`, or `log`"),
-    **dict.fromkeys(
-        ("check", "fsck"), "`deltachain verify URL` for a chain, `doctor` for a machine"
-    ),
-    **dict.fromkeys(("ui", "web"), "`deltachain dashboard URL`"),
+    "subscribe sync": "`deltachain follow URL --out DIR`",
+    "download get fetch clone": "`deltachain pull URL --out DIR`",
+    "upload publish put": "`deltachain push CHECKPOINT URL`",
+    "diff patch apply": "`deltachain push` twice and `pull`; a folder may be the URL",
+    "copy cp": "`deltachain mirror SRC DST`",
+    "info describe": "`deltachain inspect URL`, or `log`",
+    "check fsck": "`deltachain verify URL` for a chain, `doctor` for a machine",
+    "ui web": "`deltachain dashboard URL`",
     "version": "`deltachain --version`",
 }
+MEANT: Final = {name: use for names, use in _MEANT.items() for name in names.split()}
 """What to use, by the name that other programs have for it."""
 
 

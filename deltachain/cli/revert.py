@@ -85,28 +85,15 @@ def _report(chain: Chain, done: Reverted, seconds: float) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any]) -> None:
-    out = c.out()
-    if not report["changed"]:
-        out.print(
-            f"nothing to do: version {report['from']}, the head, has the state of version "
-            f"{report['to']}",
-            soft_wrap=True,
-        )
-        return
+    was, to = f"version {report['from']}", f"version {report['to']}"
     size = (
         f"{c.nbytes(report['nbytes'])}  {c.count(report['nnz'])} elements in "
         f"{report['tensors']:,} tensors, {c.percent(report['density'])}"
     )
-    if report["version"] is None:
-        out.print(
-            f"from version {report['from']} back to version {report['to']}: {size}; nothing was "
-            "written",
-            soft_wrap=True,
-        )
-        return
-    out.print(
-        f"[bold green]✓[/]  version {report['version']} has the state of version {report['to']}  "
-        f"{size}  [dim]{report['state'][:8]}[/]",
-        markup=True,
-        soft_wrap=True,
-    )
+    if not report["changed"]:
+        c.out().print(f"nothing to do: {was}, the head, has the state of {to}", soft_wrap=True)
+    elif report["version"] is None:
+        said = f"from {was} back to {to}: {size}; nothing was written"
+        c.out().print(said, soft_wrap=True)
+    else:
+        c.done(f"version {report['version']} has the state of {to}  {size}", report["state"])

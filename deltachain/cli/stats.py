@@ -1,4 +1,4 @@
-"""``deltachain stats``: size and cost of a chain."""
+"""``deltachain stats``: size of a chain, and what joining it takes."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
@@ -6,14 +6,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deltachain.cli import console as c
-from deltachain.cli.maintaining import KeepEvery, KeepLast, KeepWithin, dry_prune
-from deltachain.cli.options import AsJson, Url
-from deltachain.errors import ChainError
+from deltachain.cli.options import AsJson, Url, no_version
+from deltachain.cli.prune import KeepEvery, KeepLast, KeepWithin, pruned, rule_of
+from deltachain.errors import BrokenChainError
 
 if TYPE_CHECKING:
-    from deltachain.chain.plan import Plan
-    from deltachain.maintain.prices import Prices
     from deltachain.maintain.stats import ReaderPlan
+    from deltachain.maintain.survey import Survey
 
 
 def stats(
@@ -24,15 +23,13 @@ def stats(
     keep_every: KeepEvery = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what lies in a chain's store, what it costs, and what joining it takes.
+    """Show what lies in a chain's store, how fast it grows, and what joining it takes.
 
-    Lists every object. Prices are public list prices without discounts; bytes to readers are priced
-    as leaving the provider. The last line says what `deltachain prune` would free.
+    Lists every object. The last line says what `deltachain prune` would free.
 
     Example: `deltachain stats s3://bucket/run-1`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.maintain.prices import LIST_PRICES
     from deltachain.maintain.stats import per_thousand, reader_plans, totals
     from deltachain.maintain.survey import Survey
     from deltachain.store import open_store
@@ -40,10 +37,9 @@ def stats(
     chain = Chain.open(open_store(url))
     head = chain.head()
     if head is None:
-        raise ChainError(f"{url} has no version yet", hint="wait for the publisher's first commit")
+        raise no_version(url)
     by_kind = {total.kind: total for total in totals(chain.store.list())}
-    plans, survey = reader_plans(chain, head), Survey(chain)
-    nbytes = sum(total.nbytes for total in by_kind.values())
+    survey = Survey(chain)
     documents = (total for total in by_kind.values() if total.kind in ("manifests", "edges"))
     more, objects = per_thousand(survey.edges(head), documents, head.version)
     kinds = [{"kind": t.kind, "objects": t.objects, "nbytes": t.nbytes} for t in by_kind.values()]
@@ -52,28 +48,15 @@ def stats(
         "chain": chain.identity.chain,
         "head": head.version,
         "kinds": kinds,
-        "nbytes": nbytes,
+        "nbytes": sum(total.nbytes for total in by_kind.values()),
         "per_thousand_versions": {"nbytes": more, "objects": objects},
-        "readers": [_reader(one) for one in plans],
-        "dollars": [
-            {
-                "provider": prices.provider,
-                "month": prices.storage(nbytes),
-                "thousand_versions": prices.storage(more) + prices.writing(objects),
-                "newcomer": _price(prices, plans[0].plan),
-            }
-            for prices in LIST_PRICES
-        ],
-        "prune": dry_prune(survey, keep_last, keep_within, keep_every),
+        "readers": [_reader(one) for one in reader_plans(chain, head)],
+        "prune": _dry_prune(survey, keep_last, keep_within, keep_every),
     }
     if as_json:
         c.write_json(report)
     else:
         _show(report)
-
-
-def _price(prices: Prices, plan: Plan | None) -> float | None:
-    return None if plan is None else prices.reading(plan.nbytes, plan.requests)
 
 
 def _reader(one: ReaderPlan) -> dict[str, Any]:
@@ -86,42 +69,48 @@ def _reader(one: ReaderPlan) -> dict[str, Any]:
     }
 
 
+def _dry_prune(
+    survey: Survey, last: int, within: str | None, every: int | None
+) -> dict[str, Any] | None:
+    """Return what pruning would do; ``None`` if newcomers have no way, so that it is refused."""
+    from deltachain.maintain import Pruner
+
+    try:
+        plan = Pruner(survey, rule_of(last, within, every)).plan(dry=True)
+    except BrokenChainError:
+        return None
+    return None if plan is None else pruned(plan)
+
+
 def _show(report: dict[str, Any]) -> None:
-    out = c.out()
-    out.print(c.facts(chain=f"{report['chain']}  at {report['url']}", head=f"{report['head']}"))
-    kinds = c.table("objects", ">number", ">bytes", "")
-    for row in report["kinds"]:
-        share = row["nbytes"] / max(report["nbytes"], 1)
-        kinds.add_row(row["kind"], f"{row['objects']:,}", c.nbytes(row["nbytes"]), c.bar(share))
-    out.print()
-    out.print(c.fitted(kinds, out.width))
-    ways = c.table("reader", ">edges", ">bytes")
+    out, most = c.out(), max(report["nbytes"], 1)
+    growth = report["per_thousand_versions"]
+    out.print(
+        c.facts(
+            chain=f"{report['chain']}  at {report['url']}",
+            head=f"{report['head']}",
+            growth=f"{c.nbytes(growth['nbytes'])} in {growth['objects']:,} objects "
+            "per 1,000 versions",
+        )
+    )
+    kinds = (
+        (k["kind"], f"{k['objects']:,}", c.nbytes(k["nbytes"]), c.bar(k["nbytes"] / most))
+        for k in report["kinds"]
+    )
+    readers = []
     for row in report["readers"]:
         who = "newcomer" if row["age"] is None else f"{row['age']:,} behind"
         if row["edges"] is None:
-            ways.add_row(who, "none", "no way: run deltachain maintain --copy DIR")
+            readers.append((who, "none", "no way: run deltachain maintain --copy DIR"))
         else:
-            ways.add_row(who, f"{row['edges']:,}", c.nbytes(row["nbytes"]))
+            readers.append((who, f"{row['edges']:,}", c.nbytes(row["nbytes"])))
     out.print()
-    out.print(c.fitted(ways, out.width))
-    prices = c.table("list price", ">a month", ">1,000 versions a month", ">a newcomer")
-    for row in report["dollars"]:
-        cells = (row["month"], row["thousand_versions"], row["newcomer"])
-        prices.add_row(row["provider"], *(_dollars(value) for value in cells))
+    out.print(c.table(("objects", ">number", ">bytes", ""), kinds))
     out.print()
-    out.print(c.fitted(prices, out.width))
+    out.print(c.table(("reader", ">edges", ">bytes"), readers))
     prune = report["prune"]
     if prune is None:
         out.print("\npruning would free nothing, since newcomers have no way to the head")
         return
     freed = prune["deleted"]["nbytes"] + prune["waiting"]["nbytes"]
     out.print(f"\npruning would free {c.nbytes(freed)}: deltachain prune URL --dry-run")
-
-
-def _dollars(value: float | None) -> str:
-    """Format dollars with three digits; an amount above 0 is never shown as 0."""
-    if value is None:
-        return ""
-    if 0 < value < 0.001:
-        return "<$0.001"
-    return f"${value:,.3f}" if value < 10 else f"${value:,.0f}"

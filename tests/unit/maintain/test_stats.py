@@ -1,13 +1,12 @@
-"""Totals and prices of a chain, and spans of time on the command line."""
+"""Totals of a chain, and spans of time on the command line."""
 
 from __future__ import annotations
 
 import pytest
 
-from deltachain.cli.maintaining import seconds
+from deltachain.cli.prune import seconds
 from deltachain.errors import ConfigError
 from deltachain.format.documents import EdgeSummary
-from deltachain.maintain.prices import LIST_PRICES, Prices
 from deltachain.maintain.stats import KindTotal, per_thousand, reader_plans, totals
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore
@@ -60,14 +59,6 @@ def estimate(grown: Grown) -> tuple[int, int]:
     head = grown.chain.read(grown.head)
     documents = [t for t in totals(grown.store.list("")) if t.kind in ("manifests", "edges")]
     return per_thousand(Survey(grown.chain).edges(head), documents, head.version)
-
-
-def test_prices_are_of_bytes_and_requests() -> None:
-    prices = Prices(provider="x", gb_month=2.0, write=0.5, read=0.25, gb_out=3.0)
-    assert prices.storage(10**9) == 2.0
-    assert prices.writing(4) == 2.0
-    assert prices.reading(2 * 10**9, 4) == 7.0
-    assert len({one.provider for one in LIST_PRICES}) == len(LIST_PRICES)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Url
-from deltachain.errors import ChainError, ConfigError, SignatureError
+from deltachain.cli.options import AsJson, Url, no_version
+from deltachain.errors import ConfigError, SignatureError
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Committed
@@ -76,20 +76,16 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
         hint = "`deltachain keygen` makes a key"
         raise ConfigError("DELTACHAIN_SIGNING_KEY is not set", hint=hint)
     with closing(open_store(url)) as store:
-        done, committed, again = _sign(store, trust)
-    report = {"url": url, "committed": done, "version": committed.version, **signers(committed)}
-    report["signed_again"] = list(again)
+        is_new, committed, again = _sign(store, trust)
+    report = {"url": url, "committed": is_new, "version": committed.version, **signers(committed)}
     if as_json:
-        c.write_json(report)
+        c.write_json(report | {"signed_again": list(again)})
         return
-    if done:
-        c.out().print(
-            f"[bold green]✓[/]  version {committed.version} is signed by {trust.key.public.key_id}",
-            markup=True,
-        )
+    if is_new:
+        c.done(f"version {committed.version} is signed by {trust.key.public.key_id}")
     for key in again:
-        c.out().print(f"[bold green]✓[/]  signed again as {key}", markup=True, soft_wrap=True)
-    if not done and not again:
+        c.done(f"signed again as {key}")
+    if not is_new and not again:
         by = ", ".join(committed.signed_by)
         c.out().print(f"nothing to do: version {committed.version} is signed by {by}")
 
@@ -115,7 +111,7 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     numel = sum(spec.numel for spec in chain.table.specs())
     writer = take_over(chain, numel=numel, metadata={})
     if writer is None or writer.parent is None:
-        raise ChainError(f"{store.url} has no version yet", hint="its identity is signed now")
+        raise no_version(store.url, hint="its identity is signed now")
     return True, Chain.open(store, trust).read(writer.parent.version), again
 
 
@@ -126,12 +122,7 @@ def signers(committed: Committed) -> dict[str, list[str]]:
 
 
 def signed(report: Mapping[str, Sequence[str]], digits: int | None = None) -> str:
-    """Describe the result of :func:`signers`; empty for no signature.
-
-    Args:
-        report: The result.
-        digits: Number of digits of each key id; all if ``None``.
-    """
+    """Describe the result of :func:`signers`, with some digits of each key; empty for none."""
     if report["signed_by"]:
         return ", ".join(key_id[:digits] for key_id in report["signed_by"])
     ids = ", ".join(c.clean(key_id[:64][:digits]) for key_id in report["signatures"])
