@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from deltachain.cli.console import err
 from deltachain.store import Capabilities, ObjectInfo, Store
-from deltachain.store.base import MAX_DOCUMENT, Feed, OnChange
+from deltachain.store.base import MAX_DOCUMENT
 from deltachain.types import Buffer
 
 _T = TypeVar("_T")
@@ -163,10 +163,6 @@ class MeteredStore(Store):
     @override
     def clock(self) -> float | None:
         return self._store.clock()
-
-    @override
-    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
-        return self._store.feed(prefix, on_change)
 
     @override
     def close(self) -> None:
