@@ -44,7 +44,6 @@ from deltachain.retry import between_polls
 from deltachain.room import NoRoomError, check_room
 from deltachain.store import ObjectInfo, Store, open_store
 from deltachain.store.apart import check_apart
-from deltachain.subscribe.announcements import RARE
 from deltachain.subscribe.history import require
 from deltachain.threads import Pool
 from deltachain.tokens import Tokens
@@ -323,8 +322,7 @@ def check_silence(store: Store, environment: Mapping[str, str]) -> Iterator[Find
     given = read(environment)
     most_s = given.get("MAX_SILENCE_S")
     poll_s = given.get("POLL_S") or store.capabilities.poll_s
-    intervals = RARE if store.url.startswith("hf://") else 1  # a live feed makes polls rare
-    pause_s = between_polls(poll_s * intervals).first_s
+    pause_s = between_polls(poll_s).first_s
     if most_s is not None and most_s <= pause_s:
         yield fault(
             START,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Final
@@ -19,7 +18,6 @@ from deltachain.errors import (
 from deltachain.mirror.mirror import LOOK_BACK, Mirror
 from deltachain.mirror.receipt import MirrorReceipt
 from deltachain.retry import between_polls
-from deltachain.subscribe.announcements import Announcements
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +29,6 @@ NEEDS_A_PERSON: Final = (
 )
 """Errors that end the loop."""
 
-STOPPED_S: Final = 0.5
-"""Seconds within which a loop that waits for a feed sees that it is stopped."""
-
 
 def follow(
     mirror: Mirror,
@@ -44,9 +39,8 @@ def follow(
 ) -> Iterator[MirrorReceipt]:
     """Copy versions as they are committed, until ``stop`` is set.
 
-    The feed of the source wakes the loop, if it has one; while it agrees with the polls these are
-    rare. A store that is unavailable, and an object that is missing or damaged, are logged once and
-    tried again with back-off.
+    A store that is unavailable, and an object that is missing or damaged, are logged once and tried
+    again with back-off.
 
     Args:
         mirror: The mirror.
@@ -60,28 +54,10 @@ def follow(
         ChainMismatchError: The destination mirrors another chain.
         UnsupportedFormatError: The chain needs a newer deltachain.
     """
-    told = Event()
-    with Announcements(mirror.source, told.set) as announcements:
-        yield from _follow(mirror, announcements, told, stop=stop, poll_s=poll_s, looked=looked)
-
-
-def _follow(
-    mirror: Mirror,
-    announcements: Announcements,
-    told: Event,
-    *,
-    stop: Event,
-    poll_s: float,
-    looked: Callable[[DeltaChainError | None], None],
-) -> Iterator[MirrorReceipt]:
     failures, logged = 0, ""
     while not stop.is_set():
-        told.clear()  # before the poll: what is told from here on may be missed by it
-        announced, before = announcements.take(), mirror.version
         try:
             yield from mirror.catch_up(stop)
-            if before >= 0:
-                announcements.compare(announced, before, mirror.version)
             failures, logged = 0, ""
             looked(None)
         except NEEDS_A_PERSON:
@@ -94,33 +70,4 @@ def _follow(
             if what != logged:  # a store that is down fails with any of its objects
                 logged = what
                 logger.warning("mirroring: %s", exc)
-        intervals = 1 if failures else announcements.intervals
-        pause_s = between_polls(poll_s * intervals).pause_s(failures)
-        is_early = _wait(told, stop, pause_s) if announcements.has_feed else stop.wait(pause_s)
-        if not is_early:
-            mirror.rounds += left_out(mirror.rounds, intervals)
-
-
-def left_out(rounds: int, intervals: int) -> int:
-    """Return how many polls a wait counts for, beside the poll after it.
-
-    No look back is passed over, so a rare poll is one.
-
-    Args:
-        rounds: Polls so far.
-        intervals: Poll intervals of the wait.
-    """
-    return min(intervals - 1, LOOK_BACK - 1 - rounds % LOOK_BACK)
-
-
-def _wait(told: Event, stop: Event, seconds: float) -> bool:
-    """Wait until the feed tells something, the loop is stopped, or the time is over.
-
-    Returns:
-        Whether the wait ended early.
-    """
-    until = time.monotonic() + seconds
-    while (left_s := until - time.monotonic()) > 0:
-        if told.wait(min(left_s, STOPPED_S)) or stop.is_set():
-            return True
-    return False
+        stop.wait(between_polls(poll_s).pause_s(failures))

@@ -166,9 +166,7 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
 
 
 @contextmanager
-def looking_ahead(
-    chain: Chain, version: Version, *, is_told: bool, every_s: float
-) -> Iterator[Future[Version]]:
+def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator[Future[Version]]:
     """Look for later versions while one is staged, until the end of the context.
 
     The first look saves a round trip later. A stage may take long, or hang: the others show
@@ -177,7 +175,6 @@ def looking_ahead(
     Args:
         chain: The chain.
         version: The version that is staged.
-        is_told: Whether later versions are announced; see :func:`newest_after`.
         every_s: Seconds between two looks, at least ``LEAST_LOOK_S``.
 
     Yields:
@@ -188,11 +185,11 @@ def looking_ahead(
     def look_again() -> None:
         while not done.wait(max(every_s, LEAST_LOOK_S)):
             with suppress(DeltaChainError):  # the next look of the follow loop reports it
-                newest_after(chain, max(version, chain.latest or 0), False)
+                newest_after(chain, max(version, chain.latest or 0))
 
     again = Thread(target=look_again, name="deltachain-look-ahead", daemon=True)
     with Pool(1) as pool:
-        looking = pool.submit(newest_after, chain, version, is_told)
+        looking = pool.submit(newest_after, chain, version)
         is_started = started(again)  # without it, the first look alone
         try:
             yield looking
@@ -202,16 +199,13 @@ def looking_ahead(
                 again.join()
 
 
-def newest_after(chain: Chain, version: Version, is_told: bool) -> Version:
+def newest_after(chain: Chain, version: Version) -> Version:
     """Find the newest version from a committed one; this one itself if a gap follows it.
 
     Args:
         chain: The chain.
         version: The committed version.
-        is_told: Whether later versions are announced: then no request is made for them.
     """
-    if is_told:
-        return max(version, chain.latest or 0)
     try:
         return chain.newest(version)
     except BrokenChainError:  # a gap ahead is reported once it is reached

@@ -37,7 +37,6 @@ from deltachain.format.documents import phases_of
 from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.retry import between_polls
 from deltachain.store import Location, Store, open_store
-from deltachain.subscribe.announcements import Announcements
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.history import Watch, check_history, held_by, identify, require
@@ -77,28 +76,14 @@ def follow(
     logged once and retried with back-off, from nothing if the target's state is unknown. Errors
     that need an operator are raised: a fork, another model, a newer format.
     """
-    with Announcements(subscriber.store, subscriber.notify) as announcements:
-        yield from _follow(
-            subscriber, announcements, stop, every_version=every_version, looked=looked
-        )
-
-
-def _follow(
-    subscriber: Subscriber,
-    announcements: Announcements,
-    stop: Event,
-    *,
-    every_version: bool,
-    looked: Callable[[DeltaChainError | None], None],
-) -> Iterator[ApplyReceipt]:
-    failures = polls = 0  # polls since the last look back, as many as the time had room for
+    failures = polls = 0  # polls since the last look back
     logged = ""
     while not stop.is_set():
         receipt, is_sure = None, True
         polls += 1
         subscriber.told.clear()  # before the poll: what is told from here on may be missed by it
         try:
-            receipt = _poll(subscriber, announcements, every_version=every_version)
+            receipt = _step(subscriber, every_version=every_version)
             is_due = polls >= LOOK_BACK or failures > 0
             around, is_sure = _look_back(subscriber, is_due=is_due)
             polls = 0 if is_due else polls
@@ -118,8 +103,13 @@ def _follow(
         if receipt is not None:
             yield receipt
         if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already
-            intervals = announcements.intervals if is_sure and not failures else 1
-            polls += _wait(subscriber, failures, stop, intervals=intervals)
+            _wait(subscriber, failures, stop)
+
+
+def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
+    """Wait until the next poll, longer after each failure, unless notified or stopped."""
+    if not stop.is_set():
+        subscriber.told.wait(between_polls(subscriber.poll_s).pause_s(failures))
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
@@ -156,19 +146,6 @@ def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None
     return receipt
 
 
-def _poll(
-    subscriber: Subscriber, announcements: Announcements, *, every_version: bool
-) -> ApplyReceipt | None:
-    """Poll once and apply what was found; compare it with what was announced."""
-    before, announced = subscriber.version, announcements.take()
-    subscriber.is_told = announcements.is_relied_upon
-    receipt = _step(subscriber, every_version=every_version)
-    held = subscriber.version
-    if before is not None and held is not None and not subscriber.pinned:
-        announcements.compare(announced, before, held)
-    return receipt
-
-
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
     """Poll once for a new version and apply it; one request to the store if there is none."""
     chain = subscriber.chain
@@ -196,16 +173,6 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
 
 def _was_rolled_back(subscriber: Subscriber) -> bool:
     return subscriber.pinned and not subscriber.poisoned
-
-
-def _wait(subscriber: Subscriber, failures: int, stop: Event, *, intervals: int) -> int:
-    """Wait some poll intervals, longer after each failure; return the polls left out.
-
-    The wait ends early, with none left out, when the loop is notified or stopped.
-    """
-    pause_s = between_polls(subscriber.poll_s * intervals).pause_s(failures)
-    is_early = stop.is_set() or subscriber.told.wait(pause_s)
-    return 0 if is_early else intervals - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +323,7 @@ class Subscriber(Closeable):
     ) -> None:
         self.config = SubscribeConfig.of(config)
         self.target = as_target(target)
-        self.pinned = self.poisoned = self.is_told = False
+        self.pinned = self.poisoned = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.watch, self.times = Watch(), Times(lambda: self.store.unanswered_since)
@@ -646,7 +613,7 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        ahead = looking_ahead(chain, committed.version, is_told=self.is_told, every_s=self.poll_s)
+        ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
         with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
                 chain, held, committed, stage, usable=self._usable, hold=not once
