@@ -212,8 +212,6 @@ class Leader:
         settings: Settings of the replica.
         engine: Ranks and scheduler of the replica.
         store: The store; opened from the URL by default.
-        takes_over: Whether an earlier leader may have been killed during a swap and left the engine
-            paused. The engine then resumes as soon as this leader knows the version held.
 
     Attributes:
         tally: Totals of all applies so far, for metrics.
@@ -232,7 +230,6 @@ class Leader:
         engine: Engine,
         *,
         store: Store | None = None,
-        takes_over: bool = False,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -246,7 +243,6 @@ class Leader:
         self.caught_up = self._has_failed = False
         self.engine_watch = EngineWatch(self.target, lambda: bool(self.released))
         self._announced: Version | None = None
-        self._takes_over = takes_over
         self._stop = Event()
         self._thread: Thread | None = None
         self._watching: Thread | None = None
@@ -516,9 +512,6 @@ class Leader:
             at_head = held is not None and head is not None and held.version >= head
             self.caught_up = self.caught_up or at_head or self.subscriber.pinned
             self._name()
-            if self._takes_over and held is not None:
-                self.target.resume()
-                self._takes_over = False
 
     def _name(self) -> None:
         """Label tokens with the held version, even if it is not the newest."""
