@@ -79,12 +79,12 @@ def dashboard(  # noqa: PLR0913 - one argument an option
 
     from deltachain.control.client.inventory import parse_inventory, split_boards, split_entries
     from deltachain.control.client.roster import Roster
-    from deltachain.dashboard.alerts import AlertLimits
     from deltachain.dashboard.app import create_app
     from deltachain.dashboard.chain_index import ChainIndex
     from deltachain.dashboard.connections import limited
     from deltachain.dashboard.watcher import Watcher
     from deltachain.presence.board import PresenceBoard
+    from deltachain.status import HealthLimits
     from deltachain.store import open_store
 
     given = environment.read(os.environ)
@@ -99,7 +99,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     boards = [PresenceBoard(one) for one in (*stores, *(presence or ()))]
     with closing(open_store(url)) as store, closing(_bound(listen, token)) as server:
         poll_s = poll or store.capabilities.poll_s
-        limits = AlertLimits(max_lag=max_lag, max_silence_s=silence_s)
+        limits = HealthLimits(lag=max_lag, silence_s=silence_s)
         index = ChainIndex(store)
         with Watcher(
             index, clients, boards=boards, names=rosters, poll_s=poll_s, limits=limits

@@ -29,10 +29,10 @@ from deltachain.errors import ConfigError, ControlPlaneError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from deltachain.control.client.comparison import Health, HealthLimits, ReplicaRow
+    from deltachain.control.client.comparison import ReplicaRow
     from deltachain.control.client.replica import ReplicaClient
     from deltachain.control.client.roster import ReplicaAnswer, Roster
-    from deltachain.replica.status import ReplicaStatus
+    from deltachain.status import Health, HealthLimits, Status
 
 
 STYLES: Final[dict[Health, str]] = {
@@ -302,8 +302,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
 
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client.comparison import HealthLimits
     from deltachain.control.client.roster import STATUS_S, Roster
+    from deltachain.status import HealthLimits
 
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} does not take a version")
@@ -355,15 +355,15 @@ def _entries(
     return parse_inventory(given)
 
 
-def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> ReplicaStatus:
+def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> Status:
     arguments = () if version is None else (version,)
-    answer: ReplicaStatus = getattr(client, verb.value)(*arguments)
+    answer: Status = getattr(client, verb.value)(*arguments)
     return answer
 
 
 def _round(
     roster: Roster,
-    question: Callable[[ReplicaClient], ReplicaStatus],
+    question: Callable[[ReplicaClient], Status],
     limits: HealthLimits,
     live: Live | None = None,
     *,

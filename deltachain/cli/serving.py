@@ -15,7 +15,7 @@ from deltachain.errors import ConfigError, DeltaChainError
 
 if TYPE_CHECKING:
     from deltachain.figures import Figure, FigureSource
-    from deltachain.replica.status import ReplicaStatus
+    from deltachain.status import Status
     from deltachain.subscribe import Subscriber
 
 
@@ -60,7 +60,7 @@ def shown_follower(
         else:
             tally.failures += 1
 
-    def status() -> ReplicaStatus:
+    def status() -> Status:
         return follower_status(
             subscriber, given, engine=engine, trouble=trouble, unready=why_unready()
         )
@@ -80,7 +80,7 @@ def shown_follower(
 def shown(
     address: str | None,
     source: FigureSource,
-    status: Callable[[], ReplicaStatus],
+    status: Callable[[], Status],
     *,
     place: str,
     chains: Sequence[str],

@@ -13,7 +13,7 @@ from typing_extensions import override
 from deltachain.control.client.http import Http, bearer, read, secret
 from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ControlPlaneError
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 from deltachain.threads import Closeable
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
@@ -50,13 +50,13 @@ class ReplicaClient(Closeable):
         self.url = self._http.url
         self._prefix = ""
 
-    def status(self) -> ReplicaStatus:
+    def status(self) -> Status:
         """Return the version the replica holds, and its health.
 
         Raises:
             ControlPlaneError: The server did not answer, or refused; the same for all methods.
         """
-        return self._ask("GET", "status", ReplicaStatus)
+        return self._ask("GET", "status", Status)
 
     def ready(self) -> Ready:
         """Return whether the replica is ready for requests, and the reason if not."""
@@ -66,11 +66,11 @@ class ReplicaClient(Closeable):
         """Return metrics in the Prometheus text format."""
         return self._send("GET", "metrics", None).text
 
-    def stage(self, version: Version | None = None) -> ReplicaStatus:
+    def stage(self, version: Version | None = None) -> Status:
         """Fetch and verify a version while the engine generates."""
         return self._tell("stage", version)
 
-    def update(self, version: Version | None = None, *, manifest: str = "") -> ReplicaStatus:
+    def update(self, version: Version | None = None, *, manifest: str = "") -> Status:
         """Update to a version or to the head; return once it is held.
 
         Args:
@@ -80,23 +80,23 @@ class ReplicaClient(Closeable):
         """
         return self._tell("update", version, manifest)
 
-    def rollback(self, version: Version | None = None) -> ReplicaStatus:
+    def rollback(self, version: Version | None = None) -> Status:
         """Go back to a version, the previous one by default, and stay there until ``release``."""
         return self._tell("rollback", version)
 
-    def release(self) -> ReplicaStatus:
+    def release(self) -> Status:
         """Unpin the replica after a rollback, so that it follows the head again."""
         return self._tell("release")
 
-    def pause(self) -> ReplicaStatus:
+    def pause(self) -> Status:
         """Stop generation until ``resume``."""
         return self._tell("pause")
 
-    def resume(self) -> ReplicaStatus:
+    def resume(self) -> Status:
         """Resume generation."""
         return self._tell("resume")
 
-    def scrub(self) -> ReplicaStatus:
+    def scrub(self) -> Status:
         """Verify the state digest of the live weights."""
         return self._tell("scrub")
 
@@ -109,12 +109,10 @@ class ReplicaClient(Closeable):
         for key, token in product(self._keys.current or ("",), self._tokens.current or ("",)):
             yield bearer(key or token) | ({TOKEN_HEADER: token} if token else {})
 
-    def _tell(
-        self, route: str, version: Version | None = None, manifest: str = ""
-    ) -> ReplicaStatus:
+    def _tell(self, route: str, version: Version | None = None, manifest: str = "") -> Status:
         body: dict[str, Any] = {} if version is None else {"version": version}
         body |= {"manifest": manifest} if manifest else {}
-        return self._ask("POST", route, ReplicaStatus, body)
+        return self._ask("POST", route, Status, body)
 
     def _ask(
         self, method: str, route: str, kind: type[_T], body: dict[str, Any] | None = None

@@ -21,7 +21,7 @@ from deltachain.control.client.inventory import (
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.errors import ControlPlaneError, DeltaChainError
 from deltachain.presence.record import PresenceFound
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ STATUS_S: Final = 5.0
 LATE: Final = "it may hang, or be busy: its log may say more"
 """Hint for a replica that takes too long."""
 
-ReplicaAnswer: TypeAlias = ReplicaStatus | PresenceFound | DeltaChainError
+ReplicaAnswer: TypeAlias = Status | PresenceFound | DeltaChainError
 """What a replica answered or wrote of itself, or why there is nothing."""
 
 _T = TypeVar("_T")
@@ -87,7 +87,7 @@ class Roster(Closeable):
         return tuple(self._boards)
 
     def ask(
-        self, question: Callable[[ReplicaClient], ReplicaStatus]
+        self, question: Callable[[ReplicaClient], Status]
     ) -> Iterator[tuple[str, ReplicaAnswer]]:
         """Ask every replica a question; yield address and answer, each as soon as it is there.
 
@@ -109,7 +109,7 @@ class Roster(Closeable):
                     self._resolved[url] = self._resolved.get(url) or self._connect(url)
                     found[url] = self._resolved[url]
         self._forget(found.keys())
-        calls: dict[str, Callable[[], ReplicaStatus | Mapping[str, Presence]]] = {}
+        calls: dict[str, Callable[[], Status | Mapping[str, Presence]]] = {}
         calls.update({url: partial(question, one) for url, one in found.items()})
         calls.update({url: board.look for url, board in self._boards.items()})
         for url, answer in self._at_once(calls):

@@ -21,7 +21,6 @@ from deltachain.errors import ControlPlaneError
 from deltachain.figures import Figure
 from deltachain.format.json_guards import decode
 from deltachain.presence.writer import PresenceWriter
-from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from deltachain.threads import started
 from deltachain.tokens import Tokens
@@ -116,7 +115,7 @@ class Control:
     def figures(self) -> Iterator[Figure]:
         """Yield the figures of the replica, from memory; none if the server follows no chain."""
         if self.leader is not None:
-            yield from replica_figures(self.leader)
+            yield from self.leader.figures()
         if self.presence is not None:
             yield from self.presence.figures()
 

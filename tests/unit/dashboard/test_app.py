@@ -232,7 +232,7 @@ def test_replicas_of_a_board_stay_while_it_cannot_be_read(chain: Chain, tmp_path
         store.down = True
         eventually(lambda: board.url in watcher.engines)
         here, board_itself = watcher.overview().reports
-        assert (here.engine, here.version, here.trouble) == (f"{board.url}/here", 29, "")
+        assert (here.engine, here.status.version, here.trouble) == (f"{board.url}/here", 29, "")
         assert board_itself.trouble
         store.down = False
         eventually(lambda: watcher.engines == (f"{board.url}/here",))

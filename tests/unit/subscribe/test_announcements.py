@@ -7,12 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.control.client.comparison import MAX_SILENCE_S
-from deltachain.dashboard.alerts import AlertLimits
 from deltachain.errors import StoreUnavailableError
 from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.retry import between_polls
+from deltachain.status import HealthLimits
 from deltachain.store import MemoryStore
 from deltachain.store.base import Feed, OnChange
 from deltachain.store.hf.store import _POLL_S
@@ -91,8 +90,9 @@ def test_polls_are_rare_while_the_feed_tells_what_they_find(told: Told) -> None:
 
 def test_rare_polls_of_the_hub_are_no_silence_that_alarms_anybody() -> None:
     longest = between_polls(RARE * _POLL_S).first_s
-    assert longest < MAX_SILENCE_S
-    assert longest < AlertLimits().max_silence_s
+    silence_s = HealthLimits().silence_s
+    assert silence_s is not None
+    assert longest < silence_s
 
 
 def test_polls_are_as_often_as_ever_without_a_live_feed(told: Told) -> None:
