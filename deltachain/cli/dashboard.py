@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from deltachain.control.client.replica import ReplicaClient
+    from deltachain.control.replica_client import ReplicaClient
 
 QUESTION_S = 5.0
 """Timeout of a question to a replica, in seconds."""
@@ -77,8 +77,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     """
     import uvicorn
 
-    from deltachain.control.client.inventory import parse_inventory, split_boards, split_entries
-    from deltachain.control.client.roster import Roster
+    from deltachain.control.roster import Roster, parse_inventory, split_boards, split_entries
     from deltachain.dashboard.app import create_app
     from deltachain.dashboard.chain_index import ChainIndex
     from deltachain.dashboard.connections import limited
@@ -125,7 +124,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
 
 
 def _clients(engines: Sequence[str], token: str | Path, key: str | Path) -> list[ReplicaClient]:
-    from deltachain.control.client.replica import ReplicaClient
+    from deltachain.control.replica_client import ReplicaClient
 
     return [ReplicaClient(engine, token=token, key=key, timeout_s=QUESTION_S) for engine in engines]
 
@@ -137,7 +136,7 @@ def _bound(listen: str, token: str | Path) -> socket.socket:
         ConfigError: The address is invalid or cannot be bound, or others can connect to it and
             there is no token.
     """
-    from deltachain.control.server.auth import LOOPBACK
+    from deltachain.control.server import LOOPBACK
     from deltachain.metrics import parse_address
 
     host, port = parse_address(listen)

@@ -29,9 +29,9 @@ from deltachain.errors import ConfigError, ControlPlaneError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from deltachain.control.client.comparison import ReplicaRow
-    from deltachain.control.client.replica import ReplicaClient
-    from deltachain.control.client.roster import ReplicaAnswer, Roster
+    from deltachain.control.comparison import ReplicaRow
+    from deltachain.control.replica_client import ReplicaClient
+    from deltachain.control.roster import ReplicaAnswer, Roster
     from deltachain.status import Health, HealthLimits, Status
 
 
@@ -302,7 +302,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
 
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client.roster import STATUS_S, Roster
+    from deltachain.control.roster import STATUS_S, Roster
     from deltachain.status import HealthLimits
 
     if version is not None and verb not in VERSIONED:
@@ -337,7 +337,7 @@ def _entries(
     Raises:
         ConfigError: There are none, or both of the first two.
     """
-    from deltachain.control.client.inventory import parse_inventory, read_inventory
+    from deltachain.control.roster import parse_inventory, read_inventory
 
     if engines and inventory is not None:
         raise ConfigError("addresses and --inventory exclude each other", hint="give one of them")
@@ -370,7 +370,7 @@ def _round(
     as_json: bool,
 ) -> list[ReplicaRow]:
     """Ask all replicas once; draw rows as they come, or write one JSON object at the end."""
-    from deltachain.control.client.comparison import compare
+    from deltachain.control.comparison import compare
 
     answers: dict[str, ReplicaAnswer] = {}
     if as_json:

@@ -7,7 +7,7 @@ from typing import Final
 
 import msgspec
 
-from deltachain.control.client.roster import ReplicaAnswer
+from deltachain.control.roster import ReplicaAnswer
 from deltachain.dashboard.phases import replica_phases
 from deltachain.errors import DeltaChainError
 from deltachain.redact import printable

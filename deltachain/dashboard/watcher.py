@@ -13,8 +13,8 @@ from typing import Final
 
 from typing_extensions import override
 
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import ReplicaAnswer, Roster
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import ReplicaAnswer, Roster
 from deltachain.dashboard.alerts import MAX_LAG, Alert, alerts, newest_known
 from deltachain.dashboard.chain_index import ChainIndex, ChainView
 from deltachain.dashboard.phases import PhaseTrack

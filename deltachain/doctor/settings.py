@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltachain.chain.trust import SigningKey, Trust
-from deltachain.control.client.http import make_client
-from deltachain.control.client.inventory import parse_inventory
+from deltachain.control.replica_client import make_client
+from deltachain.control.roster import parse_inventory
 from deltachain.doctor.finding import Finding, failed, note, ok
 from deltachain.environment import FROM_FILE, PREFIX, mistakes, read
 from deltachain.errors import ConfigError

@@ -13,7 +13,7 @@ import pytest
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.dashboard.app import create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher

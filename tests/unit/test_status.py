@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any, Final
@@ -32,15 +32,18 @@ COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
     ">": operator.gt,
 }
 
+MORE: Final[Sequence[dict[str, Any]]] = (
+    {},
+    {"silence_s": 60.0},
+    {"silence_s": 61.0},
+    {"ready": False, "reason": "paused"},
+)
+
 STATUSES: Final = [
     status(version, head=7, following=following, pinned=pinned, poisoned=poisoned, **more)
-    for version, following, pinned, poisoned, more in product(
-        (7, 3, 2, None),
-        (True, False),
-        (True, False),
-        (True, False),
-        ({}, {"silence_s": 60.0}, {"silence_s": 61.0}, {"ready": False, "reason": "paused"}),
-    )
+    for version in (7, 3, 2, None)
+    for following, pinned, poisoned in product((True, False), repeat=3)
+    for more in MORE
 ]
 
 

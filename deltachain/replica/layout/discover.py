@@ -14,13 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.classes import ON_HOST, Classified, TensorClass
 from deltachain.replica.layout.derived import find_derived
-from deltachain.replica.layout.engine_loads import (
-    decide_remaining,
-    find_untestable,
-    try_loading,
-    try_reloading,
-)
 from deltachain.replica.layout.findings import Findings, distinct, from_recording, require_classes
 from deltachain.replica.layout.fresh_load import find_comparable
 from deltachain.replica.layout.in_place import (
@@ -31,12 +26,22 @@ from deltachain.replica.layout.in_place import (
     verify_in_place,
     verify_uniform,
 )
-from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import undisturbed
-from deltachain.replica.layout.model_state import ModelState, restore_outputs
+from deltachain.replica.layout.model_state import (
+    RELOADS,
+    LoadGroup,
+    LoadMethod,
+    ModelState,
+    restore_outputs,
+)
 from deltachain.replica.layout.recorder import record
-from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
+from deltachain.replica.layout.reloads import (
+    decide_remaining,
+    find_untestable,
+    try_loading,
+    try_reloading,
+)
 from deltachain.replica.windows import Placement
 
 

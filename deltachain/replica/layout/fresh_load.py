@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import WeightsFactory
 from deltachain.replica.layout.members import (
     is_opaque,
@@ -26,6 +25,7 @@ from deltachain.replica.layout.members import (
     storage_id,
     tensors_in,
 )
+from deltachain.replica.layout.model_state import RELOADS, LoadGroup, LoadMethod
 from deltachain.types import TensorSpec
 
 TOGETHER: Final = 32 << 20

@@ -11,12 +11,10 @@ from typing import Final
 
 import torch
 
-from deltachain.replica.layout.findings import Findings, components
-from deltachain.replica.layout.links import Links, all_layers, links_of
-from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.findings import Findings, Links, all_layers, components, links_of
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, mixed
-from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.trial import holds_bits, write_bits
+from deltachain.replica.layout.model_state import ModelState, load_with
+from deltachain.replica.layout.reloads import holds_bits, write_bits
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import WIRE_NAMES

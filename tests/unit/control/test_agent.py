@@ -17,9 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Mount
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.control.sidecar.adapters import AdapterServer
-from deltachain.control.sidecar.agent import Agent
-from deltachain.control.sidecar.reload import ReloadServer
+from deltachain.control.agent import AdapterServer, Agent, ReloadServer
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore

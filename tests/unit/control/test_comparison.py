@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.control.client.comparison import (
+from deltachain.control.comparison import (
     ReplicaRow,
     compare,
     newest_seen,

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.control.client.comparison import compare
-from deltachain.control.client.fleet import Fleet
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import ReplicaAnswer
+from deltachain.control.comparison import compare
+from deltachain.control.fleet import Fleet
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import ChainError, ControlPlaneError, StoreWentBackError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader

@@ -9,8 +9,8 @@ from threading import Event
 
 import pytest
 
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import Roster
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import Roster
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.status import Status
 from tests.unit.control.statuses import status

@@ -10,9 +10,9 @@ from threading import Semaphore
 
 import pytest
 
-from deltachain.control.client.comparison import ReplicaRow, compare
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import Roster
+from deltachain.control.comparison import ReplicaRow, compare
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import Roster
 from deltachain.errors import ControlPlaneError, DeltaChainError, MalformedError
 from deltachain.presence import board as module
 from deltachain.presence.board import PresenceBoard

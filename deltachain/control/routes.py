@@ -21,7 +21,7 @@ from deltachain.control.schemas import (
     answers,
     schema_of,
 )
-from deltachain.control.server.auth import (
+from deltachain.control.server import (
     Allowed,
     Asked,
     Control,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from typing_extensions import override
 
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.retry import Backoff
 from deltachain.status import Status

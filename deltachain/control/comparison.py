@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
-from deltachain.control.client.roster import ReplicaAnswer
+from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import DeltaChainError
 from deltachain.presence.record import PresenceFound
 from deltachain.status import Health, HealthLimits, Status, complaints
