@@ -1,4 +1,4 @@
-"""Sidecar agent: keeps a folder at the head and makes a stock server load it.
+"""Agent: keeps a folder at the head and makes a stock server load it.
 
 For servers without deltachain, and for adapters, which servers load from folders anyway.
 """
@@ -21,7 +21,6 @@ from deltachain.checkpoint import HELD_FILE, read_assets
 from deltachain.control.replica_client import Http, bearer, read, secret
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.format.documents import parse
-from deltachain.redact import redacted_url
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
 from deltachain.subscribe.targets.base import HeldVersion
@@ -37,7 +36,7 @@ LOOK_S: Final = 10.0
 """Timeout of a question, in seconds: an engine answers while it generates, unless it hangs."""
 
 
-class EngineClient:
+class EngineClient(Http):
     """HTTP client of a stock vLLM or SGLang server.
 
     Args:
@@ -52,60 +51,46 @@ class EngineClient:
     """
 
     def __init__(self, url: str, *, key: str | Path, timeout_s: float, hint: str) -> None:
-        self._keys = secret(key, "server's API key")
-        self._http = Http(url, self._credentials, timeout_s=timeout_s)
+        keys = secret(key, "server's API key")
+        super().__init__(url, lambda: map(bearer, keys.current or ("",)), timeout_s=timeout_s)
         self._hint = hint
 
-    def tell(self, path: str, body: Mapping[str, object] | None = None) -> None:
-        """Send a POST request; the body of the response is ignored.
+    def tell(
+        self, path: str, body: Mapping[str, object] | None = None, *, method: str = "POST"
+    ) -> httpx.Response:
+        """Send a request; a GET is answered in ``LOOK_S``.
 
         Raises:
             ControlPlaneError: The server refused or did not answer; the same for all methods.
         """
-        self._succeed("POST", path, body)
-
-    def ask(
-        self, method: str, path: str, kind: type[_T], body: Mapping[str, object] | None = None
-    ) -> _T:
-        """Send a request and parse the response; a GET is answered in ``LOOK_S``."""
-        timeout_s = LOOK_S if method == "GET" else None
-        found = read(self._succeed(method, path, body, timeout_s), kind)
-        if found is None:
-            raise ControlPlaneError(f"{self._http.url}: unexpected response body from {path}")
-        return found
-
-    def has(self, path: str) -> bool:
-        """Return whether a GET route exists at a path.
-
-        Raises:
-            ControlPlaneError: The server answered neither yes nor no, as a proxy does before it.
-        """
-        answer = self._http.request("GET", path, timeout_s=LOOK_S)
-        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
-            raise self._refused(path, answer)
-        return answer.is_success
-
-    def close(self) -> None:
-        """Close the connection; idempotent."""
-        self._http.close()
-
-    def _credentials(self) -> Iterator[Mapping[str, str]]:
-        return map(bearer, self._keys.current or ("",))
-
-    def _succeed(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, object] | None,
-        timeout_s: float | None = None,
-    ) -> httpx.Response:
-        answer = self._http.request(method, path, body, timeout_s=timeout_s)
+        answer = self.request(method, path, body, timeout_s=LOOK_S if method == "GET" else None)
         if not answer.is_success:
             raise self._refused(path, answer)
         return answer
 
+    def ask(
+        self,
+        path: str,
+        kind: type[_T],
+        body: Mapping[str, object] | None = None,
+        *,
+        method: str = "GET",
+    ) -> _T:
+        """Send a request and parse the response."""
+        found = read(self.tell(path, body, method=method), kind)
+        if found is None:
+            raise ControlPlaneError(f"{self.url}: unexpected response body from {path}")
+        return found
+
+    def has(self, path: str) -> bool:
+        """Return whether a GET route exists at a path; a proxy may answer neither yes nor no."""
+        answer = self.request("GET", path, timeout_s=LOOK_S)
+        if not answer.is_success and answer.status_code != httpx.codes.NOT_FOUND:
+            raise self._refused(path, answer)
+        return answer.is_success
+
     def _refused(self, path: str, answer: httpx.Response) -> ControlPlaneError:
-        about = f"{self._http.url} answered {answer.status_code} to {path}"
+        about = f"{self.url} answered {answer.status_code} to {path}"
         return ControlPlaneError(f"{about}: {answer.text[:300]}", hint=self._hint)
 
 
@@ -194,7 +179,6 @@ class Agent(Closeable):
 
     @override
     def close(self) -> None:
-        """Release store, folder and connection; idempotent."""
         self._server.close()
         self.subscriber.close()
 
@@ -220,33 +204,23 @@ class Agent(Closeable):
         self._serves, self._loaded = held, last
 
 
-# For engines without the deltachain extension. The pause lasts as long as a load, and the loaded
-# weights are not verified.
+class _Answer(msgspec.Struct, frozen=True):
+    """What engines say of their weights, and SGLang of a load."""
+
+    weight_version: str | None = None
+    success: bool = False
+    message: str = ""
 
 
-RELOAD_S: Final = 1800.0
-
-RELOAD_HINT: Final = (
-    "start vLLM with VLLM_SERVER_DEV_MODE=1, on the loopback interface, since its routes then need "
-    "no password; pass the API key of an SGLang server that has one"
-)
-
-
-class Loader(Protocol):
-    """Reload of a checkpoint in one kind of engine."""
-
-    def named(self) -> str | None:
-        """Return the server's name of its current weights."""
-
-    def is_paused(self) -> bool:
-        """Return whether the server is paused, as far as it tells."""
-
-    def load(self, folder: Path, version: Version) -> None:
-        """Pause, load, name and resume; a failure leaves the server paused."""
+class _Paused(msgspec.Struct, frozen=True):
+    is_paused: bool
 
 
 class ReloadServer(Reader):
-    """A stock vLLM or SGLang server that reloads each version as a whole.
+    """A stock vLLM or SGLang server that loads each version as a whole, without a proof.
+
+    It is paused as long as a load takes, and stays paused after one that failed. SGLang with
+    several ranks may report success although one of them failed.
 
     Args:
         url: Address of the server, which must see the folder; it may start later.
@@ -254,121 +228,70 @@ class ReloadServer(Reader):
     """
 
     def __init__(self, url: str, *, key: str | Path = "") -> None:
-        self._client = EngineClient(url, key=key, timeout_s=RELOAD_S, hint=RELOAD_HINT)
-        self._url = redacted_url(url)
-        self._loader: Loader | None = None
+        self._client = EngineClient(
+            url,
+            key=key,
+            timeout_s=1800.0,
+            hint="start vLLM with VLLM_SERVER_DEV_MODE=1, on the loopback interface, since its "
+            "routes then need no password; pass the API key of an SGLang server that has one",
+        )
+        self._is_sglang: bool | None = None
         self._loaded: Version | None = None
 
     @override
     def has(self, folder: Path, version: Version) -> bool:
         if self._loaded != version:
             return False
-        loader = self._find()
+        route = "/model_info" if self._finds_sglang() else "/weight_info"
         try:
-            if loader.named() != str(version):
+            if self._client.ask(route, _Answer).weight_version != str(version):
                 return False
         except ControlPlaneError:
-            self._loader = None  # a server of the other kind may have come up in its place
+            self._is_sglang = None  # a server of the other kind may have come up in its place
             raise
-        if loader.is_paused():
+        if self._is_paused():
             raise ControlPlaneError(
-                f"{self._url} has version {version} and is paused by another client",
+                f"{self._client.url} has version {version} and is paused by another client",
                 hint="resume it: POST /resume",
             )
         return True
 
+    @override
     def load(self, folder: Path, version: Version) -> None:
-        """Pause, load and resume; a failure leaves the server paused. See :class:`Reader`."""
-        loader, self._loader, self._loaded = self._find(), None, None
-        loader.load(folder.absolute(), version)
-        self._loader, self._loaded = loader, version
+        is_sglang, self._is_sglang, self._loaded = self._finds_sglang(), None, None
+        (self._load_sglang if is_sglang else self._load_vllm)(str(folder.absolute()), str(version))
+        self._is_sglang, self._loaded = is_sglang, version
 
+    @override
     def close(self) -> None:
-        """Close the connection; idempotent."""
         self._client.close()
 
-    def _find(self) -> Loader:
-        if self._loader is None:
-            is_sglang = self._client.has("/model_info")  # vLLM has no such route
-            self._loader = (SglangLoader if is_sglang else VllmLoader)(self._client)
-        return self._loader
+    def _is_paused(self) -> bool:
+        if self._is_sglang or not self._client.has("/is_paused"):
+            return False  # no route tells
+        return self._client.ask("/is_paused", _Paused).is_paused
 
+    def _finds_sglang(self) -> bool:
+        if self._is_sglang is None:
+            self._is_sglang = self._client.has("/model_info")  # vLLM has no such route
+        return self._is_sglang
 
-class Named(msgspec.Struct, frozen=True):
-    """Reply with the name of an engine's weights."""
-
-    weight_version: str | None = None
-
-
-class PausedReply(msgspec.Struct, frozen=True):
-    """Reply of vLLM to the question whether it is paused."""
-
-    is_paused: bool
-
-
-class ReloadReply(msgspec.Struct, frozen=True):
-    """Reply of SGLang to a load."""
-
-    success: bool
-    message: str = ""
-
-
-class VllmLoader(Loader):
-    """Reload of vLLM in its development mode."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-        self._tells = client.has("/is_paused")
-
-    @override
-    def named(self) -> str | None:
-        return self._client.ask("GET", "/weight_info", Named).weight_version
-
-    @override
-    def is_paused(self) -> bool:
-        return self._tells and self._client.ask("GET", "/is_paused", PausedReply).is_paused
-
-    @override
-    def load(self, folder: Path, version: Version) -> None:
+    def _load_vllm(self, folder: str, name: str) -> None:
         tell = self._client.tell
         tell("/pause?mode=keep&clear_cache=true")
-        loading = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        tell("/collective_rpc", loading)
+        tell("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}})
         tell("/reset_prefix_cache?reset_running_requests=true")
-        tell("/update_weight_version", {"new_version": str(version)})
+        tell("/update_weight_version", {"new_version": name})
         tell("/resume")
 
-
-class SglangLoader(Loader):
-    """Reload of SGLang. With several ranks it may report success although one of them failed."""
-
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    @override
-    def named(self) -> str | None:
-        return self._client.ask("GET", "/model_info", Named).weight_version
-
-    @override
-    def is_paused(self) -> bool:
-        return False  # no route tells
-
-    @override
-    def load(self, folder: Path, version: Version) -> None:
+    def _load_sglang(self, folder: str, name: str) -> None:
         self._client.tell("/pause_generation", {"mode": "retract"})
-        loading = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
-        done = self._client.ask("POST", "/update_weights_from_disk", ReloadReply, loading)
+        loading = {"model_path": folder, "weight_version": name, "flush_cache": True}
+        route = "/update_weights_from_disk"
+        done = self._client.ask(route, _Answer, loading, method="POST")
         if not done.success:
             raise ControlPlaneError(f"SGLang did not load {folder}: {done.message}")
         self._client.tell("/continue_generation", {})
-
-
-ADAPTER_S: Final = 120.0
-
-ADAPTER_HINT: Final = (
-    "start vLLM with --enable-lora --max-lora-rank R --max-loras N, and "
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-)
 
 
 class _Model(msgspec.Struct, frozen=True):
@@ -379,8 +302,6 @@ class _Model(msgspec.Struct, frozen=True):
 
 
 class _Models(msgspec.Struct, frozen=True):
-    """All models and adapters of vLLM."""
-
     data: list[_Model]
 
 
@@ -404,16 +325,18 @@ class AdapterServer(Reader):
         if not re.fullmatch(r"[\w.-]+", name) or keep < 1:
             raise ConfigError(f"{name!r}, keep={keep}: expected a plain name, and 1 or more")
         self._name, self._folder, self._keep = name, folder.absolute(), keep
-        self._client = EngineClient(url, key=key, timeout_s=ADAPTER_S, hint=ADAPTER_HINT)
+        self._client = EngineClient(
+            url,
+            key=key,
+            timeout_s=120.0,
+            hint="start vLLM with --enable-lora --max-lora-rank R --max-loras N, and "
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+        )
 
     def loaded(self) -> dict[Version, Path]:
-        """Return the folders of loaded adapters by version, oldest first.
-
-        Raises:
-            ControlPlaneError: The server does not answer.
-        """
+        """Return the folders of loaded adapters by version, oldest first."""
         found: dict[Version, Path] = {}
-        for model in self._client.ask("GET", "/v1/models", _Models).data:
+        for model in self._client.ask("/v1/models", _Models).data:
             match = re.fullmatch(rf"{re.escape(self._name)}-v(\d{{1,18}})", model.id, re.ASCII)
             if match:
                 found[int(match[1])] = Path(model.root or "")
@@ -423,8 +346,8 @@ class AdapterServer(Reader):
     def has(self, folder: Path, version: Version) -> bool:
         return self.loaded().get(version) == self._place(folder, version)
 
+    @override
     def load(self, folder: Path, version: Version) -> None:
-        """Load the version in a folder and unload the oldest; see :class:`Reader`."""
         loaded, lies = self.loaded(), self._place(folder, version)
         if version in loaded:  # of another run, or from a folder that was damaged then
             self._unload(version)
@@ -476,7 +399,6 @@ class AdapterServer(Reader):
 
 
 def _state_of(folder: Path) -> str:
-    """Return the state digest of a folder."""
     file = folder / HELD_FILE
     held = parse(file.read_bytes(), HeldFile, key=str(file)).held
     if held is None:
