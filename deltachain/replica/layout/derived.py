@@ -44,8 +44,7 @@ def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings
     """Distinguish constants from derived tensors; the sources of the latter must be reloaded.
 
     Raises:
-        TensorMismatchError: A live tensor depends on unknown tensors of the checkpoint, or cannot
-            be tested.
+        TensorMismatchError: A live tensor depends on unknown tensors, or cannot be tested.
     """
     search = _Search(state, source, findings)
     left = search.uncovered | search.left_behind()
@@ -62,7 +61,6 @@ def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings
 
 
 def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[str]]) -> Findings:
-    """Record the sources of derived tensors, whose modules must follow these sources as well."""
     layers, derived = dict(findings.loaded_into), dict(findings.derived)
     reasons: dict[str, str] = {}
     for live, names in made.items():
@@ -75,7 +73,6 @@ def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[
 
 
 def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[str]]:
-    """Return the checkpoint tensors that are the sources of each derived one."""
     made: dict[str, set[str]] = {live: set() for live in derived}
     for scopes in _outwards(search, derived):
         wanted = [scopes[live] for live in scopes if not made[live]]
@@ -122,7 +119,6 @@ class _Search:
         self.uncovered = _uncovered(state, findings, self.all_links)
 
     def ignore_unstable(self) -> None:
-        """From now on, ignore live tensors that change even if the same bits are loaded again."""
         self.ignoring = True
         for method in (*RELOADS, "loaded"):
             found = self._load(method, self.groups, frozenset())
@@ -130,11 +126,7 @@ class _Search:
                 self.unstable[method] = found
 
     def expect_stable(self, constants: frozenset[str]) -> None:
-        """Refuse tensors that look constant only because every load changes them.
-
-        Raises:
-            TensorMismatchError: A tensor changes in every load of the same bits, and was ignored.
-        """
+        """Refuse tensors that look constant only because every load changes them."""
         every = iter(self.unstable.values())
         for live in sorted(constants.intersection(next(every, frozenset()), *every)):
             raise TensorMismatchError(
@@ -143,11 +135,7 @@ class _Search:
             )
 
     def expect_loaded(self, constants: frozenset[str]) -> None:
-        """Refuse tensors that a layer with weights computed at run time; loads do not update them.
-
-        Raises:
-            TensorMismatchError: There is such a tensor.
-        """
+        """Refuse what a layer with weights computed at run time; loads do not update it."""
         linked = frozenset().union(*self.links.values())
         linked |= {layer.rpartition(".")[0] for layer in linked}
         for live in sorted(constants & self.state.model.made_by_running()):
@@ -172,7 +160,6 @@ class _Search:
         return found or frozenset()
 
     def _left_behind(self, groups: list[list[str]]) -> frozenset[str] | None:
-        """Do ``left_behind`` for some groups; ``None`` if a method cannot load them."""
         names = frozenset(name for group in groups for name in group)
         repacked = self._load("repacked", groups, names) if names else frozenset()
         reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
@@ -185,9 +172,6 @@ class _Search:
             names: Names of the tensors with other bits.
             whole: Whether to load everything, not only the groups of these tensors: a layer may
                 create a tensor from the weights of another layer.
-
-        Raises:
-            TensorMismatchError: Every load method of the engine fails.
         """
         changed = frozenset(names)
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
@@ -207,7 +191,6 @@ class _Search:
     def _follow(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        """Return the changes by one load method, except those that it makes in any case."""
         found = self._load(method, groups, changed)
         if found and self.ignoring and method not in self.unstable:
             # Not everything can be loaded at once by this method.
@@ -215,15 +198,10 @@ class _Search:
         return found
 
     def expect_made(self, constants: frozenset[str]) -> None:
-        """Refuse tensors that are unchanged only because no load was seen to create them again.
+        """Refuse constants that are unchanged only because no load was seen to create them again.
 
-        Args:
-            constants: Live tensors that no load changed.
-
-        Raises:
-            TensorMismatchError: A layer with processing that is not empty was not processed again
-                in any load, although tensors are loaded into it, or it computes from memory that
-                cannot be inspected.
+        A layer with processing that is not empty was not processed again in any load, although
+        tensors are loaded into it, or it computes from memory that cannot be inspected.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
         doubtful = (linked & self.state.processed) - self.made_anew - idle(self.state.modules)
@@ -249,10 +227,7 @@ class _Search:
         )
 
     def _digests_after(self, method: LoadMethod) -> Mapping[str, bytes]:
-        """Return digests of the live tensors that change when other bits of all tensors are loaded.
-
-        Empty if the engine cannot load by this method.
-        """
+        """Return digests of what a load of other bits changes; empty if there is no such load."""
         state, source = self.state, self.source
         load = partial(load_with, state.model, method, frozenset())
         try:
@@ -265,7 +240,6 @@ class _Search:
             state.put_back(partial(load, source.clones(source.present)))
 
     def _uncovered_packed(self) -> frozenset[str]:
-        """Return the uncovered tensors in layers that a load alone does not process."""
         processed = self.state.model.processed()
         return frozenset(n for n in self.uncovered if _module(self.state, n) in processed)
 
@@ -294,12 +268,10 @@ class _Search:
 
 
 def _beyond(state: ModelState, links: Links) -> frozenset[str]:
-    """Return processed layers with outputs, but without any known loaded tensor."""
     return (frozenset(state.outputs) & state.processed) - all_layers(links, links)
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
-    """Return live tensors, numbers and outputs that come from no checkpoint tensor."""
     filled = state.memory.tied(all_layers(links, findings.reload_only))
     holders = MemoryIndex(state.tensors.items())
     places = [place for name in findings.in_place() for place in findings.placements[name]]
@@ -337,7 +309,6 @@ def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str,
 
 
 def _module(state: ModelState, live: str) -> str:
-    """Return the module of a live tensor, a number or an output."""
     if live.endswith("()"):
         return live.removesuffix("()")
     return layer_of(live, state.modules)
@@ -363,9 +334,6 @@ def find_unused(
 
     Returns:
         Reason why each tensor is not proven to be unused; empty for an unused one.
-
-    Raises:
-        EngineDamagedError: Outputs of the model have changed, and cannot be restored.
     """
     wanted, groups = list(names), layout.groups
     if state.opaque:

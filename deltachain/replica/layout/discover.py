@@ -68,17 +68,14 @@ class Layout:
     idle: frozenset[str] = frozenset()
 
     def comparing(self, compared: Container[str]) -> Layout:
-        """Return the layout with the comparable groups that have the given tensors alone."""
         kept = {g for g in self.comparable if all(name in compared for name in g.names)}
         return replace(self, comparable=frozenset(kept))
 
     @property
     def layers(self) -> frozenset[str]:
-        """Layers that the engine loads into."""
         return frozenset().union(*(group.layers for _, group in self.groups))
 
     def report(self) -> dict[str, Classified]:
-        """Return the class of each tensor, for the leader."""
         reloaded = (group for method, group in self.groups if method in RELOADS)
         groups = {name: group for group in reloaded for name in group.names}
         return {
@@ -155,11 +152,7 @@ def _decide(
 
 
 def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
-    """Find the placements again in an engine that replaced its tensors, whatever their content.
-
-    Raises:
-        TensorMismatchError: The layout has changed.
-    """
+    """Find the placements again in an engine that replaced its tensors, whatever their content."""
     recording = record(model.load, source.loaded.values(), model.modules())
     found: dict[str, list[Placement]] = {name: [] for name in source.specs}
     for here, places in recording.places.items():

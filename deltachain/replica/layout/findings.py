@@ -44,7 +44,6 @@ def components(
 
 
 def distinct(places: Iterable[Placement]) -> list[Placement]:
-    """Return the placements without duplicates, which come from tied names."""
     found: dict[object, Placement] = {}
     for place in places:
         found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
@@ -91,7 +90,6 @@ class Findings:
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
 
     def in_place(self) -> list[str]:
-        """Return the tensors that may be written in place, as far as is known."""
         return [n for n, found in self.placements.items() if found and n not in self.reasons]
 
     def not_in_place(self, reasons: Mapping[str, str]) -> Findings:
@@ -100,12 +98,10 @@ class Findings:
         return replace(self, reasons={**self.reasons, **new})
 
     def only_reloaded(self, reasons: Mapping[str, str]) -> Findings:
-        """Record why only a reload of their layers can update tensors."""
         return replace(self.not_in_place(reasons), reload_only=self.reload_only.union(reasons))
 
 
 def from_recording(state: ModelState, source: LoadedCheckpoint, recording: Recording) -> Findings:
-    """Return the first findings, from the recorded writes of the loader."""
     owner = source.owner
     placements: dict[str, list[Placement]] = {name: [] for name in source.specs}
     for here, found in recording.places.items():
@@ -146,7 +142,6 @@ Links = Mapping[str, frozenset[str]]
 def links_of(
     state: ModelState, source: LoadedCheckpoint, findings: Findings, names: Iterable[str]
 ) -> Links:
-    """Return the layers of some tensors, in the order of the given names."""
     return {name: _layers(state, source, findings, name) for name in names}
 
 
@@ -176,7 +171,6 @@ def _with_sharers(
 
 
 def all_layers(links: Links, names: Iterable[str]) -> frozenset[str]:
-    """Return the union of the layers of some tensors."""
     return frozenset().union(*(links[name] for name in names))
 
 

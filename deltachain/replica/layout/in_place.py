@@ -52,7 +52,6 @@ def find_overlapping(findings: Findings) -> Findings:
 
 
 def _overlapping(sharing: list[tuple[str, Placement]]) -> list[str]:
-    """Return the tensors in one storage that share elements with an earlier one."""
     if len(sharing) == 1:
         return []
     live = sharing[0][1].live
@@ -122,7 +121,6 @@ def _write_others(
     names: Sequence[str],
     links: Links,
 ) -> dict[str, str]:
-    """Write tensors without common layers, and write them back; return why some failed."""
     layers = all_layers(links, names)
     for name in names:
         write_bits(findings.placements[name], source.other(name))

@@ -57,13 +57,8 @@ def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engi
 def probing_rows(row: Tensor, seed: int) -> Tensor:
     """Return a row, and rows with a single one each, at columns chosen by a seed.
 
-    Args:
-        row: Row without zeros, ``[1, columns]``.
-        seed: Seed of the choice.
-
-    Returns:
-        Rows of the same dtype on the same device, ``[1 + 16, columns]``, fewer if there are fewer
-        columns.
+    ``row`` has no zeros, and the shape ``[1, columns]``; the result ``[1 + 16, columns]``, with
+    fewer rows if there are fewer columns.
     """
     width = row.shape[1]
     chosen = torch.randperm(width, generator=torch.Generator().manual_seed(seed))[:COLUMNS]
@@ -113,9 +108,6 @@ def idle(modules: Mapping[str, nn.Module]) -> frozenset[str]:
 
     Engines inherit such an empty function in many quantisation methods. Layers inside a layer with
     any other processing are left out.
-
-    Args:
-        modules: All modules of a model, by name.
     """
     empty, acting = set[str](), set[str]()
     for name, layer in modules.items():
@@ -137,7 +129,6 @@ def _processing(layer: nn.Module) -> Iterator[object]:
 
 
 def _upwards(name: str) -> Iterator[str]:
-    """Yield the name of a layer, and those of the layers that it is in."""
     while name:
         yield name
         name = name.rpartition(".")[0]
@@ -255,11 +246,7 @@ class ModelState:
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
-        """Return live tensors whose bits or memory have changed, and changed numbers.
-
-        Args:
-            layers: Layers to inspect; all by default.
-        """
+        """Return live tensors whose bits or memory have changed, and changed numbers."""
         now = self.model.tensors()
         numbers = dict(_numbers(self.modules))
         return frozenset(
@@ -297,9 +284,6 @@ class ModelState:
     def expect_same(self, layers: frozenset[str] = frozenset()) -> None:
         """Refuse any changed bit, moved tensor or changed output.
 
-        Args:
-            layers: Layers to inspect; empty for all.
-
         Raises:
             TensorMismatchError: There is such a change.
         """
@@ -311,9 +295,8 @@ class ModelState:
     def put_back(self, load: Callable[[], object] | None = None) -> None:
         """Restore the members and bits of the model.
 
-        Args:
-            load: Function that loads the first bits, and may raise. It is called if outputs still
-                differ: loading may restore memory that cannot be inspected.
+        ``load`` loads the first bits, and may raise. It is called if outputs still differ: loading
+        may restore memory that cannot be inspected.
         """
         self._members.put_back()
         self.bits.put_back()
@@ -323,7 +306,6 @@ class ModelState:
             self.put_back()
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
-        """Return the layers whose output has changed."""
         wanted = layers & self.outputs.keys()
         now = self._compute(wanted)
         return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]
@@ -341,7 +323,6 @@ def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
 
 
 def layer_of(name: str, modules: Mapping[str, object]) -> str:
-    """Return the module that holds a live tensor, by the tensor's dotted name."""
     layer = name
     while layer:
         layer = layer.rpartition(".")[0]
@@ -351,7 +332,6 @@ def layer_of(name: str, modules: Mapping[str, object]) -> str:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two outputs are the same, bit for bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
@@ -363,10 +343,6 @@ logger = logging.getLogger(__name__)
 
 def restore_outputs(state: ModelState, source: LoadedCheckpoint) -> None:
     """Restore the model; if its outputs still differ, let it load its first weights again.
-
-    Args:
-        state: State of the model before the trials.
-        source: The checkpoint that the engine loaded.
 
     Raises:
         EngineDamagedError: The outputs still differ after every attempt.

@@ -73,7 +73,6 @@ class Untouched:
             load_with(self.model, method, group.layers, weights)
 
     def lost(self) -> frozenset[str]:
-        """Return tensors written in place that no longer hold their other bits."""
         return frozenset(
             name
             for name, places in self.placements.items()
@@ -82,14 +81,12 @@ class Untouched:
 
 
 def write_bits(places: Sequence[Placement], bits: LiveBits) -> None:
-    """Write a whole tensor in place."""
     for place in places:
         new: Any = place.take(bits)
         place.view[...] = new
 
 
 def holds_bits(places: Sequence[Placement], bits: LiveBits) -> bool:
-    """Return whether a whole tensor is stored in its places, bit for bit."""
     return all(same_bits(place.view, place.take(bits)) for place in places)
 
 
@@ -168,7 +165,6 @@ class Trial:
         return tried + self._apart(followed, tried.touched)
 
     def _apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
-        """Refuse groups that cannot be loaded separately from all others."""
         try:
             return Outcome(moved=self._expect_apart(groups, touched))
         except Exception:  # noqa: BLE001 - a loader may raise anything; now find the group
@@ -185,7 +181,6 @@ class Trial:
 
     @contextmanager
     def _refusing(self, groups: Sequence[LoadGroup], outcomes: list[Outcome]) -> Iterator[None]:
-        """If the body raises, restore the model, and refuse the groups."""
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
@@ -219,10 +214,6 @@ class Trial:
 
         Returns:
             Tensors that were not stored where they were recorded.
-
-        Raises:
-            TensorMismatchError: The result differs.
-            Exception: Any error of the loader.
         """
         others = {name: group for group in groups for name in group.names}
         self._load(groups, others)
@@ -238,18 +229,11 @@ class Trial:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
         A swap loads only changed groups, so any two of them must be separable: subsets by the
-        binary digits of their numbers are loaded in turn.
-
-        Args:
-            groups: Groups, each of which can be loaded alone.
-            touched: Live tensors that loading them was seen to change: some are in other layers.
+        binary digits of their numbers are loaded in turn. Tensors in other layers may have been
+        ``touched``.
 
         Returns:
             Tensors that were loaded, but not stored where they were recorded.
-
-        Raises:
-            TensorMismatchError: Another tensor changes.
-            Exception: Any error of the loader.
         """
         if not groups:
             return frozenset()
@@ -283,7 +267,6 @@ class Trial:
             raise TensorMismatchError(f"it overwrites {name}", tensor=name)
 
     def _load(self, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]) -> None:
-        """Load groups, with other bits for some tensors."""
         groups = list(groups)
         names = [name for group in groups for name in group.names]
         layers = frozenset().union(*(group.layers for group in groups))
@@ -293,12 +276,7 @@ class Trial:
 
 
 class _Seen:
-    """A record of the changes that loading other bits of each tensor alone causes.
-
-    Args:
-        trial: Trial that loads them.
-        groups: First tensor of each group.
-    """
+    """A record of the changes that loading other bits of each tensor alone causes."""
 
     def __init__(self, trial: Trial, groups: frozenset[str]) -> None:
         self.trial, self.state = trial, trial.state
@@ -310,11 +288,7 @@ class _Seen:
         self.followed: dict[LoadGroup, frozenset[str]] = {}
 
     def look(self, picked: Mapping[str, LoadGroup]) -> None:
-        """Judge the tensors just loaded with other bits, one of each group.
-
-        Raises:
-            TensorMismatchError: A layer did not follow one of them.
-        """
+        """Judge the tensors just loaded with other bits, one of each group."""
         changed = self.state.changed()
         self.touched |= changed
         for name, group in picked.items():
@@ -326,11 +300,7 @@ class _Seen:
         self._expect_followed(picked, changed)
 
     def _expect_followed(self, picked: Mapping[str, LoadGroup], changed: frozenset[str]) -> None:
-        """Refuse loads that change members of another layer, but not its output.
-
-        Raises:
-            TensorMismatchError: There is such a change.
-        """
+        """Refuse loads that change members of another layer, but not its output."""
         state = self.state
         mine = frozenset().union(*(group.layers for group in picked.values()))
         beside = {state.owner[name] for name in changed if name in state.owner} - mine
@@ -376,13 +346,10 @@ class _Seen:
         return ""
 
     def outcome(self, moved: frozenset[str]) -> Outcome:
-        """Return the results.
+        """Return the results; refuse a layer that nothing shows to be created again.
 
         A vector of a layer that does not change its output does not show how it was loaded; the
         matrix beside it does.
-
-        Raises:
-            TensorMismatchError: Nothing shows that a layer was created again.
         """
         for name, (group, layers) in self.beside.items():
             left = layers - self.followed.get(group, frozenset())
@@ -418,11 +385,8 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
     """Find layers whose output cannot be computed, and whose members cannot all be inspected.
 
     Only layers with post-load processing can be such layers: either they are already, or processing
-    them once more shows it.
-
-    Raises:
-        TensorMismatchError: There is such a layer already. Nothing is loaded then, since restoring
-            it could not be verified.
+    them once more shows it. The former are refused before anything is loaded, since restoring them
+    could not be verified.
     """
     links = links_of(state, source, findings, source.present)
     doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
@@ -458,7 +422,6 @@ def _opaque_after_reload(
     scope: frozenset[str],
     doubtful: frozenset[str],
 ) -> frozenset[str]:
-    """Return doubtful layers with uninspectable members after processing, or not processed."""
     found: set[str] = set()
     processed: set[str] = set()
     for method in RELOADS:
@@ -505,7 +468,6 @@ def try_reloading(state: ModelState, source: LoadedCheckpoint, findings: Finding
 
 
 def _groups_to_reload(state: ModelState, findings: Findings, links: Links) -> list[LoadGroup]:
-    """Return the groups to reload: those with all tensors of their layers, and some to reload."""
     touched = all_layers(links, findings.reload_only)
     names = [n for n in links if n in findings.reload_only or links[n] & touched]
     grown = _with_neighbours(names, links, findings.joined)
@@ -514,7 +476,6 @@ def _groups_to_reload(state: ModelState, findings: Findings, links: Links) -> li
 
 
 def _with_neighbours(names: list[str], links: Links, joined: Iterable[frozenset[str]]) -> list[str]:
-    """Return tensors, and repeatedly all tensors loaded with them or into their layers."""
     while True:
         known = frozenset(names).union(*(one for one in joined if not one.isdisjoint(names)))
         layers = all_layers(links, known)
@@ -546,12 +507,10 @@ def _obstacle(findings: Findings, group: LoadGroup) -> str:
 
 
 def _is_allowed(findings: Findings, method: LoadMethod, group: LoadGroup) -> bool:
-    """Return whether a method is no better than the classes on other ranks."""
     return all(ORDER[findings.required.get(name, method)] <= ORDER[method] for name in group.names)
 
 
 def _decided(findings: Findings, groups: Sequence[LoadGroup], why: Mapping[str, str]) -> Findings:
-    """Refuse the tensors that could not be reloaded, each with a reason."""
     reasons, classes = dict(findings.reasons), dict(findings.classes)
     for group in groups:
         for name in group.names:
@@ -571,10 +530,8 @@ def _try(
 ) -> tuple[Findings, Mapping[str, str]]:
     """Try a method, and decide the tensors that it proves.
 
-    Groups that cannot be loaded each by itself may be loaded together.
-
-    Returns:
-        The findings, and why the method fails for groups, by their first tensor.
+    Groups that cannot be loaded each by itself may be loaded together. Returns the findings, and
+    why the method fails for groups, by their first tensor.
     """
     findings, refused = _try_each(state, source, findings, method, groups)
     left = [group for group in groups if group.names[0] in refused]
@@ -596,7 +553,6 @@ def _try_each(
     method: LoadMethod,
     groups: Sequence[LoadGroup],
 ) -> tuple[Findings, Mapping[str, str]]:
-    """Do the same as ``_try``, but with each group by itself."""
     outcome = _trial(state, source, findings, method, groups).run(groups)
     refused = dict(outcome.refused)
     proven: list[LoadGroup] = []
@@ -638,7 +594,6 @@ def _silent(outcome: Outcome, group: LoadGroup) -> frozenset[str]:
 
 
 def _stray(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
-    """Return the tensors whose other bits did not arrive where their first ones are stored."""
     return outcome.moved.intersection(group.names) - source.uniform
 
 
@@ -659,7 +614,6 @@ def _unconfirmed(
 def _proven(
     findings: Findings, method: LoadMethod, groups: Sequence[LoadGroup], outcome: Outcome
 ) -> Findings:
-    """Decide the groups that a trial has proven."""
     names = [name for group in groups for name in group.names]
     classes: dict[str, TensorClass] = dict.fromkeys(names, method)
     return replace(
@@ -697,7 +651,6 @@ def _trial(
 def _displaced(
     source: LoadedCheckpoint, findings: Findings, names: Iterable[str], others: Container[str]
 ) -> frozenset[str]:
-    """Return the tensors not stored where they were recorded; ``others`` have other bits."""
     return frozenset(
         name
         for name in findings.readable.intersection(names)
@@ -711,7 +664,6 @@ def _displaced(
 def _untouched(
     state: ModelState, source: LoadedCheckpoint, findings: Findings, loaded: Container[str]
 ) -> Untouched:
-    """Return the tensors with a known method, except those that are loaded."""
     return Untouched(
         state.model,
         source,
@@ -721,7 +673,6 @@ def _untouched(
 
 
 def decide_remaining(findings: Findings) -> Findings:
-    """Give all remaining tensors a class."""
     left: dict[str, TensorClass] = {
         name: "in_place" if found else "absent"
         for name, found in findings.placements.items()
