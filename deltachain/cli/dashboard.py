@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from deltachain.control.client.replica import ReplicaClient
+    from deltachain.control.replica_client import ReplicaClient
 
 QUESTION_S = 5.0
 """Timeout of a question to a replica, in seconds."""
@@ -77,14 +77,13 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     """
     import uvicorn
 
-    from deltachain.control.client.inventory import parse_inventory, split_boards, split_entries
-    from deltachain.control.client.roster import Roster
-    from deltachain.dashboard.alerts import AlertLimits
+    from deltachain.control.roster import Roster, parse_inventory, split_boards, split_entries
     from deltachain.dashboard.app import create_app
     from deltachain.dashboard.chain_index import ChainIndex
     from deltachain.dashboard.connections import limited
     from deltachain.dashboard.watcher import Watcher
     from deltachain.presence.board import PresenceBoard
+    from deltachain.status import HealthLimits
     from deltachain.store import open_store
 
     given = environment.read(os.environ)
@@ -99,7 +98,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     boards = [PresenceBoard(one) for one in (*stores, *(presence or ()))]
     with closing(open_store(url)) as store, closing(_bound(listen, token)) as server:
         poll_s = poll or store.capabilities.poll_s
-        limits = AlertLimits(max_lag=max_lag, max_silence_s=silence_s)
+        limits = HealthLimits(lag=max_lag, silence_s=silence_s)
         index = ChainIndex(store)
         with Watcher(
             index, clients, boards=boards, names=rosters, poll_s=poll_s, limits=limits
@@ -125,7 +124,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
 
 
 def _clients(engines: Sequence[str], token: str | Path, key: str | Path) -> list[ReplicaClient]:
-    from deltachain.control.client.replica import ReplicaClient
+    from deltachain.control.replica_client import ReplicaClient
 
     return [ReplicaClient(engine, token=token, key=key, timeout_s=QUESTION_S) for engine in engines]
 
@@ -137,7 +136,7 @@ def _bound(listen: str, token: str | Path) -> socket.socket:
         ConfigError: The address is invalid or cannot be bound, or others can connect to it and
             there is no token.
     """
-    from deltachain.control.server.auth import LOOPBACK
+    from deltachain.control.server import LOOPBACK
     from deltachain.metrics import parse_address
 
     host, port = parse_address(listen)

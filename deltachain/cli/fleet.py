@@ -30,10 +30,10 @@ from deltachain.errors import ConfigError, ControlPlaneError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from deltachain.control.client.comparison import Health, HealthLimits, ReplicaRow
-    from deltachain.control.client.replica import ReplicaClient
-    from deltachain.control.client.roster import ReplicaAnswer, Roster
-    from deltachain.replica.status import ReplicaStatus
+    from deltachain.control.comparison import ReplicaRow
+    from deltachain.control.replica_client import ReplicaClient
+    from deltachain.control.roster import ReplicaAnswer, Roster
+    from deltachain.status import Health, HealthLimits, Status
 
 
 STYLES: Final[dict[Health, str]] = {
@@ -290,8 +290,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
 
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client.comparison import HealthLimits
-    from deltachain.control.client.roster import STATUS_S, Roster
+    from deltachain.control.roster import STATUS_S, Roster
+    from deltachain.status import HealthLimits
 
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} does not take a version")
@@ -322,7 +322,7 @@ def _entries(
 
     Where URLs of presences are given, the environment is not asked.
     """
-    from deltachain.control.client.inventory import parse_inventory, read_inventory
+    from deltachain.control.roster import parse_inventory, read_inventory
 
     if engines and inventory is not None:
         raise ConfigError("addresses and --inventory exclude each other", hint="give one of them")
@@ -340,22 +340,22 @@ def _entries(
     return parse_inventory(given)
 
 
-def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> ReplicaStatus:
+def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> Status:
     arguments = () if version is None else (version,)
-    answer: ReplicaStatus = getattr(client, verb.value)(*arguments)
+    answer: Status = getattr(client, verb.value)(*arguments)
     return answer
 
 
 def _round(
     roster: Roster,
-    question: Callable[[ReplicaClient], ReplicaStatus],
+    question: Callable[[ReplicaClient], Status],
     limits: HealthLimits,
     live: Live | None = None,
     *,
     as_json: bool,
 ) -> list[ReplicaRow]:
     """Ask all replicas once; draw rows as they come, or write one JSON object at the end."""
-    from deltachain.control.client.comparison import compare
+    from deltachain.control.comparison import compare
 
     answers: dict[str, ReplicaAnswer] = {}
     if as_json:

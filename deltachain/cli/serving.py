@@ -16,7 +16,7 @@ from deltachain.errors import ConfigError, DeltaChainError
 
 if TYPE_CHECKING:
     from deltachain.figures import FigureSource
-    from deltachain.replica.status import ReplicaStatus
+    from deltachain.status import Status
     from deltachain.subscribe import Subscriber
 
 
@@ -55,7 +55,7 @@ def shown_follower(
         else:
             tally.failures += 1
 
-    def status() -> ReplicaStatus:
+    def status() -> Status:
         unready = why_unready()
         return follower_status(subscriber, given, engine=engine, trouble=trouble, unready=unready)
 
@@ -69,7 +69,7 @@ def shown_follower(
 def shown(
     address: str | None,
     source: FigureSource,
-    status: Callable[[], ReplicaStatus],
+    status: Callable[[], Status],
     *,
     place: str,
     chains: Sequence[str],

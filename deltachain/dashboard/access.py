@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from fastapi import HTTPException, Request
 
-from deltachain.control.server.auth import LOOPBACK, host_of
+from deltachain.control.server import LOOPBACK, host_of
 from deltachain.tokens import Tokens
 
 HEADERS: Final[Mapping[str, str]] = {

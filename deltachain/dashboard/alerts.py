@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
+from typing import Final
 
 from deltachain.dashboard.chain_index import ChainView
 from deltachain.dashboard.replica_report import ReplicaReport
+from deltachain.status import Health, HealthLimits, complaints
 from deltachain.types import Version
 
 
@@ -38,31 +41,31 @@ class Alert:
     message: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlertLimits:
-    """Limits beyond which there is an alert.
+KINDS: Final[dict[Health, AlertKind]] = {
+    "failed": AlertKind.NOT_READY,
+    "poisoned": AlertKind.NOT_READY,
+    "in doubt": AlertKind.NOT_READY,
+    "not ready": AlertKind.NOT_READY,
+    "cut off": AlertKind.CUT_OFF,
+    "stale": AlertKind.BEHIND,
+}
+"""Alerts by the health that they tell."""
 
-    Attributes:
-        max_lag: Largest lag, in versions.
-        max_silence_s: Largest time without an answer of a replica, or of its store to it, in
-            seconds.
-    """
-
-    max_lag: int = 8
-    max_silence_s: float = 60.0
+MAX_LAG: Final = 8
+"""Largest lag without an alert, in versions, by default."""
 
 
-def newest_seen(view: ChainView, reports: Iterable[ReplicaReport]) -> Version | None:
+def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version | None:
     """Return the newest version that the store or a replica has shown; ``None`` for none.
 
     A replica counts only until the store was asked after its answer: what it names must be there.
     """
-    heads = [view.newest, *(report.head for report in reports if _counts(view, report))]
+    heads = [view.newest, *(report.status.head for report in reports if _counts(view, report))]
     return max((head for head in heads if head is not None), default=None)
 
 
 def alerts(
-    view: ChainView, reports: Iterable[ReplicaReport], limits: AlertLimits, now: float
+    view: ChainView, reports: Iterable[ReplicaReport], limits: HealthLimits, now: float
 ) -> tuple[Alert, ...]:
     """Return all alerts, most urgent first.
 
@@ -73,7 +76,7 @@ def alerts(
         now: Time in seconds since 1970.
     """
     reports = tuple(reports)
-    newest = newest_seen(view, reports)
+    newest = newest_known(view, reports)
     found = list(_of_chain(view))
     for report in reports:
         found += _of_replica(view, report, limits, newest, now)
@@ -95,13 +98,14 @@ def _of_chain(view: ChainView) -> Iterator[Alert]:
 def _of_replica(
     view: ChainView,
     report: ReplicaReport,
-    limits: AlertLimits,
+    limits: HealthLimits,
     newest: Version | None,
     now: float,
 ) -> Iterator[Alert]:
     engine = report.engine
     since_s = now - report.answered_at if report.answered_at is not None else None
-    if report.trouble or (since_s is not None and since_s > limits.max_silence_s):
+    most_s = inf if limits.silence_s is None else limits.silence_s
+    if report.trouble or (since_s is not None and since_s > most_s):
         when = "never answered" if since_s is None else f"answered {since_s:.0f} s ago"
         yield Alert(AlertKind.SILENT, engine, f"{when}: {report.trouble or 'no answer since'}")
     if since_s is None:
@@ -109,49 +113,45 @@ def _of_replica(
     if other := _another_chain(view, report):
         yield Alert(AlertKind.ANOTHER_CHAIN, engine, other)
         return
-    looks = report.following and not report.pinned  # others have no reason to ask their store
-    if looks and report.silence_s is not None and report.silence_s > limits.max_silence_s:
-        message = f"its store has not answered it for {report.silence_s:.0f} s"
-        yield Alert(AlertKind.CUT_OFF, engine, message)
-    if not report.ready:
-        reason = report.reason or report.error or "it gives no reason"
-        yield Alert(AlertKind.NOT_READY, engine, reason)
-    lag = lag_of(report, newest)
-    if lag is not None and lag > limits.max_lag:
-        message = f"holds version {report.version}, {lag} behind version {newest}"
-        yield Alert(AlertKind.BEHIND, engine, message)
-
-
-def lag_of(report: ReplicaReport, newest: Version | None) -> int | None:
-    """Return how many versions a replica is behind; ``None`` if it is not known."""
-    if newest is None or report.version is None:
-        return None
-    return max(newest - report.version, 0)
+    status = report.status
+    told: set[AlertKind] = set()
+    for health, why in complaints(status, limits, newest=newest):
+        kind = KINDS.get(health)
+        if kind is None or kind in told:
+            continue
+        told.add(kind)
+        message = why or status.trouble or "it gives no reason"
+        if kind is AlertKind.BEHIND:
+            message = f"holds version {status.version}, {why}: version {newest}"
+        yield Alert(kind, engine, message)
 
 
 def _another_chain(view: ChainView, report: ReplicaReport) -> str:
     """Return how a replica's history differs from the chain's; empty if it does not."""
-    if view.chain and report.chain and report.chain != view.chain:
-        return f"follows chain {report.chain}, expected {view.chain}"
-    row = view.at(report.version)
-    if row is not None and report.manifest and report.manifest != row.manifest:
+    if view.chain and report.status.chain and report.status.chain != view.chain:
+        return f"follows chain {report.status.chain}, expected {view.chain}"
+    version, manifest = report.status.version, report.status.manifest
+    row = view.at(version)
+    if row is not None and manifest and manifest != row.manifest:
         return (
-            f"holds version {report.version} with manifest {report.manifest[:16]}, "
-            f"expected {row.manifest[:16]}"
+            f"holds version {version} with manifest {manifest[:16]}, expected {row.manifest[:16]}"
         )
     if _lies(view, report):
-        claimed = max(number for number in (report.version, report.head) if number is not None)
-        return f"names version {claimed}, the newest in {view.url} is {view.newest}"
+        return f"names version {max(_named(report))}, the newest in {view.url} is {view.newest}"
     return ""
 
 
 def _counts(view: ChainView, report: ReplicaReport) -> bool:
-    return report.chain == view.chain and not _lies(view, report)
+    return report.status.chain == view.chain and not _lies(view, report)
 
 
 def _lies(view: ChainView, report: ReplicaReport) -> bool:
     """Return whether a replica names a version that the store does not have, asked later."""
-    numbers = [number for number in (report.version, report.head) if number is not None]
+    numbers = _named(report)
     if view.newest is None or view.looked_at is None or report.answered_at is None or not numbers:
         return False
     return view.looked_at > report.answered_at and max(numbers) > view.newest and not view.trouble
+
+
+def _named(report: ReplicaReport) -> list[Version]:
+    return [one for one in (report.status.version, report.status.head) if one is not None]

@@ -13,7 +13,6 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, Final
 
-from deltachain.dashboard.alerts import lag_of
 from deltachain.dashboard.chain_index import ChainView
 from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTimes, middle
 from deltachain.dashboard.replica_report import ReplicaReport
@@ -259,7 +258,28 @@ def _version(row: VersionSummary) -> dict[str, Any]:
 
 
 def _replica(report: ReplicaReport, newest: Version | None) -> dict[str, Any]:
-    return asdict(report) | {"lag": lag_of(report, newest)}
+    status = report.status
+    version = status.version
+    return {
+        "engine": report.engine,
+        "answered_at": report.answered_at,
+        "trouble": report.trouble,
+        "url": status.url,
+        "chain": status.chain or "",
+        "version": version,
+        "manifest": status.manifest or "",
+        "head": status.head,
+        "lag": None if newest is None or version is None else max(newest - version, 0),
+        "ready": status.ready,
+        "reason": status.reason,
+        "error": status.doubt or status.trouble,
+        "pinned": status.pinned,
+        "following": status.following,
+        "silence_s": status.silence_s,
+        "deltachain": status.deltachain,
+        "software": status.engine,
+        "phases": status.phases,
+    }
 
 
 def _time(seconds: float) -> float | None:

@@ -7,20 +7,22 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from threading import Event, Thread
 from typing import Final
 
 from typing_extensions import override
 
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import ReplicaAnswer, Roster
-from deltachain.dashboard.alerts import Alert, AlertLimits, alerts, newest_seen
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import ReplicaAnswer, Roster
+from deltachain.dashboard.alerts import MAX_LAG, Alert, alerts, newest_known
 from deltachain.dashboard.chain_index import ChainIndex, ChainView
 from deltachain.dashboard.phases import PhaseTrack
 from deltachain.dashboard.replica_report import ReplicaReport, answered, seen, trouble
 from deltachain.dashboard.track import FleetTrack, Moment
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.presence.board import PresenceBoard
+from deltachain.status import HealthLimits
 from deltachain.threads import Closeable, started
 
 logger = logging.getLogger(__name__)
@@ -80,12 +82,12 @@ class Watcher(Closeable):
         names: Sequence[Roster] = (),
         poll_s: float,
         asked_s: float = ASKED_S,
-        limits: AlertLimits | None = None,
+        limits: HealthLimits | None = None,
     ) -> None:
         self._index = index
         self._clients = tuple(clients)
         self._boards, self._names = tuple(boards), tuple(names)
-        self._limits = limits or AlertLimits()
+        self._limits = limits or HealthLimits(lag=MAX_LAG)
         self._reports = {client.url: ReplicaReport(engine=client.url) for client in clients}
         if len(self._reports) < len(clients):
             raise ConfigError("a replica is named twice", hint="name each engine once")
@@ -115,7 +117,7 @@ class Watcher(Closeable):
     def overview(self) -> Overview:
         """Return what is known now, without asking anybody."""
         now, view, reports = time.time(), self._index.view, self._every()
-        newest = newest_seen(view, reports)
+        newest = newest_known(view, reports)
         found = alerts(view, reports, self._limits, now)
         return Overview(now, view, reports, newest, found, self.phases.revision)
 
@@ -160,7 +162,7 @@ class Watcher(Closeable):
     def _ask(self, client: ReplicaClient) -> None:
         try:
             report = answered(client.url, client.status(), time.time())
-            self.phases.add(client.url, report.manifest, report.phases)
+            self.phases.add(client.url, report.status.manifest or "", report.status.phases)
         except ControlPlaneError as exc:
             report = replace(self._reports[client.url], trouble=trouble(client.url, exc))
         self._reports[client.url] = report
@@ -191,17 +193,17 @@ class Watcher(Closeable):
             report = seen(name, answer, now)
             if report.answered_at is None and name in before:
                 report = replace(before[name], trouble=report.trouble)
-            self.phases.add(name, report.manifest, report.phases)
+            self.phases.add(name, report.status.manifest or "", report.status.phases)
             reports[name] = report
         self._present[source] = reports
 
     def _note(self) -> None:
         found = self.overview()
-        oldest = found.time - self._limits.max_silence_s
+        oldest = found.time - (self._limits.silence_s or inf)
         held = {
             report.engine: None
             if report.trouble or (report.answered_at or 0.0) < oldest
-            else report.version
+            else report.status.version
             for report in found.reports
         }
         self.track.add(Moment(found.time, found.newest, held))

@@ -15,8 +15,8 @@ from typing import Any, Final, Protocol
 
 import deltachain
 from deltachain.chain.trust import SigningKey, Trust
-from deltachain.control.client.http import make_client
-from deltachain.control.client.inventory import parse_inventory
+from deltachain.control.replica_client import make_client
+from deltachain.control.roster import parse_inventory
 from deltachain.doctor import Finding, Role, failed, fault, note, ok, tried
 from deltachain.environment import FROM_FILE, PREFIX, mistakes, read
 from deltachain.errors import ConfigError

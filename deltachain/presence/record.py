@@ -10,7 +10,7 @@ import msgspec
 
 from deltachain.errors import MalformedError
 from deltachain.format.json_guards import check_values, decode
-from deltachain.replica.status import Answer, ReplicaStatus
+from deltachain.status import Answer, Status
 
 LARGEST: Final = 1 << 18
 """Size limit of a record, in bytes."""
@@ -48,7 +48,7 @@ class PresenceRecord(Answer, frozen=True, kw_only=True):
 
     presence: Literal[1] = 1
     time: float
-    status: ReplicaStatus
+    status: Status
     software: dict[str, str] = msgspec.field(default_factory=dict)
     ended: str | None = None
 
@@ -63,7 +63,7 @@ class PresenceFound:
         ended: As of :class:`PresenceRecord`.
     """
 
-    status: ReplicaStatus
+    status: Status
     age_s: float
     ended: str | None = None
 

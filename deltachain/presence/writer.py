@@ -22,7 +22,7 @@ from deltachain.figures import Figure, figures
 from deltachain.format.keys import object_digest
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 from deltachain.store import Capabilities, open_store
 from deltachain.store.apart import check_apart
 from deltachain.threads import Closeable, started
@@ -88,7 +88,7 @@ class PresenceWriter(Closeable):
     def __init__(
         self,
         url: str,
-        status: Callable[[], ReplicaStatus],
+        status: Callable[[], Status],
         *,
         engine: str,
         place: str,
@@ -202,7 +202,7 @@ class PresenceWriter(Closeable):
 
 
 def replica_presence(
-    settings: ReplicaSettings, status: Callable[[], ReplicaStatus], *, engine: str, place: str
+    settings: ReplicaSettings, status: Callable[[], Status], *, engine: str, place: str
 ) -> PresenceWriter | None:
     """Begin to write the presence of a replica, if its settings name a URL for that.
 

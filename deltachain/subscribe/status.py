@@ -2,53 +2,64 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from deltachain.chain.heartbeat import check_age
 from deltachain.errors import ChainError, MirrorLagsError, ObjectNotFoundError
-from deltachain.format.documents import Struct
+from deltachain.redact import redacted_url
+from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.subscribe.history import check_standing
-from deltachain.types import Version
+from deltachain.version import __version__
 
 if TYPE_CHECKING:
     from deltachain.subscribe.subscriber import Subscriber
 
+NOTHING_HELD = "it holds no version of the chain"
+"""Why something that follows a chain is not ready before its first version."""
 
-class Status(Struct, frozen=True, kw_only=True):
-    """Held version and head, as JSON fields.
 
-    Attributes:
-        url: URL of the chain.
-        chain: Id of the chain.
-        version: The proven version held; null for none.
-        manifest: blake3 of its manifest. Two replicas with equal versions and different manifests
-            follow different histories.
-        state: State digest of this version.
-        head: The newest version in the store.
-        lag_versions: ``head - version``; null if the head is older than ``version``.
-        doubt: Why the held version may not be the chain's: the store went back, forked or was
-            lost, or its publisher gives no recent sign; empty otherwise.
-        pinned: Whether a rollback keeps the target at this version.
-        poisoned: Whether the target's state is unknown.
-        last: The last receipt as text.
+def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN401 - its fields
+    """Return the status of a subscriber from memory, before its readiness is judged.
+
+    Args:
+        subscriber: The subscriber.
+        others: Fields of the status that its owner knows better.
     """
-
-    url: str
-    chain: str
-    version: int | None
-    manifest: str | None
-    state: str | None
-    head: int | None
-    lag_versions: int | None
-    doubt: str
-    pinned: bool
-    poisoned: bool
-    last: str | None
+    chain, held, last = subscriber.opened, subscriber.held, subscriber.last
+    times, doubt = subscriber.times, subscriber.watch.doubt
+    version, head = held.version if held else None, chain.latest if chain else None
+    committed_at = times.commit_of(held.manifest) if held else None
+    fields: dict[str, Any] = {
+        "url": chain.store.url if chain else redacted_url(subscriber.config.url),
+        "chain": chain.identity.chain if chain else None,
+        "version": version,
+        "manifest": held.manifest if held else None,
+        "state": held.state if held else None,
+        "head": head,
+        "lag_versions": lag(others.get("head", head), version),
+        "ready": True,
+        "reason": "",
+        "pinned": subscriber.pinned,
+        "poisoned": subscriber.poisoned,
+        "doubt": str(doubt.args[0]) if doubt else "",
+        "last": msgspec.to_builtins(last) | {"state": str(last.state)} if last else None,
+        "phases": last.phases if last else {},
+        "deltachain": __version__,
+        "looked_at": times.looked_at,
+        "applied_at": times.applied_at,
+        "committed_at": committed_at,
+        "silence_s": times.silence_s,
+        "age_s": None if committed_at is None else max(0.0, time.time() - committed_at),
+    }
+    return Status(**fields | others)
 
 
 def status_of(subscriber: Subscriber) -> Status:
-    """Read the held version and the current head of the store."""
+    """Read the current head of the store, and return the status of a subscriber."""
     chain, held = subscriber.chain, subscriber.held
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
@@ -59,22 +70,9 @@ def status_of(subscriber: Subscriber) -> Status:
             check_age(chain, head)
     except (ChainError, ObjectNotFoundError) as exc:
         doubt = exc
-    newest = head.version if head else None
-    return Status(
-        url=chain.store.url,
-        chain=chain.identity.chain,
-        version=held.version if held else None,
-        manifest=held.manifest if held else None,
-        state=held.state if held else None,
-        head=newest,
-        lag_versions=lag(newest, held.version if held else None),
+    found = known_status(
+        subscriber,
+        head=head.version if head else None,
         doubt=str(doubt.args[0]) if doubt else "",
-        pinned=subscriber.pinned,
-        poisoned=subscriber.poisoned,
-        last=str(subscriber.last) if subscriber.last else None,
     )
-
-
-def lag(head: Version | None, held: Version | None) -> int | None:
-    """Return the versions behind the head; ``None`` if the head is older than the held version."""
-    return None if head is None or held is None or head < held else head - held
+    return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)

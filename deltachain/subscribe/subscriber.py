@@ -36,13 +36,14 @@ from deltachain.errors import (
 from deltachain.format.documents import phases_of
 from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.retry import between_polls
+from deltachain.status import Status
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.history import Watch, check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.stage import Staged, overtaken, trace_apply
-from deltachain.subscribe.status import Status, status_of
+from deltachain.subscribe.status import status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
 from deltachain.subscribe.targets.local import decodes_once

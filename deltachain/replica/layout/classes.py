@@ -69,12 +69,10 @@ class Agreement(Struct, frozen=True, kw_only=True):
 
     @property
     def refused(self) -> dict[str, str]:
-        """Tensors that cannot be updated, with the reasons."""
         return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
 
 
 def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
-    """Decide the class of every tensor on all ranks."""
     classes: dict[str, TensorClass] = {}
     reasons: dict[str, str] = {}
     holders: dict[str, tuple[tuple[str, ...], ...]] = {}
@@ -91,8 +89,8 @@ def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]
 def _compared(ranks: Sequence[Mapping[str, Classified]]) -> frozenset[str]:
     """Return the tensors whose layers every rank can compare.
 
-    Ranks may exchange values as they load to compare. So what is loaded together on one rank, into
-    the same layers or with the same tensors, is compared by all ranks or by none.
+    Ranks may exchange values as they load. So what is loaded together on one rank, into the same
+    layers or with the same tensors, is compared by all ranks or by none.
     """
     loaded = [(name, one) for rank in ranks for name, one in rank.items() if one.layers]
     others = {name for name, one in loaded if not one.comparable}

@@ -21,7 +21,7 @@ from deltachain.control.schemas import (
     answers,
     schema_of,
 )
-from deltachain.control.server.auth import (
+from deltachain.control.server import (
     Allowed,
     Asked,
     Control,
@@ -39,7 +39,7 @@ from deltachain.errors import (
     StoreError,
 )
 from deltachain.replica.leader import Leader
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 
 METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -163,7 +163,7 @@ async def _do(
     action: Callable[[Leader], object],
     kind: RequestKind = "quick",
 ) -> Response:
-    def act(leader: Leader) -> ReplicaStatus:
+    def act(leader: Leader) -> Status:
         action(leader)
         return leader.status()
 

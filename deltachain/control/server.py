@@ -1,28 +1,34 @@
-"""Authorization and limits of requests to a replica."""
+"""Startup of a replica: creates the leader of an engine and its authorization."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
 
 import msgspec
-from fastapi import Depends, HTTPException, Request, Security
+from fastapi import Depends, FastAPI, HTTPException, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
 from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
-from deltachain.errors import ControlPlaneError
+from deltachain.environment import is_strict, refused
+from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
 from deltachain.figures import Figure
 from deltachain.format.json_guards import decode
-from deltachain.presence.writer import PresenceWriter
-from deltachain.replica.figures import replica_figures
-from deltachain.replica.leader import Leader
+from deltachain.metrics import register_figures
+from deltachain.presence.writer import PresenceWriter, replica_presence
+from deltachain.replica.engine import Engine
+from deltachain.replica.leader import REFUSALS, Leader
+from deltachain.replica.settings import ReplicaSettings
 from deltachain.threads import started
 from deltachain.tokens import Tokens
 
@@ -116,7 +122,7 @@ class Control:
     def figures(self) -> Iterator[Figure]:
         """Yield the figures of the replica, from memory; none if the server follows no chain."""
         if self.leader is not None:
-            yield from replica_figures(self.leader)
+            yield from self.leader.figures()
         if self.presence is not None:
             yield from self.presence.figures()
 
@@ -257,3 +263,135 @@ async def _body(request: Request, kind: type[_T], expected: str) -> _T:
 
 Asked = Annotated[VersionRequest, Depends(_asked)]
 NothingAsked = Annotated[None, Depends(_nothing)]
+
+
+def fall_asleep(leader: Leader, kinds: frozenset[str]) -> None:
+    """Wait for a running swap, then mark the replica as unready.
+
+    Args:
+        leader: Leader of the engine that is about to release memory.
+        kinds: Kinds of memory to be released, in the engine's terms.
+    """
+    with leader.subscriber.alone():
+        leader.released |= kinds
+
+
+def wake_up(leader: Leader, kinds: frozenset[str], weights: str) -> None:
+    """Verify or heal restored weights, then mark the replica as ready.
+
+    Args:
+        leader: Leader of the engine that has allocated memory again.
+        kinds: Kinds of allocated memory, in the engine's terms.
+        weights: The engine's term for weights.
+
+    Raises:
+        DeltaChainError: Verification and healing failed; the replica is poisoned.
+    """
+    try:
+        if weights in kinds & leader.released:
+            leader.scrub()
+    finally:
+        leader.released -= kinds
+
+
+logger = logging.getLogger(__name__)
+
+
+class LedEngine(NamedTuple):
+    """An engine with its checkpoint.
+
+    Attributes:
+        engine: Ranks and scheduler of the engine.
+        checkpoint: Folder it was loaded from, used as base checkpoint of the chain.
+    """
+
+    engine: Engine
+    checkpoint: Path
+
+
+async def lead(
+    find: Callable[[ReplicaSettings], LedEngine],
+    environment: Mapping[str, str],
+    *,
+    is_open: bool,
+    is_guarded: bool,
+    key: str = "",
+    address: str = "",
+) -> Control:
+    """Start following the chain of ``DELTACHAIN_URL`` with this server's engine, if it is set.
+
+    Returns once the replica is at the head, or must wait for an unavailable store or a chain that
+    does not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is false, the server
+    starts anyway, and the routes report the reason.
+
+    Args:
+        find: Returns the engine; may raise any :class:`DeltaChainError`.
+        environment: Variables of this process.
+        is_open: Whether the server listens on the loopback interface alone.
+        is_guarded: Whether the engine checks an API key of its own before these routes.
+        key: Required token if neither ``DELTACHAIN_TOKEN`` nor ``DELTACHAIN_TOKEN_FILE`` is set.
+        address: Where the server listens; tells its presence from those of others on this machine.
+
+    Raises:
+        SystemExit: The engine is refused or damaged; the reason is logged.
+    """
+    leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
+    presence: PresenceWriter | None = None
+    token: str | Path = key
+    try:
+        settings = ReplicaSettings.of(environment)
+        if settings is not None:
+            Tokens(settings.token)  # a wrong file is found before the engine is touched
+            token = settings.token or key
+            engine, checkpoint = find(settings)
+            base = settings.subscribe.base or checkpoint
+            settings = replace(settings, subscribe=replace(settings.subscribe, base=base))
+            leader = Leader(settings, engine)
+            presence = replica_presence(
+                settings, leader.status, engine=engine.software, place=address
+            )
+            await aside(Leader.start, leader)
+    except DeltaChainError as exc:
+        if presence is not None:
+            presence.fail(str(exc.args[0]))
+        is_damaged = isinstance(exc, EngineDamagedError)
+        if is_damaged or (is_strict(environment) and isinstance(exc, REFUSALS)):
+            raise refused(exc) from exc
+        leader, refusal = None, str(exc)
+        logger.warning("deltachain follows no chain: %s", exc)
+    return Control(
+        leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded, presence=presence
+    )
+
+
+def leave_at_end(app: FastAPI) -> None:
+    """Make the end of a server's lifespan withdraw the presence of its replica, if it has one.
+
+    Args:
+        app: The server's app; its ``state.deltachain`` is a :class:`Control` by then, if ever.
+    """
+    original = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        async with original(app) as state:
+            try:
+                yield state
+            finally:
+                control: Control | None = getattr(app.state, "deltachain", None)
+                if control is not None and control.presence is not None:
+                    await asyncio.to_thread(control.presence.close)
+
+    app.router.lifespan_context = lifespan
+
+
+def join_registry(control: Control) -> None:
+    """Add the figures of a leader to the process' own Prometheus registry, once.
+
+    An engine that serves that registry at its own ``/metrics`` then shows them there. Does nothing
+    without a leader or without ``prometheus_client``.
+    """
+    if control.leader is None:
+        return
+    with suppress(ModuleNotFoundError):
+        register_figures(control.figures)

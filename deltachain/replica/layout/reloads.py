@@ -9,8 +9,8 @@ these tests.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import zip_longest
 from typing import Any, Final
@@ -18,10 +18,25 @@ from typing import Any, Final
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.load_methods import LoadGroup, LoadMethod, load_with
+from deltachain.replica.layout.classes import ORDER, TensorClass
+from deltachain.replica.layout.findings import (
+    Findings,
+    Links,
+    all_layers,
+    components,
+    group_of,
+    links_of,
+)
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, WeightsFactory, mixed
-from deltachain.replica.layout.members import SavedBits
-from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.members import Members, SavedBits, may_hide_tensors
+from deltachain.replica.layout.model_state import (
+    RELOADS,
+    LoadGroup,
+    LoadMethod,
+    ModelState,
+    load_with,
+    modules_in,
+)
 from deltachain.replica.windows import Placement
 
 # A loader might overwrite tensors that it was not given with their first bits or a constant, which
@@ -58,7 +73,6 @@ class Untouched:
             load_with(self.model, method, group.layers, weights)
 
     def lost(self) -> frozenset[str]:
-        """Return tensors written in place that no longer hold their other bits."""
         return frozenset(
             name
             for name, places in self.placements.items()
@@ -67,14 +81,12 @@ class Untouched:
 
 
 def write_bits(places: Sequence[Placement], bits: LiveBits) -> None:
-    """Write a whole tensor in place."""
     for place in places:
         new: Any = place.take(bits)
         place.view[...] = new
 
 
 def holds_bits(places: Sequence[Placement], bits: LiveBits) -> bool:
-    """Return whether a whole tensor is stored in its places, bit for bit."""
     return all(same_bits(place.view, place.take(bits)) for place in places)
 
 
@@ -153,7 +165,6 @@ class Trial:
         return tried + self._apart(followed, tried.touched)
 
     def _apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
-        """Refuse groups that cannot be loaded separately from all others."""
         try:
             return Outcome(moved=self._expect_apart(groups, touched))
         except Exception:  # noqa: BLE001 - a loader may raise anything; now find the group
@@ -170,7 +181,6 @@ class Trial:
 
     @contextmanager
     def _refusing(self, groups: Sequence[LoadGroup], outcomes: list[Outcome]) -> Iterator[None]:
-        """If the body raises, restore the model, and refuse the groups."""
         try:
             yield
         except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
@@ -204,10 +214,6 @@ class Trial:
 
         Returns:
             Tensors that were not stored where they were recorded.
-
-        Raises:
-            TensorMismatchError: The result differs.
-            Exception: Any error of the loader.
         """
         others = {name: group for group in groups for name in group.names}
         self._load(groups, others)
@@ -223,18 +229,11 @@ class Trial:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
         A swap loads only changed groups, so any two of them must be separable: subsets by the
-        binary digits of their numbers are loaded in turn.
-
-        Args:
-            groups: Groups, each of which can be loaded alone.
-            touched: Live tensors that loading them was seen to change: some are in other layers.
+        binary digits of their numbers are loaded in turn. Tensors in other layers may have been
+        ``touched``.
 
         Returns:
             Tensors that were loaded, but not stored where they were recorded.
-
-        Raises:
-            TensorMismatchError: Another tensor changes.
-            Exception: Any error of the loader.
         """
         if not groups:
             return frozenset()
@@ -268,7 +267,6 @@ class Trial:
             raise TensorMismatchError(f"it overwrites {name}", tensor=name)
 
     def _load(self, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]) -> None:
-        """Load groups, with other bits for some tensors."""
         groups = list(groups)
         names = [name for group in groups for name in group.names]
         layers = frozenset().union(*(group.layers for group in groups))
@@ -278,12 +276,7 @@ class Trial:
 
 
 class _Seen:
-    """A record of the changes that loading other bits of each tensor alone causes.
-
-    Args:
-        trial: Trial that loads them.
-        groups: First tensor of each group.
-    """
+    """A record of the changes that loading other bits of each tensor alone causes."""
 
     def __init__(self, trial: Trial, groups: frozenset[str]) -> None:
         self.trial, self.state = trial, trial.state
@@ -295,11 +288,7 @@ class _Seen:
         self.followed: dict[LoadGroup, frozenset[str]] = {}
 
     def look(self, picked: Mapping[str, LoadGroup]) -> None:
-        """Judge the tensors just loaded with other bits, one of each group.
-
-        Raises:
-            TensorMismatchError: A layer did not follow one of them.
-        """
+        """Judge the tensors just loaded with other bits, one of each group."""
         changed = self.state.changed()
         self.touched |= changed
         for name, group in picked.items():
@@ -311,11 +300,7 @@ class _Seen:
         self._expect_followed(picked, changed)
 
     def _expect_followed(self, picked: Mapping[str, LoadGroup], changed: frozenset[str]) -> None:
-        """Refuse loads that change members of another layer, but not its output.
-
-        Raises:
-            TensorMismatchError: There is such a change.
-        """
+        """Refuse loads that change members of another layer, but not its output."""
         state = self.state
         mine = frozenset().union(*(group.layers for group in picked.values()))
         beside = {state.owner[name] for name in changed if name in state.owner} - mine
@@ -361,13 +346,10 @@ class _Seen:
         return ""
 
     def outcome(self, moved: frozenset[str]) -> Outcome:
-        """Return the results.
+        """Return the results; refuse a layer that nothing shows to be created again.
 
         A vector of a layer that does not change its output does not show how it was loaded; the
         matrix beside it does.
-
-        Raises:
-            TensorMismatchError: Nothing shows that a layer was created again.
         """
         for name, (group, layers) in self.beside.items():
             left = layers - self.followed.get(group, frozenset())
@@ -397,3 +379,303 @@ def halves(groups: Sequence[LoadGroup]) -> Iterator[list[LoadGroup]]:
     for digit in range((len(groups) - 1).bit_length()):
         for value in (0, 1):
             yield [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
+
+
+def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Find layers whose output cannot be computed, and whose members cannot all be inspected.
+
+    Only layers with post-load processing can be such layers: either they are already, or processing
+    them once more shows it. The former are refused before anything is loaded, since restoring them
+    could not be verified.
+    """
+    links = links_of(state, source, findings, source.present)
+    doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
+    if not doubtful:
+        return findings
+    _refuse_opaque(state, links, doubtful)
+    names = [name for name in links if links[name] & doubtful]
+    scope = state.memory.tied(all_layers(links, names))
+    untestable = _opaque_after_reload(state, source, names, scope, doubtful)
+    reasons = {
+        name: f"the weights that {min(links[name] & untestable)} computes with cannot be inspected"
+        for name in names
+        if links[name] & untestable
+    }
+    return replace(findings.only_reloaded(reasons), untestable=untestable)
+
+
+def _refuse_opaque(state: ModelState, links: Links, doubtful: frozenset[str]) -> None:
+    for layer in sorted(doubtful & state.opaque):
+        name = min(name for name in links if layer in links[name])
+        raise TensorMismatchError(
+            f"{layer} keeps its weights where they can be neither inspected nor tested: "
+            f"{name!r} cannot be written",
+            tensor=name,
+            hint="set linear and MoE backends that keep weights in tensors",
+        )
+
+
+def _opaque_after_reload(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    names: Sequence[str],
+    scope: frozenset[str],
+    doubtful: frozenset[str],
+) -> frozenset[str]:
+    found: set[str] = set()
+    processed: set[str] = set()
+    for method in RELOADS:
+        members = {layer: Members(modules_in(state.model, {layer})) for layer in doubtful}
+        with suppress(Exception):
+            load_with(state.model, method, scope, source.clones(names))
+            processed |= doubtful
+            found |= {n for n, one in members.items() if any(map(may_hide_tensors, one.replaced()))}
+        state.put_back()
+    return frozenset(found | (doubtful - processed))
+
+
+def try_loading(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Load tensors that the engine computes or casts by its loader; failures must be reloaded."""
+    names = [name for name in findings.reasons if name not in findings.reload_only]
+    links = links_of(state, source, findings, names)
+    by_layer = components(names, links, findings.joined)
+    alone = components(names, {name: frozenset() for name in names}, findings.joined)
+    for grouped in (by_layer, alone):
+        left = [one for one in grouped if findings.classes.keys().isdisjoint(one)]
+        groups = [group_of(state, links, one) for one in left]
+        findings, _ = _try(state, source, findings, "loaded", groups)
+    failed = (name for name in names if name not in findings.classes)
+    return replace(findings, reload_only=findings.reload_only.union(failed))
+
+
+def try_reloading(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+    """Reload the layers of the remaining tensors whole; refuse those not updated exactly."""
+    links = links_of(state, source, findings, source.specs)
+    groups = _groups_to_reload(state, findings, links)
+    findings = _without_classes(findings, groups)
+    why = {group.names[0]: _obstacle(findings, group) for group in groups}
+    testable = [group for group in groups if not why[group.names[0]]]
+    for method in RELOADS:
+        left = [
+            group
+            for group in testable
+            if group.names[0] not in findings.classes and _is_allowed(findings, method, group)
+        ]
+        findings, refused = _try(state, source, findings, method, left)
+        for name, reason in refused.items():
+            why[name] = reason or why[name] or "the engine cannot load it again"
+    return _decided(findings, groups, why)
+
+
+def _groups_to_reload(state: ModelState, findings: Findings, links: Links) -> list[LoadGroup]:
+    touched = all_layers(links, findings.reload_only)
+    names = [n for n in links if n in findings.reload_only or links[n] & touched]
+    grown = _with_neighbours(names, links, findings.joined)
+    groups = [group_of(state, links, one) for one in components(grown, links, findings.joined)]
+    return [group for group in groups if not findings.reload_only.isdisjoint(group.names)]
+
+
+def _with_neighbours(names: list[str], links: Links, joined: Iterable[frozenset[str]]) -> list[str]:
+    while True:
+        known = frozenset(names).union(*(one for one in joined if not one.isdisjoint(names)))
+        layers = all_layers(links, known)
+        more = [name for name in links if name in known or links[name] & layers]
+        if len(more) == len(names):
+            return more
+        names = more
+
+
+def _without_classes(findings: Findings, groups: Sequence[LoadGroup]) -> Findings:
+    """Remove the classes of tensors in some groups, since a layer is reloaded whole."""
+    names = frozenset(name for group in groups for name in group.names)
+    return replace(
+        findings,
+        classes={name: kind for name, kind in findings.classes.items() if name not in names},
+        groups=tuple(one for one in findings.groups if names.isdisjoint(one[1].names)),
+    )
+
+
+def _obstacle(findings: Findings, group: LoadGroup) -> str:
+    """Return why no reload of a group can be proven; empty if one may be."""
+    if not findings.overlapping.isdisjoint(group.names):
+        return "the tensor loaded last would overwrite the other"
+    if not findings.unverifiable.isdisjoint(group.names):
+        return "loading it again would not verify it either"
+    if group.layers & findings.untestable:
+        return "and its layer cannot be tested"
+    return "" if group.layers else "the layers it is loaded into are unknown"
+
+
+def _is_allowed(findings: Findings, method: LoadMethod, group: LoadGroup) -> bool:
+    return all(ORDER[findings.required.get(name, method)] <= ORDER[method] for name in group.names)
+
+
+def _decided(findings: Findings, groups: Sequence[LoadGroup], why: Mapping[str, str]) -> Findings:
+    reasons, classes = dict(findings.reasons), dict(findings.classes)
+    for group in groups:
+        for name in group.names:
+            reason = reasons.setdefault(name, "its layer is packed")
+            if name not in classes:
+                classes[name] = "refused"
+                reasons[name] = f"{reason}; {why[group.names[0]] or 'no load method is proven'}"
+    return replace(findings, reasons=reasons, classes=classes)
+
+
+def _try(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    method: LoadMethod,
+    groups: list[LoadGroup],
+) -> tuple[Findings, Mapping[str, str]]:
+    """Try a method, and decide the tensors that it proves.
+
+    Groups that cannot be loaded each by itself may be loaded together. Returns the findings, and
+    why the method fails for groups, by their first tensor.
+    """
+    findings, refused = _try_each(state, source, findings, method, groups)
+    left = [group for group in groups if group.names[0] in refused]
+    if len(left) < 2 or not any(refused.values()):
+        return findings, refused
+    names = frozenset(name for group in left for name in group.names)
+    links = links_of(state, source, findings, [name for name in source.specs if name in names])
+    whole = group_of(state, links, list(links))
+    findings, again = _try_each(state, source, findings, method, [whole])
+    if not again:
+        findings = replace(findings, joined=(*findings.joined, names))
+    return findings, again and refused
+
+
+def _try_each(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    method: LoadMethod,
+    groups: Sequence[LoadGroup],
+) -> tuple[Findings, Mapping[str, str]]:
+    outcome = _trial(state, source, findings, method, groups).run(groups)
+    refused = dict(outcome.refused)
+    proven: list[LoadGroup] = []
+    for group in groups:
+        first = group.names[0]
+        if first in refused:
+            continue
+        why = _doubt(source, outcome, group)
+        silent = _silent(outcome, group)
+        if not why and silent and method == "reloaded":
+            so_far = _proven(findings, method, proven, outcome)
+            why = _unconfirmed(state, source, so_far, group, silent)
+        if why:
+            refused[first] = why
+        else:
+            proven.append(group)
+    return _proven(findings, method, proven, outcome), refused
+
+
+def _doubt(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> str:
+    """Return why a trial without failure proves nothing about a group; empty if it does."""
+    silent = _silent(outcome, group)
+    blank = [
+        name for name in outcome.idle & silent & source.uniform if source.specs[name].numel > 1
+    ]
+    if blank:
+        return f"nothing changes with {min(blank)}, whose elements are all equal"
+    stray = _stray(source, outcome, group)
+    return (
+        f"other values loaded into {min(stray)} do not arrive where it was recorded"
+        if stray
+        else ""
+    )
+
+
+def _silent(outcome: Outcome, group: LoadGroup) -> frozenset[str]:
+    """Return the tensors of a group that changed no output."""
+    return (outcome.idle | outcome.beside).intersection(group.names)
+
+
+def _stray(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
+    return outcome.moved.intersection(group.names) - source.uniform
+
+
+def _unconfirmed(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    group: LoadGroup,
+    silent: frozenset[str],
+) -> str:
+    """Return why a reload may have left out tensors: a repack shows that they change something."""
+    again = _trial(state, source, findings, "repacked", [group]).run([group])
+    if again.refused or _silent(again, group) != silent:
+        return f"nothing changes with {min(silent)}"
+    return ""
+
+
+def _proven(
+    findings: Findings, method: LoadMethod, groups: Sequence[LoadGroup], outcome: Outcome
+) -> Findings:
+    names = [name for group in groups for name in group.names]
+    classes: dict[str, TensorClass] = dict.fromkeys(names, method)
+    return replace(
+        findings,
+        readable=findings.readable - outcome.moved.intersection(names),
+        touched=findings.touched | (outcome.touched if method == "loaded" else frozenset()),
+        idle=findings.idle.difference(names) | outcome.idle.intersection(names),
+        classes={**findings.classes, **classes},
+        groups=(*findings.groups, *((method, group) for group in groups)),
+    )
+
+
+def _trial(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    findings: Findings,
+    method: LoadMethod,
+    groups: Sequence[LoadGroup],
+) -> Trial:
+    names = [name for group in groups for name in group.names]
+    links = links_of(state, source, findings, names)
+    return Trial(
+        state=state,
+        method=method,
+        weights=source.clones,
+        links=links,
+        derived=findings.derived,
+        vectors={name for name in links if len(source.specs[name].shape) < 2},
+        placed={name for name, found in findings.placements.items() if found},
+        displaced=partial(_displaced, source, findings),
+        untouched=_untouched(state, source, findings, links),
+    )
+
+
+def _displaced(
+    source: LoadedCheckpoint, findings: Findings, names: Iterable[str], others: Container[str]
+) -> frozenset[str]:
+    return frozenset(
+        name
+        for name in findings.readable.intersection(names)
+        if not holds_bits(
+            findings.placements[name],
+            source.other(name) if name in others else source.bits(name),
+        )
+    )
+
+
+def _untouched(
+    state: ModelState, source: LoadedCheckpoint, findings: Findings, loaded: Container[str]
+) -> Untouched:
+    return Untouched(
+        state.model,
+        source,
+        {name: findings.placements[name] for name in findings.in_place() if name not in loaded},
+        [one for one in findings.groups if not any(name in loaded for name in one[1].names)],
+    )
+
+
+def decide_remaining(findings: Findings) -> Findings:
+    left: dict[str, TensorClass] = {
+        name: "in_place" if found else "absent"
+        for name, found in findings.placements.items()
+        if name not in findings.classes
+    }
+    return replace(findings, classes={**findings.classes, **left})

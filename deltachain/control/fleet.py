@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from typing_extensions import override
 
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
-from deltachain.replica.status import ReplicaStatus
 from deltachain.retry import Backoff
+from deltachain.status import Status
 from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
@@ -65,7 +65,7 @@ class _Wanted:
     version: Version
     manifest: str
 
-    def is_another(self, found: ReplicaStatus) -> bool:
+    def is_another(self, found: Status) -> bool:
         """Return whether a replica holds this version of another history."""
         return found.version == self.version and found.manifest != self.manifest != ""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -12,20 +13,123 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from deltachain.control.client.inventory import (
-    parse_name,
-    resolve,
-    split_boards,
-    split_entries,
-)
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.errors import ControlPlaneError, DeltaChainError
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.presence.record import PresenceFound
-from deltachain.replica.status import ReplicaStatus
+from deltachain.redact import redacted_path, redacted_url
+from deltachain.status import Status
 from deltachain.threads import Closeable, started
 
 if TYPE_CHECKING:
     from deltachain.presence.board import Presence, PresenceBoard
+
+
+DNS: Final = "dns://"
+"""Scheme of a name that stands for all replicas at its addresses: ``dns://policy.default:8000``."""
+
+_CLOUDS: Final = ("gs", "az", "abfs", "abfss")
+"""Schemes of stores that fsspec opens."""
+
+_HINT: Final = (
+    "one address a line: http://HOST:PORT, dns://NAME:PORT, or the URL where replicas write their "
+    "presence; # begins a comment"
+)
+
+
+def parse_inventory(text: str) -> tuple[str, ...]:
+    """Parse a list of addresses with commas, or the path of a file with one a line.
+
+    Raises:
+        ConfigError: It names no address, or the file cannot be read.
+    """
+    if "://" in text:
+        entries = tuple(part.strip() for part in text.split(",") if part.strip())
+        return _checked(entries, "the list of engines")
+    return read_inventory(Path(text))
+
+
+def read_inventory(file: Path) -> tuple[str, ...]:
+    """Read a file with one address a line; empty lines and comments after ``#`` are left out.
+
+    Raises:
+        ConfigError: It cannot be read, names no address, or has a line that is none.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as exc:
+        why = getattr(exc, "strerror", None) or "it is no text"
+        raise ConfigError(f"{redacted_path(file)}: {why}", hint=_HINT) from exc
+    entries = (line.partition("#")[0].strip() for line in lines)
+    return _checked(tuple(entry for entry in entries if entry), str(file))
+
+
+def _checked(entries: tuple[str, ...], where: str) -> tuple[str, ...]:
+    if not entries:
+        raise ConfigError(f"{where} names no engine", hint=_HINT)
+    for number, entry in enumerate(entries, 1):  # not shown: it may be a line of a file of keys
+        if "://" not in entry or " " in entry:
+            raise ConfigError(f"{where}: entry {number} is no address", hint=_HINT)
+    return entries
+
+
+def split_entries(entries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split entries into addresses and DNS names, each of them once, in the given order."""
+    unique = dict.fromkeys(entry.rstrip("/") for entry in entries)
+    names = [entry for entry in unique if entry.startswith(DNS)]
+    return [entry for entry in unique if entry not in names], names
+
+
+def split_boards(entries: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Split entries into those of replicas, and URLs of stores where replicas write their presence.
+
+    An entry is the latter if its scheme is that of a store.
+    """
+    every = list(entries)
+    boards = [entry for entry in every if _is_board(entry)]
+    return [entry for entry in every if entry not in boards], boards
+
+
+def _is_board(entry: str) -> bool:
+    scheme = entry.partition("://")[0].lower()
+    if "://" not in entry or scheme in ("http", "https", "dns"):
+        return False
+    from deltachain.store.registry import schemes  # noqa: PLC0415 - imports numpy
+
+    return scheme in {*schemes(), *_CLOUDS}
+
+
+def parse_name(entry: str) -> tuple[str, int]:
+    """Parse ``dns://NAME:PORT``.
+
+    Raises:
+        ConfigError: It has no name, no port, or a user.
+    """
+    name, _, port = entry.removeprefix(DNS).rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
+    if not name or "@" in name or not is_port:
+        what = "has a user" if "@" in name else "has no port"
+        raise ConfigError(f"{redacted_url(entry)!r} {what}", hint="write dns://NAME:PORT")
+    return name.strip("[]"), int(port)
+
+
+def resolve(entry: str) -> Sequence[str]:
+    """Look up the addresses behind ``dns://NAME:PORT``, in ascending order.
+
+    Raises:
+        ControlPlaneError: The name cannot be resolved.
+        ConfigError: It has no name, no port, or a user.
+    """
+    name, port = parse_name(entry)
+    try:
+        found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as exc:
+        raise ControlPlaneError(
+            f"{redacted_url(entry)} cannot be resolved: {getattr(exc, 'strerror', None) or exc}",
+            hint="see whether the name has addresses from here",
+        ) from exc
+    hosts = sorted({str(address[0]) for *_, address in found})
+    return [f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}" for host in hosts]
+
 
 STATUS_S: Final = 5.0
 """Seconds for which the answer to a question for the status is waited for."""
@@ -33,7 +137,7 @@ STATUS_S: Final = 5.0
 LATE: Final = "it may hang, or be busy: its log may say more"
 """Hint for a replica that takes too long."""
 
-ReplicaAnswer: TypeAlias = ReplicaStatus | PresenceFound | DeltaChainError
+ReplicaAnswer: TypeAlias = Status | PresenceFound | DeltaChainError
 """What a replica answered or wrote of itself, or why there is nothing."""
 
 _T = TypeVar("_T")
@@ -87,7 +191,7 @@ class Roster(Closeable):
         return tuple(self._boards)
 
     def ask(
-        self, question: Callable[[ReplicaClient], ReplicaStatus]
+        self, question: Callable[[ReplicaClient], Status]
     ) -> Iterator[tuple[str, ReplicaAnswer]]:
         """Ask every replica a question; yield address and answer, each as soon as it is there.
 
@@ -109,7 +213,7 @@ class Roster(Closeable):
                     self._resolved[url] = self._resolved.get(url) or self._connect(url)
                     found[url] = self._resolved[url]
         self._forget(found.keys())
-        calls: dict[str, Callable[[], ReplicaStatus | Mapping[str, Presence]]] = {}
+        calls: dict[str, Callable[[], Status | Mapping[str, Presence]]] = {}
         calls.update({url: partial(question, one) for url, one in found.items()})
         calls.update({url: board.look for url, board in self._boards.items()})
         for url, answer in self._at_once(calls):

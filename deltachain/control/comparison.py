@@ -6,36 +6,20 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, get_args
 
-from deltachain.control.client.roster import ReplicaAnswer
+from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import DeltaChainError
 from deltachain.presence.record import PresenceFound
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Health, HealthLimits, Status, complaints
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version
-
-Health: TypeAlias = Literal[
-    "failed",
-    "silent",
-    "poisoned",
-    "in doubt",
-    "cut off",
-    "stale",
-    "not ready",
-    "behind",
-    "pinned",
-    "ready",
-]
-"""Health of a replica among all others, worst first."""
 
 ALARMING: Final[frozenset[Health]] = frozenset(
     ("failed", "silent", "poisoned", "in doubt", "cut off", "stale")
 )
 """What a fleet's exit code tells."""
-
-MAX_SILENCE_S: Final = 60.0
 
 WITNESSES: Final = 2
 """Number of replicas that must have seen a version that none holds, where at least three answer."""
@@ -61,7 +45,7 @@ class ReplicaRow:
     health: Health
     why: tuple[str, ...]
     lag: int | None
-    status: ReplicaStatus | None
+    status: Status | None
     doubt: str = ""
     hint: str = ""
     written_s: float | None = None
@@ -72,26 +56,12 @@ class ReplicaRow:
         return self.health in ALARMING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthLimits:
-    """HealthLimits of replicas without complaint.
-
-    Attributes:
-        lag: Largest lag, in versions; ``None`` for any.
-        silence_s: Largest time without an answer of the store, or since a presence was written, in
-            seconds.
-    """
-
-    lag: int | None = None
-    silence_s: float = MAX_SILENCE_S
-
-
 def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[ReplicaRow]:
     """Return a row for each replica: the worst health first, then the largest lag.
 
     Args:
         answers: Answers, by address.
-        limits: HealthLimits of a healthy replica.
+        limits: Limits of a healthy replica.
     """
     there = {url: status for url, one in answers.items() if (status := _status(one)) is not None}
     newest = {
@@ -111,10 +81,10 @@ def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[
     return sorted(rows, key=lambda row: (order.index(row.health), -(row.lag or 0), _natural(row)))
 
 
-def _status(answer: ReplicaAnswer) -> ReplicaStatus | None:
+def _status(answer: ReplicaAnswer) -> Status | None:
     if isinstance(answer, PresenceFound):
         return answer.status
-    return answer if isinstance(answer, ReplicaStatus) else None
+    return answer if isinstance(answer, Status) else None
 
 
 def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> ReplicaRow:
@@ -122,7 +92,7 @@ def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> Rep
     row = replace(row, written_s=found.age_s)
     if found.ended:
         return replace(row, health="failed", why=(f"it ended: {found.ended}", *row.why))
-    if found.age_s > limits.silence_s:
+    if limits.silence_s is not None and found.age_s > limits.silence_s:
         gone = f"it has not written its presence for {found.age_s:.0f} s"
         hint = "start it again; if it is gone for good, remove its record"
         return replace(row, health="silent", why=(gone, *row.why), hint=hint)
@@ -135,7 +105,7 @@ def _natural(row: ReplicaRow) -> list[tuple[int, str]]:
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
 
 
-def newest_seen(statuses: Sequence[ReplicaStatus]) -> Version | None:
+def newest_seen(statuses: Sequence[Status]) -> Version | None:
     """Return the newest version that replicas hold or have seen; ``None`` for none.
 
     Where three or more answer, one alone is not believed to have seen a version that nobody holds.
@@ -147,7 +117,7 @@ def newest_seen(statuses: Sequence[ReplicaStatus]) -> Version | None:
 
 
 def _doubts(
-    there: Mapping[str, ReplicaStatus], newest: Mapping[str | None, Version | None]
+    there: Mapping[str, Status], newest: Mapping[str | None, Version | None]
 ) -> dict[str, tuple[str, ...]]:
     """Return what is doubtful about each replica beside the others."""
     chains = Counter(one.chain for one in there.values() if one.chain)
@@ -183,41 +153,18 @@ def _failed(url: str, error: DeltaChainError) -> ReplicaRow:
 
 def _row(
     url: str,
-    status: ReplicaStatus,
+    status: Status,
     newest: Version | None,
     doubts: Sequence[str],
     limits: HealthLimits,
 ) -> ReplicaRow:
-    lag = None
-    if status.version is not None and newest is not None:
-        lag = max(0, newest - status.version)
-    silent = silence(status, limits)
     trouble = status.trouble.partition("\n")[0]  # what resolves it is in the replica's own status
-    reasons = dict.fromkeys((status.reason, status.fault, status.doubt, *doubts, silent, trouble))
-    behind = lag is not None and lag > 0 and not status.pinned
-    late: str = ""
-    sees_less = status.head is not None and newest is not None and status.head < newest
-    if behind and sees_less and not silent:
-        late = f"it has seen version {status.head} as the newest, others {newest}"
-    checks: tuple[tuple[Health, object], ...] = (
-        ("failed", status.fault),
-        ("poisoned", status.poisoned),
-        ("in doubt", status.doubt or doubts),
-        ("cut off", silent),
-        ("stale", behind and limits.lag is not None and (lag or 0) > limits.lag),
-        ("not ready", not status.ready),
-        ("behind", behind),
-        ("pinned", status.pinned),
+    found = complaints(status, limits, newest=newest, doubts=doubts)
+    return ReplicaRow(
+        engine=url,
+        health=found[0][0] if found else "ready",
+        why=tuple(dict.fromkeys(why for why in (*(why for _, why in found), trouble) if why)),
+        lag=None if newest is None or status.version is None else max(0, newest - status.version),
+        status=status,
+        doubt=status.doubt or next(iter(doubts), ""),
     )
-    health: Health = next((name for name, holds in checks if holds), "ready")
-    why = tuple(one for one in (*reasons, late) if one)
-    doubt = status.doubt or next(iter(doubts), "")
-    return ReplicaRow(engine=url, health=health, why=why, lag=lag, status=status, doubt=doubt)
-
-
-def silence(status: ReplicaStatus, limits: HealthLimits) -> str:
-    """Return that the store of a replica has not answered for too long; empty otherwise."""
-    silent_s = status.silence_s or 0.0
-    if not status.following or status.pinned or silent_s <= limits.silence_s:
-        return ""
-    return f"its store has not answered for {silent_s:.0f} s"
