@@ -233,6 +233,11 @@ class BrokenChainError(ChainError):
     )
 
 
+def no_version(url: str, hint: str = "wait for the publisher's first commit") -> ChainError:
+    """Build the error for a chain without a version."""
+    return ChainError(f"{url} has no version yet", hint=hint)
+
+
 class FormatError(DeltaChainError):
     """An object does not follow FORMAT.md."""
 

@@ -8,11 +8,18 @@ by probing, without listing.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from functools import partial
 
 from deltachain.chain.ancestry import Past, Skips
-from deltachain.chain.checks import asset_path, check_edge, check_record
+from deltachain.chain.checks import (
+    asset_path,
+    check_digest,
+    check_edge,
+    check_record,
+    once_more,
+)
 from deltachain.chain.commits import Commits
-from deltachain.chain.identity import check_digest, identity_there, lost_chain, make, read_model
+from deltachain.chain.identity import identity_there, lost_chain, make, read_model
 from deltachain.chain.log import Committed, Manifests
 from deltachain.chain.lookup import SEEN, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
@@ -22,8 +29,8 @@ from deltachain.codec import ENCODINGS
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
-    FormatError,
     MalformedError,
+    ObjectNotFoundError,
 )
 from deltachain.format import keys
 from deltachain.format.documents import (
@@ -127,10 +134,7 @@ class Chain:
             SignatureError: No trusted key signed the chain.
         """
         trust = trust or Trust.of_reader()
-        try:
-            return cls(store, *read_model(store, trust), trust)
-        except FormatError:  # a bit may have flipped in transit
-            return cls(store, *read_model(store, trust), trust)
+        return cls(store, *once_more(partial(read_model, store, trust)), trust)
 
     def check_present(self) -> None:
         """Raise if the store no longer has the chain.
@@ -238,7 +242,8 @@ class Chain:
             BrokenChainError: A manifest is missing, or names another parent.
         """
         parent: Committed | None = None
-        for version, committed in self._manifests.between(first, last, reads):
+        manifests = self._manifests
+        for version, committed in manifests.between(first, last, reads, manifests.find):
             if committed is None:
                 raise BrokenChainError(f"manifest of version {version} is missing", version=version)
             if parent is not None and committed.manifest.parent != parent.digest:
@@ -249,6 +254,28 @@ class Chain:
                 )
             yield committed
             parent = committed
+
+    def manifests(
+        self, first: Version, last: Version, *, reads: int
+    ) -> Iterator[tuple[Committed, bytes]]:
+        """Yield the manifests of ``first`` to ``last`` and their exact bytes; see :meth:`read`.
+
+        Up to ``reads`` manifests are read at a time.
+
+        Raises:
+            BrokenChainError: A manifest is missing.
+        """
+        manifests = self._manifests
+        try:
+            for _, found in manifests.between(first, last, reads, manifests.document):
+                yield found
+        except ObjectNotFoundError as exc:
+            version = keys.version_of(exc.key)
+            raise BrokenChainError(
+                f"manifest of version {version} is missing in {self.store.url}",
+                version=version,
+                hint=f"manifests must never be deleted: restore {exc.key} from a backup",
+            ) from exc
 
     def windows(self, newest: Committed) -> Iterator[Committed]:
         """Yield manifests whose edge lists together cover the history, newest first."""

@@ -1,15 +1,22 @@
-"""Checks of references between documents, beyond their types (FORMAT.md 1 and 2)."""
+"""Reading documents of a chain, and the checks beyond their types (FORMAT.md 1 and 2)."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable
+from typing import Final, TypeVar
 
 from deltachain.chain.trust import Trust
-from deltachain.errors import ConfigError, FormatError, MalformedError, ObjectNotFoundError
+from deltachain.errors import (
+    ConfigError,
+    DigestMismatchError,
+    FormatError,
+    MalformedError,
+    ObjectNotFoundError,
+)
 from deltachain.format import keys
 from deltachain.format.documents import (
+    Document,
     Edge,
     EdgeRecord,
     EdgeSummary,
@@ -20,29 +27,94 @@ from deltachain.format.documents import (
 )
 from deltachain.format.keys import edge_key, object_digest
 from deltachain.store import Store
+from deltachain.store.base import MAX_DOCUMENT
+from deltachain.types import Buffer
+
+_T = TypeVar("_T")
+_D = TypeVar("_D", bound=Document)
+
+
+def once_more(read: Callable[[], _T]) -> _T:
+    """Call a function that reads objects, and again if one is damaged: a bit may flip in transit.
+
+    Raises:
+        FormatError: An object is damaged both times.
+    """
+    try:
+        return read()
+    except FormatError:
+        return read()
+
+
+def read_document(  # noqa: PLR0913 - where it is, and what proves it
+    store: Store,
+    key: str,
+    kind: type[_D],
+    *,
+    chain: str,
+    trust: Trust,
+    digest: str = "",
+    limit: int = MAX_DOCUMENT,
+) -> tuple[_D, bytes]:
+    """Read a sealed document of a chain, once more if it is damaged.
+
+    Args:
+        store: Store of the chain.
+        key: Key of the document.
+        kind: Its class.
+        chain: Id of the chain.
+        trust: Keys of which one must have signed it, unless its digest is known.
+        digest: Digest of its bytes by an accepted document; empty if unknown.
+        limit: Size limit, in bytes.
+
+    Returns:
+        The document, and its exact bytes.
+
+    Raises:
+        ObjectNotFoundError: It is gone.
+        FormatError: It is damaged, or of another chain.
+        SignatureError: No trusted key signed it.
+    """
+
+    def read() -> tuple[_D, bytes]:
+        data = store.get(key, limit=limit)
+        if digest:
+            check_digest(data, digest, key)
+        document = unseal(data, kind, key=key)
+        if not digest:
+            trust.check(data, kind, chain=chain, key=key)
+        found = getattr(document, "chain", chain)
+        if found != chain:
+            raise MalformedError(f"{key}: belongs to chain {found[:80]}, not to {chain}", key=key)
+        return document, data
+
+    return once_more(read)
+
+
+def check_digest(data: Buffer, expected: str, key: str) -> None:
+    """Verify the digest of an object.
+
+    Raises:
+        DigestMismatchError: The digest differs.
+    """
+    actual = object_digest(data)
+    if actual != expected:
+        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
 
 
 def read_summary(store: Store, key: str, *, chain: str, trust: Trust) -> EdgeSummary | None:
     """Read an edge record and summarise its edge.
-
-    Args:
-        store: Store of the record.
-        key: Key of the record.
-        chain: Id of the chain.
-        trust: Keys that sign and check records.
 
     Returns:
         The summary, with the digest of the bytes that were read; ``None`` if the record is missing,
         damaged, under the key of another, or not signed by a trusted key.
     """
     try:
-        data = store.get(key)
-        record = unseal(data, EdgeRecord, key=key)
-        trust.check(data, EdgeRecord, chain=chain, key=key)
+        record, data = read_document(store, key, EdgeRecord, chain=chain, trust=trust)
     except (ObjectNotFoundError, FormatError):
         return None
     edge = record.edge
-    if record.chain != chain or edge_key(record.version, edge.kind, edge.base) != key:
+    if edge_key(record.version, edge.kind, edge.base) != key:
         return None
     return summarise(record.version, edge, record.state, record=key, digest=object_digest(data))
 

@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
-from deltachain.errors import ChainError, ConfigError
+from deltachain.errors import ChainError, ConfigError, no_version
 from deltachain.threads import Pool
 from deltachain.types import Version
 
@@ -80,9 +80,7 @@ def choose(chain: Chain, choice: VersionChoice) -> Committed:
         return tags.committed(chain, tag)
     head = chain.head()
     if head is None:
-        raise ChainError(
-            f"{chain.store.url} has no version yet", hint="wait for the publisher's first commit"
-        )
+        raise no_version(chain.store.url)
     if choice.version is not None:
         found = chain.find(choice.version)
         if found is None:

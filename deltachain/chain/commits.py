@@ -17,13 +17,15 @@ import time
 from collections.abc import Container, Mapping
 from typing import Final
 
-from deltachain.chain.identity import check_digest, is_same, lost_chain, put_back, replace
+from deltachain.chain.checks import check_digest, once_more
+from deltachain.chain.identity import is_same, lost_chain, put_back, replace
 from deltachain.chain.log import TRUSTING, Committed, Manifests, misplaced
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
     BrokenChainError,
     ChainMismatchError,
+    DigestMismatchError,
     ObjectNotFoundError,
     PublisherFencedError,
     StoreUnavailableError,
@@ -282,14 +284,14 @@ class Commits:
         newest, seen, key = self._newest, self._newest_seen, info.key
         if newest and seen and newest.digest == manifest.parent and _is_same(seen, info):
             return
-        data = self._read(info)
-        if object_digest(data) != manifest.parent:
-            data = self._read(info)  # a bit may have flipped in transit
-        if object_digest(data) == manifest.parent:
+        try:
+            once_more(lambda: check_digest(self._read(info), manifest.parent, key))
+        except DigestMismatchError:
+            other = unseal(self._read(info), Manifest, key=key)
+        else:
             if newest and newest.digest == manifest.parent:
                 self._newest_seen = info  # an equal copy replaced it, for example by a restore
             return
-        other = unseal(data, Manifest, key=key)
         if other.version != manifest.version - 1:
             raise misplaced(key, other)
         raise parent_was_replaced(manifest, other)

@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import read_document
 from deltachain.chain.lookup import NONE
 from deltachain.errors import ChainError, ObjectNotFoundError, StaleChainError
-from deltachain.format.documents import Heartbeat, PruneRecord, unseal
+from deltachain.format.documents import Heartbeat, PruneRecord
 from deltachain.format.keys import HEARTBEAT_KEY
 
 MAX_HEARTBEAT: Final = 1 << 22
@@ -74,11 +75,16 @@ def read_heartbeat(chain: Chain) -> Heartbeat | None:
         MalformedError: It is no heartbeat.
     """
     try:
-        data = chain.store.get(HEARTBEAT_KEY, limit=MAX_HEARTBEAT)
+        found, _ = read_document(
+            chain.store,
+            HEARTBEAT_KEY,
+            Heartbeat,
+            chain=chain.identity.chain,
+            trust=chain.trust,
+            limit=MAX_HEARTBEAT,
+        )
     except ObjectNotFoundError:
         return None
-    found = unseal(data, Heartbeat, key=HEARTBEAT_KEY)
-    chain.trust.check(data, Heartbeat, chain=chain.identity.chain, key=HEARTBEAT_KEY)
     return found
 
 

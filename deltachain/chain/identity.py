@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from deltachain.chain.checks import ASSET_PATH, check_assets, check_paths
+from deltachain.chain.checks import ASSET_PATH, check_assets, check_digest, check_paths
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
     AlreadyExistsError,
@@ -353,17 +353,6 @@ def replaced(url: str, there: str, known: str, version: Version) -> ChainMismatc
         hint="decide which one is right, and give the other a URL of its own; replicas join the "
         "one that is there from nothing",
     )
-
-
-def check_digest(data: bytes, expected: str, key: str) -> None:
-    """Verify the digest of an object.
-
-    Raises:
-        DigestMismatchError: The digest differs.
-    """
-    actual = object_digest(data)
-    if actual != expected:
-        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
 
 
 def _lost(store: Store) -> BrokenChainError:

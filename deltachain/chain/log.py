@@ -6,12 +6,14 @@ detected by later lookups.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
-from typing import Final
+from typing import Final, TypeVar
 
+from deltachain.chain.checks import once_more
 from deltachain.chain.identity import identity_there, replaced
 from deltachain.chain.lookup import SEEN, Looks
 from deltachain.chain.trust import Trust
@@ -26,6 +28,8 @@ from deltachain.format.keys import CHAIN_KEY, manifest_key, object_digest
 from deltachain.store import ObjectInfo, Store
 from deltachain.threads import Pool
 from deltachain.types import Buffer, StateDigest, Version
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +116,20 @@ class Manifests:
             ChainMismatchError: The manifest belongs to another chain: the URL has two.
             ForkedChainError: The manifest was replaced since the last look.
         """
-        found = self._checked(version)
+        return self.document(version)[0]
+
+    def document(self, version: Version) -> tuple[Committed, bytes]:
+        """Read the manifest of a version, and return its exact bytes too; see :meth:`read`."""
+        found, data = self._checked(version)
         if self._trust.trusted is None:
-            return found
+            return found, data
         with self._proving:
             self._prove(found)
             listed = (edge.digest for edge in found.manifest.recent if edge.record)
             self._listed.update(dict.fromkeys(listed))
             for digest in list(self._listed)[:-LISTED]:
                 del self._listed[digest]
-        return found
+        return found, data
 
     def lists(self, digest: str) -> bool:
         """Return whether a manifest that was read lists an edge record by its digest."""
@@ -144,11 +152,11 @@ class Manifests:
         refusal = self._trust.refusal(found.signatures, manifest_key(found.version))
         if oldest is None or oldest < found.version:
             oldest = self.looks.newest(found.version)
-            if oldest == found.version or not self._checked(oldest).signed_by:
+            if oldest == found.version or not self._checked(oldest)[0].signed_by:
                 raise refusal
         named = {found.version: found.digest}
         for version in range(found.version + 1, oldest + 1):
-            later = self._checked(version)
+            later, _ = self._checked(version)
             if later.manifest.parent != named[version - 1]:
                 raise refusal
             if later.signed_by or self._named.get(version) == later.digest:
@@ -156,13 +164,10 @@ class Manifests:
                 return
             named[version] = later.digest
 
-    def _checked(self, version: Version) -> Committed:
+    def _checked(self, version: Version) -> tuple[Committed, bytes]:
         """Read a manifest that may not be trusted; once more if it is unreadable."""
         key = manifest_key(version)
-        try:
-            found = self._read(key, version)
-        except FormatError:  # a bit may have flipped in transit
-            found = self._read(key, version)
+        found, data = once_more(partial(self._read, key, version))
         manifest = found.manifest
         if manifest.chain != self._chain:
             raise self._of_another_chain(key, manifest)
@@ -170,7 +175,7 @@ class Manifests:
             raise misplaced(key, manifest)
         read_state(manifest.state, key=key)
         self.looks.read(version, found.digest)
-        return found
+        return found, data
 
     def _of_another_chain(self, key: str, manifest: Manifest) -> ChainMismatchError:
         there = None
@@ -203,15 +208,15 @@ class Manifests:
         if known is not None:
             return known
         try:  # the caller compares digests, trusted or not
-            return self._checked(version).digest
+            return self._checked(version)[0].digest
         except ObjectNotFoundError:
             return None
 
-    def _read(self, key: str, version: Version) -> Committed:
+    def _read(self, key: str, version: Version) -> tuple[Committed, bytes]:
         data = bytes(self._bytes(version))
         manifest = unseal(data, Manifest, key=key)
         signers = self._trust.signers(data, Manifest, self._chain)
-        return Committed(manifest, object_digest(data), opened(data)[1], signers)
+        return Committed(manifest, object_digest(data), opened(data)[1], signers), data
 
     def find(self, version: Version) -> Committed | None:
         """Read the manifest of a version; ``None`` if it is not committed."""
@@ -221,21 +226,22 @@ class Manifests:
             return None
 
     def between(
-        self, first: Version, last: Version, reads: int
-    ) -> Iterator[tuple[Version, Committed | None]]:
-        """Yield versions of a range in order, each with its manifest, or ``None`` if it is gone.
+        self, first: Version, last: Version, reads: int, read: Callable[[Version], _T]
+    ) -> Iterator[tuple[Version, _T]]:
+        """Yield the versions of a range in order, each with its manifest.
 
         Args:
             first: The first version.
             last: The last version, included.
             reads: Manifests read at a time, ahead of the one that is yielded.
+            read: Method that reads one.
         """
         with nullcontext() if reads == 1 else Pool(reads) as pool:
             for start in range(first, last + 1, SEEN):
                 versions = range(start, min(start + SEEN, last + 1))
                 self.looks.ahead(versions)
-                ahead = pool.ordered(self.find, versions, ahead=reads) if pool else None
-                yield from zip(versions, ahead or map(self.find, versions), strict=True)
+                ahead = pool.ordered(read, versions, ahead=reads) if pool else None
+                yield from zip(versions, ahead or map(read, versions), strict=True)
 
     def _bytes(self, version: Version) -> Buffer:
         """Read a manifest, pinned to the content of the last look if the store supports it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from deltachain.chain.checks import read_document
 from deltachain.chain.lookup import NONE, newest_number
 from deltachain.chain.trust import Trust
-from deltachain.errors import ChainMismatchError, FormatError, MalformedError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary, PruneRecord, unseal
+from deltachain.errors import FormatError, MalformedError, ObjectNotFoundError
+from deltachain.format.documents import EdgeSummary, PruneRecord
 from deltachain.format.keys import prune_key
 from deltachain.store import Store
 from deltachain.types import Version
@@ -34,7 +35,6 @@ class Prunes:
         Raises:
             FormatError: The record is damaged or under the key of another.
             SignatureError: No trusted key signed it.
-            ChainMismatchError: It belongs to another chain.
         """
         known = self._newest.number if self._newest else NONE
         number = newest_number(self._store, prune_key, known=known)
@@ -60,13 +60,14 @@ class Prunes:
 
         Raises:
             ObjectNotFoundError: There is no such record.
-            FormatError: The record is damaged or under the key of another.
-            ChainMismatchError: It belongs to another chain.
+            FormatError: The record is damaged, under the key of another, or of another chain.
         """
-        try:
-            return self._read(number)
-        except FormatError:  # a bit may have flipped in transit
-            return self._read(number)
+        key = prune_key(number)
+        kind, chain = PruneRecord, self._chain
+        record, _ = read_document(self._store, key, kind, chain=chain, trust=self._trust)
+        if record.number != number:
+            raise MalformedError(f"{key}: is prune record {record.number}", key=key)
+        return record
 
     @property
     def names_edges(self) -> bool:
@@ -94,16 +95,5 @@ class Prunes:
         """
         try:
             self.newest_there() if there else self.newest()
-        except (FormatError, ObjectNotFoundError, ChainMismatchError):
+        except (FormatError, ObjectNotFoundError):
             return
-
-    def _read(self, number: int) -> PruneRecord:
-        key = prune_key(number)
-        data = self._store.get(key)
-        record = unseal(data, PruneRecord, key=key)
-        self._trust.check(data, PruneRecord, chain=self._chain, key=key)
-        if record.chain != self._chain:
-            raise ChainMismatchError(f"{key}: belongs to chain {record.chain[:80]}")
-        if record.number != number:
-            raise MalformedError(f"{key}: is prune record {record.number}", key=key)
-        return record

@@ -15,6 +15,7 @@ from typing import Final
 import msgspec
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import read_document
 from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
 from deltachain.chain.lookup import NONE, newest_number
 from deltachain.chain.reachable import check_write_access, is_reachable
@@ -30,7 +31,7 @@ from deltachain.errors import (
     StoreUnavailableError,
     StoreWentBackError,
 )
-from deltachain.format.documents import NAME, Tag, unseal
+from deltachain.format.documents import NAME, Tag
 from deltachain.format.keys import TAG_PREFIX, tag_key, tag_of
 from deltachain.threads import Pool
 
@@ -282,22 +283,9 @@ def _newest(chain: Chain, name: str, *, known: int = NONE) -> Tag | None:
 def _record(chain: Chain, name: str, number: int) -> Tag:
     """Read one record; once more if it is unreadable."""
     key = tag_key(name, number)
-    try:
-        record = _read(chain, key)
-    except FormatError:  # a bit may have flipped in transit
-        record = _read(chain, key)
-    if (record.chain, record.name, record.number) != (chain.identity.chain, name, number):
-        raise MalformedError(
-            f"{key}: is number {record.number} of tag {record.name!r} of chain {record.chain}",
-            key=key,
-        )
-    return record
-
-
-def _read(chain: Chain, key: str) -> Tag:
-    data = chain.store.get(key)
-    record = unseal(data, Tag, key=key)
-    chain.trust.check(data, Tag, chain=chain.identity.chain, key=key)
+    record, _ = read_document(chain.store, key, Tag, chain=chain.identity.chain, trust=chain.trust)
+    if (record.name, record.number) != (name, number):
+        raise MalformedError(f"{key}: is number {record.number} of tag {record.name!r}", key=key)
     return record
 
 

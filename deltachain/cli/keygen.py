@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Url, no_version
-from deltachain.errors import ConfigError, SignatureError
+from deltachain.cli.options import AsJson, Url
+from deltachain.errors import ConfigError, SignatureError, no_version
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Committed
@@ -111,7 +111,7 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     numel = sum(spec.numel for spec in chain.table.specs())
     writer = take_over(chain, numel=numel, metadata={})
     if writer is None or writer.parent is None:
-        raise no_version(store.url, hint="its identity is signed now")
+        raise no_version(store.url, "its identity is signed now")
     return True, Chain.open(store, trust).read(writer.parent.version), again
 
 

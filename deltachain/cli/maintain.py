@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJsonLines, Base, Once, Url, no_version
+from deltachain.cli.options import AsJsonLines, Base, Once, Url
 from deltachain.cli.prune import (
     Grace,
     KeepEvery,
@@ -26,7 +26,7 @@ from deltachain.cli.prune import (
     words_of,
 )
 from deltachain.cli.stopping import end, stopping
-from deltachain.errors import DeltaChainError, ObjectNotFoundError
+from deltachain.errors import DeltaChainError, ObjectNotFoundError, no_version
 
 if TYPE_CHECKING:
     from deltachain.maintain import Maintained, Maintainer

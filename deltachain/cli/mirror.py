@@ -112,7 +112,7 @@ def _copy(  # noqa: PLR0913 - one argument an option
     from deltachain.cli.progress import moving
     from deltachain.mirror import Mirror
     from deltachain.mirror import follow as keep
-    from deltachain.mirror.figures import MirrorTotals
+    from deltachain.mirror.follow import MirrorTotals
     from deltachain.presence.statuses import mirror_status
     from deltachain.store import open_store
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 import typer
 
 from deltachain import environment
-from deltachain.errors import ChainError, ConfigError
+from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
     from deltachain.chain.choose import VersionChoice
@@ -158,8 +158,3 @@ def seconds(text: str) -> float:
         hint = "write 2026-11-23T09:00:00+01:00, or seconds since 1970"
         raise ConfigError(f"{text!r} is no time", hint=hint)
     return time
-
-
-def no_version(url: str, *, hint: str = "wait for the publisher's first commit") -> ChainError:
-    """Return the error of a chain without versions."""
-    return ChainError(f"{url} has no version yet", hint=hint)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Base, Url, no_version
-from deltachain.errors import ChainError, ConfigError
+from deltachain.cli.options import AsJson, Base, Url
+from deltachain.errors import ChainError, ConfigError, no_version
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Url, no_version
+from deltachain.cli.options import AsJson, Url
 from deltachain.cli.prune import KeepEvery, KeepLast, KeepWithin, pruned, rule_of
-from deltachain.errors import BrokenChainError
+from deltachain.errors import BrokenChainError, no_version
 
 if TYPE_CHECKING:
     from deltachain.maintain.stats import ReaderPlan

@@ -81,11 +81,6 @@ def manifest_key(version: Version) -> str:
     return f"{MANIFEST_PREFIX}{version:020d}.json"
 
 
-def manifest_prefix(version: Version, digits: int) -> str:
-    """Return the prefix of the keys of manifests whose versions differ in the last digits only."""
-    return f"{MANIFEST_PREFIX}{version:020d}"[:-digits]
-
-
 def edge_key(version: Version, kind: str, base: Version | None) -> str:
     """Return the key of the edge record for an edge that was added after the commit."""
     origin = "nothing" if base is None else f"{base:020d}"
@@ -113,6 +108,12 @@ def payload_prefix(kind: PayloadKind, version: Version) -> str:
 def prune_key(number: int) -> str:
     """Return the key of a prune record."""
     return f"{PRUNE_PREFIX}{number:08d}.json"
+
+
+def prune_of(key: str) -> int | None:
+    """Return the number of a prune record, ``None`` for other keys."""
+    found = _PRUNE.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 def asset_key(digest: str, path: str) -> str:
@@ -149,6 +150,7 @@ def tag_of(key: str) -> tuple[str, int] | None:
     return (found[1], int(found[2])) if found else None
 
 
+_PRUNE: Final = re.compile(r"prunes/([0-9]{8})\.json")
 _TAG: Final = re.compile(r"tags/([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})/([0-9]{8})\.json")
 _EDGE: Final = re.compile(r"edges/([0-9]{20})/([a-z]+)-(nothing|[0-9]{20})\.json")
 _VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]{20})[./-].*")

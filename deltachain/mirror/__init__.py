@@ -1,8 +1,6 @@
-"""Mirrors: a chain copied into another store, in the order of dependence, proven and resumable."""
+"""Mirrors: a chain copied into another store, version by version, proven and resumable."""
 
 from deltachain.mirror.follow import follow
-from deltachain.mirror.mirror import Mirror
-from deltachain.mirror.promote import promote
-from deltachain.mirror.receipt import MirrorReceipt
+from deltachain.mirror.mirror import Mirror, MirrorReceipt, promote
 
 __all__ = ["Mirror", "MirrorReceipt", "follow", "promote"]

@@ -1,8 +1,9 @@
-"""The loop of a mirror that follows its source."""
+"""The loop of a mirror that follows its source, and what it shows of itself."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator
 from threading import Event
 from typing import Final
@@ -15,9 +16,10 @@ from deltachain.errors import (
     StoreUnavailableError,
     UnsupportedFormatError,
 )
-from deltachain.mirror.mirror import LOOK_BACK, Mirror
-from deltachain.mirror.receipt import MirrorReceipt
+from deltachain.figures import Figure, figures, info
+from deltachain.mirror.mirror import LOOK_BACK, Mirror, MirrorReceipt
 from deltachain.retry import between_polls
+from deltachain.types import Version
 
 logger = logging.getLogger(__name__)
 
@@ -71,3 +73,75 @@ def follow(
                 logged = what
                 logger.warning("mirroring: %s", exc)
         stop.wait(between_polls(poll_s).pause_s(failures))
+
+
+class MirrorTotals:
+    """Sums over all rounds of this process.
+
+    Attributes:
+        looked_at: Time at which the source last answered, in seconds since 1970; ``None`` before.
+        applied_at: Time at which a version was last copied, likewise.
+        trouble: Error of the last round; ``None`` for none.
+    """
+
+    def __init__(self) -> None:
+        self._versions = self._objects = self._nbytes = self._failures = 0
+        self.looked_at: float | None = None
+        self.applied_at: float | None = None
+        self.trouble: DeltaChainError | None = None
+        self._since = time.monotonic()
+
+    def silence_of(self, mirror: Mirror) -> float:
+        """Return the seconds since the source last answered a round, or since the start.
+
+        0 while objects are copied; of stores that tell, only while their requests are answered.
+        """
+        since: float | None = self._since
+        if mirror.is_copying:
+            both = (mirror.source.unanswered_since, mirror.destination.unanswered_since)
+            since = min((one for one in both if one is not None), default=None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def count(self, receipt: MirrorReceipt) -> None:
+        """Add a copied version."""
+        self._versions += 1
+        self._objects += receipt.objects
+        self._nbytes += receipt.nbytes
+        self.applied_at = time.time()
+        self.looked_at, self._since = self.applied_at, time.monotonic()
+
+    def looked(self, trouble: DeltaChainError | None) -> None:
+        """Record the end of a round."""
+        self.trouble = trouble
+        if trouble is not None:
+            self._failures += 1
+            return
+        self.looked_at, self._since = time.time(), time.monotonic()
+
+    def version_of(self, mirror: Mirror) -> Version | None:
+        """Return the newest version of a mirror; ``None`` for none."""
+        return mirror.version if mirror.version >= 0 else None
+
+    def head_of(self, mirror: Mirror) -> Version | None:
+        """Return the newest version that was seen in the source of a mirror; ``None`` for none."""
+        return mirror.head if mirror.head >= 0 else self.version_of(mirror)
+
+    def figures(self, mirror: Mirror) -> Iterator[Figure]:
+        """Yield the figures of the mirror that was copied, from memory."""
+        version, head = self.version_of(mirror), self.head_of(mirror)
+        yield info(engine="mirror", chain=mirror.chain)
+        yield from figures(
+            {
+                "version": version,
+                "head_version": head,
+                "lag_versions": None if head is None or version is None else head - version,
+                "left_out_payloads": len(mirror.left_out),
+                "last_look_timestamp_seconds": self.looked_at,
+                "last_apply_timestamp_seconds": self.applied_at,
+                "silence_seconds": self.silence_of(mirror),
+                "applies": self._versions,
+                "failures": self._failures,
+                "copied_objects": self._objects,
+                "copied_bytes": self._nbytes,
+            }
+        )

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from itertools import chain as joined
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from heapq import merge
+from itertools import groupby
 from pathlib import Path
 from threading import Event
 from typing import Final, Literal
@@ -13,9 +16,11 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import read_document
+from deltachain.chain.choose import VersionChoice, choose
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
-from deltachain.chain.lookup import MAX_HINT
+from deltachain.chain.lookup import MAX_HINT, NONE
 from deltachain.chain.reachable import plan_present
 from deltachain.chain.trust import Trust
 from deltachain.errors import (
@@ -27,180 +32,19 @@ from deltachain.errors import (
     FormatError,
     ObjectNotFoundError,
     StoreWentBackError,
+    no_version,
 )
-from deltachain.format.documents import EdgeRecord, Head, PruneRecord, dump, parse, unseal
-from deltachain.format.keys import (
-    CHAIN_KEY,
-    HEAD_KEY,
-    MIRROR_KEY,
-    edge_key,
-    manifest_key,
-    object_digest,
-    version_of,
-)
-from deltachain.mirror.contents import MirrorContents, VersionsToCopy
-from deltachain.mirror.pipeline import CopyOutcome, CopyPipeline
-from deltachain.mirror.plan import ObjectCopy, version_copies
-from deltachain.mirror.receipt import MirrorReceipt
-from deltachain.mirror.records import SourceRecords
-from deltachain.mirror.source import SourceDocuments, oldest_copied
-from deltachain.store import Store
+from deltachain.format import keys
+from deltachain.format.documents import EdgeRecord, Head, Manifest, PruneRecord, dump, parse, unseal
+from deltachain.format.keys import object_digest
+from deltachain.mirror.copies import CopyOutcome, CopyPipeline, ObjectCopy
+from deltachain.mirror.source import SourceDocuments, newest_prune, remember
+from deltachain.store import ObjectInfo, Store
 from deltachain.threads import Pool
 from deltachain.types import Version
 
-
-def check_placement(source: Store, destination: Store) -> None:
-    """Check that a mirror would not lie inside its source, nor in the folder of another chain.
-
-    Raises:
-        ConfigError: It would.
-    """
-    outer, inner = source.url.rstrip("/"), destination.url
-    if inner.startswith("file://"):
-        folder = Path(url2pathname(urlsplit(inner).path)).resolve()
-        around = chain_around(folder.parent)
-        found = str(around) if around else ""
-    else:
-        found = outer if inner.startswith(f"{outer}/") else ""
-    if found:
-        raise ConfigError(
-            f"{inner} is inside {found}, where a chain is stored",
-            hint="only its publisher may write there: name a folder or a prefix beside the chain",
-        )
-
-
-def check_newcomers(chain: Chain, version: Version, left_out: Collection[str]) -> None:
-    """Check that newcomers can join a mirror.
-
-    Args:
-        chain: The chain in the mirror.
-        version: Its newest version.
-        left_out: Keys of payloads that the source did not have.
-
-    Raises:
-        BrokenChainError: They cannot.
-    """
-    try:
-        plan_present(chain, None, chain.read(version))
-    except BrokenChainError as exc:
-        first = min(left_out, default="")
-        gone = f": {len(left_out)} payloads are gone from the source, {first} first"
-        raise BrokenChainError(
-            f"no newcomer can join the mirror {chain.store.url} at version "
-            f"{version}{gone if first else ''}",
-            version=version,
-            hint="what can be copied was copied; publish an anchor, and the mirror heals",
-        ) from exc
-
-
 DELETES: Final = 8
 """Objects deleted at a time."""
-
-
-def is_pruned(copy: ObjectCopy, record: PruneRecord | None) -> bool:
-    """Return whether a prune record names the edge of a payload."""
-    version = version_of(copy.key)
-    if record is None or copy.edge is None or version is None:
-        return False
-    edge = copy.edge
-    return record.range_of(edge.kind, edge.base, version) is not None
-
-
-def pruned_payloads(keys: Iterable[str], record: PruneRecord, now: float) -> frozenset[str]:
-    """Return the parts of pruned deltas and anchors whose time has come.
-
-    Args:
-        keys: Keys of payloads.
-        record: The newest prune record.
-        now: Time of the store, in seconds since 1970.
-    """
-    return frozenset(
-        key
-        for key in keys
-        for row in record.pruned
-        if row.after <= now
-        and row.span <= 1
-        and key.startswith(f"{row.kind}s/")
-        and row.first <= (version_of(key) or 0) <= row.last
-    )
-
-
-def pruned_skips(keys: Iterable[str], record: PruneRecord, now: float) -> frozenset[str]:
-    """Return the keys of edge records of pruned skips whose time has come.
-
-    Args:
-        keys: Keys of payloads.
-        record: The newest prune record.
-        now: Time of the store, in seconds since 1970.
-    """
-    versions = {version_of(key) or 0 for key in keys if key.startswith("skips/")}
-    return frozenset(
-        edge_key(version, row.kind, version - row.span)
-        for version in versions
-        for row in record.pruned
-        if row.span > 1 and row.after <= now and max(row.first, row.span) <= version <= row.last
-    )
-
-
-def delete_pruned(
-    chain: Chain, source: Store, version: Version, record: PruneRecord, keys: Collection[str]
-) -> frozenset[str]:
-    """Delete payloads of a mirror that are pruned, and gone from the source; return their keys.
-
-    Args:
-        chain: The chain in the mirror.
-        source: Store of the source.
-        version: The newest version of the mirror.
-        record: The newest prune record.
-        keys: Payloads that a listing of the source does not have.
-
-    Raises:
-        BrokenChainError: No newcomer could reach the newest version; nothing was deleted.
-    """
-    soon = max((row.after for row in record.pruned), default=0.0)
-    if not (pruned_payloads(keys, record, soon) or pruned_skips(keys, record, soon)):
-        return frozenset()
-    now = _time(chain.store, version)
-    if now is None:
-        return frozenset()
-    now = min(now, record.time)  # a grace that no record ended may be taken back
-    due = pruned_payloads(keys, record, now)
-    due |= {
-        part
-        for place in pruned_skips(keys, record, now)
-        for part in _parts(chain.store, place)
-        if part in keys
-    }
-    due -= source.find_all(due).keys()
-    if due:
-        plan_present(chain, None, chain.read(version), gone=due)
-        with Pool(DELETES, "deltachain-delete") as pool:
-            for _ in pool.map(chain.store.delete, due):
-                pass
-    return frozenset(due)
-
-
-def _time(store: Store, version: Version) -> float | None:
-    """Return the time by the clock of the mirror, by a write of its head hint as it is."""
-    try:
-        hint = store.get(HEAD_KEY)
-    except ObjectNotFoundError:
-        hint = dump(Head(version=version))
-    store.put(HEAD_KEY, hint)
-    info = store.find(HEAD_KEY)
-    return info.modified if info else None
-
-
-def _parts(store: Store, place: str) -> Iterator[str]:
-    """Yield the keys of the parts that an edge record names, if it is readable."""
-    try:
-        record = unseal(store.get(place), EdgeRecord, key=place)
-    except (ObjectNotFoundError, FormatError):
-        return
-    yield from (part.key for part in record.edge.parts)
-
-
-logger = logging.getLogger(__name__)
 
 SURVEY: Final = 64
 """Polls between two listings of both stores, for edges added late and for pruned payloads."""
@@ -210,6 +54,66 @@ LOOK_BACK: Final = 8
 
 NAMED: Final = 4
 """Payloads named one by one as they are left out."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MirrorReceipt:
+    """What one version took to be copied.
+
+    Attributes:
+        version: The newest version of the mirror.
+        head: The newest version of the source, when this round began.
+        objects: Number of objects copied since the last receipt.
+        nbytes: Their size, in bytes.
+        left_out: Number of payloads named so far that the source does not have any more.
+        seconds: Time since the last receipt.
+    """
+
+    version: Version
+    head: Version
+    objects: int
+    nbytes: int
+    left_out: int
+    seconds: float
+
+    @property
+    def lag_versions(self) -> int:
+        """Versions that the source has and the mirror does not."""
+        return self.head - self.version
+
+
+@dataclass(slots=True)
+class _Listed:
+    """What both stores have, as their listings told.
+
+    Attributes:
+        head: The newest version of the source then.
+        missing: Objects that the mirror lacks, by key; manifests are not among them.
+        extra: Keys of payloads that only the mirror has.
+        tags: Keys of tag records of the mirror.
+        prune: Number of the newest prune record of both.
+    """
+
+    head: Version = -1
+    missing: dict[str, ObjectInfo] = field(default_factory=dict)
+    extra: set[str] = field(default_factory=set)
+    tags: set[str] = field(default_factory=set)
+    prune: int = NONE
+
+    def add(self, here: ObjectInfo | None, there: ObjectInfo | None, first: Version) -> None:
+        """Add an object of the source, of the mirror, or of both."""
+        if there and there.key.startswith(keys.TAG_PREFIX) and there.nbytes:
+            self.tags.add(there.key)
+        if here is None:
+            if there and there.key.startswith(keys.PAYLOADS):
+                self.extra.add(there.key)
+        elif there is not None and there.nbytes == here.nbytes:
+            number = keys.prune_of(here.key)
+            self.prune = self.prune if number is None else number  # keys ascend
+        elif not here.key.startswith(keys.PAYLOADS) or (keys.version_of(here.key) or 0) >= first:
+            self.missing[here.key] = here
 
 
 class Mirror:
@@ -224,13 +128,10 @@ class Mirror:
         start: Copy payloads from the anchor that leads to this version, or to the head; by default
             all that the source copies if it is a mirror. Documents of all versions are copied.
         writer: Version of deltachain, for the record of the mirror.
-        planned: Called with the size of objects that will be copied, in bytes: of all that a
-            listing shows first, then of each that is found later.
+        planned: Called with the size of objects that will be copied, in bytes.
         trust: Keys that check documents; those of a reader's environment if ``None``.
 
     Attributes:
-        source: Store of the chain.
-        destination: Store of the mirror.
         rounds: Polls so far, those that were left out included; surveys are due by it.
         version: The newest version of the mirror; -1 for none.
         head: The newest version seen in the source; -1 for none.
@@ -257,16 +158,15 @@ class Mirror:
         self.source, self.destination, self.rounds = source, destination, 0
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
-        self._contents = MirrorContents(destination)
-        self._unproven: Set[str] = frozenset()
-        self._listed: Set[str] = frozenset()
-        self._in_source: Set[str] = frozenset()
+        self._opened: tuple[Chain, MirrorRecord, SourceDocuments] | None = None
+        self._listed, self._gaps = _Listed(), set[Version]()
         self._sent = set[str]()
+        self._there: dict[str, None] = {}
+        self._signed: dict[str, bytes] = {}
         self._pruned: PruneRecord | None = None
-        self._hinted: bytes | None = None
-        self._is_whole = self._is_checked = False
-        self._seen: Committed | None = None
-        self._opened: tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords] | None = None
+        self._hinted = self._beaten = b""
+        self._stay = 0
+        self._is_whole = self._is_joinable = self._has_manifests = False
 
     def catch_up(self, stop: Event | None = None) -> Iterator[MirrorReceipt]:
         """Copy what the mirror lacks, up to the head of the source; yield each version.
@@ -291,49 +191,45 @@ class Mirror:
         """
         stop = stop or Event()
         is_open = self._opened is not None
-        chain, record, documents, records = self._opened = self._opened or self._open()
+        chain, record, documents = self._opened = self._opened or self._open()
         if is_open and read_mirror(self.destination) != record:
             raise ConfigError(
-                f"{self.destination.url} is not this mirror any more: {MIRROR_KEY} has changed",
+                f"{self.destination.url} is not this mirror any more: {keys.MIRROR_KEY} changed",
                 hint="it was promoted: a publisher may be at work there",
             )
-        if not self._is_whole or not (self.rounds + 1) % LOOK_BACK:
-            records.read_heartbeat()  # before the records that it names
-        hint = self._read_hint(documents)
-        head = self.head = self._newest(chain)
-        before = documents.identity  # of which a mirror lacks none
-        versions = VersionsToCopy(new=range(self.version + 1, head + 1))
-        is_whole = self._is_whole and not self._contents.is_torn
-        is_survey = not is_whole or not self.rounds % SURVEY
+        self.rounds += 1
+        is_survey = not self._is_whole or not self.rounds % SURVEY
+        looks_back = is_survey or self.version < 0 or not self.rounds % LOOK_BACK
+        heartbeat = documents.heartbeat() if looks_back else None  # before what it names
+        data, hint = self._read_hint()
+        newest = chain.head() if looks_back else None
+        self.head = newest.version if newest else -1
+        if not looks_back:
+            self.head = chain.newest(self.version)
         if is_survey:
-            records.look_again()
-            versions = self._list(documents, head, record.first)
-            records.check_same(self.destination)
-        copies = self._copies(documents, versions, record.first, stop)
-        if versions or is_survey or not self.rounds % LOOK_BACK:
-            records.put_signatures(self.destination)
-            self._pruned = records.newest_prune()
-            tags = records.tags(documents.committed)
-            copies = joined(before, records.prunes(), copies, tags)
-        yield from self._run(self._lacking(copies), head, stop)
+            self._survey(record.first)
+        if looks_back:
+            self._check_same()
+        copies = self._copies(chain, documents, hint, looks_back=looks_back, is_survey=is_survey)
+        yield from self._run(copies, stop)
         if stop.is_set():
             return
-        self._is_whole, self.version = True, self._contents.newest
-        self._put_hint(*hint)
-        records.put_heartbeat(self.destination, self.version)
+        self._is_whole = True
+        self._put_hint(data, hint)
+        self._put_heartbeat(heartbeat)
         self._check_newcomers()
         if is_survey:
-            self._follow_prunes(records)
-        if self._seen is not None:
-            check_age(chain, self._seen)
+            self._delete_pruned()
+        if newest is not None:
+            check_age(chain, newest)
 
-    def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments, SourceRecords]:
+    def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments]:
         """Open the source; create the record of the mirror, or check that it is of this chain."""
         chain, there, start = Chain.open(self.source, self._trust), self.destination, self._start
         check_placement(self.source, there)
         record = read_mirror(there)
         if record is None:
-            if there.find(CHAIN_KEY) is not None or has_versions(there):
+            if there.find(keys.CHAIN_KEY) is not None or has_versions(there):
                 raise ConfigError(
                     f"{there.url} has a chain, and is no mirror",
                     hint="give the mirror a URL of its own",
@@ -341,14 +237,14 @@ class Mirror:
             record = MirrorRecord(
                 chain=chain.identity.chain,
                 source=self.source.url,
-                first=oldest_copied(chain, start),
+                first=_oldest_copied(chain, start),
                 writer=self._writer,
             )
             try:
-                there.put_if_absent(MIRROR_KEY, dump(record))
+                there.put_if_absent(keys.MIRROR_KEY, dump(record))
             except AlreadyExistsError:
                 record = read_mirror(there) or record
-        elif start not in (None, "head") and oldest_copied(chain, start) != record.first:
+        elif start not in (None, "head") and _oldest_copied(chain, start) != record.first:
             raise ConfigError(
                 f"{there.url} holds payloads from version {record.first} on, which is not the "
                 f"start for version {start}",
@@ -361,103 +257,180 @@ class Mirror:
                 hint="give every mirror a URL of its own",
             )
         self.chain = record.chain
-        return (
-            chain,
-            record,
-            SourceDocuments(chain, known=self._contents.read, has=self._has),
-            SourceRecords(chain, has=self._has),
-        )
+        known, has = self._read_manifest, self._has_record
+        return chain, record, SourceDocuments(chain, record.first, known=known, has=has)
 
-    def _list(self, documents: SourceDocuments, head: Version, first: Version) -> VersionsToCopy:
-        """List both stores; return the versions to copy."""
-        identity = [copy.key for copy in documents.identity]
-        found = self._contents.compare(
-            self.source, first=first, head=head, identity=identity, is_first=not self._is_whole
-        )
-        documents.note_due(found.records)
-        self._planned(sum(n for key, n in found.missing.items() if key not in self._listed))
-        self._listed = found.missing.keys()
-        self._in_source, self._unproven = found.payloads, found.unproven
-        self.version = self._contents.newest
-        self._check_same(head)
-        return found.versions
+    def _list_manifests(self) -> None:
+        """List the manifests of the mirror."""
+        gaps, end = set[Version](), 0
+        for info in self.destination.list(keys.MANIFEST_PREFIX):
+            version = keys.version_of(info.key)
+            if version is not None and info.nbytes:
+                gaps.update(range(end, version))
+                end = version + 1
+        self.version, self._gaps, self._has_manifests = end - 1, gaps, True
 
-    def _check_same(self, head: Version) -> None:
+    def _survey(self, first: Version) -> None:
+        """List both stores; manifests only at first, and if the newest one is gone.
+
+        Empty documents of the mirror count as absent: no document of a chain is empty, and some S3
+        servers keep an empty object of a writer that was killed between header and body.
+        """
+        newest = keys.manifest_key(self.version)
+        if not self._has_manifests or (self.version >= 0 and not self._is_there(newest)):
+            self._list_manifests()
+        listed = _Listed(head=self.head)
+        for prefix in (*keys.PAYLOADS, keys.EDGE_PREFIX, keys.PRUNE_PREFIX, keys.TAG_PREFIX):
+            for here, there in _compared(self.source.list(prefix), self.destination.list(prefix)):
+                listed.add(here, there, first)
+        if not self._is_whole:
+            self._planned(sum(info.nbytes for info in listed.missing.values()))
+        self._listed = listed
+
+    def _identity(self, documents: SourceDocuments) -> Iterator[ObjectCopy]:
+        """Yield what the mirror lacks of table, assets and identity."""
+        copies = list(documents.identity())
+        found = self.destination.find_all(copy.key for copy in copies)
+        for copy in copies:
+            if copy.key not in found or found[copy.key].nbytes != copy.nbytes:
+                yield copy
+
+    def _prunes(self, documents: SourceDocuments, *, is_survey: bool) -> Iterator[ObjectCopy]:
+        """Yield prune records that the mirror lacks, and its newest one, to compare it."""
+        listed, wanted = self._listed, set[int]()
+        if is_survey:
+            numbers = map(keys.prune_of, listed.missing)
+            wanted = {number for number in numbers if number is not None} | {listed.prune} - {NONE}
+        yield from documents.prunes(max(listed.prune, *wanted, NONE), wanted)
+
+    def _copies(
+        self,
+        chain: Chain,
+        documents: SourceDocuments,
+        hint: Head | None,
+        *,
+        looks_back: bool,
+        is_survey: bool,
+    ) -> Iterator[ObjectCopy]:
+        """Yield all that the mirror may lack, in the order of dependence."""
+        is_due = looks_back or self.head > self.version
+        if is_due:
+            self._put_signatures(documents)
+            self._pruned = newest_prune(chain)
+        if is_survey:
+            yield from self._identity(documents)
+        if is_due:
+            yield from self._prunes(documents, is_survey=is_survey)
+        records = dict[str, ObjectInfo]()
+        if is_survey:
+            missing, torn = self._listed.missing, self._torn()
+            records = {key: i for key, i in missing.items() if key.startswith(keys.EDGE_PREFIX)}
+            for version in torn:  # which may lack parts of any edge
+                infos = self.source.list(f"{keys.EDGE_PREFIX}{version:020d}/")
+                records |= {info.key: info for info in infos}
+            for version in sorted(self._gaps | torn):
+                yield from documents.versions(version, min(version, self.head))
+        yield from documents.versions(self.version + 1, self.head)
+        records |= self._hinted_records(hint)
+        yield from documents.records(records.values())
+        if is_due:
+            yield from documents.tags(self._listed.tags, compare=is_survey)
+
+    def _torn(self) -> set[Version]:
+        """Return the versions of the mirror that have a manifest, and lack a payload."""
+        lost = (key for key in self._listed.missing if key.startswith(keys.PAYLOADS))
+        versions = {keys.version_of(key) or 0 for key in lost}
+        return {version for version in versions if not self._lacks_manifest(version)}
+
+    def _hinted_records(self, hint: Head | None) -> dict[str, ObjectInfo]:
+        """Return the edge records that a head hint names and the mirror lacks."""
+        edges = hint.anchors if hint else ()
+        named = (e.record for e in edges if e.record == keys.edge_key(e.version, e.kind, e.base))
+        lacking = (key for key in named if not self._has_record(key))
+        return {key: info for key in lacking if (info := self.source.find(key))}
+
+    def _lacks(self, copy: ObjectCopy) -> bool:
+        """Return whether the mirror lacks an object, or may lack it."""
+        listed, version = self._listed, copy.version
+        if copy.key in self._sent:
+            return False
+        if version is None or copy.key in listed.missing or version > listed.head:
+            return True
+        if copy.is_document:
+            return self._lacks_manifest(version) or copy.key != keys.manifest_key(version)
+        return not self._is_gone(copy)
+
+    def _may_be_there(self, copy: ObjectCopy) -> bool:
+        """Return whether the mirror has an object of this size, which nothing may have proven."""
+        listed, version = self._listed, copy.version
+        is_listed = version is not None and version <= listed.head
+        return is_listed and copy.key not in listed.missing
+
+    def _lacks_manifest(self, version: Version) -> bool:
+        return version > self.version or version in self._gaps
+
+    def _is_gone(self, copy: ObjectCopy) -> bool:
+        """Return whether a payload that no listing showed is pruned."""
+        edge, version = copy.edge, copy.version
+        if self._pruned is None or edge is None or version is None:
+            return False
+        return self._pruned.range_of(edge.kind, edge.base, version) is not None
+
+    def _is_there(self, key: str) -> bool:
+        info = self.destination.find(key)
+        return info is not None and info.nbytes > 0
+
+    def _has_record(self, key: str) -> bool:
+        """Return whether an edge record is in the mirror, or on its way there."""
+        if key in self._sent or key in self._there:
+            return True
+        if not self._is_there(key):
+            return False
+        remember(self._there, key, None)
+        return True
+
+    def _read_manifest(self, version: Version) -> Committed | None:
+        """Read a manifest of the mirror; ``None`` if it has none of the version."""
+        if self._lacks_manifest(version):
+            return None
+        key = keys.manifest_key(version)
+        try:
+            data = self.destination.get(key)
+        except ObjectNotFoundError:
+            self._has_manifests = self._is_whole = False
+            raise
+        return Committed(unseal(data, Manifest, key=key), object_digest(data))
+
+    def _check_same(self) -> None:
         """Check that the source has the newest version of the mirror."""
-        if self.version < 0:
+        version, head = min(self._gaps, default=self.version + 1) - 1, self.head
+        if version < 0:
             return
-        if head < self.version:
+        if head < version:
             raise StoreWentBackError(
                 f"the source went back: its mirror {self.destination.url} has version "
-                f"{self.version}, the newest of {self.source.url} is {head}",
-                version=self.version,
+                f"{version}, the newest of {self.source.url} is {head}",
+                version=version,
             )
-        known, key = self._contents.read(self.version), manifest_key(self.version)
+        known, key = self._read_manifest(version), keys.manifest_key(version)
         if known and object_digest(self.source.get(key)) != known.digest:
             raise ForkedChainError(
-                f"version {self.version} of {self.source.url} differs from that of its mirror "
+                f"version {version} of {self.source.url} differs from that of its mirror "
                 f"{self.destination.url}",
-                version=self.version,
+                version=version,
                 hint="two histories exist: find out which is right, and mirror to another URL",
             )
 
-    def _newest(self, chain: Chain) -> Version:
-        """Return the newest version of the source."""
-        self.rounds, self._seen = self.rounds + 1, None
-        if self.version >= 0 and self.rounds % LOOK_BACK:
-            return chain.newest(self.version)
-        self._seen = chain.head()
-        newest = self._seen.version if self._seen else -1
-        self._check_same(newest)
-        return newest
-
-    def _copies(
-        self, documents: SourceDocuments, versions: VersionsToCopy, first: Version, stop: Event
-    ) -> Iterator[ObjectCopy]:
-        """Yield the copies of versions, then of edge records that none of them lists."""
-        healed = self._contents.among(versions)
-        for found in documents.read(versions):
-            if stop.is_set():
-                return
-            yield from version_copies(found, first=first)
-        rest = (key for key in sorted(documents.due) if self._is_due(key, healed))
-        for found in documents.read_records(rest):
-            yield from version_copies(found, first=first)
-
-    def _has(self, key: str) -> bool:
-        """Return whether an object is in the mirror, or on its way there."""
-        return key in self._sent or self._contents.has(key)
-
-    def _is_due(self, key: str, healed: Set[Version]) -> bool:
-        """Return whether an edge record, or a payload that it may name, is not in the mirror."""
-        return key not in self._sent and (version_of(key) in healed or not self._has(key))
-
-    def _lacking(self, copies: Iterable[ObjectCopy]) -> Iterator[ObjectCopy]:
-        """Yield the copies that the mirror lacks, each once."""
-        self._sent = set()
-        for copy in copies:
-            if copy.key not in self._in_source and is_pruned(copy, self._pruned):
-                continue
-            if copy.key not in self._sent and self._contents.lacks(copy.key, copy.nbytes):
-                self._sent.add(copy.key)
-                if copy.key not in self._listed:
-                    self._planned(copy.nbytes)
-                yield copy
-
-    def _run(
-        self, copies: Iterator[ObjectCopy], head: Version, stop: Event
-    ) -> Iterator[MirrorReceipt]:
-        """Copy objects, and yield a receipt of each version."""
+    def _run(self, copies: Iterable[ObjectCopy], stop: Event) -> Iterator[MirrorReceipt]:
+        """Copy what the mirror lacks, and yield a receipt of each version."""
         objects = nbytes = 0
-        start = time.perf_counter()
-        pipeline = CopyPipeline(
-            self.source, self.destination, may_be_there=lambda copy: copy.key in self._unproven
-        )
+        start, self._sent = time.perf_counter(), set()
+        pipeline = CopyPipeline(self.source, self.destination, self._may_be_there)
 
         def receipt() -> MirrorReceipt:
             return MirrorReceipt(
                 version=self.version,
-                head=head,
+                head=self.head,
                 objects=objects,
                 nbytes=nbytes,
                 left_out=len(self.left_out),
@@ -466,12 +439,12 @@ class Mirror:
 
         self.is_copying = True
         try:
-            for outcome in pipeline.run(copies, stop):
-                if not self._note(outcome):
-                    continue
+            for outcome in pipeline.run(self._lacking(copies), stop):
                 copy = outcome.copy
+                self._note(outcome)
                 objects, nbytes = objects + bool(outcome.nbytes), nbytes + outcome.nbytes
-                if copy.version is not None and copy.key == manifest_key(copy.version):
+                if copy.version is not None and copy.key == keys.manifest_key(copy.version):
+                    self._gaps.discard(copy.version)
                     self.version = max(self.version, copy.version)
                     yield receipt()
                     objects, nbytes, start = 0, 0, time.perf_counter()
@@ -480,64 +453,62 @@ class Mirror:
         finally:
             self.is_copying = False
 
-    def _note(self, outcome: CopyOutcome) -> bool:
-        """Note what became of a copy; return whether the mirror has the object."""
-        copy = outcome.copy
-        if outcome.is_lost:
-            if not self._is_pruned_now(copy):
-                self._leave_out(copy.key)
-            return False
-        if outcome.is_other and self._opened:
-            why = f"{copy.key} was made again in {self.source.url}, and is kept as it was before"
-            self._opened[2].leave_out(copy.key, why)
-        self._contents.add(copy.key, copy.nbytes)
-        return True
+    def _lacking(self, copies: Iterable[ObjectCopy]) -> Iterator[ObjectCopy]:
+        for copy in filter(self._lacks, copies):
+            self._sent.add(copy.key)
+            if self._is_whole or copy.key not in self._listed.missing:
+                self._planned(copy.nbytes)
+            yield copy
 
-    def _leave_out(self, key: str) -> None:
-        """Note a payload that the source does not have any more; name the first ones."""
-        self.left_out.add(key)
-        self._is_checked = False
+    def _note(self, outcome: CopyOutcome) -> None:
+        """Note what became of a copy; name the first payloads that the source has no more."""
+        copy = outcome.copy
+        if outcome.is_other and self._opened:
+            which = self._listed.missing.get(copy.key, copy.key)
+            why = f"{copy.key} of {self.source.url} is another record than that of the mirror"
+            self._opened[2].leave_out(which, why)
+        if not outcome.is_lost:
+            self._listed.missing.pop(copy.key, None)
+            if copy.key.startswith(keys.TAG_PREFIX):
+                self._listed.tags.add(copy.key)
+            self._listed.prune = max(self._listed.prune, keys.prune_of(copy.key) or NONE)
+            return
+        if not self._is_gone(copy) and self._opened:  # by a record that came meanwhile
+            self._pruned = newest_prune(self._opened[0])
+        if self._is_gone(copy):
+            return
+        self.left_out.add(copy.key)
+        self._is_joinable = False
         if len(self.left_out) <= NAMED:
             more = "; more are counted at the end" if len(self.left_out) == NAMED else ""
-            logger.warning("%s is gone from %s, and is left out%s", key, self.source.url, more)
+            logger.warning("%s is gone from %s, and is left out%s", copy.key, self.source.url, more)
 
-    def _read_hint(self, documents: SourceDocuments) -> tuple[bytes, Head | None]:
-        """Read the head hint of the source, and note the edge records that it lists."""
+    def _read_hint(self) -> tuple[bytes, Head | None]:
         try:
-            data = self.source.get(HEAD_KEY, limit=MAX_HINT)
-            hint = parse(data, Head, key=HEAD_KEY)
+            data = self.source.get(keys.HEAD_KEY, limit=MAX_HINT)
+            return data, parse(data, Head, key=keys.HEAD_KEY)
         except (ObjectNotFoundError, FormatError):
             return b"", None
-        documents.note_edges(hint.anchors)
-        return data, hint
 
     def _put_hint(self, data: bytes, hint: Head | None) -> None:
         """Put the head hint, unless it names a version that the mirror does not have."""
-        if hint is None or hint.version > self.version or data == self._hinted:
-            return
-        self.destination.put(HEAD_KEY, data)
-        self._hinted = data
+        if hint is not None and hint.version <= self.version and data != self._hinted:
+            self.destination.put(keys.HEAD_KEY, data)
+            self._hinted = data
 
-    def _is_pruned_now(self, copy: ObjectCopy) -> bool:
-        """Return whether a payload is pruned, if need be by a record that came meanwhile."""
-        if not is_pruned(copy, self._pruned) and self._opened:
-            self._pruned = self._opened[3].newest_prune()
-        return is_pruned(copy, self._pruned)
+    def _put_heartbeat(self, found: tuple[Version, bytes] | None) -> None:
+        """Copy the heartbeat, once all that it names is in the mirror."""
+        if found and found[0] <= self.version and found[1] != self._beaten:
+            self.destination.put(keys.HEARTBEAT_KEY, found[1])
+            self._beaten = found[1]
 
-    def _follow_prunes(self, records: SourceRecords) -> None:
-        """Delete pruned payloads of the mirror that the source deleted."""
-        record = records.newest_prune()
-        gone = [key for key in self._contents.payloads if key not in self._in_source]
-        if record is None or not gone or self.version < 0:
-            return
-        chain = Chain.open(self.destination, self._trust)
-        try:
-            deleted = delete_pruned(chain, self.source, self.version, record, frozenset(gone))
-        except BrokenChainError as exc:
-            logger.warning("nothing pruned is deleted from %s: %s", self.destination.url, exc)
-            return
-        for key in deleted:
-            self._contents.remove(key)
+    def _put_signatures(self, documents: SourceDocuments) -> None:
+        """Put signatures into the mirror; like a publisher's, they come before ``chain.json``."""
+        for key, data in documents.signatures():
+            if self._signed.get(key) != data:
+                if self.destination.find(key) is None or self.destination.get(key) != data:
+                    self.destination.put(key, data)
+                self._signed[key] = data
 
     def _check_newcomers(self) -> None:
         """Check that newcomers can join the mirror, if payloads were left out since the last check.
@@ -545,8 +516,140 @@ class Mirror:
         Raises:
             BrokenChainError: They cannot.
         """
-        if self._is_checked or self.version < 0:
+        if self._is_joinable or self.version < 0:
             return
         chain = Chain.open(self.destination, self._trust)
-        check_newcomers(chain, self.version, self.left_out)
-        self._is_checked = True
+        try:
+            plan_present(chain, None, chain.read(self.version))
+        except BrokenChainError as exc:
+            first = min(self.left_out, default="")
+            gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
+            raise BrokenChainError(
+                f"no newcomer can join the mirror {chain.store.url} at version "
+                f"{self.version}{gone if first else ''}",
+                version=self.version,
+                hint="what can be copied was copied; publish an anchor, and the mirror heals",
+            ) from exc
+        self._is_joinable = True
+
+    def _delete_pruned(self) -> None:
+        """Delete pruned payloads that the source deleted; say how many others it has no more."""
+        extra, there = self._listed.extra, self.destination
+        record = self._pruned
+        if record is None or not extra or self.version < 0:
+            return
+        chain = Chain.open(there, self._trust)
+        due = _due(chain, record, extra)
+        due -= self.source.find_all(due).keys()
+        try:
+            plan_present(chain, None, chain.read(self.version), gone=due)
+        except BrokenChainError as exc:
+            logger.warning("nothing pruned is deleted from %s: %s", there.url, exc)
+            return
+        with Pool(DELETES, "deltachain-delete") as pool:
+            for _ in pool.map(there.delete, due):
+                pass
+        stay = len(extra - due)
+        if stay not in (0, self._stay):
+            logger.info("%s keeps %d payloads that its source does not have", there.url, stay)
+        self._stay = stay
+
+
+def check_placement(source: Store, destination: Store) -> None:
+    """Check that a mirror would not lie inside its source, nor in the folder of another chain.
+
+    Raises:
+        ConfigError: It would.
+    """
+    outer, inner = source.url.rstrip("/"), destination.url
+    if inner.startswith("file://"):
+        folder = Path(url2pathname(urlsplit(inner).path)).resolve()
+        around = chain_around(folder.parent)
+        found = str(around) if around else ""
+    else:
+        found = outer if inner.startswith(f"{outer}/") else ""
+    if found:
+        raise ConfigError(
+            f"{inner} is inside {found}, where a chain is stored",
+            hint="only its publisher may write there: name a folder or a prefix beside the chain",
+        )
+
+
+def promote(store: Store) -> Version:
+    """End a mirror, so that a publisher may go on there; return its newest version.
+
+    Stop copying into it first. What the mirror left out then counts as expired.
+
+    Raises:
+        ConfigError: The store is no mirror.
+        BrokenChainError: No newcomer could join it.
+        ChainMismatchError: It mirrors another chain than it has.
+    """
+    record = read_mirror(store)
+    if record is None:
+        raise ConfigError(
+            f"{store.url} is no mirror: it has no {keys.MIRROR_KEY}",
+            hint="publishers may go on there already, or the URL is another one",
+        )
+    chain = Chain.open(store)
+    if chain.identity.chain != record.chain:
+        raise ChainMismatchError(
+            f"{store.url} mirrors chain {record.chain}, but has {chain.identity.chain}",
+            hint="run `deltachain verify` there: something else has written to it",
+        )
+    head = chain.head()
+    if head is None:
+        raise no_version(store.url, "mirror the chain first")
+    plan_present(chain, None, head)
+    store.delete(keys.MIRROR_KEY)
+    return head.version
+
+
+def _oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Version:
+    """Return the oldest version whose payloads are copied.
+
+    Raises:
+        ChainError: The version is not committed.
+        BrokenChainError: It cannot be rebuilt from the source.
+    """
+    if start is None:
+        record = read_mirror(chain.store)
+        return record.first if record else 0
+    committed = chain.head() if start == "head" else choose(chain, VersionChoice(version=start))
+    return plan_present(chain, None, committed).edges[0].version if committed else 0
+
+
+def _compared(
+    source: Iterable[ObjectInfo], there: Iterable[ObjectInfo]
+) -> Iterator[tuple[ObjectInfo | None, ObjectInfo | None]]:
+    """Join two listings, ascending by key, as they go by."""
+    both = merge(((info.key, 0, info) for info in source), ((info.key, 1, info) for info in there))
+    for _, rows in groupby(both, key=lambda row: row[0]):
+        sides = {side: info for _, side, info in rows}
+        yield sides.get(0), sides.get(1)
+
+
+def _due(chain: Chain, record: PruneRecord, extra: Collection[str]) -> set[str]:
+    """Return the payloads of a mirror that are pruned, and whose grace is over for good."""
+
+    def is_over(kind: str, base: Version | None, version: Version) -> bool:
+        row = record.range_of(kind, base, version)
+        return row is not None and row.after <= record.time
+
+    due, skips = set[str](), set[Version]()
+    for key in extra:
+        kind, version = key.partition("s/")[0], keys.version_of(key) or 0
+        if kind == "skip":
+            skips.add(version)
+        elif is_over(kind, version - 1 if kind == "delta" else None, version):
+            due.add(key)
+    for version in skips:
+        for info in chain.store.list(f"{keys.EDGE_PREFIX}{version:020d}/"):
+            place = keys.edge_of(info.key)
+            if place and is_over(*place):
+                with suppress(ObjectNotFoundError, FormatError):
+                    found, _ = read_document(
+                        chain.store, info.key, EdgeRecord, chain=record.chain, trust=chain.trust
+                    )
+                    due |= {part.key for part in found.edge.parts}
+    return due & set(extra)

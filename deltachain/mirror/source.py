@@ -1,298 +1,325 @@
-"""Documents of a mirror's source: read ahead, and proven in order."""
+"""Source of a mirror: its documents, proven and in the order of dependence."""
 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import Final, Literal
+from collections.abc import Callable, Iterable, Iterator
+from typing import Final, TypeVar
 
-from deltachain.chain.chain import Chain
-from deltachain.chain.checks import check_record
-from deltachain.chain.choose import VersionChoice, choose
-from deltachain.chain.identity import read_mirror
-from deltachain.chain.log import Committed
-from deltachain.chain.reachable import plan_present
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import check_record, read_document
+from deltachain.chain.heartbeat import MAX_HEARTBEAT
+from deltachain.chain.lookup import newest_number
+from deltachain.chain.trust import MAX_SIGNATURE
 from deltachain.errors import (
-    BrokenChainError,
-    DigestMismatchError,
+    ForkedChainError,
     FormatError,
     MalformedError,
     ObjectNotFoundError,
     SignatureError,
 )
+from deltachain.format import keys
 from deltachain.format.documents import (
+    CHAIN_ID,
+    Document,
+    Edge,
     EdgeRecord,
-    EdgeSummary,
-    Manifest,
-    opened,
-    read_state,
-    unseal,
+    Heartbeat,
+    Identity,
+    IdentitySignature,
+    PruneRecord,
+    Tag,
+    parse,
 )
-from deltachain.format.keys import edge_key, manifest_key, object_digest, version_of
-from deltachain.mirror.plan import (
-    ObjectCopy,
-    ProvenDocument,
-    VersionDocuments,
-    check_link,
-    check_record_place,
-    identity_copies,
-)
+from deltachain.mirror.copies import ObjectCopy
 from deltachain.store import ObjectInfo
-from deltachain.threads import Pool
+from deltachain.store.base import MAX_DOCUMENT
 from deltachain.types import Version
 
 READS: Final = 32
 """Manifests read at a time."""
 
-
-class Acceptance:
-    """Checks manifests with the trusted keys of a chain, before anything of them is copied.
-
-    Args:
-        chain: The chain in the source.
-    """
-
-    def __init__(self, chain: Chain) -> None:
-        self._chain = chain
-        self._named: dict[Version, str] = {}
-
-    def parse(self, version: Version, data: bytes) -> Committed:
-        """Parse a manifest, and note the trusted keys that signed it.
-
-        Raises:
-            FormatError: It is damaged.
-        """
-        manifest = unseal(data, Manifest, key=manifest_key(version))
-        trust, digest = self._chain.trust, object_digest(data)
-        if trust.trusted is None:
-            return Committed(manifest, digest)
-        signers = trust.signers(data, Manifest, self._chain.identity.chain)
-        return Committed(manifest, digest, opened(data)[1], signers)
-
-    def check(self, found: Committed) -> None:
-        """Raise unless a trusted key signed a manifest, or one that descends from it.
-
-        Reads later manifests up to one that is signed, the first time that one is not.
-
-        Raises:
-            SignatureError: There is none, and trusted keys are given.
-        """
-        trust, first = self._chain.trust, found.version
-        if trust.trusted is None or found.signed_by or self._named.get(first) == found.digest:
-            return
-        refusal = trust.refusal(found.signatures, manifest_key(first))
-        head = self._chain.newest(first)
-        if head == first or not self._read(head).signed_by:
-            raise refusal
-        named = {first: found.digest}
-        with Pool(READS, "deltachain-documents") as pool:
-            for later in pool.ordered(self._read, range(first + 1, head + 1), ahead=READS):
-                version, manifest = first + len(named), later.manifest
-                if manifest.version != version or manifest.parent != named[version - 1]:
-                    raise refusal
-                if later.signed_by:
-                    self._named = named
-                    return
-                named[version] = later.digest
-        raise refusal
-
-    def _read(self, version: Version) -> Committed:
-        return self.parse(version, self._chain.store.get(manifest_key(version)))
-
+REMEMBERED: Final = 1024
+"""Manifests and edge records that are remembered."""
 
 logger = logging.getLogger(__name__)
 
-READ_AHEAD: Final = 32
-"""Manifests that are read before those before them are proven."""
-
-REMEMBERED: Final = 1024
-"""Manifests that are remembered, and edge records that they list."""
-
-
-def oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Version:
-    """Return the oldest version whose payloads are copied.
-
-    Args:
-        chain: The chain in the source.
-        start: A version, or the head, from the anchor that leads to it on; ``None`` for all
-            payloads, or all that the source copies if it is a mirror.
-
-    Raises:
-        ChainError: The version is not committed.
-        BrokenChainError: It cannot be rebuilt from the source.
-    """
-    if start is None:
-        record = read_mirror(chain.store)
-        return record.first if record else 0
-    committed = chain.head() if start == "head" else choose(chain, VersionChoice(version=start))
-    return plan_present(chain, None, committed).edges[0].version if committed else 0
+_D = TypeVar("_D", bound=Document)
+_K = TypeVar("_K")
+_V = TypeVar("_V")
 
 
 class SourceDocuments:
-    """Documents of the chain in the source.
+    """Documents of a source, each after all that it names.
+
+    Records that readers with the trusted keys ignore are left out, each named once.
 
     Args:
         chain: The chain in the source.
-        known: Reads a manifest that the mirror has; ``None`` if it has none of the version.
-        has: Returns whether the mirror has an object.
+        first: The oldest version whose payloads are copied.
+        known: Reads a manifest that the mirror has; ``None`` for a version that it lacks.
+        has: Returns whether the mirror has an edge record.
     """
 
     def __init__(
         self,
         chain: Chain,
+        first: Version,
         *,
         known: Callable[[Version], Committed | None],
         has: Callable[[str], bool],
     ) -> None:
-        self._store, self._chain, self._trust = chain.store, chain.identity.chain, chain.trust
-        self._known, self._has, self._acceptance = known, has, Acceptance(chain)
-        self._proven: OrderedDict[Version, Committed] = OrderedDict()
-        self._identity, self._documents = chain.identity, chain.documents
-        self._digests: OrderedDict[str, str] = OrderedDict()
-        self._due: dict[str, ObjectInfo | None] = {}
-        self._gone = set[str]()
-        self._left_out: dict[str, ObjectInfo | None] = {}
+        self._chain, self._store, self._id = chain, chain.store, chain.identity.chain
+        self._first, self._known, self._has = first, known, has
+        self._proven: dict[Version, Committed] = {}
+        self._gone: dict[str, None] = {}
+        self._left_out: set[ObjectInfo | str] = set()
 
-    def note_due(self, found: Mapping[str, ObjectInfo]) -> None:
-        """Note the edge records that a comparison of both stores found due, in place of others.
+    def identity(self) -> Iterator[ObjectCopy]:
+        """Yield table and assets, and the identity, which names both."""
+        documents, identity = self._chain.documents, self._chain.identity
+        yield _document(keys.TABLE_KEY, documents[keys.TABLE_KEY])
+        for ref in identity.assets:
+            yield ObjectCopy(key=ref.key, nbytes=ref.nbytes, digest=ref.blake3, pin=ref.pin)
+        yield _document(keys.CHAIN_KEY, documents[keys.CHAIN_KEY])
 
-        A record that was gone is due again, and so is one that was left out, if another one is in
-        its place since.
-        """
-        self._due = {key: info for key, info in found.items() if version_of(key) is not None}
-        self._gone.difference_update(found)
-        left_out = self._left_out.items()
-        self._left_out = {key: info for key, info in left_out if found.get(key, info) == info}
-
-    def note_edges(self, edges: Iterable[EdgeSummary]) -> None:
-        """Note edge records that the head hint lists, which proves nothing."""
-        for edge in edges:
-            if edge.record == edge_key(edge.version, edge.kind, edge.base):
-                self._due.setdefault(edge.record)
-
-    def leave_out(self, key: str, why: str) -> None:
-        """Leave out an edge record while the source has it as it is now."""
-        logger.warning("%s, and is left out", why)
-        self._left_out[key] = self._due.get(key)
-
-    @property
-    def identity(self) -> tuple[ObjectCopy, ...]:
-        """Copies of table, assets and identity."""
-        return identity_copies(self._identity, self._documents)
-
-    @property
-    def due(self) -> Set[str]:
-        """Keys of edge records that the mirror may lack, and that the source has."""
-        return self._due.keys() - self._gone - self._left_out.keys()
-
-    def read(self, versions: Iterable[Version]) -> Iterator[VersionDocuments]:
-        """Yield the documents of versions: edge records that it is the first to list, the manifest.
-
-        Args:
-            versions: The versions, ascending.
+    def versions(self, first: Version, last: Version) -> Iterator[ObjectCopy]:
+        """Yield the objects of versions: payloads, edge records that they list, the manifest.
 
         Raises:
             BrokenChainError: A manifest is missing.
-            FormatError: A document is damaged, or of another version or chain.
+            FormatError: A document is damaged, or of another version.
+            ChainMismatchError: A manifest is of another chain.
             SignatureError: No trusted key signed a manifest or one that descends from it.
             ForkedChainError: A manifest continues another history.
         """
-        with Pool(READ_AHEAD, "deltachain-documents") as pool:
-            for version, data in pool.ordered(self._manifest, versions, ahead=READ_AHEAD):
-                try:
-                    found = self._prove(version, data)
-                except FormatError:  # a bit may have flipped in transit
-                    found = self._prove(*self._manifest(version))
-                committed = found[0]
-                self._proven[version] = committed
-                while len(self._proven) > REMEMBERED:
-                    self._proven.popitem(last=False)
-                listed = [edge for edge in committed.manifest.recent if edge.record]
-                records = [one for edge in listed for one in self._listed(edge)]
-                yield VersionDocuments(committed=committed, documents=(*records, found[1]))
+        for committed, data in self._chain.manifests(first, last, reads=READS):
+            version, key = committed.version, keys.manifest_key(committed.version)
+            _check_link(committed, self.committed(version - 1) if version else None)
+            remember(self._proven, version, committed)
+            for edge in committed.manifest.recent:
+                if edge.record and edge.record not in self._gone and not self._has(edge.record):
+                    yield from self._record(edge.record, edge.digest)
+            yield from self._parts(committed.manifest.edge, version, key)
+            yield _document(key, data, version)
 
-    def read_records(self, keys: Iterable[str]) -> Iterator[VersionDocuments]:
-        """Yield edge records, by key, that need not be listed anywhere.
-
-        Leaves out those that readers with the trusted keys ignore.
+    def records(self, infos: Iterable[ObjectInfo]) -> Iterator[ObjectCopy]:
+        """Yield edge records that no manifest may list, each after its payloads.
 
         Raises:
-            FormatError: A record is damaged, or of another version or chain.
+            FormatError: A record is damaged, or of another version.
         """
-        for key in keys:
-            version = version_of(key)
-            committed = None if version is None else self.committed(version)
-            try:
-                record = committed and self._record(committed, key, self._digests.get(key, ""))
-            except SignatureError as exc:
-                self.leave_out(key, str(exc))
+        for info in infos:
+            if info in self._left_out:
                 continue
-            if committed and record:
-                yield VersionDocuments(committed=committed, documents=(record,))
+            try:
+                yield from self._record(info.key)
+            except SignatureError as exc:
+                self.leave_out(info, str(exc))
 
-    def _manifest(self, version: Version) -> tuple[Version, bytes]:
-        key = manifest_key(version)
-        try:
-            return version, self._store.get(key)
-        except ObjectNotFoundError as exc:
-            raise BrokenChainError(
-                f"manifest of version {version} is missing in {self._store.url}",
-                version=version,
-                hint=f"manifests must never be deleted: restore {key} from a backup",
-            ) from exc
-
-    def _prove(self, version: Version, data: bytes) -> tuple[Committed, ProvenDocument]:
-        """Parse a manifest, and check that it continues the one before it."""
-        key = manifest_key(version)
-        committed = self._acceptance.parse(version, data)
-        manifest = committed.manifest
-        if manifest.version != version:
-            raise MalformedError(f"{key}: is version {manifest.version}", key=key)
-        read_state(manifest.state, key=key)
-        check_link(committed, self.committed(version - 1) if version else None, self._chain)
-        self._acceptance.check(committed)
-        return committed, ProvenDocument(key=key, content=data, version=version, edge=manifest.edge)
+    def leave_out(self, which: ObjectInfo | str, why: str) -> None:
+        """Leave out an object, as long as the source has it as it is now."""
+        logger.warning("%s, and is left out", why)
+        self._left_out.add(which)
 
     def committed(self, version: Version) -> Committed | None:
         """Return a manifest that was proven, or that the mirror has."""
         return self._proven.get(version) or self._known(version)
 
-    def _listed(self, edge: EdgeSummary) -> Iterator[ProvenDocument]:
-        """Yield the edge record that a manifest lists, unless it was proven and copied before."""
-        key = edge.record
-        if (self._digests.get(key) == edge.digest and self._has(key)) or key in self._gone:
-            return
-        if key != edge_key(edge.version, edge.kind, edge.base):
-            raise MalformedError(f"{key}: listed as {edge.kind} to {edge.version}", key=key)
-        self._digests[key] = edge.digest
-        while len(self._digests) > REMEMBERED:
-            self._digests.popitem(last=False)
-        committed = self.committed(edge.version)
-        record = committed and self._record(committed, key, edge.digest)
-        if record:
-            yield record
+    def prunes(self, known: int, wanted: Iterable[int]) -> Iterator[ObjectCopy]:
+        """Yield prune records: those wanted, and those after a known number.
 
-    def _record(self, committed: Committed, key: str, digest: str) -> ProvenDocument | None:
-        """Read and prove an edge record, once more if it is damaged; ``None`` if it is gone."""
+        Args:
+            known: Number of the newest one known.
+            wanted: Numbers of others.
+
+        Raises:
+            FormatError: A record is damaged, or under the key of another.
+        """
+        newest = newest_number(self._store, keys.prune_key, known=known)
+        for number in sorted({*wanted, *range(known + 1, newest + 1)}):
+            key = keys.prune_key(number)
+            found = self._accepted(key, PruneRecord)
+            if found is None:
+                continue
+            if found[0].number != number:
+                raise MalformedError(f"{key}: is prune record {found[0].number}", key=key)
+            yield _document(key, found[1])
+
+    def tags(self, there: Iterable[str], *, compare: bool) -> Iterator[ObjectCopy]:
+        """Yield tag records that the mirror lacks; those of versions that it lacks follow later.
+
+        Args:
+            there: Keys of the tag records of the mirror.
+            compare: Whether to yield the newest of each name that the mirror has, too: a source
+                that was restored from a backup writes others under the same numbers.
+
+        Raises:
+            FormatError: A record is damaged, or under the key of another.
+        """
+        had, waiting = frozenset(there), set[str]()
+        common, lacking = dict[str, str](), list[str]()
+        for info in self._store.list(keys.TAG_PREFIX):  # in the order of names and numbers
+            place = keys.tag_of(info.key)
+            if place and info.key not in had:
+                lacking.append(info.key)
+            elif place and compare:
+                common[place[0]] = info.key
+        for key in (*common.values(), *lacking):
+            found = self._accepted(key, Tag)
+            if found is None or found[0].name in waiting:
+                continue
+            if keys.tag_key(found[0].name, found[0].number) != key:
+                raise MalformedError(f"{key}: is another tag record", key=key)
+            if self._is_copied(found[0], key):
+                yield _document(key, found[1])
+            else:
+                waiting.add(found[0].name)
+
+    def _is_copied(self, tag: Tag, key: str) -> bool:
+        """Return whether the version of a tag was copied; leave out one of another history."""
+        if tag.version is None:
+            return True
+        target = self.committed(tag.version)
+        if target is None:
+            return False
+        if (target.digest, target.manifest.state) != (tag.manifest, tag.state):
+            self.leave_out(key, f"{key}: names another version {tag.version}")
+            return False
+        return True
+
+    def heartbeat(self) -> tuple[Version, bytes] | None:
+        """Read the heartbeat, and which version it names; ``None`` if there is none to copy."""
         try:
+            found, data = self._read(keys.HEARTBEAT_KEY, Heartbeat, limit=MAX_HEARTBEAT)
+        except (ObjectNotFoundError, FormatError):
+            return None
+        return found.version, data
+
+    def signatures(self) -> Iterator[tuple[str, bytes]]:
+        """Yield keys and signatures of ``chain.json``; those of trusted keys must be true."""
+        if CHAIN_ID.fullmatch(self._id) is None:
+            return
+        for info in self._store.list(keys.signature_prefix(self._id)):
             try:
-                return self._prove_record(committed, key, digest)
-            except FormatError:
-                return self._prove_record(committed, key, digest)
+                data = self._store.get(info.key, limit=MAX_SIGNATURE)
+                self._check_signature(info.key, data)
+            except (FormatError, ObjectNotFoundError) as exc:
+                if info.key not in self._left_out:
+                    self.leave_out(info.key, str(exc))
+                continue
+            yield info.key, data
+
+    def _record(self, key: str, digest: str = "") -> Iterator[ObjectCopy]:
+        """Yield an edge record after its payloads, unless the source or its version is gone.
+
+        Args:
+            key: Its key.
+            digest: Its digest, if an accepted manifest lists it.
+        """
+        version = keys.version_of(key)
+        committed = None if version is None else self.committed(version)
+        if version is None or committed is None:
+            return
+        try:
+            record, data = self._read(key, EdgeRecord, digest=digest)
         except ObjectNotFoundError:
             logger.warning("%s is gone from %s, and is left out", key, self._store.url)
-            self._gone.add(key)
+            remember(self._gone, key, None)
+            return
+        check_record(record, committed.digest, committed.manifest.state, key)
+        yield from self._parts(record.edge, version, key)
+        yield _document(key, data, version)
+
+    def _parts(self, edge: Edge, version: Version, key: str) -> Iterator[ObjectCopy]:
+        """Yield the parts of an edge, whose keys will be written: of its own version only."""
+        for ref in edge.parts:
+            if not ref.key.startswith(keys.PAYLOADS) or keys.version_of(ref.key) != version:
+                raise MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
+            if version >= self._first:
+                yield ObjectCopy(
+                    key=ref.key,
+                    nbytes=ref.nbytes,
+                    digest=ref.blake3,
+                    pin=ref.pin,
+                    version=version,
+                    edge=edge,
+                )
+
+    def _accepted(self, key: str, kind: type[_D]) -> tuple[_D, bytes] | None:
+        """Read a record; ``None`` for one that no trusted key signed, or that is gone."""
+        if key in self._left_out:
+            return None
+        try:
+            return self._read(key, kind)
+        except (SignatureError, ObjectNotFoundError) as exc:
+            self.leave_out(key, str(exc))
             return None
 
-    def _prove_record(self, committed: Committed, key: str, digest: str) -> ProvenDocument:
-        data = self._store.get(key)
-        actual = object_digest(data)
-        if digest and actual != digest:
-            raise DigestMismatchError(key, expected=digest, actual=actual, key=key)
-        record = unseal(data, EdgeRecord, key=key)
-        if not digest:  # an accepted manifest lists all others
-            self._trust.check(data, EdgeRecord, chain=self._chain, key=key)
-        check_record(record, committed.digest, committed.manifest.state, key)
-        check_record_place(record, self._chain, key)
-        return ProvenDocument(key=key, content=data, version=committed.version, edge=record.edge)
+    def _read(
+        self, key: str, kind: type[_D], digest: str = "", limit: int = MAX_DOCUMENT
+    ) -> tuple[_D, bytes]:
+        return read_document(
+            self._store,
+            key,
+            kind,
+            chain=self._id,
+            trust=self._chain.trust,
+            digest=digest,
+            limit=limit,
+        )
+
+    def _check_signature(self, key: str, data: bytes) -> None:
+        """Raise unless an object is a signature of ``chain.json`` under its own key."""
+        found = parse(data, IdentitySignature, key=key)
+        signature, trusted = found.signature, self._chain.trust.trusted
+        if found.chain != self._id or keys.signature_key(self._id, signature.key_id) != key:
+            raise MalformedError(f"{key}: is the signature of another key or chain", key=key)
+        if trusted is None or signature.key_id not in {one.key_id for one in trusted.keys}:
+            return
+        identity = self._chain.documents[keys.CHAIN_KEY]
+        if not trusted.signers([signature], Identity, self._id, identity):
+            raise SignatureError(f"{key}: {trusted.why_not([signature])}", key=key)
+
+
+def newest_prune(chain: Chain) -> PruneRecord | None:
+    """Read the newest prune record of a chain; ``None`` if there is none that counts."""
+    try:
+        return chain.prunes.newest()
+    except (FormatError, ObjectNotFoundError):
+        return None
+
+
+def _check_link(found: Committed, before: Committed | None) -> None:
+    """Check that a manifest continues the history that was copied.
+
+    Raises:
+        ForkedChainError: It continues another history.
+        MalformedError: It starts from another state.
+    """
+    manifest, key = found.manifest, keys.manifest_key(found.version)
+    parent, state, epoch = ("", "", 0)
+    if before is not None:
+        parent, state, epoch = before.digest, before.manifest.state, before.manifest.epoch
+    if manifest.parent != parent:
+        raise ForkedChainError(
+            f"{key}: names {manifest.parent or 'none'} as its parent, expected {parent or 'none'}",
+            version=found.version,
+        )
+    if manifest.base_state != state:
+        raise MalformedError(f"{key}: starts from another state than its parent's", key=key)
+    if manifest.epoch < epoch:
+        raise ForkedChainError(
+            f"{key}: epoch {manifest.epoch} after epoch {epoch}", version=found.version
+        )
+
+
+def _document(key: str, data: bytes, version: Version | None = None) -> ObjectCopy:
+    return ObjectCopy(key=key, nbytes=len(data), content=data, version=version)
+
+
+def remember(memory: dict[_K, _V], key: _K, value: _V) -> None:
+    """Add to a memory of bounded size; the oldest entry is forgotten."""
+    memory[key] = value
+    if len(memory) > REMEMBERED:
+        del memory[next(iter(memory))]

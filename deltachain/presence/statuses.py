@@ -14,7 +14,7 @@ from deltachain.version import __version__
 
 if TYPE_CHECKING:
     from deltachain.errors import DeltaChainError
-    from deltachain.mirror.figures import MirrorTotals
+    from deltachain.mirror.follow import MirrorTotals
     from deltachain.mirror.mirror import Mirror
     from deltachain.subscribe import Subscriber
 

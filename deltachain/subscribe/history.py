@@ -15,6 +15,7 @@ from deltachain.errors import (
     ForkedChainError,
     MirrorLagsError,
     StoreWentBackError,
+    no_version,
 )
 from deltachain.kinds import whole
 from deltachain.subscribe.targets.base import HeldVersion, Target
@@ -291,9 +292,7 @@ def require(
         check_standing(chain, held)
     if head is None:
         chain.check_present()
-        raise ChainError(
-            f"{chain.store.url} has no version yet", hint="wait for the publisher's first commit"
-        )
+        raise no_version(chain.store.url)
     if version is not None and version < head.version:
         raise BrokenChainError(
             f"manifest of version {version} is missing, head is {head.version}",

@@ -30,6 +30,7 @@ from deltachain.errors import (
     MalformedError,
     ObjectNotFoundError,
     SignatureError,
+    no_version,
 )
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
@@ -49,7 +50,7 @@ def newest(chain: Chain) -> Version:
     known = [version for version in listed if version is not None]
     known += [head.version] if head else []
     if not known:
-        raise ChainError(f"{chain.store.url} has no version yet")
+        raise no_version(chain.store.url)
     return max(known)
 
 

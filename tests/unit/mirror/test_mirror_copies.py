@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.identity import read_mirror
 from deltachain.errors import (
@@ -19,10 +20,18 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.format.documents import EdgeRecord, Manifest, unseal
-from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, MIRROR_KEY, TABLE_KEY, manifest_key
+from deltachain.format.keys import (
+    CHAIN_KEY,
+    HEAD_KEY,
+    MIRROR_KEY,
+    PAYLOADS,
+    TABLE_KEY,
+    manifest_key,
+)
 from deltachain.mirror import Mirror, promote
-from deltachain.mirror import pipeline as flow
-from deltachain.mirror.plan import ObjectCopy
+from deltachain.mirror import copies as flow
+from deltachain.mirror import mirror as loop
+from deltachain.mirror.copies import ObjectCopy
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
@@ -279,17 +288,41 @@ def test_memory_is_bounded(
     monkeypatch.setattr(flow, "AHEAD_NBYTES", largest)
     held: list[int] = []
 
-    def measure(copy: ObjectCopy, jobs: list[flow._Job]) -> bool:
-        held.append(sum(job.copy.nbytes for job in jobs))
-        return has_room(copy, jobs)
+    def measure(pipeline: flow.CopyPipeline, copy: ObjectCopy) -> bool:
+        jobs = (*pipeline._reading, *pipeline._writing)
+        held.append(sum(one.nbytes for one, _ in jobs))
+        return has_room(pipeline, copy)
 
-    has_room = flow._has_room
-    monkeypatch.setattr(flow, "_has_room", measure)
+    has_room = flow.CopyPipeline._has_room
+    monkeypatch.setattr(flow.CopyPipeline, "_has_room", measure)
     list(Mirror(source, mirror_store).catch_up())
     assert max(held) <= largest
     found = copy_of(mirror_store)
     found.pop(MIRROR_KEY)
     assert found == copy_of(source)
+
+
+@pytest.mark.parametrize("restarts", [False, True])
+def test_documents_that_a_killed_writer_left_empty_are_copied_again(
+    source: MemoryStore,
+    mirror_store: MemoryStore,
+    grow: Grow,
+    restarts: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(loop, "SURVEY", 1)
+    grow(20)
+    chain = Chain.open(source)
+    tags.set_(chain, "best", chain.read(3), time=1.0)
+    mirror = Mirror(source, mirror_store)
+    list(mirror.catch_up())
+    whole = copy_of(mirror_store)
+    for key in whole:
+        if not key.startswith(PAYLOADS) and key not in (MIRROR_KEY, HEAD_KEY):
+            mirror_store.put(key, b"")
+    mirror = Mirror(source, mirror_store) if restarts else mirror
+    list(mirror.catch_up())
+    assert copy_of(mirror_store) == whole
 
 
 @pytest.mark.parametrize("do", ["fail", "lose-reply"])

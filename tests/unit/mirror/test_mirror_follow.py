@@ -13,7 +13,7 @@ import pytest
 from deltachain.errors import ForkedChainError, MirrorLagsError
 from deltachain.format.keys import MIRROR_KEY, manifest_key
 from deltachain.mirror import Mirror, MirrorReceipt, follow
-from deltachain.mirror import pipeline as flow
+from deltachain.mirror import copies as flow
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from deltachain.errors import (
     BrokenChainError,
+    ChainMismatchError,
     DeltaChainError,
     DigestMismatchError,
     ForkedChainError,
@@ -87,7 +88,7 @@ FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError
     ),
     "manifest, sealed again": (lambda store: forge(store, KEY, step=99), ForkedChainError, AT + 1),
     "parent": (lambda store: forge(store, KEY, parent="0" * 64), ForkedChainError, AT),
-    "chain": (lambda store: forge(store, KEY, chain="another"), MalformedError, AT),
+    "chain": (lambda store: forge(store, KEY, chain="another"), ChainMismatchError, AT),
     "base state": (lambda store: forge(store, KEY, base_state="0" * 32), MalformedError, AT),
     "key of the hint as a part": (
         lambda store: forge(store, KEY, **edge_with(store, KEY, key=HEAD_KEY)),

@@ -17,7 +17,6 @@ from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
 from deltachain.mirror import mirror as loop
-from deltachain.mirror.mirror import delete_pruned
 from deltachain.store import Store
 from tests.unit.maintain.grown import Grown
 from tests.unit.maintain.pruning import Clock
@@ -187,9 +186,6 @@ def test_a_record_that_prunes_everything_deletes_no_way_of_newcomers(grown: Grow
     )
     for key in before:
         grown.store.delete(key)
-    mirrored = Chain.open(there)
-    with pytest.raises(BrokenChainError):
-        delete_pruned(mirrored, grown.store, 39, record, frozenset(before))
     grown.store.put(prune_key(0), seal(record))
     for _ in range(2):
         with suppress(BrokenChainError):

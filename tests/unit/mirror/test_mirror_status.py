@@ -17,8 +17,7 @@ from deltachain.errors import (
 )
 from deltachain.format.keys import manifest_key
 from deltachain.mirror import Mirror
-from deltachain.mirror.figures import MirrorTotals
-from deltachain.mirror.follow import follow
+from deltachain.mirror.follow import MirrorTotals, follow
 from deltachain.mirror.mirror import LOOK_BACK
 from deltachain.presence.statuses import mirror_status
 from deltachain.status import Status
