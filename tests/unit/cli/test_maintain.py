@@ -106,8 +106,7 @@ def test_stats_add_up(url: Path) -> None:
     assert report["nbytes"] == sum(contents(url).values())
     assert [reader["age"] for reader in report["readers"]] == [None, 1, 10]
     assert report["readers"][1]["edges"] == 1
-    assert {row["provider"] for row in report["dollars"]} == {"S3", "R2", "HF"}
-    assert all(row["month"] >= 0 and row["newcomer"] >= 0 for row in report["dollars"])
+    assert report["per_thousand_versions"]["objects"] > 1000
 
 
 def test_stats_show_a_chain_that_newcomers_cannot_join(url: Path) -> None:
@@ -119,7 +118,6 @@ def test_stats_show_a_chain_that_newcomers_cannot_join(url: Path) -> None:
     report = ok("stats", url, "--json").document
     assert report["prune"] is None
     assert report["readers"][0]["edges"] is None
-    assert report["dollars"][0]["newcomer"] is None
 
 
 @pytest.mark.parametrize("options", [(), ("--json",), ("--no-prune",)])
