@@ -78,9 +78,8 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     import uvicorn
 
     from deltachain.control.roster import Roster, parse_inventory, split_boards, split_entries
-    from deltachain.dashboard.app import create_app
+    from deltachain.dashboard.app import create_app, limited
     from deltachain.dashboard.chain_index import ChainIndex
-    from deltachain.dashboard.connections import limited
     from deltachain.dashboard.watcher import Watcher
     from deltachain.presence.board import PresenceBoard
     from deltachain.status import HealthLimits

@@ -13,16 +13,72 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, Final
 
-from deltachain.dashboard.chain_index import ChainView
-from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTimes, middle
-from deltachain.dashboard.replica_report import ReplicaReport
-from deltachain.dashboard.thinning import spread, thinned_versions
-from deltachain.dashboard.track import Moment, changes
-from deltachain.dashboard.version_summary import VersionSummary
-from deltachain.dashboard.watcher import Overview
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.dashboard.chain_index import ChainView, VersionSummary
+from deltachain.dashboard.watcher import (
+    REPLICA_PHASES,
+    Moment,
+    Overview,
+    PhaseTimes,
+    ReplicaReport,
+    changes,
+    middle,
+    spread,
+)
 from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
+
+POINTS: Final = 2000
+"""Largest number of versions in one chart."""
+
+
+def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
+    """Choose positions of long columns such that a chart of them looks like one of all.
+
+    The first and the last position are chosen, and of each of equal ranges between them the
+    smallest and the largest value of each column. All are chosen if they are not more than
+    ``most``.
+
+    Args:
+        columns: Equally long columns of finite numbers.
+        most: Largest number of positions; at least 2 and twice the number of columns.
+
+    Returns:
+        Positions, ascending.
+    """
+    length = len(columns[0])
+    if length <= most:
+        return list(range(length))
+    ranges = max((most - 2) // (2 * len(columns)), 1)
+    bounds = np.linspace(0, length, ranges + 1).astype(int)
+    chosen = {0, length - 1}
+    for column in columns:
+        for first, end in pairwise(bounds.tolist()):
+            chosen |= {int(first + column[first:end].argmin())}
+            chosen |= {int(first + column[first:end].argmax())}
+    return sorted(chosen)
+
+
+def thinned_versions(
+    rows: Sequence[VersionSummary], times: Sequence[PhaseTimes], most: int = POINTS
+) -> list[int]:
+    """Choose positions of versions such that charts of them look like those of all.
+
+    Args:
+        rows: The versions.
+        times: Phase times of each of them.
+        most: Largest number of positions.
+    """
+    if len(rows) <= most:
+        return list(range(len(rows)))
+    density = np.array([row.density for row in rows])
+    nbytes = np.array([row.nbytes for row in rows], dtype=np.float64)
+    seconds = np.array([sum(one.values()) for one in times], dtype=np.float64)
+    return thinned((density, nbytes, seconds), most)
+
 
 MARKS: Final = 500
 """Marks of one kind in a chart, and ranges in a list."""

@@ -16,7 +16,7 @@ import msgspec
 from fastapi import FastAPI, Response
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.phases import REPLICA_PHASES
+from deltachain.dashboard.watcher import REPLICA_PHASES
 from deltachain.status import Status
 from deltachain.store import open_store
 from deltachain.types import Version

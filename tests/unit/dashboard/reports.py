@@ -6,7 +6,7 @@ from typing import Any
 
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.chain_index import ChainIndex, ChainView
-from deltachain.dashboard.replica_report import ReplicaReport, answered
+from deltachain.dashboard.watcher import ReplicaReport, answered
 from deltachain.status import Status
 from deltachain.store import MemoryStore, Store
 from tests.unit.control.statuses import status as ready_status

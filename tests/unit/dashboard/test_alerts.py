@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.alerts import AlertKind, alerts, newest_known
-from deltachain.dashboard.replica_report import ReplicaReport, answered
+from deltachain.dashboard.watcher import AlertKind, ReplicaReport, alerts, answered, newest_known
 from deltachain.format.keys import manifest_key
 from deltachain.redact import LONGEST
 from deltachain.status import HealthLimits

@@ -15,8 +15,13 @@ from deltachain.dashboard.documents import (
     page_document,
     version_document,
 )
-from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTrack, middle, replica_phases
-from deltachain.dashboard.replica_report import answered
+from deltachain.dashboard.watcher import (
+    REPLICA_PHASES,
+    PhaseTrack,
+    answered,
+    middle,
+    replica_phases,
+)
 from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_mark
 from deltachain.presence.statuses import follower_status
 from deltachain.publish import PublishConfig, Publisher
