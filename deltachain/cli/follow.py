@@ -52,7 +52,7 @@ def follow(  # noqa: PLR0913 - one argument an option
     Example: `deltachain follow /mnt/policy --out policy --metrics 9095`
     """
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
     stop = Event()

@@ -50,7 +50,7 @@ def pull(  # noqa: PLR0913 - one argument an option
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 
     choice = choice_of(version, step=step, tag=tag, at=at)
     config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)

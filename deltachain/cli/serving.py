@@ -42,7 +42,7 @@ def shown_follower(
     """
     from deltachain.presence.statuses import follower_status
     from deltachain.subscribe.figures import subscriber_figures
-    from deltachain.subscribe.totals import Tally
+    from deltachain.subscribe.receipt import Tally
 
     tally, given = Tally(), environment.read(os.environ)
     trouble: DeltaChainError | None = None

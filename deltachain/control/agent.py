@@ -24,8 +24,7 @@ from deltachain.format.documents import parse
 from deltachain.store import Store
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.subscribe.targets.folder import HeldFile
-from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+from deltachain.subscribe.targets.folder import HeldFile, OwnFolder, write_assets
 from deltachain.threads import Closeable
 from deltachain.types import Version
 from deltachain.weight_files import ADAPTER_FILE

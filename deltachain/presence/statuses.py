@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from deltachain.checkpoint import HELD_FILE
 from deltachain.errors import ControlPlaneError, StoreUnavailableError
 from deltachain.status import HealthLimits, Status, judged, lag
-from deltachain.subscribe.status import NOTHING_HELD, known_status
+from deltachain.subscribe.subscriber import NOTHING_HELD, known_status
 from deltachain.version import __version__
 
 if TYPE_CHECKING:

@@ -36,12 +36,9 @@ from deltachain.status import HealthLimits, Status, judged
 from deltachain.store import Store
 from deltachain.subscribe.figures import subscriber_figures
 from deltachain.subscribe.history import is_past
-from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged
-from deltachain.subscribe.status import NOTHING_HELD, known_status
-from deltachain.subscribe.subscriber import Subscriber
+from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally
+from deltachain.subscribe.subscriber import NOTHING_HELD, Subscriber, known_status
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.subscribe.totals import Tally
 from deltachain.threads import started
 from deltachain.types import Version
 

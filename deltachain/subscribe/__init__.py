@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from deltachain.status import Status
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged
+from deltachain.subscribe.receipt import ApplyReceipt, Staged
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget

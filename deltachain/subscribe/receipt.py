@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deltachain.chain.fetch import Fetched
+from deltachain.errors import BaseMismatchError
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
+from deltachain.tracing import VersionSpan
 from deltachain.types import StateDigest, Version
 
 
@@ -95,3 +100,113 @@ class ApplyReceipt:
             f"version {self.version} (from {origin}) nnz {self.nnz:,} {self.nbytes:,} B "
             f"fetch {self.fetch_s:.3f} s stage {self.stage_s:.3f} s swap {self.swap_s * 1e3:.1f} ms"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A proven apply, ready to swap.
+
+    Attributes:
+        held: The version held when it was staged; ``None`` for nothing.
+        to: The version held after the swap.
+        step: The trainer's step of the new version.
+        time: Time of its commit in seconds since 1970, on the publisher's clock.
+        metadata: Metadata of its manifest.
+        publish_phases: Seconds of the publisher's phases before the commit, by name.
+        generation: Number of swaps of the subscriber; another swap invalidates this apply.
+        fetched: The fetched objects.
+        prepared: The prepared writes of the target.
+        head: The newest version when staging ended.
+        look_s: Seconds from the commit until staging began; differs from wall time by the offset of
+            the publisher's clock.
+        fetch_s: Seconds of planning and fetching, until the last object arrived.
+        stage_s: Seconds of decoding and verification after that; before it, they overlap.
+    """
+
+    held: HeldVersion | None
+    to: HeldVersion
+    step: int | None
+    time: float
+    metadata: Mapping[str, str]
+    publish_phases: Mapping[str, float]
+    generation: int
+    fetched: Fetched
+    prepared: Prepared
+    head: int
+    look_s: float
+    fetch_s: float
+    stage_s: float
+
+    def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
+        """Build the receipt after the swap."""
+        return ApplyReceipt(
+            version=self.to.version,
+            previous=self.held.version if self.held else None,
+            step=self.step,
+            state=StateDigest.parse(self.to.state),
+            plan=str(self.fetched.plan),
+            nnz=self.prepared.nnz,
+            nbytes=self.fetched.nbytes,
+            requests=requests,
+            refetched=self.fetched.refetched,
+            lag_versions=self.head - self.to.version,
+            staleness_s=max(0.0, time.time() - self.time),
+            publish_phases=self.publish_phases,
+            look_s=self.look_s,
+            fetch_s=self.fetch_s,
+            stage_s=self.stage_s,
+            swap_s=swap_s,
+            pause_s=pause_s,
+        )
+
+
+def trace_apply(staged: Staged, receipt: ApplyReceipt) -> None:
+    """Add a span of an apply that is over, as a child of the publisher's."""
+    start = time.time() - sum(receipt.sequence.values())
+    span = VersionSpan("apply", metadata=staged.metadata, start=start)
+    span.end(receipt.sequence, attributes=receipt.attributes)
+
+
+def overtaken(version: Version) -> BaseMismatchError:
+    """Return the error of a staged version that another swap has overtaken."""
+    message = f"version {version} was staged before another swap"
+    return BaseMismatchError(message, version=version, hint="stage again")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over all applies of this process.
+
+    Attributes:
+        applies: Number of applies.
+        failures: Number of failed looks, updates and rollbacks.
+        nbytes: Bytes fetched.
+        nnz: Elements written.
+        fetch_s: Seconds of fetching.
+        stage_s: Seconds of decoding and proving.
+        swap_s: Seconds of writing.
+        pause_s: Seconds in which the engine generated nothing.
+    """
+
+    applies: int = 0
+    failures: int = 0
+    nbytes: int = 0
+    nnz: int = 0
+    fetch_s: float = 0.0
+    stage_s: float = 0.0
+    swap_s: float = 0.0
+    pause_s: float = 0.0
+    _last: ApplyReceipt | None = field(default=None, repr=False)
+
+    def count(self, receipt: ApplyReceipt | None) -> None:
+        """Add an apply, unless it is the one added last."""
+        if receipt is None or receipt is self._last:
+            return
+        self._last = receipt
+        self.applies += 1
+        self.nbytes += receipt.nbytes
+        self.nnz += receipt.nnz
+        self.fetch_s += receipt.fetch_s
+        self.stage_s += receipt.stage_s
+        self.swap_s += receipt.swap_s
+        self.pause_s += receipt.pause_s

@@ -30,7 +30,7 @@ from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.checkpoint import HELD_FILE
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, HeldVersion, Subscriber
-from deltachain.subscribe.targets.folder_owner import write_assets
+from deltachain.subscribe.targets.folder import write_assets
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import TensorSpec

@@ -51,6 +51,6 @@ def bind(target: Target, chain: Chain) -> None:
     target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(module := getattr(target, "source", None), torch.nn.Module):
-        from deltachain.subscribe.targets.other_config import say_other_config  # noqa: PLC0415
+        from deltachain.subscribe.targets.tensors import say_other_config  # noqa: PLC0415
 
         say_other_config(module, chain)

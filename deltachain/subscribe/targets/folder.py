@@ -20,12 +20,17 @@ from typing import Final, TypeAlias
 import numpy as np
 from typing_extensions import override
 
+from deltachain.chain.chain import Chain
+from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
+from deltachain.chain.identity import chain_around
 from deltachain.checkpoint import (
+    ADAPTER_CONFIG,
     HELD_FILE,
     Checkpoint,
     allocate,
     creating,
+    is_asset,
     remove_partials,
     sync,
     sync_folder,
@@ -36,6 +41,7 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import (
     ApplyError,
+    ChainMismatchError,
     ConfigError,
     DeltaChainError,
     DigestMismatchError,
@@ -49,12 +55,14 @@ from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import object_digest
 from deltachain.kernels.protocol import same_bits
+from deltachain.remote_code import without_remote_code
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, WholeTensor, prepare, state_of, sum_states
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
+from deltachain.weight_files import ADAPTER_FILE, WEIGHTS_FILE
 
 # The parts are ordinary parts of FORMAT.md, so the same code verifies them when they are read back.
 
@@ -561,3 +569,100 @@ def _stopped(folder: Path, cause: Exception) -> PoisonedError:
         f"{folder}: writing stopped in the middle: {cause}",
         hint="open the folder again: its journal finishes the swap",
     )
+
+
+class OwnFolder(FolderTarget):
+    """A checkpoint folder that only its own chain may write to."""
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Match tensors by name in a folder filled by a chain; see :class:`FolderTarget`.
+
+        Raises:
+            ConfigError: The folder has weights without any record of a chain, or is where a chain
+                is stored.
+        """
+        with explained(self.folder):
+            within = chain_around(self.folder)
+            if within is not None:
+                raise ConfigError(
+                    f"{within} has a chain, which only its publisher may write to",
+                    hint="name a folder beside the chain",
+                )
+            weights = [file.name for file in self.folder.glob("*.safetensors")]
+            if weights and not (self.folder / HELD_FILE).is_file():
+                raise ConfigError(
+                    f"{self.folder} has weights that are not from a chain ({min(weights)})",
+                    hint="they may be the only copy; give a folder that is empty or not there yet",
+                )
+        super().bind(specs, aliases)
+
+    @override
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
+        self.refuse_other(held.chain)
+        super().write(patches, held)
+
+    def refuse_other(self, chain: str) -> None:
+        """Refuse a chain if the folder is another chain's.
+
+        Raises:
+            ChainMismatchError: Another chain fills this folder.
+            FormatError: The folder's record of its chain cannot be read.
+        """
+        file = self.folder / HELD_FILE
+        with explained(self.folder):
+            if not file.is_file():
+                return
+            remembered = parse(file.read_bytes(), HeldFile, key=str(file))
+        if remembered.chain != chain:
+            raise ChainMismatchError(
+                f"{self.folder} holds a version of chain {remembered.chain}, "
+                f"the chain at this URL is {chain}",
+                hint="give another folder",
+            )
+
+
+def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
+    """Write the assets of a chain that the folder does not have; return the names written.
+
+    Existing files are left alone, since a user may have edited them. The configuration of an
+    adapter is written beside one only: loaders that see it load the base it names instead of the
+    weights.
+
+    Args:
+        chain: The chain.
+        folder: Folder to write to.
+        trusted: Whether the assets may refer to remote code.
+
+    Raises:
+        ApplyError: The folder cannot be written now.
+    """
+    written = []
+    refused = set[str]()
+    paths = asset_paths(chain.identity)
+    if weights_file((name for name, *_ in chain.table.tensors), paths) != ADAPTER_FILE:
+        refused.add(ADAPTER_CONFIG)
+    elif ADAPTER_CONFIG in paths and (folder / WEIGHTS_FILE).is_file():
+        refused.add(ADAPTER_CONFIG)  # an earlier release made this folder
+        logger.warning(
+            "%s: %s holds the adapter, and PEFT does not read that name: pull into a new folder",
+            folder,
+            WEIGHTS_FILE,
+        )
+    for name, data in chain.assets():
+        file = folder / name
+        with explained(folder):
+            wanted = is_asset(name) and name.lower() not in refused
+            if wanted and not _is_elsewhere(file, folder) and not file.exists():
+                url = chain.store.url
+                kept = without_remote_code(name, data, trusted=trusted, where=url)
+                if kept is not None:
+                    if file.parent != folder:
+                        file.parent.mkdir(exist_ok=True)
+                    write_atomic(file, kept)
+                    written.append(name)
+    return written
+
+
+def _is_elsewhere(file: Path, folder: Path) -> bool:
+    """Return whether a file lies in a folder that a link leads out to."""
+    return file.parent != folder and file.parent.is_symlink()

@@ -180,7 +180,7 @@ def test_the_library_refuses_a_mistake_in_the_environment_too(
 ) -> None:
     from deltachain import Subscriber  # noqa: PLC0415
     from deltachain.errors import ConfigError  # noqa: PLC0415
-    from deltachain.subscribe.targets.folder_owner import OwnFolder  # noqa: PLC0415
+    from deltachain.subscribe.targets.folder import OwnFolder  # noqa: PLC0415
 
     monkeypatch.setenv("DELTACHAIN_FOLOW", "1")
     with (
