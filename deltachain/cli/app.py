@@ -107,14 +107,12 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own
-        """Find the command; name the one that has what another name stands for elsewhere."""
         meant = MEANT.get(args[0].lower()) if args and args[0] not in self.commands else None
         if meant is not None:
             raise ConfigError(f"unknown command {args[0]!r}", hint=f"use {meant}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
@@ -145,7 +143,6 @@ class Command(TyperCommand):
     """Command whose usage names arguments as the documents do: ``URL``, ``[URL]`` if optional."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer's own
-        """Return the parts of the usage line."""
         return [_plain(piece) for piece in super().collect_usage_pieces(ctx)]
 
 

@@ -52,12 +52,10 @@ def print_in_any_encoding() -> None:
 
 
 def out() -> Console:
-    """Return the console of results."""
     return _console(stderr=False)
 
 
 def err() -> Console:
-    """Return the console of messages."""
     return _console(stderr=True)
 
 
@@ -75,7 +73,6 @@ def write_json(document: Mapping[str, Any]) -> None:
 
 
 def say(words: str, style: str = "") -> None:
-    """Print a message on stderr."""
     err().print(Text(clean(words), style), soft_wrap=True)
 
 
@@ -161,7 +158,6 @@ def _width(column: tuple[str, Cells]) -> int:
 
 
 def facts(**rows: str) -> Table:
-    """Create a grid of names and values, one pair a line."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -234,7 +230,6 @@ class _Words(logging.Handler):
 
 
 def show_warnings() -> None:
-    """Print warnings of the library on stderr."""
     logger = logging.getLogger("deltachain")
     if not any(isinstance(handler, _Words) for handler in logger.handlers):
         logger.addHandler(_Words(logging.WARNING))
@@ -246,7 +241,6 @@ def show_warnings() -> None:
 
 
 def ranges(versions: Sequence[int]) -> str:
-    """Format ascending numbers as ranges."""
     runs: list[list[int]] = []
     for version in versions:
         if runs and runs[-1][-1] == version - 1:

@@ -112,7 +112,6 @@ def _narrow(rows: Sequence[ReplicaRow]) -> RenderableType:
 
 
 def _named(row: ReplicaRow) -> Text:
-    """Return address and reasons of a replica, one below the other."""
     text = Text(c.clean(row.engine))
     if row.written_s is not None:
         text.append(f"  presence, {_ago(row.written_s)} old", "dim")
@@ -158,7 +157,6 @@ _SHOWN: Final = (
 
 
 def replica_json(row: ReplicaRow) -> dict[str, Any]:
-    """Return the fields of one replica for ``--json``."""
     fields: dict[str, Any] = {"engine": row.engine, "health": row.health, "why": list(row.why)}
     status = row.status
     if status is None:

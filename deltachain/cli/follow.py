@@ -90,17 +90,14 @@ def _catch_up(
 
 
 def held(version: int | None) -> str:
-    """Name what is held in a message."""
     return "no version: the chain had none yet" if version is None else f"version {version}"
 
 
 def receipt_row(receipt: ApplyReceipt) -> dict[str, Any]:
-    """Convert a receipt to JSON fields."""
     return dataclasses.asdict(receipt) | {"state": str(receipt.state)}
 
 
 def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
-    """Print one line for an applied version."""
     if as_json:
         c.write_json(receipt_row(receipt))
         return

@@ -98,7 +98,6 @@ def maintain(  # noqa: PLR0913 - one argument an option
 
 
 def _check_joinable(found: Maintained | None, url: str) -> None:
-    """Check that newcomers can join after a single round."""
     if found is None:
         raise no_version(url)
     if found.no_way is not None:

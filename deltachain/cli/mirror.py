@@ -108,7 +108,6 @@ def _copy(  # noqa: PLR0913 - one argument an option
     metrics: str | None,
     lines: bool,
 ) -> str:
-    """Mirror a chain, and show each version; return the summary."""
     from deltachain.cli.progress import moving
     from deltachain.mirror import Mirror
     from deltachain.mirror import follow as keep

@@ -141,7 +141,6 @@ At: TypeAlias = Annotated[
 def choice_of(
     version: int | None = None, *, step: int | None = None, tag: str = "", at: str = ""
 ) -> VersionChoice:
-    """Return the choice of a version that options make."""
     from deltachain.chain.choose import VersionChoice  # noqa: PLC0415 - when a command runs
 
     return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)

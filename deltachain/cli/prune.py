@@ -138,7 +138,6 @@ def open_for_writing(url: str) -> Chain:
 
 
 def rule_of(last: int, within: str | None, every: int | None, *, tags: bool = True) -> KeepRule:
-    """Return the rule that options make."""
     from deltachain.maintain import KeepRule
 
     within_s = None if within is None else seconds(within)
@@ -146,7 +145,6 @@ def rule_of(last: int, within: str | None, every: int | None, *, tags: bool = Tr
 
 
 def pruner_of(chain: Chain, rule: KeepRule, grace_s: float) -> Pruner:
-    """Return the pruner of a chain."""
     from deltachain.maintain import Pruner
     from deltachain.maintain.survey import Survey
 
@@ -154,7 +152,6 @@ def pruner_of(chain: Chain, rule: KeepRule, grace_s: float) -> Pruner:
 
 
 def edge_row(edge: EdgeSummary) -> dict[str, Any]:
-    """Convert an edge to JSON fields."""
     return {
         "kind": edge.kind,
         "version": edge.version,
@@ -165,7 +162,6 @@ def edge_row(edge: EdgeSummary) -> dict[str, Any]:
 
 
 def pruned(plan: PrunePlan) -> dict[str, Any]:
-    """Convert a prune to JSON fields."""
     return {
         "head": plan.head,
         "retired": len(plan.retired),

@@ -153,7 +153,6 @@ def _unproven(done: Sequence[VersionProof]) -> Iterator[str]:
 
 
 def _expired(report: dict[str, Any]) -> str:
-    """Describe expired payloads and their consequences."""
     gone, versions = report["expired"], report["not_rebuilt"]
     words = []
     if gone:

@@ -43,15 +43,7 @@ frames this one."""
 
 
 class Access:
-    """Decides who may read the dashboard.
-
-    Args:
-        token: Required bearer token, or a file of them; empty for none, which only the loopback
-            interface may have.
-
-    Raises:
-        ConfigError: The file is unreadable or invalid.
-    """
+    """Decides who may read the dashboard: without a token, only this machine."""
 
     def __init__(self, token: str | Path) -> None:
         self._tokens = Tokens(token)
@@ -194,7 +186,6 @@ def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
 
 
 def _documents(watcher: Watcher, access: Access) -> APIRouter:
-    """Return the routes of all JSON documents."""
     router = APIRouter(prefix="/api", dependencies=[Depends(access.check)])
 
     @router.get("/overview")

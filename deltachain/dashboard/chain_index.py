@@ -29,24 +29,13 @@ from deltachain.types import Version
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """One version, as its manifest describes it.
+    """One version, as its manifest describes it; kind, encodings and bytes are those of its edge.
 
     Attributes:
-        version: Number of the version.
-        epoch: Epoch of its publisher.
-        kind: Kind of the edge that was committed with it.
-        encodings: Encodings of that edge.
-        nbytes: Size of that edge, in bytes.
-        step: Step of the trainer; ``None`` if the manifest names none.
         time: Time of the commit in seconds since 1970, on the publisher's clock.
-        nnz: Number of changed elements.
-        numel: Number of all elements.
-        state: State digest of the version.
-        manifest: blake3 of the manifest.
         reverted_to: The version whose state it has again; ``None`` if it is no revert.
         signers: Ids of the keys that signed it.
         signed_by: Ids of the trusted ones among them; empty without trusted keys.
-        metadata: Free text of the publisher, by name.
         phases: Seconds of the phases before the commit, by name.
     """
 
@@ -74,7 +63,6 @@ class VersionSummary:
 
 
 def version_summary(committed: Committed) -> VersionSummary:
-    """Summarise a version; long texts are cut."""
     manifest = committed.manifest
     signers = dict.fromkeys(printable(signature.key_id) for signature in committed.signatures)
     metadata = tuple(
@@ -102,13 +90,7 @@ def version_summary(committed: Committed) -> VersionSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainModel:
-    """The model of a chain.
-
-    Attributes:
-        tensors: Number of its tensors.
-        numel: Number of their elements.
-        nbytes: Their size in bytes.
-    """
+    """Numbers of a model's tensors, elements and bytes."""
 
     tensors: int
     numel: int
@@ -120,15 +102,12 @@ class ChainView:
     """What is known of a chain.
 
     Attributes:
-        url: URL of its store.
         chain: Id of the chain; empty before it is found.
         model: Its model; ``None`` before it is found.
         rows: Its versions from 0, up to the newest that was read; ``None`` for a version whose
             manifest is gone or damaged.
         newest: Newest version found in the store; ``None`` before the first.
         edges: Edges of all versions, by version, pruned ones too.
-        tags: Tags that stand for a version.
-        prunes: The newest prune record; ``None`` if nothing was pruned.
         looked_at: Time of the last answer of the store, in seconds since 1970; ``None`` before.
         revision: Grows with every change of anything but ``looked_at``.
         trouble: Why the last look failed; empty if it did not.
@@ -150,12 +129,10 @@ class ChainView:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether every version that was found has been read."""
         return self.newest is not None and len(self.rows) > self.newest
 
     @property
     def head(self) -> VersionSummary | None:
-        """The newest version that was read."""
         return next((row for row in reversed(self.rows) if row is not None), None)
 
     @property
@@ -164,7 +141,6 @@ class ChainView:
         return tuple(version for version, row in enumerate(self.rows) if row is None)
 
     def at(self, version: Version | None) -> VersionSummary | None:
-        """Return the row of a version; ``None`` if there is none."""
         return self.rows[version] if version is not None and 0 <= version < len(self.rows) else None
 
 
@@ -188,14 +164,10 @@ CHECKED_S: Final = 5.0
 
 
 class ChainIndex:
-    """Reads a chain and keeps a view of it; never writes.
+    """Reads a chain, which need not exist yet, and keeps a view of it; never writes.
 
     A store that went back, forked or was replaced is read again from version 0, once two looks
     agree, and the view says why.
-
-    Args:
-        store: Store of the chain, which need not have one yet.
-        trust: Keys that readers trust; those of the environment if ``None``.
     """
 
     def __init__(self, store: Store, trust: Trust | None = None) -> None:
@@ -211,15 +183,10 @@ class ChainIndex:
 
     @property
     def view(self) -> ChainView:
-        """What is known now; immutable."""
         return self._view
 
     def refresh(self, now: float) -> ChainView:
-        """Read what is new, and return the view of it; errors of the store are in the view.
-
-        Args:
-            now: Time in seconds since 1970.
-        """
+        """Read what is new, and return the view of it; errors of the store are in the view."""
         with self._changing:
             try:
                 self._look(now)
@@ -262,8 +229,7 @@ class ChainIndex:
     def _is_replaced(self, chain: Chain, head: VersionSummary) -> bool:
         """Return whether the store no longer has the history that was read, and forget it then.
 
-        Raises:
-            DeltaChainError: It may be so; the next look decides.
+        An error says that it may be so; the next look decides.
         """
         held = HeldVersion(
             chain=chain.identity.chain,
@@ -305,7 +271,6 @@ class ChainIndex:
         self._change(rows=(*self._view.rows, *rows))
 
     def _list(self, chain: Chain, now: float, *, grew: bool) -> None:
-        """List edges, tags and prune records, if that is due."""
         period = LISTED_S if grew else DETAILS_S
         committed = self._head(chain)
         is_due = self._listed_at is None or now - self._listed_at >= period

@@ -36,18 +36,11 @@ POINTS: Final = 2000
 
 
 def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
-    """Choose positions of long columns such that a chart of them looks like one of all.
+    """Choose ascending positions of long columns such that a chart of them looks like one of all.
 
     The first and the last position are chosen, and of each of equal ranges between them the
     smallest and the largest value of each column. All are chosen if they are not more than
-    ``most``.
-
-    Args:
-        columns: Equally long columns of finite numbers.
-        most: Largest number of positions; at least 2 and twice the number of columns.
-
-    Returns:
-        Positions, ascending.
+    ``most``, which is at least 2 and twice the number of columns.
     """
     length = len(columns[0])
     if length <= most:
@@ -65,13 +58,7 @@ def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
 def thinned_versions(
     rows: Sequence[VersionSummary], times: Sequence[PhaseTimes], most: int = POINTS
 ) -> list[int]:
-    """Choose positions of versions such that charts of them look like those of all.
-
-    Args:
-        rows: The versions.
-        times: Phase times of each of them.
-        most: Largest number of positions.
-    """
+    """Choose positions of versions such that charts of them look like those of all."""
     if len(rows) <= most:
         return list(range(len(rows)))
     density = np.array([row.density for row in rows])
@@ -91,7 +78,6 @@ PAGE: Final = 50
 
 
 def overview_document(found: Overview) -> dict[str, Any]:
-    """Return chain, alerts and replicas."""
     return {
         "time": found.time,
         "newest": found.newest,
@@ -105,14 +91,7 @@ def overview_document(found: Overview) -> dict[str, Any]:
 def chart_document(
     view: ChainView, applied: Mapping[str, PhaseTimes], first: Version, last: Version
 ) -> dict[str, Any]:
-    """Return the columns of charts over a range of versions, and marks in it.
-
-    Args:
-        view: The chain.
-        applied: Phase times of the versions in replicas, by manifest.
-        first: First version of the range.
-        last: Last version of it.
-    """
+    """Return the columns of charts over a range of versions, and marks in it."""
     rows = [row for row in view.rows[first : last + 1] if row is not None]
     times = [{**row.phases, **applied.get(row.manifest, {})} for row in rows]
     places = thinned_versions(rows, times)
@@ -148,7 +127,6 @@ def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any
 
 
 def _pruned_deltas(view: ChainView, start: Version, end: Version) -> set[Version]:
-    """Return the versions of a range whose own edge is pruned."""
     prunes = view.prunes
     if prunes is None:
         return set()
@@ -163,13 +141,7 @@ def _tags_of(view: ChainView, version: Version) -> list[str]:
 def version_document(
     view: ChainView, applied: Callable[[str], Mapping[str, PhaseTimes]], version: Version
 ) -> dict[str, Any] | None:
-    """Return one version with all ways to it; ``None`` if it is not known.
-
-    Args:
-        view: The chain.
-        applied: Returns the phase times of a manifest's version, by replica.
-        version: The version.
-    """
+    """Return one version with all ways to it; ``None`` if it is not known."""
     row = view.at(version)
     if row is None:
         return None
@@ -258,7 +230,6 @@ def _tag(name: str, version: Version | None) -> dict[str, Any]:
 
 
 def _signers(rows: Iterable[VersionSummary]) -> list[dict[str, Any]]:
-    """Return the keys that signed versions, with their numbers of versions."""
     every = Counter(key for row in rows for key in row.signers)
     trusted = {key for row in rows for key in row.signed_by}
     return [

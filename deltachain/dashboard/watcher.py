@@ -44,11 +44,7 @@ def replica_phases(given: Mapping[str, object]) -> dict[str, float]:
 
 
 def middle(applies: Mapping[str, PhaseTimes]) -> dict[str, float]:
-    """Return the median time of each phase.
-
-    Args:
-        applies: Phase times of one version, by replica.
-    """
+    """Return the median time of each phase of one version, whose times are given by replica."""
     found = {}
     for name in REPLICA_PHASES:
         times = [times[name] for times in applies.values() if name in times]
@@ -74,17 +70,10 @@ class PhaseTrack:
 
     @property
     def revision(self) -> int:
-        """Grows with every apply that is added."""
         return self._revision
 
     def add(self, engine: str, manifest: str, times: PhaseTimes) -> None:
-        """Add the last apply of a replica; nothing changes if it was added before.
-
-        Args:
-            engine: Address of the replica.
-            manifest: blake3 of the manifest of the version that it applied; empty if unknown.
-            times: Its phase times.
-        """
+        """Add the last apply of a replica; nothing changes if it was added before."""
         with self._changing:
             if not manifest or not times or self._applies.get(manifest, {}).get(engine) == times:
                 return
@@ -99,7 +88,6 @@ class PhaseTrack:
                 self._middles.pop(forgotten, None)
 
     def of(self, manifest: str) -> dict[str, PhaseTimes]:
-        """Return the phase times of one version, by replica."""
         with self._changing:
             return dict(self._applies.get(manifest, {}))
 
@@ -126,8 +114,8 @@ class ReplicaReport:
 
     Attributes:
         engine: Its address, or the URL of its record on a board.
-        answered_at: Time of its last answer, or at which it wrote its record, in seconds since 1970
-            on the dashboard's clock; ``None`` before the first.
+        answered_at: Time of its last answer or record, in seconds since 1970 on the dashboard's
+            clock; ``None`` before the first.
         trouble: Why it did not answer the last time; empty if it did.
         status: Its last answer. Texts are cut; numbers out of range count as unknown.
     """
@@ -139,7 +127,6 @@ class ReplicaReport:
 
 
 def answered(engine: str, status: Status, now: float) -> ReplicaReport:
-    """Return the report of a replica that answered."""
     silence_s, applied = status.silence_s, (status.last or {}).get("version")
     texts = {
         name: printable(text)
@@ -189,13 +176,7 @@ MOMENTS: Final = 2048
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Versions at one time.
-
-    Attributes:
-        time: The time, in seconds since 1970.
-        newest: The newest version; ``None`` for none.
-        held: Version held, by address of the replica; ``None`` if unknown.
-    """
+    """The newest version, and those held by replicas, at one time; ``None`` if unknown."""
 
     time: float
     newest: Version | None
@@ -215,7 +196,6 @@ class FleetTrack:
     _changing: Lock = field(default_factory=Lock)
 
     def add(self, moment: Moment) -> None:
-        """Add the newest moment."""
         with self._changing:
             self._skipped += 1
             if self._skipped < self._stride:
@@ -263,13 +243,7 @@ class AlertKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing that is wrong.
-
-    Attributes:
-        kind: What it is about.
-        engine: Address of the replica; empty for the chain.
-        message: What was expected and what was found.
-    """
+    """One thing that is wrong, with a replica or, without ``engine``, the chain."""
 
     kind: AlertKind
     engine: str
@@ -302,14 +276,7 @@ def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version |
 def alerts(
     view: ChainView, reports: Iterable[ReplicaReport], limits: HealthLimits, now: float
 ) -> tuple[Alert, ...]:
-    """Return all alerts, most urgent first.
-
-    Args:
-        view: The chain.
-        reports: Its replicas.
-        limits: Limits of lag and silence.
-        now: Time in seconds since 1970.
-    """
+    """Return all alerts, most urgent first."""
     reports = tuple(reports)
     newest = newest_known(view, reports)
     found = list(_of_chain(view))
@@ -400,12 +367,9 @@ ASKED_S: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A chain and its replicas at one moment.
+    """A chain and its replicas at one moment, in seconds since 1970.
 
     Attributes:
-        time: The time, in seconds since 1970.
-        view: The chain.
-        reports: The replicas, in the order in which they were named.
         newest: The newest version that the store or a replica has shown; ``None`` for none.
         alerts: What is wrong, most urgent first.
         phases: Revision of the phase times of replicas.
@@ -424,20 +388,12 @@ class Watcher(Closeable):
 
     Args:
         index: Index of the chain.
-        clients: Clients of the replicas, which the watcher closes.
-        boards: Boards of further replicas, which can be read only; the watcher closes them too, as
-            the next.
+        clients: Clients of the replicas, which the watcher closes, as it does boards and names.
+        boards: Boards of further replicas, which can be read only.
         names: Rosters of one DNS name each, which is looked up again in every round.
         poll_s: Seconds between two looks at the chain.
         asked_s: Seconds between two questions to a replica.
         limits: Limits of alerts.
-
-    Attributes:
-        track: Versions of the replicas over time.
-        phases: Phase times of the versions that replicas applied.
-
-    Raises:
-        ConfigError: A replica is named twice.
     """
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
@@ -473,7 +429,6 @@ class Watcher(Closeable):
 
     @property
     def view(self) -> ChainView:
-        """What is known of the chain now."""
         return self._index.view
 
     @property
@@ -504,8 +459,6 @@ class Watcher(Closeable):
         return tuple(every.values())
 
     def _run(self, name: str, work: Callable[[], object], pause_s: float) -> None:
-        """Repeat work in a thread until the watcher is closed."""
-
         def repeat() -> None:
             while not self._stop.is_set():
                 try:
@@ -549,10 +502,7 @@ class Watcher(Closeable):
     def _show(self, source: str, found: Mapping[str, ReplicaAnswer], *, is_whole: bool) -> None:
         """Show what a board or a name has now.
 
-        Args:
-            source: URL of the board, or the name.
-            found: What is known of each replica, and what is wrong with the source.
-            is_whole: Whether these are all; else those of before stay, as old as they are.
+        Unless these are all, those of before stay, as old as they are.
         """
         before, now = self._present.get(source, {}), time.time()
         reports = {} if is_whole else dict(before)

@@ -10,16 +10,12 @@ from deltachain.errors import DeltaChainError
 
 
 class Grade(StrEnum):
-    """How serious a finding is."""
-
     OK = "ok"
     NOTE = "note"
     FAULT = "fault"
 
 
 class Role(StrEnum):
-    """What the machine is to do."""
-
     FOLLOWER = "follower"
     PUBLISHER = "publisher"
 
@@ -42,7 +38,6 @@ class Finding:
 
 
 def ok(check: str, said: str) -> Finding:
-    """Return a finding of something that works."""
     return Finding(check=check, grade=Grade.OK, said=said)
 
 
@@ -52,7 +47,6 @@ def note(check: str, said: str, hint: str = "") -> Finding:
 
 
 def fault(check: str, said: str, hint: str = "") -> Finding:
-    """Return a finding of something that must be changed."""
     return Finding(check=check, grade=Grade.FAULT, said=said, hint=hint)
 
 

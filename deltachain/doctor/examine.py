@@ -155,7 +155,6 @@ def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Findi
 
 
 def probe_latency(store: Store) -> Finding:
-    """Measure a request."""
     times = []
     for _ in range(LOOKS):
         start = time.monotonic()

@@ -53,7 +53,6 @@ class StartCheck(Protocol):
 
 
 def check_packages(role: Role) -> Iterator[Finding]:
-    """Check that packages are there and new enough."""
     yield ok(PACKAGES, f"deltachain {deltachain.__version__}, Python {platform.python_version()}")
     present, absent = set[str](), set[str]()
     matches = map(_REQUIREMENT.match, requires("deltachain") or ())
@@ -125,7 +124,6 @@ def check_engines(environment: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def check_names(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check names and values of the ``DELTACHAIN_*`` variables."""
     wrong = dict(mistakes(environment))
     yield from (failed(ENVIRONMENT, error) for error in wrong.values())
     given = read({name: text for name, text in environment.items() if name not in wrong})
@@ -194,7 +192,6 @@ def _exposed(file: Path) -> Iterator[Finding]:
 
 
 def check_transport(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check certificates, keys and proxies."""
     yield from tried(TRANSPORT, lambda: _transport(environment))
 
 

@@ -2,34 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from threading import Event
-from typing import Final
 
-from deltachain.errors import (
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    ForkedChainError,
-    StoreUnavailableError,
-    UnsupportedFormatError,
-)
+from deltachain.errors import DeltaChainError
 from deltachain.figures import Figure, figures, info
 from deltachain.mirror.mirror import LOOK_BACK, Mirror, MirrorReceipt
-from deltachain.retry import between_polls
+from deltachain.subscribe.rounds import Round, repeat
 from deltachain.types import Version
-
-logger = logging.getLogger(__name__)
-
-NEEDS_A_PERSON: Final = (
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    UnsupportedFormatError,
-)
-"""Errors that end the loop."""
 
 
 def follow(
@@ -56,23 +37,15 @@ def follow(
         ChainMismatchError: The destination mirrors another chain.
         UnsupportedFormatError: The chain needs a newer deltachain.
     """
-    failures, logged = 0, ""
-    while not stop.is_set():
-        try:
-            yield from mirror.catch_up(stop)
-            failures, logged = 0, ""
-            looked(None)
-        except NEEDS_A_PERSON:
-            raise
-        except DeltaChainError as exc:
-            failures += 1
-            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # the next one looks back
-            looked(exc)
-            what = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
-            if what != logged:  # a store that is down fails with any of its objects
-                logged = what
-                logger.warning("mirroring: %s", exc)
-        stop.wait(between_polls(poll_s).pause_s(failures))
+
+    def round_(failures: int) -> Round[MirrorReceipt]:
+        if failures:
+            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # this one looks back
+        yield from mirror.catch_up(stop)
+        looked(None)
+        return False
+
+    return repeat(round_, stop=stop, poll_s=poll_s, looked=looked, doing="mirroring")
 
 
 class MirrorTotals:

@@ -42,10 +42,8 @@ _T = TypeVar("_T")
 class UsablePlans:
     """What the plans of a target may be made of.
 
-    Attributes:
-        base: Local folder of the base checkpoint.
-        without: Encodings that need old bits which the target turned out not to hold.
-        lack: Its error then.
+    Not of encodings in ``without``: they need old bits that the target turned out not to hold, as
+    the error ``lack`` says.
     """
 
     base: Path | None
@@ -77,17 +75,12 @@ def fetch_around(
         chain: The chain.
         held: The version held; ``None`` for nothing.
         committed: The version to reach.
-        use: Called with a plan whose objects may still be on their way; called again with another
-            plan if one of them turns out to be unusable.
+        use: Called with each plan; its objects may still be on their way.
         usable: What plans may be made of; has fewer encodings afterwards where old bits lack.
         hold: Whether large objects are held in memory in any case; see :func:`fetching`.
 
     Returns:
         The plan, whose objects have all arrived, and the result of ``use``.
-
-    Raises:
-        DeltaChainError: An object is unusable, and no plan avoids it.
-        OldBitsError: Every plan needs old bits that the target does not hold.
     """
     avoid: list[EdgeSummary] = []
     failure: DeltaChainError | None = usable.lack
@@ -125,9 +118,6 @@ def _plan(
     """Find the cheapest plan; with pruned edges whose objects are there if no other leads on.
 
     A prune record only advises readers: on a chain without signatures anybody may have forged it.
-
-    Raises:
-        BrokenChainError: No plan exists.
     """
     try:
         return chain.plan(held, committed, without=without, avoid=avoid)
@@ -167,18 +157,10 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
 
 @contextmanager
 def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator[Future[Version]]:
-    """Look for later versions while one is staged, until the end of the context.
+    """Look for later versions while one is staged; yield the newest version at the first look.
 
-    The first look saves a round trip later. A stage may take long, or hang: the others show
-    operators that the target falls behind meanwhile.
-
-    Args:
-        chain: The chain.
-        version: The version that is staged.
-        every_s: Seconds between two looks, at least ``LEAST_LOOK_S``.
-
-    Yields:
-        The newest version at the first look.
+    The first look saves a round trip later. A stage may take long, or hang: the others, at least
+    ``LEAST_LOOK_S`` apart, show operators that the target falls behind meanwhile.
     """
     done = Event()
 
@@ -200,12 +182,7 @@ def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator
 
 
 def newest_after(chain: Chain, version: Version) -> Version:
-    """Find the newest version from a committed one; this one itself if a gap follows it.
-
-    Args:
-        chain: The chain.
-        version: The committed version.
-    """
+    """Find the newest version from a committed one; this one itself if a gap follows it."""
     try:
         return chain.newest(version)
     except BrokenChainError:  # a gap ahead is reported once it is reached

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError
+from deltachain.format.documents import Manifest, phases_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.tracing import VersionSpan
 from deltachain.types import StateDigest, Version
@@ -82,18 +83,6 @@ class ApplyReceipt:
             "pause": self.pause_s,
         }
 
-    @property
-    def attributes(self) -> dict[str, str | int | float]:
-        """Attributes of the apply's span in a trace."""
-        step = {} if self.step is None else {"step": self.step}
-        return {
-            "version": self.version,
-            "nbytes": self.nbytes,
-            "nnz": self.nnz,
-            "swap_s": self.swap_s,
-            **step,
-        }
-
     def __str__(self) -> str:
         origin = "nothing" if self.previous is None else self.previous
         return (
@@ -109,26 +98,19 @@ class Staged:
     Attributes:
         held: The version held when it was staged; ``None`` for nothing.
         to: The version held after the swap.
-        step: The trainer's step of the new version.
-        time: Time of its commit in seconds since 1970, on the publisher's clock.
-        metadata: Metadata of its manifest.
-        publish_phases: Seconds of the publisher's phases before the commit, by name.
+        manifest: Its manifest.
         generation: Number of swaps of the subscriber; another swap invalidates this apply.
         fetched: The fetched objects.
         prepared: The prepared writes of the target.
         head: The newest version when staging ended.
-        look_s: Seconds from the commit until staging began; differs from wall time by the offset of
-            the publisher's clock.
+        look_s: Seconds from the commit until staging began, by both clocks.
         fetch_s: Seconds of planning and fetching, until the last object arrived.
         stage_s: Seconds of decoding and verification after that; before it, they overlap.
     """
 
     held: HeldVersion | None
     to: HeldVersion
-    step: int | None
-    time: float
-    metadata: Mapping[str, str]
-    publish_phases: Mapping[str, float]
+    manifest: Manifest
     generation: int
     fetched: Fetched
     prepared: Prepared
@@ -138,11 +120,10 @@ class Staged:
     stage_s: float
 
     def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
-        """Build the receipt after the swap."""
         return ApplyReceipt(
             version=self.to.version,
             previous=self.held.version if self.held else None,
-            step=self.step,
+            step=self.manifest.step,
             state=StateDigest.parse(self.to.state),
             plan=str(self.fetched.plan),
             nnz=self.prepared.nnz,
@@ -150,8 +131,8 @@ class Staged:
             requests=requests,
             refetched=self.fetched.refetched,
             lag_versions=self.head - self.to.version,
-            staleness_s=max(0.0, time.time() - self.time),
-            publish_phases=self.publish_phases,
+            staleness_s=max(0.0, time.time() - self.manifest.time),
+            publish_phases=phases_of(self.manifest),
             look_s=self.look_s,
             fetch_s=self.fetch_s,
             stage_s=self.stage_s,
@@ -163,8 +144,9 @@ class Staged:
 def trace_apply(staged: Staged, receipt: ApplyReceipt) -> None:
     """Add a span of an apply that is over, as a child of the publisher's."""
     start = time.time() - sum(receipt.sequence.values())
-    span = VersionSpan("apply", metadata=staged.metadata, start=start)
-    span.end(receipt.sequence, attributes=receipt.attributes)
+    span = VersionSpan("apply", metadata=staged.manifest.metadata, start=start)
+    shown = ("version", "nbytes", "nnz", "swap_s", *(["step"] if receipt.step is not None else []))
+    span.end(receipt.sequence, attributes={name: getattr(receipt, name) for name in shown})
 
 
 def overtaken(version: Version) -> BaseMismatchError:
@@ -175,18 +157,7 @@ def overtaken(version: Version) -> BaseMismatchError:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over all applies of this process.
-
-    Attributes:
-        applies: Number of applies.
-        failures: Number of failed looks, updates and rollbacks.
-        nbytes: Bytes fetched.
-        nnz: Elements written.
-        fetch_s: Seconds of fetching.
-        stage_s: Seconds of decoding and proving.
-        swap_s: Seconds of writing.
-        pause_s: Seconds in which the engine generated nothing.
-    """
+    """Sums over all applies of this process; failed looks, updates and rollbacks are failures."""
 
     applies: int = 0
     failures: int = 0
@@ -204,9 +175,5 @@ class Tally:
             return
         self._last = receipt
         self.applies += 1
-        self.nbytes += receipt.nbytes
-        self.nnz += receipt.nnz
-        self.fetch_s += receipt.fetch_s
-        self.stage_s += receipt.stage_s
-        self.swap_s += receipt.swap_s
-        self.pause_s += receipt.pause_s
+        for name in ("nbytes", "nnz", "fetch_s", "stage_s", "swap_s", "pause_s"):
+            setattr(self, name, getattr(self, name) + getattr(receipt, name))

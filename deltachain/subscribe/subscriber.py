@@ -7,9 +7,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
 from threading import Event, Lock, RLock
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from typing_extensions import override
@@ -22,22 +21,17 @@ from deltachain.errors import (
     BrokenChainError,
     ChainError,
     ChainMismatchError,
-    ConfigError,
     DeltaChainError,
     ForkedChainError,
     FormatError,
-    LeaderReplacedError,
     MirrorLagsError,
     ObjectNotFoundError,
     PartialApplyError,
     StoreWentBackError,
     TensorMismatchError,
-    UnsupportedFormatError,
 )
-from deltachain.format.documents import phases_of
 from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.redact import redacted_url
-from deltachain.retry import between_polls
 from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
@@ -51,6 +45,7 @@ from deltachain.subscribe.history import (
     require,
 )
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, overtaken, trace_apply
+from deltachain.subscribe.rounds import NEEDS_A_PERSON, Looked, Round, repeat
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
 from deltachain.subscribe.targets.local import decodes_once
@@ -63,12 +58,7 @@ NOTHING_HELD = "it holds no version of the chain"
 
 
 def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN401 - its fields
-    """Return the status of a subscriber from memory, before its readiness is judged.
-
-    Args:
-        subscriber: The subscriber.
-        others: Fields of the status that its owner knows better.
-    """
+    """Return the status of a subscriber from memory; others are fields that its owner knows."""
     chain, held, last = subscriber.opened, subscriber.held, subscriber.last
     times, doubt = subscriber.times, subscriber.watch.doubt
     version, head = held.version if held else None, chain.latest if chain else None
@@ -118,74 +108,48 @@ def status_of(subscriber: Subscriber) -> Status:
     return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
 
 
-NEEDS_A_PERSON: Final = (
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    LeaderReplacedError,
-    TensorMismatchError,
-    UnsupportedFormatError,
-)
-"""Errors that need an operator; they end the loop."""
-
 LOOK_BACK: Final = 8
 """Poll intervals between two checks of the held version in the store."""
 
 
-def follow(
-    subscriber: Subscriber,
-    *,
-    stop: Event,
-    every_version: bool,
-    looked: Callable[[DeltaChainError | None], None],
+def _follow(
+    subscriber: Subscriber, *, stop: Event, every_version: bool, looked: Looked
 ) -> Iterator[ApplyReceipt]:
-    """Apply versions as they are committed, until ``stop`` is set.
+    polls = 0  # since the last look back
 
-    An unavailable store, a corrupt or missing object and a target that was modified externally are
-    logged once and retried with back-off, from nothing if the target's state is unknown. Errors
-    that need an operator are raised: a fork, another model, a newer format.
-    """
-    failures = polls = 0  # polls since the last look back
-    logged = ""
-    while not stop.is_set():
-        receipt, is_sure = None, True
+    def round_(failures: int) -> Round[ApplyReceipt]:
+        nonlocal polls
         polls += 1
-        subscriber.told.clear()  # before the poll: what is told from here on may be missed by it
+        is_due = polls >= LOOK_BACK or failures > 0
         try:
             receipt = _step(subscriber, every_version=every_version)
-            is_due = polls >= LOOK_BACK or failures > 0
             around, is_sure = _look_back(subscriber, is_due=is_due)
-            polls = 0 if is_due else polls
-            receipt = receipt or around
-            failures, logged = 0, ""
-            if is_sure:
-                looked(None)
         except NEEDS_A_PERSON as exc:
             subscriber.watch.ended(exc)
             raise
-        except DeltaChainError as exc:
-            failures += 1
-            looked(exc)
-            if str(exc) != logged:
-                logged = str(exc)
-                logger.warning("following %s: %s", subscriber.store.url, exc)
-        if receipt is not None:
-            yield receipt
-        if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already
-            _wait(subscriber, failures, stop)
+        polls = 0 if is_due else polls
+        receipt = receipt or around
+        if is_sure:
+            looked(None)
+        if receipt is None:
+            return False
+        yield receipt
+        return receipt.lag_versions > 0  # later versions are known already
 
-
-def _wait(subscriber: Subscriber, failures: int, stop: Event) -> None:
-    """Wait until the next poll, longer after each failure, unless notified or stopped."""
-    if not stop.is_set():
-        subscriber.told.wait(between_polls(subscriber.poll_s).pause_s(failures))
+    return repeat(
+        round_,
+        stop=stop,
+        poll_s=subscriber.poll_s,
+        looked=looked,
+        doing=f"following {subscriber.store.url}",
+        told=subscriber.told,
+    )
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
     """Check the held version in the store if a check is due; plan around a gap after it.
 
-    Returns:
-        The receipt of an apply, if any, and whether the held version was found in the store.
+    Returns the receipt of an apply, if any, and whether the held version was found in the store.
     """
     held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
     if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
@@ -235,61 +199,17 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return _around(subscriber, exc)  # a plan may lead to a later version
     except (ChainError, BaseMismatchError):
         there = subscriber.version
-        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
+        was_rolled_back = subscriber.pinned and not subscriber.poisoned
+        if not was_rolled_back and (there is None or there <= held.version):
             raise
         return None  # rolled back or applied by another thread meanwhile
 
 
-def _was_rolled_back(subscriber: Subscriber) -> bool:
-    return subscriber.pinned and not subscriber.poisoned
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
+class Undo(NamedTuple):
     """Undo of one apply: the version held before, and the writes that restore it."""
 
     held: HeldVersion
     prepared: Prepared
-
-
-class UndoLog:
-    """Old bits of the newest applies, bounded in number and in bytes.
-
-    Args:
-        applies: Largest number of applies.
-        nbytes: Largest size, in bytes.
-    """
-
-    def __init__(self, applies: int, nbytes: int) -> None:
-        self._log: deque[Undo] = deque(maxlen=applies)
-        self._nbytes = nbytes
-
-    def push(self, held: HeldVersion, prepared: Prepared) -> None:
-        """Add the apply that replaced ``held``; drop the oldest above the bounds."""
-        self._log.append(Undo(held, prepared.undo()))
-        while self._log and sum(undo.prepared.nbytes for undo in self._log) > self._nbytes:
-            self._log.popleft()
-
-    def clear(self) -> None:
-        """Drop all applies, which no longer fit the target."""
-        self._log.clear()
-
-    def last(self) -> Undo:
-        """Undo of the newest apply."""
-        return self._log[-1]
-
-    def pop(self) -> None:
-        """Drop the newest apply after its undo."""
-        self._log.pop()
-
-    def reaches(self, version: Version) -> bool:
-        """Return whether undoing applies leads to ``version``."""
-        return any(undo.held.version == version for undo in self._log)
-
-    @property
-    def newest(self) -> Version | None:
-        """Version restored by undoing the newest apply; ``None`` if the log is empty."""
-        return self._log[-1].held.version if self._log else None
 
 
 KEPT: Final = 64
@@ -297,16 +217,11 @@ KEPT: Final = 64
 
 
 class Times:
-    """Times of a subscriber; thread-safe.
+    """Times of a subscriber, in seconds since 1970, ``None`` before; thread-safe.
 
     Args:
         unanswered_since: Start of the store's first request without an answer since the last one
             with an answer, by ``time.monotonic()``; ``None`` for none.
-
-    Attributes:
-        looked_at: Time at which the store last answered a look or finished a fetch, in seconds
-            since 1970; ``None`` before.
-        applied_at: Time of the last swap, in seconds since 1970; ``None`` before.
     """
 
     def __init__(self, unanswered_since: Callable[[], float | None] = lambda: None) -> None:
@@ -331,7 +246,6 @@ class Times:
         return 0.0 if since is None else time.monotonic() - since
 
     def looked(self) -> None:
-        """Record that the store answered."""
         with self._lock:
             self._since, self.looked_at = time.monotonic(), time.time()
 
@@ -348,12 +262,10 @@ class Times:
                 self._stages -= 1
 
     def applied(self, manifest: str, committed_at: float) -> None:
-        """Record a swap to the version of a manifest."""
         self.applied_at = time.time()
         self.committed(manifest, committed_at)
 
     def committed(self, manifest: str, at: float) -> None:
-        """Record when the version of a manifest was committed."""
         with self._lock:
             self._commits[manifest] = at
             self._commits.move_to_end(manifest)
@@ -361,7 +273,6 @@ class Times:
                 self._commits.popitem(last=False)
 
     def commit_of(self, manifest: str) -> float | None:
-        """Return when the version of a manifest was committed; ``None`` if it is not known."""
         return self._commits.get(manifest)
 
 
@@ -402,7 +313,7 @@ class Subscriber(Closeable):
         self._held: HeldVersion | None = None
         self._generation = self._counted = 0
         self._opening, self._updating, self._writing = RLock(), RLock(), RLock()
-        self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
+        self._undo: deque[Undo] = deque(maxlen=self.config.undo_applies)
 
     def open(self) -> Chain:
         """Open the chain, bind the target to it, and find the version it holds; idempotent.
@@ -541,12 +452,14 @@ class Subscriber(Closeable):
             start = time.perf_counter()
             swap_s = self._write(staged.prepared, staged.to)
             self.watch.proved(staged.to)
-            self.times.applied(staged.to.manifest, staged.time)
+            self.times.applied(staged.to.manifest, staged.manifest.time)
             pause_s = time.perf_counter() - start
             if staged.held is None or not staged.prepared.can_undo:
                 self._undo.clear()
             else:
-                self._undo.push(staged.held, staged.prepared)
+                self._undo.append(Undo(staged.held, staged.prepared.undo()))
+            while sum(undo.prepared.nbytes for undo in self._undo) > self.config.stage_budget:
+                self._undo.popleft()
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
@@ -586,14 +499,16 @@ class Subscriber(Closeable):
     def _take_back(self, version: Version | None) -> tuple[HeldVersion | None, Version]:
         """Go back by the undo log and pin, if it reaches; return the held version and the goal."""
         held = self._held
-        goal = self._undo.newest if version is None else whole("version", version)
+        newest = self._undo[-1].held.version if self._undo else None
+        goal = newest if version is None else whole("version", version)
         if goal is None or held is None or goal > held.version:
             told = f"cannot roll back from version {self.version} to {goal}"
             raise ChainError(told, hint="name an older version")
-        if self.poisoned or (goal != held.version and not self._undo.reaches(goal)):
+        reached = {held.version, *(undo.held.version for undo in self._undo)}
+        if self.poisoned or goal not in reached:
             return None, goal
         while self._held is not None and self._held.version != goal:
-            undo = self._undo.last()
+            undo = self._undo[-1]
             self._write(undo.prepared, undo.held)
             self._undo.pop()
         self.pinned = True
@@ -613,16 +528,20 @@ class Subscriber(Closeable):
         *,
         stop: Event | None = None,
         every_version: bool = False,
-        looked: Callable[[DeltaChainError | None], None] = lambda _: None,
+        looked: Looked = lambda _: None,
     ) -> Iterator[ApplyReceipt]:
-        """Apply versions as they are committed; recover from failures. See :func:`follow.follow`.
+        """Apply versions as they are committed, and recover from failures.
+
+        An unavailable store, a corrupt or missing object and a target that was modified externally
+        are logged once and retried with back-off, from nothing if the target's state is unknown.
+        Errors that need an operator are raised: a fork, another model, a newer format.
 
         Args:
             stop: Ends the loop when set; call ``notify()`` to end it without a wait.
             every_version: Apply each version on its own instead of folding pending versions.
             looked: Called after each iteration with the error to be retried, or ``None``.
         """
-        return follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
+        return _follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
 
     def notify(self) -> None:
         """Wake :meth:`follow`, so that it polls at once."""
@@ -692,10 +611,7 @@ class Subscriber(Closeable):
         return Staged(
             held=held if prepared.base_too else None,
             to=held_by(chain, committed),
-            step=committed.manifest.step,
-            time=committed.manifest.time,
-            metadata=committed.manifest.metadata,
-            publish_phases=phases_of(committed.manifest),
+            manifest=committed.manifest,
             generation=generation,
             fetched=fetched,
             prepared=prepared,

@@ -21,11 +21,7 @@ TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.Pa
 
 
 def as_target(thing: TargetLike) -> Target:
-    """Return the target for a module, a dict of tensors or a path; return a target unchanged.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Return the target for a module, a dict of tensors or a path; return a target unchanged."""
     if isinstance(thing, str | os.PathLike):
         return FolderTarget(Path(thing).expanduser())
     torch = sys.modules.get("torch")  # if there is a module, torch is imported already

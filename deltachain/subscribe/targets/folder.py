@@ -81,11 +81,7 @@ class Seal(Document, frozen=True, kw_only=True):
 
 
 class Journal:
-    """New bits on their way into a folder.
-
-    Args:
-        folder: Path of the checkpoint folder.
-    """
+    """New bits on their way into a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
@@ -101,22 +97,14 @@ class Journal:
         return seal
 
     def pending(self) -> Seal | None:
-        """Return the seal of a complete journal; ``None`` for an incomplete one, a link, or none.
-
-        Raises:
-            FormatError: The seal is corrupt.
-        """
+        """Return the seal of a complete journal; ``None`` for an incomplete one, a link or none."""
         file = self._folder / SEAL
         if self._folder.is_symlink() or not file.is_file():
             return None
         return parse(file.read_bytes(), Seal, key=str(file))
 
     def read(self, seal: Seal) -> Iterator[TensorDelta]:
-        """Yield the journal's tensors, verified.
-
-        Raises:
-            FormatError: A part differs from the one that was written.
-        """
+        """Yield the journal's tensors, verified."""
         for ref in seal.parts:
             data = (self._folder / ref.key).read_bytes()
             actual = object_digest(data)
@@ -168,11 +156,7 @@ Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]
 
 
 def stamps_of(files: Iterable[Path]) -> Stamps:
-    """Return the stamps of files that exist.
-
-    Raises:
-        OSError: A file cannot be examined.
-    """
+    """Return the stamps of files that exist."""
     stamps = {}
     for file in files:
         with suppress(FileNotFoundError):
@@ -190,11 +174,7 @@ LOCK_FILE: Final = ".deltachain-lock"
 
 
 class FolderLock:
-    """Lock of one folder, for the lifetime of this object.
-
-    Args:
-        folder: The folder; created with the lock.
-    """
+    """Lock of one folder, which is created with it, for the lifetime of this object."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / LOCK_FILE
@@ -203,12 +183,7 @@ class FolderLock:
         self._made = False
 
     def take(self) -> None:
-        """Lock the folder, also anew after it or its lock file was removed; idempotent.
-
-        Raises:
-            ConfigError: Another process writes to the folder, or a file is in its place.
-            OSError: The folder cannot be created or written to.
-        """
+        """Lock the folder, also anew after it or its lock file was removed; idempotent."""
         self._refuse_file()
         while not self._is_held():
             self._try()
@@ -276,13 +251,10 @@ class HeldFile(Document, frozen=True, kw_only=True):
 
 
 class FolderTarget(PatchedTarget):
-    """A checkpoint folder, written by one process at a time.
+    """A checkpoint folder, created if missing, written by one process at a time.
 
     The first swap creates the weights of a folder without any, and must then write every tensor.
     Files other than weights are left alone.
-
-    Args:
-        folder: Path of the folder; created if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -296,13 +268,7 @@ class FolderTarget(PatchedTarget):
         self._lock = FolderLock(folder)
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match tensors by name, and finish an interrupted swap; see :class:`Target`.
-
-        Raises:
-            PoisonedError: The swap could not be finished now; its journal stays.
-            ConfigError: Another process writes to the folder, or there is a file in its place.
-            ApplyError: The folder cannot be read or written now.
-        """
+        """Match tensors by name, and finish an interrupted swap, or raise a ``PoisonedError``."""
         self._specs, self._aliases, self._live = specs, aliases, {}
         with explained(self.folder):
             self._lock.take()
@@ -330,7 +296,6 @@ class FolderTarget(PatchedTarget):
                 return None
 
     def state(self) -> StateDigest | None:
-        """Recompute the state digest from the files; see :class:`Target`."""
         with explained(self.folder), Pool(cores()) as pool:
             self._map_if_altered()
             if not self._live:
@@ -361,7 +326,6 @@ class FolderTarget(PatchedTarget):
         return True
 
     def _state_of(self, name: str) -> StateDigest | None:
-        """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
         live = self._live[name]
         if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
             return None
@@ -489,7 +453,6 @@ class FolderTarget(PatchedTarget):
         return is_ours and list(self.folder.glob("*.safetensors")) == [made]
 
     def _files(self) -> list[Path]:
-        """Return the weights files with tensors of the chain."""
         return sorted({place.file for live in self._live.values() for place in live})
 
     def _map(self) -> None:
@@ -526,7 +489,6 @@ class FolderTarget(PatchedTarget):
 
 
 def write(place: FileBits, patch: Patch) -> None:
-    """Write a patch to the place of its tensor."""
     indices = None if patch.indices is None else np.asarray(patch.indices)
     place.put(indices, np.asarray(patch.new))
 
@@ -550,11 +512,7 @@ def _unshare(file: Path) -> None:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Convert an error of the operating system to one on which followers try again.
-
-    Raises:
-        ApplyError: The folder cannot be read or written now.
-    """
+    """Convert errors of the operating system to an ``ApplyError``: followers try again on it."""
     try:
         yield
     except DeltaChainError:  # some of its subclasses are OSErrors too
@@ -575,12 +533,7 @@ class OwnFolder(FolderTarget):
     """A checkpoint folder that only its own chain may write to."""
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match tensors by name in a folder filled by a chain; see :class:`FolderTarget`.
-
-        Raises:
-            ConfigError: The folder has weights without any record of a chain, or is where a chain
-                is stored.
-        """
+        """Match tensors by name in a folder filled by a chain; refuse others."""
         with explained(self.folder):
             within = chain_around(self.folder)
             if within is not None:
@@ -602,12 +555,7 @@ class OwnFolder(FolderTarget):
         super().write(patches, held)
 
     def refuse_other(self, chain: str) -> None:
-        """Refuse a chain if the folder is another chain's.
-
-        Raises:
-            ChainMismatchError: Another chain fills this folder.
-            FormatError: The folder's record of its chain cannot be read.
-        """
+        """Refuse a chain if the folder is another chain's."""
         file = self.folder / HELD_FILE
         with explained(self.folder):
             if not file.is_file():
@@ -626,15 +574,7 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
 
     Existing files are left alone, since a user may have edited them. The configuration of an
     adapter is written beside one only: loaders that see it load the base it names instead of the
-    weights.
-
-    Args:
-        chain: The chain.
-        folder: Folder to write to.
-        trusted: Whether the assets may refer to remote code.
-
-    Raises:
-        ApplyError: The folder cannot be written now.
+    weights. References to remote code are kept if ``trusted``.
     """
     written = []
     refused = set[str]()
@@ -664,5 +604,4 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
 
 
 def _is_elsewhere(file: Path, folder: Path) -> bool:
-    """Return whether a file lies in a folder that a link leads out to."""
     return file.parent != folder and file.parent.is_symlink()

@@ -188,7 +188,6 @@ class TensorTarget(PatchedTarget):
             return sum_states(self.ordered(pool, self._state_of, self._specs))
 
     def _state_of(self, name: str) -> StateDigest | None:
-        """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
         live = self._live[name]
         if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
             return None
