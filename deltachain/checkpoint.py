@@ -96,11 +96,6 @@ ASSET_NBYTES: Final = 64 << 20
 def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
     """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache.
 
-    Args:
-        named: A folder or a repository id.
-        revision: Revision of the repository.
-        cache: Cache folder; the Hub's default if ``None``.
-
     Raises:
         ConfigError: It is neither.
     """
@@ -176,14 +171,12 @@ class Checkpoint:
 
         Raises:
             MalformedError: Its file was cut, written to or replaced since it was opened.
-            ConfigError: Its file cannot be read any more.
         """
         file, entry = self._entries[name]
         return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The safetensors files."""
         return tuple(self._files)
 
     def place(self, name: str) -> tuple[Path, int]:
@@ -192,11 +185,9 @@ class Checkpoint:
         return next(path for path in self._files if path.name == file), entry.start
 
     def digest(self, name: str) -> StateDigest:
-        """Compute the contribution of one tensor to the state digest."""
         return host.digest(digest_key(self.specs[name]), self.bits(name))
 
     def state(self, names: Iterable[str]) -> StateDigest:
-        """Compute the state digest of the given tensors."""
         return sum((self.digest(name) for name in names), StateDigest())
 
     def files(self) -> Iterator[FileRef]:
@@ -218,12 +209,10 @@ def read_assets(
 ) -> dict[str, bytes]:
     """Read the configuration and tokenizer files of a checkpoint folder, by path in it.
 
-    Small files that are no assets are named in a warning.
-
     Args:
         folder: The checkpoint folder.
         trusted: Whether references to remote code are kept.
-        told: Files that another warning names; ``None`` for no warning.
+        told: Small files without a warning though they are no assets; ``None`` for no warning.
 
     Raises:
         ConfigError: There is no such folder.
@@ -275,7 +264,6 @@ def _is_carried(folder: Path, name: str) -> bool:
 
 
 def is_asset(name: str) -> bool:
-    """Return whether a path in a checkpoint folder is that of an asset."""
     folder, _, file = name.rpartition("/")
     return (
         _ASSET.fullmatch(file) is not None
@@ -290,11 +278,7 @@ def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
     """Return the file name of the weights: PEFT's if they belong to an adapter.
 
     Names of tensors differ by the method of the adapter, so that its configuration counts, unless
-    there is that of a whole model too.
-
-    Args:
-        names: Names of the tensors.
-        assets: Paths of the files beside them.
+    there is that of a whole model among the assets too.
     """
     is_adapter = ADAPTER_CONFIG in assets and _CONFIG not in assets
     is_adapter = is_adapter or all(name.startswith(PEFT_PREFIX) for name in names)
@@ -316,10 +300,7 @@ def write_weights(
 def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Write the header of a safetensors file and allocate its data, filled with zeros.
 
-    Wide elements come first, so that every tensor is aligned.
-
-    Returns:
-        The tensors in the order of their data.
+    Wide elements come first, so that every tensor is aligned; returns the tensors in that order.
 
     Raises:
         NoRoomError: The disk has too little free space.
@@ -352,12 +333,7 @@ def creating(file: Path) -> Iterator[Path]:
 
 
 def remove_partials(folder: Path, *patterns: str) -> None:
-    """Remove files that killed processes were creating; nobody may be creating one now.
-
-    Args:
-        folder: Their folder.
-        patterns: Patterns of their names.
-    """
+    """Remove files by pattern that killed processes were creating; nobody may be creating one."""
     for pattern in patterns:
         for left in folder.glob(pattern):
             if _PARTIAL.fullmatch(left.name):
@@ -374,7 +350,6 @@ def write_atomic(file: Path, data: Buffer) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk."""
     sync(folder)
 
 

@@ -36,13 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files of a checkpoint's weights.
-
-    Attributes:
-        paths: The files.
-        index: Name of the index that names them; empty without one.
-        places: File of each tensor, by that index.
-    """
+    """Files of a checkpoint's weights: the file of each tensor too, if an index names them."""
 
     paths: list[Path]
     index: str = ""
@@ -50,10 +44,7 @@ class WeightFiles:
 
 
 def find_weights(path: Path) -> WeightFiles:
-    """Find the files of a checkpoint's weights.
-
-    Args:
-        path: A folder, or one safetensors file.
+    """Find the files of a checkpoint's weights, of a folder or of one safetensors file.
 
     Raises:
         ConfigError: There are none, one is missing, or there are several sets of which none is the
@@ -131,11 +122,7 @@ def _sets(there: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _whole_set(path: Path, there: Sequence[str]) -> list[str]:
-    """Return the weight files of a folder without an index.
-
-    Raises:
-        ConfigError: Shards are missing, or it is unknown which set is the model's.
-    """
+    """Return the weight files of a folder without an index."""
     sets = _sets(there)
     for own in (WEIGHTS_FILE, _MODEL_SHARDS, ADAPTER_FILE):
         if own in sets:
@@ -153,11 +140,7 @@ def _whole_set(path: Path, there: Sequence[str]) -> list[str]:
 
 
 def _checked(path: Path, names: list[str]) -> list[str]:
-    """Return the names of a set.
-
-    Raises:
-        ConfigError: Some of its shards are missing, or there are shards of another set.
-    """
+    """Return the names of a set, if all of its shards are there, and no others."""
     shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
     if not shards:
         return names
