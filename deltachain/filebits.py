@@ -39,7 +39,7 @@ class FileBits:
         return bits
 
     def bits_near(self, indices: Indices) -> Bits:
-        """Read the bits of elements at increasing indices and of those around them; the rest is any bits.
+        """Read the bits of elements at increasing indices, and near them; the rest is any bits.
 
         Memory is taken only for what is read.
         """

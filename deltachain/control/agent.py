@@ -17,7 +17,7 @@ import httpx
 import msgspec
 from typing_extensions import override
 
-from deltachain.checkpoint import HELD_FILE, read_assets
+from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
 from deltachain.control.replica_client import Http, bearer, read, secret
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.format.documents import parse
@@ -27,7 +27,6 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.folder import HeldFile, OwnFolder, write_assets
 from deltachain.threads import Closeable
 from deltachain.types import Version
-from deltachain.weight_files import ADAPTER_FILE
 
 _T = TypeVar("_T")
 

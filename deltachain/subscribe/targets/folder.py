@@ -26,7 +26,9 @@ from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import chain_around
 from deltachain.checkpoint import (
     ADAPTER_CONFIG,
+    ADAPTER_FILE,
     HELD_FILE,
+    WEIGHTS_FILE,
     Checkpoint,
     allocate,
     creating,
@@ -62,7 +64,6 @@ from deltachain.subscribe.targets.local import PatchedTarget, Patches
 from deltachain.subscribe.targets.patch import Patch, WholeTensor, prepare, state_of, sum_states
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
-from deltachain.weight_files import ADAPTER_FILE, WEIGHTS_FILE
 
 # The parts are ordinary parts of FORMAT.md, so the same code verifies them when they are read back.
 
