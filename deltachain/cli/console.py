@@ -72,6 +72,11 @@ def write_json(document: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def fields(thing: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a value as JSON fields of the same names."""
+    return {name: getattr(thing, name) for name in names}
+
+
 def say(words: str, style: str = "") -> None:
     err().print(Text(clean(words), style), soft_wrap=True)
 

@@ -163,7 +163,7 @@ def replica_json(row: ReplicaRow) -> dict[str, Any]:
         return fields | {"error": "; ".join(row.why), "hint": row.hint}
     return {
         **fields,
-        **{name: getattr(status, name) for name in _SHOWN},
+        **c.fields(status, *_SHOWN),
         "lag_versions": row.lag,
         "doubt": row.doubt,
         "software": status.engine,

@@ -83,17 +83,14 @@ def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool)
     edge = _newest_anchor(chain, committed) if anchor else committed.manifest.summary()
     about = {
         "url": chain.store.url,
-        "version": edge.version,
-        "kind": edge.kind,
-        "base": edge.base,
-        "state": edge.state,
+        **c.fields(edge, "version", "kind", "base", "state"),
         **signers(committed if edge.version == committed.version else chain.read(edge.version)),
     }
     reference = chain.edge(edge).reference
     if reference is None:
         return about | _edge(chain, edge)
     where = f"{reference.repo or reference.path} {reference.revision}".strip()
-    files = [{"name": f.name, "nbytes": f.nbytes, "blake3": f.blake3} for f in reference.files]
+    files = [c.fields(file, "name", "nbytes", "blake3") for file in reference.files]
     return about | {"checkpoint": where, "files": files}
 
 
@@ -135,10 +132,7 @@ def _newest_anchor(chain: Chain, committed: Committed) -> EdgeSummary:
 
 def _table(chain: Chain) -> dict[str, Any]:
     specs = sorted(chain.table.specs(), key=lambda spec: (-spec.nbytes, spec.name))
-    rows = [
-        {"name": s.name, "dtype": s.dtype, "shape": list(s.shape), "nbytes": s.nbytes}
-        for s in specs
-    ]
+    rows = [c.fields(spec, "name", "dtype", "shape", "nbytes") for spec in specs]
     aliases = dict(chain.table.aliases)
     report = {"url": chain.store.url, "table": chain.identity.table, "tensors": rows}
     return report | ({"aliases": aliases} if aliases else {})
@@ -164,11 +158,7 @@ def _contents(parts: Sequence[Part], nbytes: int) -> dict[str, Any]:
         "streams": dict(streams.most_common()),
         "rows": [
             {
-                "name": row.name,
-                "dtype": row.dtype,
-                "shape": list(row.shape),
-                "encoding": row.encoding,
-                "nnz": row.nnz,
+                **c.fields(row, "name", "dtype", "shape", "encoding", "nnz"),
                 "numel": row.spec.numel,
                 "density": row.nnz / row.spec.numel if row.spec.numel else 0.0,
                 "digest": row.digest or None,

@@ -171,9 +171,7 @@ def _version(
     def edge(one: Edge) -> dict[str, Any]:
         pruned = prunes is not None and prunes.range_of(one.kind, one.base, manifest.version)
         return {
-            "kind": one.kind,
-            "base": one.base,
-            "nbytes": one.nbytes,
+            **c.fields(one, "kind", "base", "nbytes"),
             "parts": len(one.parts),
             "encodings": list(one.encodings),
             "dense_ratio": round(dense_nbytes / one.nbytes, 2) if one.nbytes else None,
@@ -181,18 +179,11 @@ def _version(
         }
 
     return {
-        "version": manifest.version,
-        "epoch": manifest.epoch,
+        **c.fields(manifest, "version", "epoch", "step", "time", "nnz", "numel", "density"),
         **edge(manifest.edge),
-        "step": manifest.step,
-        "time": manifest.time,
-        "nnz": manifest.nnz,
-        "numel": manifest.numel,
-        "density": manifest.density,
         "bits_per_change": c.bits_per_change(manifest.edge.nbytes, manifest.nnz),
-        "state": manifest.state,
+        **c.fields(manifest, "state", "metadata"),
         "manifest": committed.digest,
-        "metadata": manifest.metadata,
         **signers(committed),
         "reverted_to": reverted_to(manifest),
         "edges": [edge(one) for one in added],

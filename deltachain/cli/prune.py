@@ -152,13 +152,7 @@ def pruner_of(chain: Chain, rule: KeepRule, grace_s: float) -> Pruner:
 
 
 def edge_row(edge: EdgeSummary) -> dict[str, Any]:
-    return {
-        "kind": edge.kind,
-        "version": edge.version,
-        "base": edge.base,
-        "nbytes": edge.nbytes,
-        "parts": edge.parts,
-    }
+    return c.fields(edge, "kind", "version", "base", "nbytes", "parts")
 
 
 def pruned(plan: PrunePlan) -> dict[str, Any]:

@@ -134,23 +134,16 @@ def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
     return {
         "url": pushed.chain.store.url,
         "chain": pushed.chain.identity.chain,
-        "version": head.version,
-        "epoch": head.epoch,
-        "state": head.state,
+        **c.fields(head, "version", "epoch", "state"),
         "committed": [
             {
-                "version": manifest.version,
-                "kind": manifest.edge.kind,
-                "step": manifest.step,
-                "nnz": manifest.nnz,
-                "density": manifest.density,
-                "nbytes": manifest.edge.nbytes,
+                **c.fields(manifest, "version", "step", "nnz", "density", "state"),
+                **c.fields(manifest.edge, "kind", "nbytes"),
                 "bits_per_change": c.bits_per_change(manifest.edge.nbytes, manifest.nnz),
-                "state": manifest.state,
             }
             for manifest in (committed.manifest for committed in pushed.committed)
         ],
-        "anchor": None if anchor is None else {"version": anchor.version, "nbytes": anchor.nbytes},
+        "anchor": None if anchor is None else c.fields(anchor, "version", "nbytes"),
         "encoding": None if chosen is None else chosen.encoding,
         "encoding_reason": None if chosen is None else chosen.reason,
         "seconds": round(seconds, 3),

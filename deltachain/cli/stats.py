@@ -42,7 +42,7 @@ def stats(
     survey = Survey(chain)
     documents = (total for total in by_kind.values() if total.kind in ("manifests", "edges"))
     more, objects = per_thousand(survey.edges(head), documents, head.version)
-    kinds = [{"kind": t.kind, "objects": t.objects, "nbytes": t.nbytes} for t in by_kind.values()]
+    kinds = [c.fields(total, "kind", "objects", "nbytes") for total in by_kind.values()]
     report = {
         "url": chain.store.url,
         "chain": chain.identity.chain,

@@ -88,17 +88,8 @@ def _list(chain: Chain, *, as_json: bool) -> None:
     if found:
         heartbeat.warn_of_unproven(chain, heartbeat.named(chain), "these records are")
     if as_json:
-        rows = [
-            {
-                "name": one.name,
-                "version": one.version,
-                "state": one.state,
-                "manifest": one.manifest,
-                "time": one.time,
-                "number": one.number,
-            }
-            for one in found
-        ]
+        names = ("name", "version", "state", "manifest", "time", "number")
+        rows = [c.fields(one, *names) for one in found]
         c.write_json({"url": chain.store.url, "chain": chain.identity.chain, "tags": rows})
     elif found:
         cells = ((t.name, str(t.version), c.moment(t.time), t.state[:8]) for t in found)
