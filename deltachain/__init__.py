@@ -14,7 +14,7 @@ from deltachain.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain as Chain
-    from deltachain.control.client.fleet import Fleet as Fleet
+    from deltachain.control.fleet import Fleet as Fleet
     from deltachain.control.transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.errors import DeltaChainError as DeltaChainError
     from deltachain.publish import DeltaChainCallback as DeltaChainCallback
@@ -34,7 +34,7 @@ _HOME: Final = {
     "DeltaChainCallback": "deltachain.publish",
     "DeltaChainError": "deltachain.errors",
     "DeltaChainWeightTransfer": "deltachain.control.transfer",
-    "Fleet": "deltachain.control.client.fleet",
+    "Fleet": "deltachain.control.fleet",
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",
     "Publisher": "deltachain.publish",

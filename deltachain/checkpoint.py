@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -15,7 +18,7 @@ from typing import Final
 import numpy as np
 
 from deltachain.codec.container import Entry, read_header, write_header
-from deltachain.errors import ConfigError, UnsupportedModelError
+from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
 from deltachain.file_reader import FileReader
 from deltachain.format.documents import FileRef
 from deltachain.format.keys import digest_key, digest_of_pieces
@@ -25,7 +28,149 @@ from deltachain.room import reserve
 from deltachain.store.base import is_segment
 from deltachain.threads import cores
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec
-from deltachain.weight_files import ADAPTER_FILE, WEIGHTS_FILE, find_weights
+
+WEIGHTS_FILE: Final = "model.safetensors"
+ADAPTER_FILE: Final = "adapter_model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+
+_SHARD: Final = re.compile(r"(.*\D|)(\d+)([-_]of[-_])(\d+)(.*)")
+"""Name of a shard: what is before its number, the number, and how many shards there are."""
+
+_MODEL_SHARDS: Final = "model-{}.safetensors"
+"""Key of the set of shards that ``save_pretrained`` writes."""
+
+_OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)[-_.]).*")
+"""Names of files with tensors in another form, or with tensors of an optimizer."""
+
+_INCOMPLETE: Final = (
+    "the checkpoint is incomplete, or of two saves: save or download it again, or name one "
+    "safetensors file"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """Files of a checkpoint's weights: the file of each tensor too, if an index names them."""
+
+    paths: list[Path]
+    index: str = ""
+    places: dict[str, str] = field(default_factory=dict)
+
+
+def find_weights(path: Path) -> WeightFiles:
+    """Find the files of a checkpoint's weights, of a folder or of one safetensors file.
+
+    Raises:
+        ConfigError: There are none, one is missing, or there are several sets of which none is the
+            model's by its name or by an index.
+        MalformedError: An index is unreadable.
+    """
+    if path.is_file():
+        return WeightFiles([path])
+    there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
+    index, places = _index_of(path, there)
+    names = sorted(set(places.values())) or _whole_set(path, there)
+    missing = [name for name in names if not (path / name).is_file()]
+    if not names or missing:
+        raise ConfigError(
+            f"{path}: no safetensors checkpoint"
+            + (f", {missing[0]} is missing" if missing else ""),
+            hint=_INCOMPLETE
+            if missing
+            else "give a folder with model.safetensors, or one safetensors file",
+        )
+    left_out = [name for name in there if name not in names]
+    if index != INDEX_FILE and (path / INDEX_FILE).is_file():
+        left_out.append(INDEX_FILE)
+    if left_out:
+        logger.warning(
+            "%s: reading weights from %s; ignoring %s",
+            path,
+            index or (names[0] if len(names) == 1 else f"{len(names)} files"),
+            ", ".join(left_out),
+        )
+    return WeightFiles([path / name for name in names], index, places)
+
+
+def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """Return the index of a folder: the model's, or the only one of a folder without ``model*``."""
+    if (path / INDEX_FILE).is_file() and not _is_stale(path / INDEX_FILE, there):
+        return INDEX_FILE, _read_index(path / INDEX_FILE)
+    sets = _sets(there)
+    if WEIGHTS_FILE in sets or _MODEL_SHARDS in sets or ADAPTER_FILE in sets:
+        return "", {}
+    read = ((file.name, _read_index(file)) for file in path.glob("[!.]*.safetensors.index*.json"))
+    found = [(name, places) for name, places in read if not set(there).isdisjoint(places.values())]
+    return found[0] if len(found) == 1 else ("", {})
+
+
+def _is_stale(index: Path, there: Sequence[str]) -> bool:
+    """Return whether an index is of an earlier save: ``from_pretrained`` prefers the whole file.
+
+    A save into one file leaves the index of an earlier one in shards.
+    """
+    return WEIGHTS_FILE in there and set(_read_index(index).values()) != {WEIGHTS_FILE}
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Return the file of each tensor by an index."""
+    try:
+        places = dict(json.loads(index.read_bytes())["weight_map"])
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
+        raise MalformedError(f"{index}: weight_map is missing", key=str(index)) from exc
+    for name in places.values():
+        if not isinstance(name, str) or "/" in name or name.startswith("."):
+            raise MalformedError(f"{index}: names a file outside the folder", key=str(index))
+    if not places:
+        raise MalformedError(f"{index}: weight_map is empty", key=str(index))
+    return places
+
+
+def _sets(there: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of each set of files; a file that is no shard is a set of its own."""
+    sets: dict[str, list[str]] = {}
+    for name in there:
+        shard = _SHARD.fullmatch(name)
+        sets.setdefault(f"{shard[1]}{{}}{shard[5]}" if shard else name, []).append(name)
+    return sets
+
+
+def _whole_set(path: Path, there: Sequence[str]) -> list[str]:
+    """Return the weight files of a folder without an index."""
+    sets = _sets(there)
+    for own in (WEIGHTS_FILE, _MODEL_SHARDS, ADAPTER_FILE):
+        if own in sets:
+            return _checked(path, sets[own])
+    known = [names for names in sets.values() if not _OTHER_SETS.fullmatch(names[0])]
+    known = known or list(sets.values())
+    if len(known) > 1:
+        raise UnsupportedModelError(
+            f"{path} has several sets of weights, and none is named as the model's: "
+            + ", ".join(names[0] for names in known),
+            hint=f"move the files away that are not the model's, or write {INDEX_FILE}, whose "
+            "weight_map has the file of each tensor",
+        )
+    return _checked(path, known[0]) if known else []
+
+
+def _checked(path: Path, names: list[str]) -> list[str]:
+    """Return the names of a set, if all of its shards are there, and no others."""
+    shards = [shard for name in names if (shard := _SHARD.fullmatch(name))]
+    if not shards:
+        return names
+    counts, numbers = {int(shard[4]) for shard in shards}, {int(shard[2]) for shard in shards}
+    first = 0 if 0 in numbers else 1
+    absent = next(n for n in itertools.count(first) if n not in numbers)
+    if counts == {len(shards)} and absent == first + len(shards):
+        return names
+    one, wanted = shards[0], " and ".join(map(str, sorted(counts)))
+    missing = f"{one[1]}{absent:0{len(one[2])}}{one[3]}{one[4]}{one[5]}"
+    raise UnsupportedModelError(
+        f"{path} has {len(shards)} shards, whose names say {wanted}"
+        + (f": {missing} is missing" if len(counts) == 1 else ""),
+        hint=_INCOMPLETE,
+    )
+
 
 _HASHED_NBYTES: Final = 16 << 20
 """Bytes of a file that are read and hashed at a time."""
@@ -95,11 +240,6 @@ ASSET_NBYTES: Final = 64 << 20
 
 def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
     """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache.
-
-    Args:
-        named: A folder or a repository id.
-        revision: Revision of the repository.
-        cache: Cache folder; the Hub's default if ``None``.
 
     Raises:
         ConfigError: It is neither.
@@ -176,14 +316,12 @@ class Checkpoint:
 
         Raises:
             MalformedError: Its file was cut, written to or replaced since it was opened.
-            ConfigError: Its file cannot be read any more.
         """
         file, entry = self._entries[name]
         return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """The safetensors files."""
         return tuple(self._files)
 
     def place(self, name: str) -> tuple[Path, int]:
@@ -192,11 +330,9 @@ class Checkpoint:
         return next(path for path in self._files if path.name == file), entry.start
 
     def digest(self, name: str) -> StateDigest:
-        """Compute the contribution of one tensor to the state digest."""
         return host.digest(digest_key(self.specs[name]), self.bits(name))
 
     def state(self, names: Iterable[str]) -> StateDigest:
-        """Compute the state digest of the given tensors."""
         return sum((self.digest(name) for name in names), StateDigest())
 
     def files(self) -> Iterator[FileRef]:
@@ -218,12 +354,10 @@ def read_assets(
 ) -> dict[str, bytes]:
     """Read the configuration and tokenizer files of a checkpoint folder, by path in it.
 
-    Small files that are no assets are named in a warning.
-
     Args:
         folder: The checkpoint folder.
         trusted: Whether references to remote code are kept.
-        told: Files that another warning names; ``None`` for no warning.
+        told: Small files without a warning though they are no assets; ``None`` for no warning.
 
     Raises:
         ConfigError: There is no such folder.
@@ -275,7 +409,6 @@ def _is_carried(folder: Path, name: str) -> bool:
 
 
 def is_asset(name: str) -> bool:
-    """Return whether a path in a checkpoint folder is that of an asset."""
     folder, _, file = name.rpartition("/")
     return (
         _ASSET.fullmatch(file) is not None
@@ -290,11 +423,7 @@ def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
     """Return the file name of the weights: PEFT's if they belong to an adapter.
 
     Names of tensors differ by the method of the adapter, so that its configuration counts, unless
-    there is that of a whole model too.
-
-    Args:
-        names: Names of the tensors.
-        assets: Paths of the files beside them.
+    there is that of a whole model among the assets too.
     """
     is_adapter = ADAPTER_CONFIG in assets and _CONFIG not in assets
     is_adapter = is_adapter or all(name.startswith(PEFT_PREFIX) for name in names)
@@ -316,10 +445,7 @@ def write_weights(
 def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Write the header of a safetensors file and allocate its data, filled with zeros.
 
-    Wide elements come first, so that every tensor is aligned.
-
-    Returns:
-        The tensors in the order of their data.
+    Wide elements come first, so that every tensor is aligned; returns the tensors in that order.
 
     Raises:
         NoRoomError: The disk has too little free space.
@@ -352,12 +478,7 @@ def creating(file: Path) -> Iterator[Path]:
 
 
 def remove_partials(folder: Path, *patterns: str) -> None:
-    """Remove files that killed processes were creating; nobody may be creating one now.
-
-    Args:
-        folder: Their folder.
-        patterns: Patterns of their names.
-    """
+    """Remove files by pattern that killed processes were creating; nobody may be creating one."""
     for pattern in patterns:
         for left in folder.glob(pattern):
             if _PARTIAL.fullmatch(left.name):
@@ -374,7 +495,6 @@ def write_atomic(file: Path, data: Buffer) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk."""
     sync(folder)
 
 

@@ -5,6 +5,7 @@ Unknown names and invalid values are errors, so that a misspelled setting fails 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, DeltaChainError, EngineDamagedError
+
+logger = logging.getLogger(__name__)
 
 PREFIX: Final = "DELTACHAIN_"
 
@@ -103,6 +106,18 @@ def is_strict(environment: Mapping[str, str]) -> bool:
     """
     strict = environment.get(f"{PREFIX}STRICT", "").lower() not in FALSE
     return bool(environment.get(f"{PREFIX}URL")) and strict
+
+
+def refused(exc: DeltaChainError) -> SystemExit:
+    """Log why a server cannot follow its chain; return the exception that ends it.
+
+    Otherwise it would serve the weights it loaded, and only a line in its log would tell.
+    """
+    told = f"deltachain cannot follow the chain, so this server exits: {exc}"
+    if not isinstance(exc, EngineDamagedError):
+        told += f"\n  set {PREFIX}STRICT=0 to serve the loaded weights instead"
+    logger.error("%s", told)
+    return SystemExit(exc.exit_code)
 
 
 def _ours(environment: Mapping[str, str]) -> dict[str, str]:

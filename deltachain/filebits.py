@@ -23,13 +23,7 @@ WINDOW_NBYTES: Final = 256 << 10
 
 
 class FileBits:
-    """Flat bits of one tensor in a file.
-
-    Args:
-        file: Weights file.
-        offset: Offset of the tensor's first byte.
-        spec: Spec of the tensor.
-    """
+    """Flat bits of one tensor in a file, at an offset in bytes."""
 
     def __init__(self, file: Path, offset: int, spec: TensorSpec) -> None:
         self.file = file
@@ -39,23 +33,15 @@ class FileBits:
 
     @property
     def bits(self) -> Bits:
-        """Read the current bits into new, read-only memory.
-
-        Raises:
-            MalformedError: The file ends before.
-            OSError: The file cannot be read.
-        """
+        """Read the current bits into new, read-only memory."""
         bits = self._read(0, self._spec.numel)
         bits.flags.writeable = False
         return bits
 
     def bits_near(self, indices: Indices) -> Bits:
-        """Read the bits of some elements and of those around them; the rest is any bits.
+        """Read the bits of elements at increasing indices, and near them; the rest is any bits.
 
         Memory is taken only for what is read.
-
-        Args:
-            indices: Flat int64 indices, increasing.
         """
         window = WINDOW_NBYTES // self._spec.itemsize
         bits = np.empty(self._spec.numel, self._spec.bits_dtype)
@@ -72,11 +58,7 @@ class FileBits:
         return bits
 
     def put(self, indices: Indices | None, new: Bits) -> None:
-        """Write elements, or all of them if ``indices`` is ``None``.
-
-        Args:
-            indices: Flat int64 indices, strictly increasing.
-            new: New bits of these elements.
+        """Write new bits of elements at increasing indices, or of all if ``None``.
 
         Raises:
             OSError: The disk is full, gone, or may not be written to, or another file is there.

@@ -62,11 +62,7 @@ class NameRegistry(Generic[_T]):
         return (name for name in names if name not in self._failures)
 
     def register(self, one: _T) -> None:
-        """Register an object of another package in this process.
-
-        Raises:
-            ConfigError: The name is taken, or has no dot: such names are reserved for deltachain.
-        """
+        """Register an object of another package in this process; its name must have a dot."""
         name, what = one.name, self._kind.__name__.lower()
         if len(name) > SHOWN or not _OTHERS_NAME.fullmatch(name):
             raise ConfigError(

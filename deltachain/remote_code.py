@@ -58,19 +58,12 @@ _MARKS: Final = (b"--", b"auto_map", b"_implementation", b"\\u", b"\0")
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes | None:
     """Remove references to remote code from an asset; return equal bytes if there are none.
 
-    An array of pickled objects is left out.
-
     ``_name_or_path`` is removed beside an ``auto_map``: loaders look there for a module that the
     map names without a repository. Of a field that occurs twice, only the last is kept.
 
-    Args:
-        name: File name.
-        data: Content of the file.
-        trusted: Whether references to remote code are kept.
-        where: Origin of the file, for the warning.
-
     Returns:
-        The bytes to use, or None for a file that cannot be examined and must be left out.
+        The bytes to use, or ``None`` for a file that must be left out, since it may have pickled
+        objects or cannot be examined.
     """
     if name.endswith(_ARRAY) and not trusted and _is_pickled(data):
         logger.warning(
@@ -117,7 +110,6 @@ def _is_pickled(data: bytes) -> bool:
 
 
 def _last(repeated: list[str], fields: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the fields of an object, and add a remark if there are more than one of a name."""
     found = dict(fields)
     if len(found) < len(fields):
         repeated.append("fields that occur twice")
@@ -125,11 +117,7 @@ def _last(repeated: list[str], fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _strip(document: Any) -> list[str]:  # noqa: ANN401 - JSON
-    """Remove references to remote code in place and return each.
-
-    Raises:
-        ValueError: The document is nested deeper than `DEEPEST`.
-    """
+    """Remove references to remote code in place and return each."""
     found = []
     members = list(_members(document))
     for value, key, inner, mark in members:

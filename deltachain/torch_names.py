@@ -88,9 +88,7 @@ def named_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield parameters, then persistent buffers; tied tensors under each of their names.
 
-    Args:
-        model: Model, wrapped or not.
-        saved: Names in its ``state_dict``, if known.
+    ``saved``: names in the ``state_dict`` of the model, wrapped or not, if known.
     """
     model = unwrapped(model)
     saved = model.state_dict(keep_vars=True) if saved is None else saved

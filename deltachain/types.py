@@ -109,18 +109,7 @@ _Spec: TypeAlias = TensorSpec | tuple[str, tuple[int, ...]] | None
 
 
 def mismatch(name: str, found: _Spec, where: object, expected: _Spec, there: object) -> str:
-    """Describe how a tensor of one name differs in dtype or shape in two places.
-
-    Args:
-        name: Of the tensor.
-        found: Spec, or dtype and shape, in the first place; ``None`` if it is not there.
-        where: The first place, for the message.
-        expected: The same of the second place.
-        there: The second place.
-
-    Returns:
-        The message; empty if they do not differ.
-    """
+    """Describe how a tensor of one name differs in dtype or shape in two places; empty if not."""
     one, other = _described(found), _described(expected)
     return "" if one == other else f"{name!r} is {one} in {where}, {other} in {there}"
 

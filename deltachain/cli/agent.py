@@ -65,9 +65,7 @@ def agent(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain agent /mnt/lora --engine http://127.0.0.1:8000 --out loras --adapter pi`
     """
-    from deltachain.control.sidecar.adapters import AdapterServer
-    from deltachain.control.sidecar.agent import Agent
-    from deltachain.control.sidecar.reload import ReloadServer
+    from deltachain.control.agent import AdapterServer, Agent, ReloadServer
     from deltachain.subscribe import SubscribeConfig
 
     if (url is None) == (chain is None):

@@ -20,18 +20,18 @@ from deltachain import environment
 from deltachain.cli.agent import agent
 from deltachain.cli.console import out, say_error, say_interrupted, show_warnings
 from deltachain.cli.dashboard import dashboard
-from deltachain.cli.diff import diff, patch
 from deltachain.cli.doctor import doctor
 from deltachain.cli.fleet import fleet
 from deltachain.cli.follow import follow
-from deltachain.cli.inspecting import inspect
+from deltachain.cli.inspect import inspect
+from deltachain.cli.keygen import keygen, sign
 from deltachain.cli.log import log
-from deltachain.cli.maintaining import anchor, maintain, prune
+from deltachain.cli.maintain import maintain
 from deltachain.cli.mirror import mirror
+from deltachain.cli.prune import anchor, prune
 from deltachain.cli.pull import pull
 from deltachain.cli.push import push
 from deltachain.cli.revert import revert
-from deltachain.cli.signing import keygen, sign
 from deltachain.cli.stats import stats
 from deltachain.cli.tag import tag
 from deltachain.cli.verify import verify
@@ -71,34 +71,26 @@ _FILE_HINTS: Final = {
 """Hints for errors of the file system."""
 
 
-_LOG: Final = "`deltachain log URL`, which lists the versions of a chain"
-_PRUNE: Final = "`deltachain prune URL`, which deletes what nobody needs, or `maintain`"
-_BACK: Final = (
-    "`deltachain revert URL --version N` for all replicas and for good, or `deltachain fleet "
-)
-_BACK_SOME: Final = "rollback --version N ENGINE...` for some, until they are released"
-_STATUS: Final = (
-    "`deltachain fleet status ENGINE...` for replicas, or `deltachain log URL` for a chain"
-)
-
-MEANT: Final = {
-    **dict.fromkeys(("ls", "list", "versions", "history", "show", "head"), _LOG),
-    **dict.fromkeys(("gc", "clean", "cleanup", "delete", "rm"), _PRUNE),
-    **dict.fromkeys(("rollback", "reset", "checkout", "undo"), _BACK + _BACK_SOME),
-    **dict.fromkeys(("status", "ps", "replicas", "top"), _STATUS),
+_MEANT: Final = {
+    "ls list versions history show head": "`deltachain log URL`, which lists a chain's versions",
+    "gc clean cleanup delete rm": "`deltachain prune URL`, which deletes what nobody needs, or "
+    "`maintain`",
+    "rollback reset checkout undo": "`deltachain revert URL --version N` for all replicas and for "
+    "good, or `deltachain fleet rollback --version N ENGINE...` for some, until they are released",
+    "status ps replicas top": "`deltachain fleet status ENGINE...` for replicas, or `deltachain "
+    "log URL` for a chain",
     "watch": "`deltachain follow URL --out DIR`, or `deltachain fleet status ENGINE... --watch`",
-    **dict.fromkeys(("subscribe", "sync"), "`deltachain follow URL --out DIR`"),
-    **dict.fromkeys(("download", "get", "fetch", "clone"), "`deltachain pull URL --out DIR`"),
-    **dict.fromkeys(("upload", "publish", "put"), "`deltachain push CHECKPOINT URL`"),
-    **dict.fromkeys(("copy", "cp"), "`deltachain mirror SRC DST`"),
-    **dict.fromkeys(("info", "describe"), "`deltachain inspect URL`, or `log`"),
-    **dict.fromkeys(
-        ("check", "fsck"), "`deltachain verify URL` for a chain, `doctor` for a machine"
-    ),
-    **dict.fromkeys(("ui", "web"), "`deltachain dashboard URL`"),
-    "apply": "`deltachain patch BASE DELTA --out DIR`",
+    "subscribe sync": "`deltachain follow URL --out DIR`",
+    "download get fetch clone": "`deltachain pull URL --out DIR`",
+    "upload publish put": "`deltachain push CHECKPOINT URL`",
+    "diff patch apply": "`deltachain push` twice and `pull`; a folder may be the URL",
+    "copy cp": "`deltachain mirror SRC DST`",
+    "info describe": "`deltachain inspect URL`, or `log`",
+    "check fsck": "`deltachain verify URL` for a chain, `doctor` for a machine",
+    "ui web": "`deltachain dashboard URL`",
     "version": "`deltachain --version`",
 }
+MEANT: Final = {name: use for names, use in _MEANT.items() for name in names.split()}
 """What to use, by the name that other programs have for it."""
 
 
@@ -115,14 +107,12 @@ class Commands(TyperGroup):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - typer's own
-        """Find the command; name the one that has what another name stands for elsewhere."""
         meant = MEANT.get(args[0].lower()) if args and args[0] not in self.commands else None
         if meant is not None:
             raise ConfigError(f"unknown command {args[0]!r}", hint=f"use {meant}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:  # noqa: ANN401 - typer's own
-        """Run the command."""
         try:
             return super().invoke(ctx)
         except (typer.Exit, typer.Abort):
@@ -153,7 +143,6 @@ class Command(TyperCommand):
     """Command whose usage names arguments as the documents do: ``URL``, ``[URL]`` if optional."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:  # noqa: ANN401 - typer's own
-        """Return the parts of the usage line."""
         return [_plain(piece) for piece in super().collect_usage_pieces(ctx)]
 
 
@@ -250,7 +239,6 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Maintain": (maintain, prune, anchor, mirror),
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent, dashboard),
-    "Offline": (diff, patch),
 }
 """Commands by panel of ``--help``."""
 

@@ -13,23 +13,23 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from deltachain.errors import DeltaChainError
 
-BETWEEN: Final = 2
+_BETWEEN: Final = 2
 """Spaces between two columns of a table."""
 
-SHRUNK: Final = 12
-"""Least width of a column that shrinks, if its cells are longer."""
+_FOLDED: Final = 12
+"""Least width of a column that is folded, if its cells are longer."""
 
-PIPE_WIDTH: Final = 140
+_PIPE_WIDTH: Final = 140
 """Width of output that is not a terminal, so that no line is truncated in a file."""
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
@@ -52,19 +52,17 @@ def print_in_any_encoding() -> None:
 
 
 def out() -> Console:
-    """Return the console of results."""
     return _console(stderr=False)
 
 
 def err() -> Console:
-    """Return the console of messages."""
     return _console(stderr=True)
 
 
 def _console(*, stderr: bool) -> Console:
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = PIPE_WIDTH
+        console.width = _PIPE_WIDTH
     return console
 
 
@@ -74,27 +72,34 @@ def write_json(document: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def fields(thing: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a value as JSON fields of the same names."""
+    return {name: getattr(thing, name) for name in names}
+
+
 def say(words: str, style: str = "") -> None:
-    """Print a message on stderr."""
     err().print(Text(clean(words), style), soft_wrap=True)
+
+
+def done(words: str, state: str = "") -> None:
+    """Print that something is done, and the begin of the state digest that it led to."""
+    text = Text.assemble(("✓", "bold green"), f"  {clean(words)}")
+    out().print(text.append(f"  {state[:8]}" if state else "", "dim"), soft_wrap=True)
 
 
 def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
     """Print an error, hint and page on stderr; with ``as_json``, as one JSON object on one line."""
+    row = error_row(error)
     if as_json:
-        sys.stderr.write(json.dumps({"error": error_row(error)}) + "\n")
+        sys.stderr.write(json.dumps({"error": row}) + "\n")
         return
-    message = clean(str(error.args[0]) if error.args else type(error).__name__)
-    text = Text.assemble(("error  ", "bold red"), (message, "red"))
-    if error.hint:
-        text.append_text(Text.assemble("\n", ("hint   ", "bold red"), (clean(error.hint), "red")))
-    if error.page:
-        text.append_text(Text.assemble("\n", ("page   ", "bold red"), (error.page, "red")))
-    err().print(text, soft_wrap=True)
+    row["error"] = row["message"] or row["type"]
+    lines = [(name, clean(row[name])) for name in ("error", "hint", "page") if row[name]]
+    parts = [part for name, text in lines for part in ((f"{name:<7}", "bold red"), text, "\n")]
+    err().print(Text.assemble(*parts[:-1], style="red"), soft_wrap=True)
 
 
 def error_row(error: DeltaChainError) -> dict[str, Any]:
-    """Convert an error to JSON fields."""
     return {
         "type": type(error).__name__,
         "message": str(error.args[0]) if error.args else "",
@@ -106,7 +111,6 @@ def error_row(error: DeltaChainError) -> dict[str, Any]:
 
 
 def say_interrupted() -> None:
-    """Print the message after Ctrl-C."""
     say("interrupted: nothing was left half done", "dim")
 
 
@@ -115,63 +119,50 @@ def clean(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
-def table(*columns: str) -> Table:
-    """Create a table without borders.
+Cells: TypeAlias = Sequence[str | Text]
 
-    A column whose title begins with ``>`` is right-aligned; one that begins with ``~`` shrinks
-    first if the terminal is too narrow.
+
+def table(titles: Sequence[str], rows: Iterable[Cells], *give_way: str, width: int = 0) -> Table:
+    """Create a table without borders that fits into a width, of which nothing is cut.
+
+    Bars, the columns without a title, are left out first, then those of ``give_way``, in turn. If
+    that is not enough, cells are folded into several lines.
+
+    Args:
+        titles: Titles of the columns: with ``>`` before it, cells are aligned to the right; with
+            ``~``, they are folded first.
+        rows: Cells, by column.
+        give_way: Titles of columns that may be left out, without these marks.
+        width: The width; by default that of stdout.
     """
-    grid = _borderless()
-    for title in columns:
+    width, lines = width or out().width, list(rows)
+    columns = [(title, [line[at] for line in lines]) for at, title in enumerate(titles)]
+    for title in ("", *give_way):
+        if sum(map(_width, columns)) - _BETWEEN > width:
+            columns = [column for column in columns if column[0].lstrip(">~") != title]
+    fits = sum(map(_width, columns)) - _BETWEEN <= width
+    grid = Table(box=None, pad_edge=False, padding=(0, _BETWEEN, 0, 0), header_style="dim")
+    for title, _ in columns:
+        is_folded = title.startswith("~") or not fits
         grid.add_column(
             title.lstrip(">~"),
             justify="right" if title.startswith(">") else "left",
-            no_wrap=not title.startswith("~"),
-            overflow="fold" if title.startswith("~") else "ellipsis",
+            no_wrap=not is_folded,
+            overflow="fold" if is_folded else "ellipsis",
         )
+    for cells in zip(*(cells for _, cells in columns), strict=True):
+        grid.add_row(*cells)
     return grid
 
 
-def _borderless() -> Table:
-    return Table(box=None, pad_edge=False, padding=(0, BETWEEN, 0, 0), header_style="dim")
-
-
-def fitted(grid: Table, width: int, *give_way: str) -> Table:
-    """Return a table that fits into a width, of which nothing is cut.
-
-    Bars are left out first, then columns with the titles of ``give_way``, in turn. If that is not
-    enough, cells are folded into several lines.
-    """
-    left = list(grid.columns)
-    for title in ("", *give_way):
-        if _width(left) > width:
-            left = [column for column in left if column.header != title]
-    fits = _width(left) <= width
-    found = _borderless()
-    for column in left:
-        found.add_column(
-            column.header,
-            justify=column.justify,
-            no_wrap=column.no_wrap and fits,
-            overflow=column.overflow if fits else "fold",
-        )
-    for row, *cells in zip(grid.rows, *(column.cells for column in left), strict=True):
-        found.add_row(*cells, style=row.style)
-    return found
-
-
-def _width(columns: Sequence[Column]) -> int:
-    """Return the width of columns; of those that shrink, not more than ``SHRUNK``."""
-    widths = (
-        (max(cell_len(str(cell)) for cell in (column.header, *column.cells)), column.no_wrap)
-        for column in columns
-    )
-    shown = [width if whole else min(width, SHRUNK) for width, whole in widths]
-    return sum(shown) + BETWEEN * (len(shown) - 1)
+def _width(column: tuple[str, Cells]) -> int:
+    """Return the width of a column and the space behind it; at most ``_FOLDED`` if it folds."""
+    title, cells = column
+    width = max(cell_len(str(cell)) for cell in (title.lstrip(">~"), *cells))
+    return _BETWEEN + (min(width, _FOLDED) if title.startswith("~") else width)
 
 
 def facts(**rows: str) -> Table:
-    """Create a grid of names and values, one pair a line."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
@@ -181,7 +172,6 @@ def facts(**rows: str) -> Table:
 
 
 def heading(text: str) -> Text:
-    """Format the title of a table, with an empty line above."""
     return Text(f"\n{text}", "bold")
 
 
@@ -240,14 +230,11 @@ def bits_per_change(stored: int, nnz: int) -> float | None:
 
 
 class _Words(logging.Handler):
-    """Log handler that prints warnings as messages."""
-
     def emit(self, record: logging.LogRecord) -> None:
         say(f"{record.levelname.lower()}  {record.getMessage()}", "yellow")
 
 
 def show_warnings() -> None:
-    """Print warnings of the library on stderr."""
     logger = logging.getLogger("deltachain")
     if not any(isinstance(handler, _Words) for handler in logger.handlers):
         logger.addHandler(_Words(logging.WARNING))
@@ -259,7 +246,6 @@ def show_warnings() -> None:
 
 
 def ranges(versions: Sequence[int]) -> str:
-    """Format ascending numbers as ranges."""
     runs: list[list[int]] = []
     for version in versions:
         if runs and runs[-1][-1] == version - 1:

@@ -18,10 +18,7 @@ from deltachain.cli.stopping import end, stopping
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
-
-    from deltachain.control.client.replica import ReplicaClient
 
 QUESTION_S = 5.0
 """Timeout of a question to a replica, in seconds."""
@@ -77,14 +74,13 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     """
     import uvicorn
 
-    from deltachain.control.client.inventory import parse_inventory, split_boards, split_entries
-    from deltachain.control.client.roster import Roster
-    from deltachain.dashboard.alerts import AlertLimits
-    from deltachain.dashboard.app import create_app
+    from deltachain.control.replica_client import ReplicaClient
+    from deltachain.control.roster import Roster, parse_inventory, split_boards, split_entries
+    from deltachain.dashboard.app import create_app, limited
     from deltachain.dashboard.chain_index import ChainIndex
-    from deltachain.dashboard.connections import limited
     from deltachain.dashboard.watcher import Watcher
     from deltachain.presence.record import PresenceBoard
+    from deltachain.status import HealthLimits
     from deltachain.store import open_store
 
     given = environment.read(os.environ)
@@ -94,15 +90,14 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     asked, stores = split_boards(parse_inventory(listed) if listed else engine or ())
     unique, names = split_entries(asked)
     addresses = unique if listed else [one for one in asked if one not in names]
-    clients = _clients(addresses, token, key)
+    clients = [ReplicaClient(one, token=token, key=key, timeout_s=QUESTION_S) for one in addresses]
     rosters = [Roster([name], token=token, key=key, timeout_s=QUESTION_S) for name in names]
     boards = [PresenceBoard(one) for one in (*stores, *(presence or ()))]
     with closing(open_store(url)) as store, closing(_bound(listen, token)) as server:
         poll_s = poll or store.capabilities.poll_s
-        limits = AlertLimits(max_lag=max_lag, max_silence_s=silence_s)
-        index = ChainIndex(store)
+        limits = HealthLimits(lag=max_lag, silence_s=silence_s)
         with Watcher(
-            index, clients, boards=boards, names=rosters, poll_s=poll_s, limits=limits
+            ChainIndex(store), clients, boards=boards, names=rosters, poll_s=poll_s, limits=limits
         ) as watcher:
             config = uvicorn.Config(
                 create_app(watcher, token=token),
@@ -124,20 +119,9 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     end(by)
 
 
-def _clients(engines: Sequence[str], token: str | Path, key: str | Path) -> list[ReplicaClient]:
-    from deltachain.control.client.replica import ReplicaClient
-
-    return [ReplicaClient(engine, token=token, key=key, timeout_s=QUESTION_S) for engine in engines]
-
-
 def _bound(listen: str, token: str | Path) -> socket.socket:
-    """Bind the socket that the page is served at.
-
-    Raises:
-        ConfigError: The address is invalid or cannot be bound, or others can connect to it and
-            there is no token.
-    """
-    from deltachain.control.server.auth import LOOPBACK
+    """Bind the socket that the page is served at: others may connect to it with a token alone."""
+    from deltachain.control.server import LOOPBACK
     from deltachain.metrics import parse_address
 
     host, port = parse_address(listen)
@@ -148,18 +132,13 @@ def _bound(listen: str, token: str | Path) -> socket.socket:
             "machine alone",
         )
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    server = socket.socket(family)
     try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind((host, port))
-        server.listen()  # now: until then another process could bind the port as well
+        return socket.create_server((host, port), family=family)
     except OSError as exc:
-        server.close()
         raise ConfigError(
             f"the dashboard cannot be served at {host}:{port}: {exc.strerror or exc}",
             hint="name a free port, or 0 for any",
         ) from exc
-    return server
 
 
 def _address(server: socket.socket) -> str:

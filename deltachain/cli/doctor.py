@@ -11,10 +11,10 @@ from rich.text import Text
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson
-from deltachain.doctor.finding import Grade, Role
+from deltachain.doctor import Grade, Role
 
 if TYPE_CHECKING:
-    from deltachain.doctor.finding import Finding
+    from deltachain.doctor import Finding
 
 _STYLES: Final = {Grade.OK: "green", Grade.NOTE: "yellow", Grade.FAULT: "bold red"}
 
@@ -45,7 +45,7 @@ def doctor(
 
     Before training: `deltachain doctor s3://policies/run-1 --as publisher`
     """
-    from deltachain.doctor.examination import examine
+    from deltachain.doctor.examine import examine
 
     found = []
     for finding in examine(url, role):
@@ -57,7 +57,7 @@ def doctor(
         rows = [dataclasses.asdict(finding) for finding in found]
         c.write_json({"role": role, "faults": faults, "findings": rows})
     else:
-        said = f"{faults} fault{'' if faults == 1 else 's'}" if faults else "no fault"
+        said = c.plural(faults, "fault") if faults else "no fault"
         c.out().print(Text(f"\n{said}, as a {role}", "bold"))
     if faults:
         raise typer.Exit(1)

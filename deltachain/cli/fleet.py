@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -29,10 +30,10 @@ from deltachain.errors import ConfigError, ControlPlaneError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from deltachain.control.client.comparison import Health, HealthLimits, ReplicaRow
-    from deltachain.control.client.replica import ReplicaClient
-    from deltachain.control.client.roster import ReplicaAnswer, Roster
-    from deltachain.replica.status import ReplicaStatus
+    from deltachain.control.comparison import ReplicaRow
+    from deltachain.control.replica_client import ReplicaClient
+    from deltachain.control.roster import ReplicaAnswer, Roster
+    from deltachain.status import Health, HealthLimits, Status
 
 
 STYLES: Final[dict[Health, str]] = {
@@ -62,19 +63,13 @@ def replica_table(
         height: Lines that there are: the last replicas are left out if they do not fit, and their
             summary is not. By default all are drawn.
     """
-    lines = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
+    drawn = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
     summary = Text(_summary(rows, waiting), "dim", overflow="fold")
-    return Group(lines, summary) if height is None else _Fitted(lines, summary, height)
+    return Group(drawn, summary) if height is None else _Fitted(drawn, summary, height)
 
 
 class _Fitted:
-    """A table whose last lines give way to a summary below it.
-
-    Args:
-        table: The table.
-        summary: What is always shown.
-        height: Number of lines of both together.
-    """
+    """A table whose last lines give way to a summary below it, in a number of lines."""
 
     def __init__(self, table: RenderableType, summary: RenderableType, height: int) -> None:
         self._table, self._summary, self._height = table, summary, height
@@ -91,37 +86,32 @@ class _Fitted:
 
 
 def _columns(rows: Sequence[ReplicaRow], *, wide: bool) -> RenderableType:
-    titles = ("health", ">version", ">lag", *(_WIDE_TITLES if wide else ()), "~replica")
-    table = c.table(*titles)
-    for row in rows:
-        numbers = (_number(_version(row)), _number(row.lag))
-        table.add_row(_health(row), *numbers, *(_wide(row) if wide else ()), _named(row))
-    return table
+    more = (">head", ">store", ">age", "software") if wide else ()
+    titles = ("health", ">version", ">lag", *more, "~replica")
+    cells = ((*_cells(row)[: 7 if wide else 3], _named(row)) for row in rows)
+    return c.table(titles, cells, width=sys.maxsize)  # replicas are folded by the console
+
+
+def _cells(row: ReplicaRow) -> tuple[Text | str, ...]:
+    health, lag, status = Text(row.health, _style(row)), _number(row.lag), row.status
+    if status is None:
+        return (health, "-", lag, "-", "-", "-", "-")
+    ours = f"deltachain/{status.deltachain}" if status.deltachain else ""
+    software = c.clean(" ".join(one for one in (status.engine, ours) if one))
+    times = _ago(status.silence_s), _ago(status.age_s)
+    return (health, _number(status.version), lag, _number(status.head), *times, software)
 
 
 def _narrow(rows: Sequence[ReplicaRow]) -> RenderableType:
     table = Table.grid()
     table.add_column(overflow="fold")
     for row in rows:
-        numbers = f"  version {_number(_version(row))}  lag {_number(row.lag)}"
-        table.add_row(Text.assemble(_health(row), numbers, "\n", _named(row)))
+        health, version, lag, *_ = _cells(row)
+        table.add_row(Text.assemble(health, f"  version {version}  lag {lag}\n", _named(row)))
     return table
 
 
-_WIDE_TITLES: Final = (">head", ">store", ">age", "software")
-
-
-def _wide(row: ReplicaRow) -> tuple[str, str, str, str]:
-    found = row.status
-    if found is None:
-        return "-", "-", "-", "-"
-    ours = f"deltachain/{found.deltachain}" if found.deltachain else ""
-    software = " ".join(one for one in (found.engine, ours) if one)
-    return _number(found.head), _ago(found.silence_s), _ago(found.age_s), c.clean(software)
-
-
 def _named(row: ReplicaRow) -> Text:
-    """Return address and reasons of a replica, one below the other."""
     text = Text(c.clean(row.engine))
     if row.written_s is not None:
         text.append(f"  presence, {_ago(row.written_s)} old", "dim")
@@ -130,55 +120,53 @@ def _named(row: ReplicaRow) -> Text:
     return text
 
 
-def _health(row: ReplicaRow) -> Text:
-    return Text(row.health, _style(row))
-
-
 def _style(row: ReplicaRow) -> str:
     return STYLES.get(row.health, "red")
-
-
-def _version(row: ReplicaRow) -> int | None:
-    return row.status.version if row.status else None
 
 
 def _summary(rows: Sequence[ReplicaRow], waiting: int) -> str:
     counts = Counter(row.health for row in rows)
     told = [f"{count} {health}" for health, count in counts.items()]
     told += [f"{waiting} still to answer"] if waiting else []
-    versions = [version for row in rows if (version := _version(row)) is not None]
-    held = f"; newest version held: {max(versions)}" if versions else ""
-    count = len(rows) + waiting
-    return f"\n{count} replica{'' if count == 1 else 's'}: {', '.join(told)}{held}"
+    versions = [row.status.version for row in rows if row.status]
+    newest = max((version for version in versions if version is not None), default=None)
+    held = "" if newest is None else f"; newest version held: {newest}"
+    return f"\n{c.plural(len(rows) + waiting, 'replica')}: {', '.join(told)}{held}"
+
+
+_SHOWN: Final = (
+    "version",
+    "head",
+    "manifest",
+    "state",
+    "staged",
+    "ready",
+    "reason",
+    "trouble",
+    "fault",
+    "pinned",
+    "chain",
+    "looked_at",
+    "applied_at",
+    "committed_at",
+    "silence_s",
+    "age_s",
+    "deltachain",
+)
+"""Fields of a status that ``--json`` shows under the same names."""
 
 
 def replica_json(row: ReplicaRow) -> dict[str, Any]:
-    """Return the fields of one replica for ``--json``."""
-    found: dict[str, Any] = {"engine": row.engine, "health": row.health, "why": list(row.why)}
+    fields: dict[str, Any] = {"engine": row.engine, "health": row.health, "why": list(row.why)}
     status = row.status
     if status is None:
-        return found | {"error": "; ".join(row.why), "hint": row.hint}
-    return found | {
-        "version": status.version,
+        return fields | {"error": "; ".join(row.why), "hint": row.hint}
+    return {
+        **fields,
+        **c.fields(status, *_SHOWN),
         "lag_versions": row.lag,
-        "head": status.head,
-        "manifest": status.manifest,
-        "state": status.state,
-        "staged": status.staged,
-        "ready": status.ready,
-        "reason": status.reason,
-        "trouble": status.trouble,
         "doubt": row.doubt,
-        "fault": status.fault,
-        "pinned": status.pinned,
-        "chain": status.chain,
-        "looked_at": status.looked_at,
-        "applied_at": status.applied_at,
-        "committed_at": status.committed_at,
-        "silence_s": status.silence_s,
-        "age_s": status.age_s,
         "software": status.engine,
-        "deltachain": status.deltachain,
         "written_s": row.written_s,
     }
 
@@ -202,8 +190,6 @@ ACTION_S: Final = 600.0
 
 
 class Verb(StrEnum):
-    """Actions of replicas."""
-
     STATUS = "status"
     STAGE = "stage"
     UPDATE = "update"
@@ -302,8 +288,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
 
     Roll back to version 5: `deltachain fleet rollback --version 5 http://a:8000 http://b:30000`
     """
-    from deltachain.control.client.comparison import HealthLimits
-    from deltachain.control.client.roster import STATUS_S, Roster
+    from deltachain.control.roster import STATUS_S, Roster
+    from deltachain.status import HealthLimits
 
     if version is not None and verb not in VERSIONED:
         raise ConfigError(f"{verb} does not take a version")
@@ -333,11 +319,8 @@ def _entries(
     """Return the addresses: of the command line, else of a file, else of the environment.
 
     Where URLs of presences are given, the environment is not asked.
-
-    Raises:
-        ConfigError: There are none, or both of the first two.
     """
-    from deltachain.control.client.inventory import parse_inventory, read_inventory
+    from deltachain.control.roster import parse_inventory, read_inventory
 
     if engines and inventory is not None:
         raise ConfigError("addresses and --inventory exclude each other", hint="give one of them")
@@ -355,22 +338,22 @@ def _entries(
     return parse_inventory(given)
 
 
-def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> ReplicaStatus:
+def _ask(verb: Verb, version: int | None, client: ReplicaClient) -> Status:
     arguments = () if version is None else (version,)
-    answer: ReplicaStatus = getattr(client, verb.value)(*arguments)
+    answer: Status = getattr(client, verb.value)(*arguments)
     return answer
 
 
 def _round(
     roster: Roster,
-    question: Callable[[ReplicaClient], ReplicaStatus],
+    question: Callable[[ReplicaClient], Status],
     limits: HealthLimits,
     live: Live | None = None,
     *,
     as_json: bool,
 ) -> list[ReplicaRow]:
     """Ask all replicas once; draw rows as they come, or write one JSON object at the end."""
-    from deltachain.control.client.comparison import compare
+    from deltachain.control.comparison import compare
 
     answers: dict[str, ReplicaAnswer] = {}
     if as_json:
@@ -381,13 +364,15 @@ def _round(
         c.write_json({"replicas": [replica_json(row) for row in given]})
         return rows
     with nullcontext(live) if live else _live() as shown:
+        console = shown.console
+        height = console.height if live and console.is_terminal else None
         for url, answer in roster.ask(question):
             answers[url] = answer
             if live is None:  # while watching, the round before stays until this one is complete
                 rest = max(0, len(roster.engines) - len(answers))
-                shown.update(_drawn(shown, compare(answers, limits), rest))
+                shown.update(replica_table(compare(answers, limits), rest, console.width))
         rows = compare(answers, limits)
-        shown.update(_drawn(shown, rows, 0, fit=live is not None), refresh=True)
+        shown.update(replica_table(rows, 0, console.width, height), refresh=True)
     return rows
 
 
@@ -400,15 +385,6 @@ def _live() -> Iterator[Live]:
         yield live
     if not out.is_terminal:
         out.line()  # which rich ends on terminals alone
-
-
-def _drawn(
-    live: Live, rows: Sequence[ReplicaRow], waiting: int, *, fit: bool = False
-) -> RenderableType:
-    """Draw replicas; with ``fit``, not more of them than a terminal has lines for."""
-    console = live.console
-    height = console.height if fit and console.is_terminal else None
-    return replica_table(rows, waiting, console.width, height)
 
 
 def _watch(

@@ -52,7 +52,7 @@ def follow(  # noqa: PLR0913 - one argument an option
     Example: `deltachain follow /mnt/policy --out policy --metrics 9095`
     """
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 
     config = SubscribeConfig(url=url, base=base, poll_s=poll, undo_applies=0)
     stop = Event()
@@ -90,17 +90,14 @@ def _catch_up(
 
 
 def held(version: int | None) -> str:
-    """Name what is held in a message."""
     return "no version: the chain had none yet" if version is None else f"version {version}"
 
 
 def receipt_row(receipt: ApplyReceipt) -> dict[str, Any]:
-    """Convert a receipt to JSON fields."""
     return dataclasses.asdict(receipt) | {"state": str(receipt.state)}
 
 
 def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
-    """Print one line for an applied version."""
     if as_json:
         c.write_json(receipt_row(receipt))
         return

@@ -8,7 +8,7 @@ import os
 import time
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -108,7 +108,6 @@ def _copy(  # noqa: PLR0913 - one argument an option
     metrics: str | None,
     lines: bool,
 ) -> str:
-    """Mirror a chain, and show each version; return what was done."""
     from deltachain.cli.progress import moving
     from deltachain.mirror import Mirror
     from deltachain.mirror import follow as keep
@@ -144,7 +143,8 @@ def _copy(  # noqa: PLR0913 - one argument an option
                 totals.count(receipt)
                 objects, nbytes = objects + receipt.objects, nbytes + receipt.nbytes
                 if lines:
-                    c.write_json(_row(receipt))
+                    row = dataclasses.asdict(receipt)
+                    c.write_json(row | {"lag_versions": receipt.lag_versions})
                 elif follow:
                     _show(receipt)
     seconds = time.perf_counter() - begun
@@ -164,12 +164,7 @@ def _start(text: str | None) -> int | Literal["head"] | None:
     return int(text)
 
 
-def _row(receipt: MirrorReceipt) -> dict[str, Any]:
-    return dataclasses.asdict(receipt) | {"lag_versions": receipt.lag_versions}
-
-
 def _show(receipt: MirrorReceipt) -> None:
-    """Print one line for a version."""
     behind = f"  {receipt.lag_versions} behind" if receipt.lag_versions else ""
     c.out().print(
         f"version {receipt.version:>5}  {receipt.objects:>3} objects  "

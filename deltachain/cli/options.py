@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeAlias
@@ -18,14 +19,9 @@ if TYPE_CHECKING:
 
 
 def secret(name: str, file: Path | None) -> str | Path:
-    """Return a secret or its file; never an option's value, since process lists show those.
+    """Return a file of secrets, or by default what the variable ``DELTACHAIN_<name>`` says.
 
-    Args:
-        name: Name of the environment variable, without ``DELTACHAIN_``.
-        file: File with one secret a line; that of the environment if ``None``.
-
-    Raises:
-        ConfigError: A variable is unknown or invalid.
+    Never an option's value, since lists of processes show those.
     """
     return file or environment.read_secret(os.environ, name)
 
@@ -135,35 +131,19 @@ At: TypeAlias = Annotated[
 def choice_of(
     version: int | None = None, *, step: int | None = None, tag: str = "", at: str = ""
 ) -> VersionChoice:
-    """Return the choice of a version that options make.
-
-    Raises:
-        ConfigError: Several are given, or the time is no time.
-    """
     from deltachain.chain.tags import VersionChoice  # noqa: PLC0415 - when a command runs
 
     return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)
 
 
 def seconds(text: str) -> float:
-    """Parse a time, as ISO 8601 or in seconds since 1970.
-
-    Raises:
-        ConfigError: The text is neither.
-    """
-    try:
-        found = float(text)
-    except ValueError:
-        try:
-            found = datetime.fromisoformat(text).timestamp()
-        except (ValueError, OverflowError, OSError) as exc:
-            raise _no_time(text) from exc
-    if not math.isfinite(found):
-        raise _no_time(text)
-    return found
-
-
-def _no_time(text: str) -> ConfigError:
-    return ConfigError(
-        f"{text!r} is no time", hint="write 2026-11-23T09:00:00+01:00, or seconds since 1970"
-    )
+    """Parse a time, as ISO 8601 or in seconds since 1970."""
+    time = math.nan
+    with suppress(ValueError, OverflowError, OSError):
+        time = datetime.fromisoformat(text).timestamp()
+    with suppress(ValueError):
+        time = float(text)
+    if not math.isfinite(time):
+        hint = "write 2026-11-23T09:00:00+01:00, or seconds since 1970"
+        raise ConfigError(f"{text!r} is no time", hint=hint)
+    return time

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 from rich.progress import (
     BarColumn,
@@ -12,54 +12,38 @@ from rich.progress import (
     FileSizeColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
+    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
     TransferSpeedColumn,
 )
-from typing_extensions import override
 
 from deltachain.cli.console import err
-from deltachain.store import Capabilities, ObjectInfo, Store
-from deltachain.store.base import MAX_DOCUMENT, Feed, OnChange
+from deltachain.store import Store
+from deltachain.store.base import MAX_DOCUMENT
 from deltachain.types import Buffer
 
 _T = TypeVar("_T")
 
 
+def _progress(*columns: ProgressColumn) -> Progress:
+    console, doing = err(), TextColumn("{task.description}")
+    shown = (doing, *columns, TimeElapsedColumn())
+    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+
+
 @contextmanager
 def watching(store: Store, doing: str) -> Iterator[Store]:
     """Yield a store whose traffic is shown as a progress bar."""
-    console = err()
-    columns = (
-        SpinnerColumn(style="cyan"),
-        TextColumn("{task.description}"),
-        FileSizeColumn(),
-        TransferSpeedColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with _progress(FileSizeColumn(), TransferSpeedColumn()) as progress:
         task = progress.add_task(doing, total=None)
-        yield MeteredStore(store, lambda nbytes: progress.advance(task, nbytes))
+        yield _metered(store, lambda nbytes: progress.advance(task, nbytes))
 
 
 @contextmanager
 def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], None]]]:
     """Yield a store whose traffic is shown, and a function that adds bytes to the total."""
-    console = err()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=32, complete_style="cyan", finished_style="cyan"),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
+    with _progress(BarColumn(), DownloadColumn(), TransferSpeedColumn()) as progress:
         task, total = progress.add_task(doing, total=None), 0
 
         def planned(nbytes: int) -> None:
@@ -67,107 +51,58 @@ def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], No
             total += nbytes
             progress.update(task, total=total)
 
-        yield MeteredStore(store, lambda nbytes: progress.advance(task, nbytes)), planned
+        yield _metered(store, lambda nbytes: progress.advance(task, nbytes)), planned
 
 
 def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
     """Yield ``things`` and show how many of ``total`` are done."""
-    console = err()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=32, complete_style="cyan", finished_style="cyan"),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(doing, total=total)
-        for thing in things:
-            progress.advance(task)
-            yield thing
+    with _progress(BarColumn(), MofNCompleteColumn()) as progress:
+        yield from progress.track(things, total=total, description=doing)
 
 
-class MeteredStore(Store):
-    """Store wrapper that reports the size of every object it reads or writes.
+def _metered(store: Store, moved: Callable[[int], None]) -> Store:
+    return cast(Store, _Metered(store, moved))
+
+
+class _Metered:
+    """Store that reports the size of every object it reads or writes.
 
     Args:
-        store: The wrapped store.
+        store: The store, which does all the rest.
         moved: Called with the size of each object in bytes, from any thread.
     """
 
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
-        self._store = store
-        self._moved = moved
+        self._store, self._moved = store, moved
 
-    @property
-    @override
-    def url(self) -> str:
-        return self._store.url
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the store
+        return getattr(self._store, name)
 
-    @property
-    @override
-    def capabilities(self) -> Capabilities:
-        return self._store.capabilities
-
-    @property
-    @override
-    def requests(self) -> int:
-        return self._store.requests
-
-    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         data = self._store.get(key, limit=limit)
         self._moved(len(data))
         return data
 
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         data = self._store.read(key, nbytes=nbytes, pin=pin)
         self._moved(nbytes)
         return data
 
-    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
         data = self._store.get_range(key, start, length)
         self._moved(len(data))
         return data
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         pin = self._store.put(key, data)
         self._moved(len(data))
         return pin
 
-    @override
+    def upload(self, key: str, data: Buffer) -> str:
+        uploaded = self._store.upload(key, data)
+        self._moved(len(data))
+        return uploaded
+
     def put_if_absent(self, key: str, data: Buffer) -> None:
         self._store.put_if_absent(key, data)
         self._moved(len(data))
-
-    @override
-    def find(self, key: str) -> ObjectInfo | None:
-        return self._store.find(key)
-
-    @override
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        return self._store.find_all(keys)
-
-    @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
-
-    @override
-    def delete(self, key: str) -> None:
-        self._store.delete(key)
-
-    @override
-    def clock(self) -> float | None:
-        return self._store.clock()
-
-    @override
-    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
-        return self._store.feed(prefix, on_change)
-
-    @override
-    def close(self) -> None:
-        self._store.close()

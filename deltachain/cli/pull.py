@@ -3,8 +3,7 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -21,9 +20,6 @@ from deltachain.cli.options import (
     Url,
     choice_of,
 )
-
-if TYPE_CHECKING:
-    from deltachain.subscribe import ApplyReceipt, Subscriber
 
 
 def pull(  # noqa: PLR0913 - one argument an option
@@ -54,7 +50,7 @@ def pull(  # noqa: PLR0913 - one argument an option
     from deltachain.cli.progress import watching
     from deltachain.store import open_store
     from deltachain.subscribe import SubscribeConfig, Subscriber
-    from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+    from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 
     choice = choice_of(version, step=step, tag=tag, at=at)
     config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)
@@ -66,44 +62,26 @@ def pull(  # noqa: PLR0913 - one argument an option
         chain = subscriber.chain  # opening it identifies the version in the folder
         if choice.is_search:
             version = choose(chain, choice).version
-        receipt = _bring(subscriber, version)
+        held = subscriber.version
+        if version is not None and held is not None and version < held:
+            subscriber.rollback(version)
+            receipt = subscriber.last
+        else:
+            receipt = subscriber.update(version)
         written = write_assets(chain, out, trusted=trust_remote_code)
-        report = _report(subscriber, receipt, out) | {"files": written}
+        report = {
+            "url": chain.store.url,
+            "out": str(out),
+            "version": subscriber.version,
+            "state": subscriber.held.state if subscriber.held else None,
+            "applied": None if receipt is None else receipt_row(receipt),
+            "files": written,
+        }
     if as_json:
         c.write_json(report)
+    elif receipt is None:
+        c.out().print(c.clean(f"nothing to do: {out} holds version {report['version']}"))
     else:
-        _show_pull(report, receipt)
-
-
-def _bring(subscriber: Subscriber, version: int | None) -> ApplyReceipt | None:
-    """Update or roll back to a version."""
-    held = subscriber.version
-    if version is not None and held is not None and version < held:
-        subscriber.rollback(version)
-        return subscriber.last
-    return subscriber.update(version)
-
-
-def _report(subscriber: Subscriber, receipt: ApplyReceipt | None, out: Path) -> dict[str, Any]:
-    held = subscriber.held
-    return {
-        "url": subscriber.chain.store.url,
-        "out": str(out),
-        "version": held.version if held else None,
-        "state": held.state if held else None,
-        "applied": None if receipt is None else receipt_row(receipt),
-    }
-
-
-def _show_pull(report: dict[str, Any], receipt: ApplyReceipt | None) -> None:
-    out = c.out()
-    if receipt is None:
-        out.print(f"nothing to do: {c.clean(report['out'])} holds version {report['version']}")
-        return
-    seconds = receipt.fetch_s + receipt.stage_s + receipt.swap_s
-    out.print(
-        f"[bold green]✓[/]  version {report['version']} in {c.clean(report['out'])}  "
-        f"{c.nbytes(receipt.nbytes)} fetched, {seconds:.1f} s  [dim]{report['state'][:8]}[/]",
-        markup=True,
-        soft_wrap=True,
-    )
+        seconds = receipt.fetch_s + receipt.stage_s + receipt.swap_s
+        fetched = f"{c.nbytes(receipt.nbytes)} fetched, {seconds:.1f} s"
+        c.done(f"version {report['version']} in {out}  {fetched}", str(receipt.state))

@@ -14,7 +14,6 @@ from deltachain.cli.options import AsJson, Encode, TrustRemoteCode, Url
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deltachain.chain.chain import Committed
     from deltachain.publish.push import Pushed
     from deltachain.publish.quantise.settings import Quantization
 
@@ -110,7 +109,7 @@ def push(  # noqa: PLR0913 - one argument an option
     if as_json:
         c.write_json(report)
     else:
-        _show(pushed, report)
+        _show(report)
 
 
 def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization | None:
@@ -120,61 +119,48 @@ def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization 
         if ignore:
             raise ConfigError("--ignore needs --quantization", hint="name a recipe as well")
         return None
-    if Path(recipe).exists():
-        if ignore:
-            raise ConfigError(
-                "--ignore and the layers that a checkpoint leaves exclude each other",
-                hint="name a recipe with --ignore, or give the folder alone",
-            )
-        return Quantization.of(recipe)
-    return Quantization(recipe, ignore=tuple(ignore)) if ignore else Quantization(recipe)
+    if not Path(recipe).exists():
+        return Quantization(recipe, ignore=tuple(ignore)) if ignore else Quantization(recipe)
+    if ignore:
+        raise ConfigError(
+            "--ignore and the layers that a checkpoint leaves exclude each other",
+            hint="name a recipe with --ignore, or give the folder alone",
+        )
+    return Quantization.of(recipe)
 
 
 def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
-    anchor = pushed.anchor
+    anchor, head = pushed.anchor, pushed.head.manifest
     return {
         "url": pushed.chain.store.url,
         "chain": pushed.chain.identity.chain,
-        "version": pushed.head.version,
-        "epoch": pushed.head.manifest.epoch,
-        "state": pushed.head.manifest.state,
-        "committed": [_version(committed) for committed in pushed.committed],
-        "anchor": None if anchor is None else {"version": anchor.version, "nbytes": anchor.nbytes},
+        **c.fields(head, "version", "epoch", "state"),
+        "committed": [
+            {
+                **c.fields(manifest, "version", "step", "nnz", "density", "state"),
+                **c.fields(manifest.edge, "kind", "nbytes"),
+                "bits_per_change": c.bits_per_change(manifest.edge.nbytes, manifest.nnz),
+            }
+            for manifest in (committed.manifest for committed in pushed.committed)
+        ],
+        "anchor": None if anchor is None else c.fields(anchor, "version", "nbytes"),
         "seconds": round(seconds, 3),
     }
 
 
-def _version(committed: Committed) -> dict[str, Any]:
-    manifest = committed.manifest
-    return {
-        "version": manifest.version,
-        "kind": manifest.edge.kind,
-        "step": manifest.step,
-        "nnz": manifest.nnz,
-        "density": manifest.density,
-        "nbytes": manifest.edge.nbytes,
-        "bits_per_change": c.bits_per_change(manifest.edge.nbytes, manifest.nnz),
-        "state": manifest.state,
-    }
-
-
-def _show(pushed: Pushed, report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any]) -> None:
     out = c.out()
-    if not pushed.committed:
+    if not report["committed"]:
         out.print(f"nothing to do: version {report['version']} holds this checkpoint already")
     for version in report["committed"]:
-        changed = ""
-        if version["kind"] == "delta":
-            bits = version["bits_per_change"]
-            changed = (
-                f"  {c.count(version['nnz'])} changed, {c.percent(version['density'])}, "
-                f"{bits:.2f} bits each"
-            )
-        out.print(
-            f"[bold green]✓[/]  version {version['version']}  {version['kind']}  "
-            f"{c.nbytes(version['nbytes'])}{changed}  [dim]{version['state'][:8]}[/]",
-            markup=True,
-            soft_wrap=True,
+        size = f"version {version['version']}  {version['kind']}  {c.nbytes(version['nbytes'])}"
+        if version["kind"] != "delta":
+            c.done(size, version["state"])
+            continue
+        c.done(
+            f"{size}  {c.count(version['nnz'])} changed, {c.percent(version['density'])}, "
+            f"{version['bits_per_change']:.2f} bits each",
+            version["state"],
         )
     if report["anchor"]:
         out.print(f"   and an anchor for newcomers, {c.nbytes(report['anchor']['nbytes'])}")

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, AtStep, Base, Encode, TagName, Url, choice_of
 from deltachain.errors import ConfigError
+
+if TYPE_CHECKING:
+    from deltachain.chain.chain import Chain
+    from deltachain.publish.revert import Reverted
 
 
 def revert(  # noqa: PLR0913 - one argument an option
@@ -53,39 +57,43 @@ def revert(  # noqa: PLR0913 - one argument an option
         chain = Chain.open(store, Trust.of_writer())
         goal = choose(chain, choice)
         done = go_back(chain, goal, encoding=encoding, base=base, dry_run=dry_run)
-    edge, committed, before = done.edge, done.committed, done.before.manifest
-    nbytes, density = 0 if edge is None else edge.nbytes, done.nnz / max(1, before.numel)
+    report = _report(chain, done, time.perf_counter() - start)
     if as_json:
-        c.write_json(
-            {
-                "url": chain.store.url,
-                "chain": chain.identity.chain,
-                "to": goal.version,
-                "from": before.version,
-                "version": None if committed is None else committed.version,
-                "epoch": None if committed is None else committed.manifest.epoch,
-                "state": str(goal.state),
-                "changed": edge is not None,
-                "tensors": done.tensors,
-                "nnz": done.nnz,
-                "density": density,
-                "nbytes": nbytes,
-                "parts": 0 if edge is None else len(edge.parts),
-                "seconds": round(time.perf_counter() - start, 3),
-            }
-        )
-        return
-    size = (
-        f"{c.nbytes(nbytes)}  {c.count(done.nnz)} elements in {done.tensors:,} tensors, "
-        f"{c.percent(density)}"
-    )
-    if edge is None:
-        said = f"nothing to do: version {before.version}, the head, has the state of version "
-        said += f"{goal.version}"
-    elif committed is None:
-        said = f"from version {before.version} back to version {goal.version}: {size}; nothing was "
-        said += "written"
+        c.write_json(report)
     else:
-        said = f"[bold green]✓[/]  version {committed.version} has the state of version "
-        said += f"{goal.version}  {size}  [dim]{str(goal.state)[:8]}[/]"
-    c.out().print(said, markup=True, soft_wrap=True)
+        _show(report)
+
+
+def _report(chain: Chain, done: Reverted, seconds: float) -> dict[str, Any]:
+    edge, committed, before = done.edge, done.committed, done.before.manifest
+    return {
+        "url": chain.store.url,
+        "chain": chain.identity.chain,
+        "to": done.goal.version,
+        "from": before.version,
+        "version": None if committed is None else committed.version,
+        "epoch": None if committed is None else committed.manifest.epoch,
+        "state": str(done.goal.state),
+        "changed": edge is not None,
+        "tensors": done.tensors,
+        "nnz": done.nnz,
+        "density": done.nnz / before.numel if before.numel else 0.0,
+        "nbytes": 0 if edge is None else edge.nbytes,
+        "parts": 0 if edge is None else len(edge.parts),
+        "seconds": round(seconds, 3),
+    }
+
+
+def _show(report: dict[str, Any]) -> None:
+    was, to = f"version {report['from']}", f"version {report['to']}"
+    size = (
+        f"{c.nbytes(report['nbytes'])}  {c.count(report['nnz'])} elements in "
+        f"{report['tensors']:,} tensors, {c.percent(report['density'])}"
+    )
+    if not report["changed"]:
+        c.out().print(f"nothing to do: {was}, the head, has the state of {to}", soft_wrap=True)
+    elif report["version"] is None:
+        said = f"from {was} back to {to}: {size}; nothing was written"
+        c.out().print(said, soft_wrap=True)
+    else:
+        c.done(f"version {report['version']} has the state of {to}  {size}", report["state"])

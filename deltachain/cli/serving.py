@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from deltachain import environment
@@ -14,8 +15,8 @@ from deltachain.cli import console as c
 from deltachain.errors import ConfigError, DeltaChainError
 
 if TYPE_CHECKING:
-    from deltachain.figures import Figure, FigureSource
-    from deltachain.replica.status import ReplicaStatus
+    from deltachain.figures import FigureSource
+    from deltachain.status import Status
     from deltachain.subscribe import Subscriber
 
 
@@ -29,7 +30,7 @@ def shown_follower(
     follows: bool,
     why_unready: Callable[[], str] = lambda: "",
 ) -> Iterator[Callable[[DeltaChainError | None], None]]:
-    """Show a subscriber in a context: its metrics at an address, and its presence.
+    """Show a subscriber as :func:`shown`; yield what must be called after each iteration.
 
     Args:
         subscriber: The subscriber.
@@ -38,16 +39,10 @@ def shown_follower(
         place: What it has for itself on this machine; see :class:`PresenceWriter`.
         follows: Whether the command goes on after one update; only then is it shown.
         why_unready: Returns why what it writes into does not serve the held version.
-
-    Yields:
-        What must be called after each iteration of following.
-
-    Raises:
-        ConfigError: As :func:`shown`.
     """
     from deltachain.presence.writer import follower_status
     from deltachain.subscribe.figures import subscriber_figures
-    from deltachain.subscribe.totals import Tally
+    from deltachain.subscribe.receipt import Tally
 
     tally, given = Tally(), environment.read(os.environ)
     trouble: DeltaChainError | None = None
@@ -60,19 +55,13 @@ def shown_follower(
         else:
             tally.failures += 1
 
-    def status() -> ReplicaStatus:
-        return follower_status(
-            subscriber, given, engine=engine, trouble=trouble, unready=why_unready()
-        )
+    def status() -> Status:
+        unready = why_unready()
+        return follower_status(subscriber, given, engine=engine, trouble=trouble, unready=unready)
 
-    with shown(
-        address,
-        partial(subscriber_figures, subscriber, tally, engine=engine),
-        status,
-        place=place,
-        chains=[subscriber.config.url],
-        follows=follows,
-    ):
+    figures = partial(subscriber_figures, subscriber, tally, engine=engine)
+    chains = [subscriber.config.url]
+    with shown(address, figures, status, place=place, chains=chains, follows=follows):
         yield looked
 
 
@@ -80,7 +69,7 @@ def shown_follower(
 def shown(
     address: str | None,
     source: FigureSource,
-    status: Callable[[], ReplicaStatus],
+    status: Callable[[], Status],
     *,
     place: str,
     chains: Sequence[str],
@@ -95,16 +84,12 @@ def shown(
         place: What the process has for itself on this machine; see :class:`PresenceWriter`.
         chains: URLs of the chains that are read and written.
         follows: Whether the command goes on by itself; only then is it shown.
-
-    Raises:
-        ConfigError: The address is invalid or cannot be bound, or the command does not go on; or
-            the URL of presences is invalid or not apart from the chains.
     """
     if address is not None and not follows:
         raise ConfigError("--metrics is for a command that follows, and this one ends by itself")
     board = environment.read_one(os.environ, "PRESENCE_URL") if follows else None
+    sources: list[FigureSource] = [source]
     with ExitStack() as stack:
-        sources: list[FigureSource] = [source]
         if board is not None:
             from deltachain.presence.writer import PresenceWriter
 
@@ -116,18 +101,10 @@ def shown(
         if address is not None:
             from deltachain.metrics import MetricsServer
 
-            server = stack.enter_context(
-                MetricsServer(address, _joined(sources), lambda: status().reason)
+            server = MetricsServer(
+                address,
+                lambda: chain.from_iterable(one() for one in sources),
+                lambda: status().reason,
             )
-            c.say(f"metrics at {server.url}/metrics", "dim")
+            c.say(f"metrics at {stack.enter_context(server).url}/metrics", "dim")
         yield
-
-
-def _joined(sources: Sequence[FigureSource]) -> FigureSource:
-    """Return a source of the figures of several."""
-
-    def every() -> Iterator[Figure]:
-        for source in sources:
-            yield from source()
-
-    return every

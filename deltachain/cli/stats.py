@@ -6,12 +6,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deltachain.cli import console as c
-from deltachain.cli.maintaining import KeepEvery, KeepLast, KeepWithin, dry_prune
 from deltachain.cli.options import AsJson, Url
-from deltachain.errors import no_version
+from deltachain.cli.prune import KeepEvery, KeepLast, KeepWithin, pruned, rule_of
+from deltachain.errors import BrokenChainError, no_version
 
 if TYPE_CHECKING:
-    from deltachain.maintain.survey import ReaderPlan
+    from deltachain.maintain.survey import ReaderPlan, Survey
 
 
 def stats(
@@ -37,17 +37,16 @@ def stats(
     if head is None:
         raise no_version(url)
     by_kind = {total.kind: total for total in totals(chain.store.list())}
-    plans, survey = reader_plans(chain, head), Survey(chain)
-    nbytes = sum(total.nbytes for total in by_kind.values())
-    kinds = [{"kind": t.kind, "objects": t.objects, "nbytes": t.nbytes} for t in by_kind.values()]
+    survey = Survey(chain)
+    kinds = [c.fields(total, "kind", "objects", "nbytes") for total in by_kind.values()]
     report = {
         "url": chain.store.url,
         "chain": chain.identity.chain,
         "head": head.version,
         "kinds": kinds,
-        "nbytes": nbytes,
-        "readers": [_reader(one) for one in plans],
-        "prune": dry_prune(survey, keep_last, keep_within, keep_every),
+        "nbytes": sum(total.nbytes for total in by_kind.values()),
+        "readers": [_reader(one) for one in reader_plans(chain, head)],
+        "prune": _dry_prune(survey, keep_last, keep_within, keep_every),
     }
     if as_json:
         c.write_json(report)
@@ -65,24 +64,42 @@ def _reader(one: ReaderPlan) -> dict[str, Any]:
     }
 
 
+def _dry_prune(
+    survey: Survey, last: int, within: str | None, every: int | None
+) -> dict[str, Any] | None:
+    """Return what pruning would do; ``None`` if newcomers have no way, so that it is refused."""
+    from deltachain.maintain import Pruner
+
+    try:
+        plan = Pruner(survey, rule_of(last, within, every)).plan(dry=True)
+    except BrokenChainError:
+        return None
+    return None if plan is None else pruned(plan)
+
+
 def _show(report: dict[str, Any]) -> None:
-    out = c.out()
-    out.print(c.facts(chain=f"{report['chain']}  at {report['url']}", head=f"{report['head']}"))
-    kinds = c.table("objects", ">number", ">bytes", "")
-    for row in report["kinds"]:
-        share = row["nbytes"] / max(report["nbytes"], 1)
-        kinds.add_row(row["kind"], f"{row['objects']:,}", c.nbytes(row["nbytes"]), c.bar(share))
-    out.print()
-    out.print(c.fitted(kinds, out.width))
-    ways = c.table("reader", ">edges", ">bytes")
+    out, most = c.out(), max(report["nbytes"], 1)
+    out.print(
+        c.facts(
+            chain=f"{report['chain']}  at {report['url']}",
+            head=f"{report['head']}",
+        )
+    )
+    kinds = (
+        (k["kind"], f"{k['objects']:,}", c.nbytes(k["nbytes"]), c.bar(k["nbytes"] / most))
+        for k in report["kinds"]
+    )
+    readers = []
     for row in report["readers"]:
         who = "newcomer" if row["age"] is None else f"{row['age']:,} behind"
         if row["edges"] is None:
-            ways.add_row(who, "none", "no way: restart the publisher")
+            readers.append((who, "none", "no way: restart the publisher"))
         else:
-            ways.add_row(who, f"{row['edges']:,}", c.nbytes(row["nbytes"]))
+            readers.append((who, f"{row['edges']:,}", c.nbytes(row["nbytes"])))
     out.print()
-    out.print(c.fitted(ways, out.width))
+    out.print(c.table(("objects", ">number", ">bytes", ""), kinds))
+    out.print()
+    out.print(c.table(("reader", ">edges", ">bytes"), readers))
     prune = report["prune"]
     if prune is None:
         out.print("\npruning would free nothing, since newcomers have no way to the head")

@@ -41,32 +41,21 @@ def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[l
 
     teller = Thread(target=tell, name="deltachain-stopping", daemon=True)
     teller.start()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handle) for number in signals}
     try:
-        with _handling(signal.SIGINT, handle), _handling(signal.SIGTERM, handle):
-            yield by
+        yield by
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         asked.put(False)
         teller.join()
 
 
 def end(by: Sequence[int]) -> None:
-    """End a command with the exit code for the signals that stopped it.
+    """End a command with the exit code for the signals that stopped it: 130 for Ctrl-C.
 
     SIGTERM is how a service is told to end, and it did: 0, as after any work that is done.
-
-    Raises:
-        Exit: Ctrl-C was among them: 130.
     """
     if signal.SIGINT in by:
         raise typer.Exit(INTERRUPTED)
-
-
-@contextmanager
-def _handling(
-    number: signal.Signals, handle: Callable[[int, FrameType | None], None]
-) -> Iterator[None]:
-    before = signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)

@@ -4,8 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,7 +15,6 @@ from deltachain.errors import ConfigError
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
     from deltachain.chain.tags import VersionChoice
-    from deltachain.format.documents import Tag
 
 
 def tag(  # noqa: PLR0913 - one argument an option
@@ -61,7 +59,6 @@ def tag(  # noqa: PLR0913 - one argument an option
 
 
 def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_json: bool) -> None:
-    """Set or remove a tag."""
     from deltachain.chain import tags
     from deltachain.chain.tags import choose
 
@@ -76,21 +73,12 @@ def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_
         new = None if after is None else after.version
         c.write_json(report | {"version": new, "before": old, "state": after and after.state})
         return
-    out = c.out()
     if after is None:
-        out.print(
-            f"[bold green]✓[/]  {name} is removed; it was version {record.version}",
-            markup=True,
-            soft_wrap=True,
-        )
-        return
-    moved = before is not None and before.version != after.version
-    was = f"; it was version {before.version}" if before and moved else ""
-    out.print(
-        f"[bold green]✓[/]  {name} is version {after.version}{was}  [dim]{after.state[:8]}[/]",
-        markup=True,
-        soft_wrap=True,
-    )
+        c.done(f"{name} is removed; it was version {record.version}")
+    else:
+        moved = before is not None and before.version != after.version
+        was = f"; it was version {before.version}" if before and moved else ""
+        c.done(f"{name} is version {after.version}{was}", after.state)
 
 
 def _list(chain: Chain, *, as_json: bool) -> None:
@@ -100,28 +88,11 @@ def _list(chain: Chain, *, as_json: bool) -> None:
     if found:
         heartbeat.warn_of_unproven(chain, heartbeat.named(chain), "these records are")
     if as_json:
-        rows = [_row(one) for one in found]
+        names = ("name", "version", "state", "manifest", "time", "number")
+        rows = [c.fields(one, *names) for one in found]
         c.write_json({"url": chain.store.url, "chain": chain.identity.chain, "tags": rows})
+    elif found:
+        cells = ((t.name, str(t.version), c.moment(t.time), t.state[:8]) for t in found)
+        c.out().print(c.table(("~tag", ">version", "set", "state"), cells))
     else:
-        _show(found)
-
-
-def _row(one: Tag) -> dict[str, Any]:
-    return {
-        "name": one.name,
-        "version": one.version,
-        "state": one.state,
-        "manifest": one.manifest,
-        "time": one.time,
-        "number": one.number,
-    }
-
-
-def _show(found: Sequence[Tag]) -> None:
-    if not found:
         c.out().print("no tag is set", style="dim")
-        return
-    grid = c.table("~tag", ">version", "set", "state")
-    for one in found:
-        grid.add_row(one.name, str(one.version), c.moment(one.time), one.state[:8])
-    c.out().print(grid)

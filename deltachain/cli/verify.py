@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,16 +62,20 @@ def verify(  # noqa: PLR0913 - one argument an option
     done = list(counted(proofs, max(end - first + 1, 0), "proving versions"))
     report = _report(chain, done, time.perf_counter() - start)
     if as_json:
-        c.write_json(report | {"versions": [_version(proof) for proof in done]})
+        rows = [dataclasses.asdict(proof) | {"state": str(proof.state)} for proof in done]
+        c.write_json(report | {"versions": rows})
     else:
         _show(report, done)
 
 
 def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[str, Any]:
     kinds: dict[str, list[EdgeProof]] = defaultdict(list)
+    signed: dict[str, list[int]] = defaultdict(list)
     for proof in done:
         for edge in proof.edges:
             kinds[edge.kind].append(edge)
+        for key_id in dict.fromkeys(proof.signed_by or proof.signatures):
+            signed[key_id].append(proof.version)
     gone = [edge for proof in done for edge in proof.edges if edge.expired]
     return {
         "url": chain.store.url,
@@ -84,20 +88,11 @@ def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[
         "edges": {kind: _totals(edges) for kind, edges in kinds.items()},
         "expired": [edge.expired for edge in gone if not edge.pruned],
         "pruned": [edge.expired for edge in gone if edge.pruned],
-        "signed": _signed(done),
+        "signed": dict(signed),
         "checked": chain.trust.trusted is not None,
         "not_rebuilt": [proof.version for proof in done if not proof.rebuilt],
         "refetched": [key for proof in done for edge in proof.edges for key in edge.refetched],
     }
-
-
-def _signed(done: Sequence[VersionProof]) -> dict[str, list[int]]:
-    """Return the versions that each key signed, as far as checked."""
-    found: dict[str, list[int]] = defaultdict(list)
-    for proof in done:
-        for key_id in dict.fromkeys(proof.signed_by or proof.signatures):
-            found[key_id].append(proof.version)
-    return dict(found)
 
 
 def _totals(edges: Sequence[EdgeProof]) -> dict[str, int]:
@@ -111,23 +106,10 @@ def _totals(edges: Sequence[EdgeProof]) -> dict[str, int]:
     }
 
 
-def _version(proof: VersionProof) -> dict[str, Any]:
-    return {
-        "version": proof.version,
-        "epoch": proof.epoch,
-        "manifest": proof.manifest,
-        "state": str(proof.state),
-        "rebuilt": proof.rebuilt,
-        "signatures": list(proof.signatures),
-        "signed_by": list(proof.signed_by),
-        "edges": [dataclasses.asdict(edge) for edge in proof.edges],
-    }
-
-
 def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
-    grid = c.table("edges", ">number", ">proven", ">objects", ">bytes", ">frames", ">elements")
-    for kind, totals in report["edges"].items():
-        grid.add_row(
+    out = c.out()
+    rows = (
+        (
             kind,
             f"{totals['edges']:,}",
             f"{totals['proven']:,}",
@@ -136,57 +118,49 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
             f"{totals['frames']:,}",
             c.count(totals["nnz"]),
         )
-    out = c.out()
-    out.print(c.fitted(grid, out.width, "frames", "objects", "elements"))
-    for proof in done:
-        for edge in proof.edges:
-            if not edge.proven and not edge.expired and proof.rebuilt:
-                where = f"{edge.kind} {edge.base} to {proof.version}"
-                out.print(f"\n{where}: read, but not proven: {_unproven(edge, done[0].version)}")
+        for kind, totals in report["edges"].items()
+    )
+    titles = ("edges", ">number", ">proven", ">objects", ">bytes", ">frames", ">elements")
+    out.print(c.table(titles, rows, "frames", "objects", "elements"))
+    for words in _unproven(done):
+        out.print(f"\n{words}")
     if report["pruned"]:
         out.print(f"\npayloads of {c.plural(len(report['pruned']), 'edge')} were pruned")
     if report["expired"] or report["not_rebuilt"]:
         out.print(f"\n{_expired(report)}", style="yellow" if report["expired"] else "")
     for key in report["refetched"]:
         out.print(f"\n{key}: corrupt on the first read, intact on the second", style="yellow")
-    _show_signed(report)
+    unchecked = "" if report["checked"] else "; not checked, since no keys are trusted"
+    for key_id, versions in report["signed"].items():
+        by = f"\nsigned by {c.clean(key_id[:64])}: versions {c.ranges(versions)}{unchecked}"
+        out.print(by, soft_wrap=True)
     rebuilt = [proof.version for proof in done if proof.rebuilt]
     span = f"version {rebuilt[0]} is" if len(rebuilt) == 1 else f"versions {c.ranges(rebuilt)} are"
-    out.print(
-        f"\n[bold green]✓[/]  {span} proven in {report['seconds']:.1f} s; state {report['state']}",
-        markup=True,
-        soft_wrap=True,
-    )
+    out.print()
+    c.done(f"{span} proven in {report['seconds']:.1f} s; state {report['state']}")
 
 
-def _unproven(edge: EdgeProof, first: int) -> str:
-    """Say why an edge to a version that was rebuilt could only be read."""
-    if edge.base is not None and edge.base >= first:
-        return f"version {edge.base} cannot be rebuilt"
-    return f"it starts before version {first}"
-
-
-def _show_signed(report: dict[str, Any]) -> None:
-    for key_id, versions in report["signed"].items():
-        unchecked = "" if report["checked"] else "; not checked, since no keys are trusted"
-        c.out().print(
-            f"\nsigned by {c.clean(key_id[:64])}: versions {c.ranges(versions)}{unchecked}",
-            soft_wrap=True,
-        )
+def _unproven(done: Sequence[VersionProof]) -> Iterator[str]:
+    """Say why edges to versions that were rebuilt could only be read."""
+    first = done[0].version
+    edges = [(proof.version, edge) for proof in done if proof.rebuilt for edge in proof.edges]
+    for version, edge in edges:
+        if not edge.proven and not edge.expired:
+            why = f"it starts before version {first}"
+            if edge.base is not None and edge.base >= first:
+                why = f"version {edge.base} cannot be rebuilt"
+            yield f"{edge.kind} {edge.base} to {version}: read, but not proven: {why}"
 
 
 def _expired(report: dict[str, Any]) -> str:
-    """Describe expired payloads and their consequences."""
     gone, versions = report["expired"], report["not_rebuilt"]
-    text = (
-        [f"payloads of {c.plural(len(gone), 'edge')} have expired, {gone[0]} first"] if gone else []
-    )
+    words = []
+    if gone:
+        words.append(f"payloads of {c.plural(len(gone), 'edge')} have expired, {gone[0]} first")
     if versions:
-        what = "version" if len(versions) == 1 else "versions"
         causes = ["were pruned"] * bool(report["pruned"]) + ["have expired"] * bool(gone)
-        why = f"payloads {' or '.join(causes or ['have expired'])}"
-        text.append(
-            f"{what} {c.ranges(versions)} cannot be rebuilt, because {why}; "
-            "the manifests are intact"
+        words.append(
+            f"version{'' if len(versions) == 1 else 's'} {c.ranges(versions)} cannot be rebuilt, "
+            f"because payloads {' or '.join(causes or ['have expired'])}; the manifests are intact"
         )
-    return "; ".join(text)
+    return "; ".join(words)

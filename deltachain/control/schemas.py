@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
 
 import msgspec
 
-from deltachain.replica.status import Answer, ReplicaStatus
+from deltachain.status import Answer, Status
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version
@@ -110,7 +110,7 @@ def answers(
     return found
 
 
-_KINDS: Final = {200: ReplicaStatus, 401: Detail, 403: Detail, 413: Detail, 422: Detail}
+_KINDS: Final = {200: Status, 401: Detail, 403: Detail, 413: Detail, 422: Detail}
 _ABOUT: Final = {200: "success", 401: "wrong or missing token", 403: "the server has no token"}
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final, Self
 
 from torch import Tensor, nn
 
-from deltachain.control.client.fleet import DEADLINE_S, Announced, Fleet, Wait
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.fleet import DEADLINE_S, Announced, Fleet, Wait
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import collect_assets

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request, Response
 from fastapi import Path as Segment
 from fastapi.responses import FileResponse, JSONResponse
 from starlette.middleware.gzip import GZipMiddleware
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from deltachain.dashboard.access import HEADERS, Access
+from deltachain.control.server import LOOPBACK, host_of
 from deltachain.dashboard.documents import (
     PAGE,
     chain_document,
@@ -21,8 +25,118 @@ from deltachain.dashboard.documents import (
     track_document,
     version_document,
 )
-from deltachain.dashboard.replica_report import LARGEST
-from deltachain.dashboard.watcher import Watcher
+from deltachain.dashboard.watcher import LARGEST, Watcher
+from deltachain.tokens import Tokens
+
+HEADERS: Final[Mapping[str, str]] = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "Cache-Control": "no-store",
+}
+"""Headers of every answer: nothing is loaded from elsewhere, no text becomes HTML or code, no page
+frames this one."""
+
+
+class Access:
+    """Decides who may read the dashboard: without a token, only this machine."""
+
+    def __init__(self, token: str | Path) -> None:
+        self._tokens = Tokens(token)
+
+    def check(self, request: Request) -> None:
+        """Check a request for data.
+
+        Raises:
+            HTTPException: 400 for a malformed ``Host``; 401 for a wrong or missing token; without
+                a token, 403 for the pages of other sites, and for other names of this machine,
+                which a site can give it.
+        """
+        host = host_of(request)
+        if self._tokens:
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            given = bearer if scheme.lower() == "bearer" else ""
+            if not self._tokens.accepts(given):
+                raise HTTPException(401, "wrong or missing token")
+        elif host not in LOOPBACK or _is_of_another_site(request):
+            raise HTTPException(403, "pages of other sites may not read this: set DELTACHAIN_TOKEN")
+
+
+def _is_of_another_site(request: Request) -> bool:
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        return True
+    return request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
+
+
+REQUEST_S: Final = 30.0
+"""Seconds from the start of a connection, or the answer before, to the end of the next answer."""
+
+CONNECTIONS: Final = 256
+"""Limit of open connections."""
+
+_Http: Any = AutoHTTPProtocol
+
+
+class LimitedHttp(_Http):  # type: ignore[misc]
+    """Protocol that closes late connections; see :func:`limited`."""
+
+    request_s: float
+    most: int
+    waiting: OrderedDict[LimitedHttp, None]  # the one that has lasted longest first
+    late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        """Begin a request, and make place for it."""
+        super().connection_made(transport)
+        self._begin()
+        if len(self.connections) > self.most:
+            next(iter(self.waiting)).end()
+
+    def on_response_complete(self) -> None:
+        """Begin the next request."""
+        super().on_response_complete()
+        self._begin()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._forget()
+        super().connection_lost(exc)
+
+    def end(self) -> None:
+        """Close the connection, unless it is a WebSocket now."""
+        self._forget()
+        if self.transport.get_protocol() is self:
+            self.transport.abort()
+
+    def _begin(self) -> None:
+        self._forget()
+        self.late = asyncio.get_running_loop().call_later(self.request_s, self.end)
+        self.waiting[self] = None
+
+    def _forget(self) -> None:
+        self.waiting.pop(self, None)
+        if self.late is not None:
+            self.late.cancel()
+
+
+def limited(*, request_s: float = REQUEST_S, most: int = CONNECTIONS) -> type[asyncio.Protocol]:
+    """Return a protocol for ``uvicorn.Config(http=...)`` that closes late connections.
+
+    uvicorn waits for ever for the rest of a request, and for a client to read its answer. When all
+    places are taken, the connection whose request has lasted longest gives its place to a new one.
+
+    Args:
+        request_s: Seconds that a request may take, to the last byte of its answer.
+        most: Limit of open connections; WebSockets count, and are never closed for others.
+    """
+    members = {"request_s": request_s, "most": most, "waiting": OrderedDict()}
+    return type("LimitedHttp", (LimitedHttp,), members)
+
 
 PAGES: Final = Path(__file__).parent / "page"
 
@@ -72,7 +186,6 @@ def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
 
 
 def _documents(watcher: Watcher, access: Access) -> APIRouter:
-    """Return the routes of all JSON documents."""
     router = APIRouter(prefix="/api", dependencies=[Depends(access.check)])
 
     @router.get("/overview")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Final
@@ -11,7 +11,6 @@ from typing import Any, Final
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.trust import Trust
-from deltachain.dashboard.version_summary import VersionSummary, version_summary
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -19,24 +18,79 @@ from deltachain.errors import (
     FormatError,
     ObjectNotFoundError,
 )
-from deltachain.format.documents import EdgeSummary, PruneRecord, Tag
+from deltachain.format.documents import EdgeSummary, PruneRecord, Tag, phases_of, reverted_to
 from deltachain.maintain.survey import Survey
-from deltachain.redact import printable
+from deltachain.redact import LONGEST, printable
 from deltachain.store import Store
 from deltachain.subscribe.history import Watch
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.types import Version
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChainModel:
-    """The model of a chain.
+@dataclass(frozen=True, slots=True)
+class VersionSummary:
+    """One version, as its manifest describes it; kind, encodings and bytes are those of its edge.
 
     Attributes:
-        tensors: Number of its tensors.
-        numel: Number of their elements.
-        nbytes: Their size in bytes.
+        time: Time of the commit in seconds since 1970, on the publisher's clock.
+        reverted_to: The version whose state it has again; ``None`` if it is no revert.
+        signers: Ids of the keys that signed it.
+        signed_by: Ids of the trusted ones among them; empty without trusted keys.
+        phases: Seconds of the phases before the commit, by name.
     """
+
+    version: Version
+    epoch: int
+    kind: str
+    encodings: tuple[str, ...]
+    nbytes: int
+    step: int | None
+    time: float
+    nnz: int
+    numel: int
+    state: str
+    manifest: str
+    reverted_to: Version | None
+    signers: tuple[str, ...]
+    signed_by: tuple[str, ...]
+    metadata: tuple[tuple[str, str], ...]
+    phases: Mapping[str, float]
+
+    @property
+    def density(self) -> float:
+        """Changed elements over all elements, in [0, 1]."""
+        return min(self.nnz / self.numel, 1.0) if self.numel else 0.0
+
+
+def version_summary(committed: Committed) -> VersionSummary:
+    manifest = committed.manifest
+    signers = dict.fromkeys(printable(signature.key_id) for signature in committed.signatures)
+    metadata = tuple(
+        (printable(name), printable(value)) for name, value in manifest.metadata.items()
+    )
+    return VersionSummary(
+        version=manifest.version,
+        epoch=manifest.epoch,
+        kind=manifest.edge.kind,
+        encodings=tuple(printable(name) for name in manifest.edge.encodings),
+        nbytes=manifest.edge.nbytes,
+        step=manifest.step,
+        time=manifest.time,
+        nnz=manifest.nnz,
+        numel=manifest.numel,
+        state=manifest.state,
+        manifest=committed.digest,
+        reverted_to=reverted_to(manifest),
+        signers=tuple(signers),
+        signed_by=committed.signed_by,
+        metadata=metadata[:LONGEST],
+        phases=phases_of(manifest),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainModel:
+    """Numbers of a model's tensors, elements and bytes."""
 
     tensors: int
     numel: int
@@ -48,15 +102,12 @@ class ChainView:
     """What is known of a chain.
 
     Attributes:
-        url: URL of its store.
         chain: Id of the chain; empty before it is found.
         model: Its model; ``None`` before it is found.
         rows: Its versions from 0, up to the newest that was read; ``None`` for a version whose
             manifest is gone or damaged.
         newest: Newest version found in the store; ``None`` before the first.
         edges: Edges of all versions, by version, pruned ones too.
-        tags: Tags that stand for a version.
-        prunes: The newest prune record; ``None`` if nothing was pruned.
         looked_at: Time of the last answer of the store, in seconds since 1970; ``None`` before.
         revision: Grows with every change of anything but ``looked_at``.
         trouble: Why the last look failed; empty if it did not.
@@ -78,12 +129,10 @@ class ChainView:
 
     @property
     def is_indexed(self) -> bool:
-        """Whether every version that was found has been read."""
         return self.newest is not None and len(self.rows) > self.newest
 
     @property
     def head(self) -> VersionSummary | None:
-        """The newest version that was read."""
         return next((row for row in reversed(self.rows) if row is not None), None)
 
     @property
@@ -92,7 +141,6 @@ class ChainView:
         return tuple(version for version, row in enumerate(self.rows) if row is None)
 
     def at(self, version: Version | None) -> VersionSummary | None:
-        """Return the row of a version; ``None`` if there is none."""
         return self.rows[version] if version is not None and 0 <= version < len(self.rows) else None
 
 
@@ -116,14 +164,10 @@ CHECKED_S: Final = 5.0
 
 
 class ChainIndex:
-    """Reads a chain and keeps a view of it; never writes.
+    """Reads a chain, which need not exist yet, and keeps a view of it; never writes.
 
     A store that went back, forked or was replaced is read again from version 0, once two looks
     agree, and the view says why.
-
-    Args:
-        store: Store of the chain, which need not have one yet.
-        trust: Keys that readers trust; those of the environment if ``None``.
     """
 
     def __init__(self, store: Store, trust: Trust | None = None) -> None:
@@ -139,15 +183,10 @@ class ChainIndex:
 
     @property
     def view(self) -> ChainView:
-        """What is known now; immutable."""
         return self._view
 
     def refresh(self, now: float) -> ChainView:
-        """Read what is new, and return the view of it; errors of the store are in the view.
-
-        Args:
-            now: Time in seconds since 1970.
-        """
+        """Read what is new, and return the view of it; errors of the store are in the view."""
         with self._changing:
             try:
                 self._look(now)
@@ -190,8 +229,7 @@ class ChainIndex:
     def _is_replaced(self, chain: Chain, head: VersionSummary) -> bool:
         """Return whether the store no longer has the history that was read, and forget it then.
 
-        Raises:
-            DeltaChainError: It may be so; the next look decides.
+        An error says that it may be so; the next look decides.
         """
         held = HeldVersion(
             chain=chain.identity.chain,
@@ -233,7 +271,6 @@ class ChainIndex:
         self._change(rows=(*self._view.rows, *rows))
 
     def _list(self, chain: Chain, now: float, *, grew: bool) -> None:
-        """List edges, tags and prune records, if that is due."""
         period = LISTED_S if grew else DETAILS_S
         committed = self._head(chain)
         is_due = self._listed_at is None or now - self._listed_at >= period

@@ -13,17 +13,59 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any, Final
 
-from deltachain.dashboard.alerts import lag_of
-from deltachain.dashboard.chain_index import ChainView
-from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTimes, middle
-from deltachain.dashboard.replica_report import ReplicaReport
-from deltachain.dashboard.thinning import spread, thinned_versions
-from deltachain.dashboard.track import Moment, changes
-from deltachain.dashboard.version_summary import VersionSummary
-from deltachain.dashboard.watcher import Overview
+import numpy as np
+import numpy.typing as npt
+
+from deltachain.dashboard.chain_index import ChainView, VersionSummary
+from deltachain.dashboard.watcher import (
+    REPLICA_PHASES,
+    Moment,
+    Overview,
+    PhaseTimes,
+    ReplicaReport,
+    changes,
+    middle,
+    spread,
+)
 from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
+
+POINTS: Final = 2000
+"""Largest number of versions in one chart."""
+
+
+def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
+    """Choose ascending positions of long columns such that a chart of them looks like one of all.
+
+    The first and the last position are chosen, and of each of equal ranges between them the
+    smallest and the largest value of each column. All are chosen if they are not more than
+    ``most``, which is at least 2 and twice the number of columns.
+    """
+    length = len(columns[0])
+    if length <= most:
+        return list(range(length))
+    ranges = max((most - 2) // (2 * len(columns)), 1)
+    bounds = np.linspace(0, length, ranges + 1).astype(int)
+    chosen = {0, length - 1}
+    for column in columns:
+        for first, end in pairwise(bounds.tolist()):
+            chosen |= {int(first + column[first:end].argmin())}
+            chosen |= {int(first + column[first:end].argmax())}
+    return sorted(chosen)
+
+
+def thinned_versions(
+    rows: Sequence[VersionSummary], times: Sequence[PhaseTimes], most: int = POINTS
+) -> list[int]:
+    """Choose positions of versions such that charts of them look like those of all."""
+    if len(rows) <= most:
+        return list(range(len(rows)))
+    density = np.array([row.density for row in rows])
+    nbytes = np.array([row.nbytes for row in rows], dtype=np.float64)
+    seconds = np.array([sum(one.values()) for one in times], dtype=np.float64)
+    return thinned((density, nbytes, seconds), most)
+
 
 MARKS: Final = 500
 """Marks of one kind in a chart, and ranges in a list."""
@@ -36,7 +78,6 @@ PAGE: Final = 50
 
 
 def overview_document(found: Overview) -> dict[str, Any]:
-    """Return chain, alerts and replicas."""
     return {
         "time": found.time,
         "newest": found.newest,
@@ -50,14 +91,7 @@ def overview_document(found: Overview) -> dict[str, Any]:
 def chart_document(
     view: ChainView, applied: Mapping[str, PhaseTimes], first: Version, last: Version
 ) -> dict[str, Any]:
-    """Return the columns of charts over a range of versions, and marks in it.
-
-    Args:
-        view: The chain.
-        applied: Phase times of the versions in replicas, by manifest.
-        first: First version of the range.
-        last: Last version of it.
-    """
+    """Return the columns of charts over a range of versions, and marks in it."""
     rows = [row for row in view.rows[first : last + 1] if row is not None]
     times = [{**row.phases, **applied.get(row.manifest, {})} for row in rows]
     places = thinned_versions(rows, times)
@@ -93,7 +127,6 @@ def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any
 
 
 def _pruned_deltas(view: ChainView, start: Version, end: Version) -> set[Version]:
-    """Return the versions of a range whose own edge is pruned."""
     prunes = view.prunes
     if prunes is None:
         return set()
@@ -108,13 +141,7 @@ def _tags_of(view: ChainView, version: Version) -> list[str]:
 def version_document(
     view: ChainView, applied: Callable[[str], Mapping[str, PhaseTimes]], version: Version
 ) -> dict[str, Any] | None:
-    """Return one version with all ways to it; ``None`` if it is not known.
-
-    Args:
-        view: The chain.
-        applied: Returns the phase times of a manifest's version, by replica.
-        version: The version.
-    """
+    """Return one version with all ways to it; ``None`` if it is not known."""
     row = view.at(version)
     if row is None:
         return None
@@ -203,7 +230,6 @@ def _tag(name: str, version: Version | None) -> dict[str, Any]:
 
 
 def _signers(rows: Iterable[VersionSummary]) -> list[dict[str, Any]]:
-    """Return the keys that signed versions, with their numbers of versions."""
     every = Counter(key for row in rows for key in row.signers)
     trusted = {key for row in rows for key in row.signed_by}
     return [
@@ -259,7 +285,28 @@ def _version(row: VersionSummary) -> dict[str, Any]:
 
 
 def _replica(report: ReplicaReport, newest: Version | None) -> dict[str, Any]:
-    return asdict(report) | {"lag": lag_of(report, newest)}
+    status = report.status
+    version = status.version
+    return {
+        "engine": report.engine,
+        "answered_at": report.answered_at,
+        "trouble": report.trouble,
+        "url": status.url,
+        "chain": status.chain or "",
+        "version": version,
+        "manifest": status.manifest or "",
+        "head": status.head,
+        "lag": None if newest is None or version is None else max(newest - version, 0),
+        "ready": status.ready,
+        "reason": status.reason,
+        "error": status.doubt or status.trouble,
+        "pinned": status.pinned,
+        "following": status.following,
+        "silence_s": status.silence_s,
+        "deltachain": status.deltachain,
+        "software": status.engine,
+        "phases": status.phases,
+    }
 
 
 def _time(seconds: float) -> float | None:

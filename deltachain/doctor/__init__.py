@@ -1,1 +1,63 @@
 """Diagnosis: whether a publisher or a follower with this environment would work, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from deltachain.errors import DeltaChainError
+
+
+class Grade(StrEnum):
+    OK = "ok"
+    NOTE = "note"
+    FAULT = "fault"
+
+
+class Role(StrEnum):
+    FOLLOWER = "follower"
+    PUBLISHER = "publisher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One finding.
+
+    Attributes:
+        check: Name of the check that made it.
+        grade: A fault keeps the role from working as it is set up; a note may be intended.
+        said: What was found; contains no secret.
+        hint: What to do; empty if there is nothing to do.
+    """
+
+    check: str
+    grade: Grade
+    said: str
+    hint: str = ""
+
+
+def ok(check: str, said: str) -> Finding:
+    return Finding(check=check, grade=Grade.OK, said=said)
+
+
+def note(check: str, said: str, hint: str = "") -> Finding:
+    """Return a finding of something that may be intended."""
+    return Finding(check=check, grade=Grade.NOTE, said=said, hint=hint)
+
+
+def fault(check: str, said: str, hint: str = "") -> Finding:
+    return Finding(check=check, grade=Grade.FAULT, said=said, hint=hint)
+
+
+def failed(check: str, exc: DeltaChainError) -> Finding:
+    """Return the fault that an error tells."""
+    return fault(check, str(exc.args[0]) if exc.args else type(exc).__name__, exc.hint)
+
+
+def tried(check: str, attempt: Callable[[], str]) -> Iterator[Finding]:
+    """Yield what an attempt returns, or the fault that its error tells."""
+    try:
+        yield ok(check, attempt())
+    except DeltaChainError as exc:
+        yield failed(check, exc)

@@ -2,38 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from threading import Event
-from typing import Final
 
-from deltachain.errors import (
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    ForkedChainError,
-    StoreUnavailableError,
-    UnsupportedFormatError,
-)
+from deltachain.errors import DeltaChainError
 from deltachain.figures import Figure, figures, info
 from deltachain.mirror.mirror import LOOK_BACK, Mirror, MirrorReceipt
-from deltachain.retry import between_polls
-from deltachain.subscribe.announcements import Announcements
+from deltachain.subscribe.rounds import Round, repeat
 from deltachain.types import Version
-
-logger = logging.getLogger(__name__)
-
-NEEDS_A_PERSON: Final = (
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    UnsupportedFormatError,
-)
-"""Errors that end the loop."""
-
-STOPPED_S: Final = 0.5
-"""Seconds within which a loop that waits for a feed sees that it is stopped."""
 
 
 def follow(
@@ -45,9 +22,8 @@ def follow(
 ) -> Iterator[MirrorReceipt]:
     """Copy versions as they are committed, until ``stop`` is set.
 
-    The feed of the source wakes the loop, if it has one; while it agrees with the polls these are
-    rare. A store that is unavailable, and an object that is missing or damaged, are logged once and
-    tried again with back-off.
+    A store that is unavailable, and an object that is missing or damaged, are logged once and tried
+    again with back-off.
 
     Args:
         mirror: The mirror.
@@ -61,62 +37,15 @@ def follow(
         ChainMismatchError: The destination mirrors another chain.
         UnsupportedFormatError: The chain needs a newer deltachain.
     """
-    told = Event()
-    with Announcements(mirror.source, told.set) as announcements:
-        yield from _follow(mirror, announcements, told, stop=stop, poll_s=poll_s, looked=looked)
 
+    def round_(failures: int) -> Round[MirrorReceipt]:
+        if failures:
+            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # this one looks back
+        yield from mirror.catch_up(stop)
+        looked(None)
+        return False
 
-def _follow(
-    mirror: Mirror,
-    announcements: Announcements,
-    told: Event,
-    *,
-    stop: Event,
-    poll_s: float,
-    looked: Callable[[DeltaChainError | None], None],
-) -> Iterator[MirrorReceipt]:
-    failures, logged = 0, ""
-    while not stop.is_set():
-        told.clear()  # before the poll: what is told from here on may be missed by it
-        announced, before = announcements.take(), mirror.version
-        try:
-            yield from mirror.catch_up(stop)
-            if before >= 0:
-                announcements.compare(announced, before, mirror.version)
-            failures, logged = 0, ""
-            looked(None)
-        except NEEDS_A_PERSON:
-            raise
-        except DeltaChainError as exc:
-            failures += 1
-            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # the next one looks back
-            looked(exc)
-            what = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
-            if what != logged:  # a store that is down fails with any of its objects
-                logged = what
-                logger.warning("mirroring: %s", exc)
-        intervals = 1 if failures else announcements.intervals
-        pause_s = between_polls(poll_s * intervals).pause_s(failures)
-        is_early = _wait(told, stop, pause_s) if announcements.has_feed else stop.wait(pause_s)
-        if not is_early:
-            mirror.rounds += left_out(mirror.rounds, intervals)
-
-
-def left_out(rounds: int, intervals: int) -> int:
-    """Return how many polls a wait counts for, beside the poll after it.
-
-    No look back is passed over, so a rare poll is one.
-    """
-    return min(intervals - 1, LOOK_BACK - 1 - rounds % LOOK_BACK)
-
-
-def _wait(told: Event, stop: Event, seconds: float) -> bool:
-    """Wait until the feed tells something, the loop is stopped, or the time is over."""
-    until = time.monotonic() + seconds
-    while (left_s := until - time.monotonic()) > 0:
-        if told.wait(min(left_s, STOPPED_S)) or stop.is_set():
-            return True
-    return False
+    return repeat(round_, stop=stop, poll_s=poll_s, looked=looked, doing="mirroring")
 
 
 class MirrorTotals:

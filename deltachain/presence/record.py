@@ -20,7 +20,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
 )
 from deltachain.format.documents import check_values, decode
-from deltachain.replica.status import Answer, ReplicaStatus
+from deltachain.status import Answer, Status
 from deltachain.store import ObjectInfo, Store, open_store
 from deltachain.threads import Closeable, Pool
 
@@ -60,7 +60,7 @@ class PresenceRecord(Answer, frozen=True, kw_only=True):
 
     presence: Literal[1] = 1
     time: float
-    status: ReplicaStatus
+    status: Status
     software: dict[str, str] = msgspec.field(default_factory=dict)
     ended: str | None = None
 
@@ -75,7 +75,7 @@ class PresenceFound:
         ended: As of :class:`PresenceRecord`.
     """
 
-    status: ReplicaStatus
+    status: Status
     age_s: float
     ended: str | None = None
 

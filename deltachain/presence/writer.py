@@ -23,13 +23,11 @@ from deltachain.errors import ControlPlaneError, DeltaChainError, StoreUnavailab
 from deltachain.figures import Figure, figures
 from deltachain.format.keys import object_digest
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
-from deltachain.redact import redacted_url
-from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Capabilities, open_store
 from deltachain.store.apart import check_apart
-from deltachain.subscribe.status import lag
+from deltachain.subscribe.subscriber import NOTHING_HELD, known_status
 from deltachain.threads import Closeable, started
 from deltachain.version import __version__
 
@@ -47,120 +45,62 @@ def follower_status(
     engine: str,
     trouble: DeltaChainError | None,
     unready: str = "",
-) -> ReplicaStatus:
-    """Return the status of a follower, from memory and a look at its folder."""
-    chain, held, times = subscriber.opened, subscriber.held, subscriber.times
-    version, newest = held.version if held else None, chain.latest if chain else None
-    doubt = subscriber.watch.doubt
-    reason = _reason(subscriber, given, trouble) or unready
-    committed_at = times.commit_of(held.manifest) if held else None
-    return _status(
-        url=chain.store.url if chain else redacted_url(subscriber.config.url),
-        chain=chain.identity.chain if chain else None,
-        version=version,
-        manifest=held.manifest if held else None,
-        state=held.state if held else None,
-        head=newest,
-        lag_versions=lag(newest, version),
-        ready=not reason,
-        reason=reason,
-        pinned=subscriber.pinned,
-        poisoned=subscriber.poisoned,
-        trouble=str(trouble) if trouble else "",
-        doubt=str(doubt.args[0]) if doubt else "",
-        engine=engine,
-        last={"version": subscriber.last.version} if subscriber.last else None,
-        phases=subscriber.last.phases if subscriber.last else {},
-        looked_at=times.looked_at,
-        applied_at=times.applied_at,
-        committed_at=committed_at,
-        silence_s=times.silence_s,
-        age_s=None if committed_at is None else max(0.0, time.time() - committed_at),
-    )
+) -> Status:
+    """Return the status of a follower, from memory and a look at its folder.
+
+    Args:
+        subscriber: The subscriber.
+        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
+        engine: What it writes into; see :func:`deltachain.figures.info`.
+        trouble: Error of its last look; ``None`` for none.
+        unready: Why what it writes into does not serve the held version; empty if it does.
+    """
+    status = known_status(subscriber, engine=engine, trouble=str(trouble) if trouble else "")
+    folder, waits = getattr(subscriber.target, "folder", None), unready
+    if status.version is None:
+        waits = NOTHING_HELD
+    elif isinstance(folder, Path) and not (folder / HELD_FILE).exists():
+        waits = f"{folder} was removed, or its {HELD_FILE} was"
+    if isinstance(trouble, ControlPlaneError):  # the server of an agent does not have the version
+        waits = str(trouble.args[0])
+    return judged(status, _limits(given), waits)
 
 
 def mirror_status(
     mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
-) -> ReplicaStatus:
-    """Return the status of a mirror, from memory."""
-    version, head, silence_s = (
-        totals.version_of(mirror),
-        totals.head_of(mirror),
-        totals.silence_of(mirror),
-    )
-    trouble = totals.trouble
+) -> Status:
+    """Return the status of a mirror, from memory.
+
+    Args:
+        mirror: The mirror.
+        totals: Its totals.
+        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
+        url: URL of its source.
+    """
+    version, head, trouble = totals.version_of(mirror), totals.head_of(mirror), totals.trouble
     # A source that does not answer is a matter of silence; all else keeps versions from readers.
     is_away = isinstance(trouble, StoreUnavailableError) and trouble.url != mirror.destination.url
-    doubt = str(trouble.args[0]) if trouble is not None and not is_away else ""
-    reason = _why_unready(given, version=version, newest=head, silence_s=silence_s, doubt=doubt)
-    return _status(
+    kept_back = str(trouble.args[0]) if trouble is not None and not is_away else ""
+    status = Status(
         url=url,
         chain=mirror.chain,
         version=version,
         head=head,
         lag_versions=lag(head, version),
-        ready=not reason,
-        reason=reason,
-        trouble=str(totals.trouble) if totals.trouble else "",
+        ready=True,
+        reason="",
+        trouble=str(trouble) if trouble else "",
+        deltachain=__version__,
         engine="mirror",
         looked_at=totals.looked_at,
         applied_at=totals.applied_at,
-        silence_s=silence_s,
+        silence_s=totals.silence_of(mirror),
     )
+    return judged(status, _limits(given), kept_back if version is not None else NOTHING_HELD)
 
 
-def _reason(
-    subscriber: Subscriber, given: Mapping[str, Any], trouble: DeltaChainError | None
-) -> str:
-    chain, doubt = subscriber.opened, subscriber.watch.doubt
-    if isinstance(trouble, ControlPlaneError):  # the server of an agent does not have the version
-        return str(trouble.args[0])
-    folder = getattr(subscriber.target, "folder", None)
-    if isinstance(folder, Path) and subscriber.held and not (folder / HELD_FILE).exists():
-        return f"{folder} was removed, or its {HELD_FILE} was"
-    return _why_unready(
-        given,
-        version=subscriber.version,
-        newest=chain.latest if chain else None,
-        poisoned=subscriber.poisoned,
-        doubt=str(doubt.args[0]) if doubt else "",
-        pinned=subscriber.pinned,
-        silence_s=subscriber.times.silence_s,
-    )
-
-
-def _why_unready(given: Mapping[str, Any], **known: Any) -> str:  # noqa: ANN401 - as it takes them
-    usual: dict[str, Any] = {
-        "poisoned": False,
-        "released": (),
-        "paused": "",
-        "doubt": "",
-        "ended": "",
-        "pinned": False,
-        "caught_up": True,
-        "follows": True,
-        "max_lag": given.get("MAX_LAG"),
-        "max_silence_s": given.get("MAX_SILENCE_S"),
-    }
-    return why_unready(Condition(**usual | known))
-
-
-def _status(**fields: Any) -> ReplicaStatus:  # noqa: ANN401 - as the status takes them
-    usual: dict[str, Any] = {
-        "manifest": None,
-        "state": None,
-        "staged": None,
-        "following": True,
-        "paused": False,
-        "pinned": False,
-        "poisoned": False,
-        "classes": {},
-        "on_host": {},
-        "ranks": [],
-        "last": None,
-        "deltachain": __version__,
-    }
-    return ReplicaStatus(**usual | fields)
+def _limits(given: Mapping[str, Any]) -> HealthLimits:
+    return HealthLimits(lag=given.get("MAX_LAG"), silence_s=given.get("MAX_SILENCE_S"))
 
 
 LEAST_S: Final = 10.0
@@ -218,7 +158,7 @@ class PresenceWriter(Closeable):
     def __init__(
         self,
         url: str,
-        status: Callable[[], ReplicaStatus],
+        status: Callable[[], Status],
         *,
         engine: str,
         place: str,
@@ -331,7 +271,7 @@ class PresenceWriter(Closeable):
 
 
 def replica_presence(
-    settings: ReplicaSettings, status: Callable[[], ReplicaStatus], *, engine: str, place: str
+    settings: ReplicaSettings, status: Callable[[], Status], *, engine: str, place: str
 ) -> PresenceWriter | None:
     """Begin to write the presence of a replica, if its settings name a URL for that."""
     if not settings.presence:

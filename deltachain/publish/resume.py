@@ -15,7 +15,7 @@ import numpy as np
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.trust import Trust
-from deltachain.checkpoint import weights_file
+from deltachain.checkpoint import ADAPTER_FILE, weights_file
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
@@ -44,7 +44,6 @@ from deltachain.publish.wire_form import Diff, map_changes
 from deltachain.publish.writer import Writer, open_or_make, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest
-from deltachain.weight_files import ADAPTER_FILE
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from deltachain.codec import Part
 from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
 from deltachain.errors import ApplyError, DigestMismatchError, FormatError
 from deltachain.format.documents import ObjectRef
-from deltachain.replica.layout.update_path import Classified, TensorClass
+from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.messages import RankReply, Refusal
 from deltachain.replica.spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
 from deltachain.store import Store, open_store

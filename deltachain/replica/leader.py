@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Event, Thread
-from typing import Any, Final
-
-import msgspec
+from typing import Final
 
 from deltachain.errors import (
     ApplyError,
@@ -28,99 +26,21 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
+from deltachain.figures import Figure, figures
 from deltachain.redact import redacted_url
 from deltachain.replica.engine import Engine
 from deltachain.replica.messages import status_row
-from deltachain.replica.readiness import Condition, why_unready
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.status import ReplicaStatus
 from deltachain.replica.target import ReplicaTarget
+from deltachain.status import HealthLimits, Status, judged
 from deltachain.store import Store
+from deltachain.subscribe.figures import subscriber_figures
 from deltachain.subscribe.history import is_past
-from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged
-from deltachain.subscribe.status import lag
-from deltachain.subscribe.subscriber import Subscriber
+from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally
+from deltachain.subscribe.subscriber import NOTHING_HELD, Subscriber, known_status
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.subscribe.totals import Tally
 from deltachain.threads import started
 from deltachain.types import Version
-from deltachain.version import __version__
-
-
-def summarise(leader: Leader) -> ReplicaStatus:
-    """Return the status of a replica; makes no request to the store or the engine."""
-    subscriber, target = leader.subscriber, leader.target
-    held, chain, times = subscriber.held, subscriber.opened, subscriber.times
-    version, newest, last = held.version if held else None, leader.newest, subscriber.last
-    doubt = doubt_of(leader)
-    condition = Condition(
-        version=version,
-        newest=newest,
-        poisoned=subscriber.poisoned,
-        released=leader.released,
-        paused=target.why_paused,
-        doubt=doubt,
-        ended=leader.ended,
-        pinned=subscriber.pinned,
-        caught_up=leader.caught_up,
-        follows=leader.settings.follow,
-        silence_s=times.silence_s,
-        max_lag=leader.settings.max_lag,
-        max_silence_s=leader.settings.max_silence_s,
-        fault=leader.engine_watch.fault,
-    )
-    reason = why_unready(condition)
-    committed_at = times.commit_of(held.manifest) if held else None
-    return ReplicaStatus(
-        url=redacted_url(leader.settings.subscribe.url),
-        chain=chain.identity.chain if chain else None,
-        version=version,
-        state=held.state if held else None,
-        staged=leader.staged.to.version if leader.staged else None,
-        head=newest,
-        lag_versions=lag(newest, version),
-        ready=not reason,
-        reason=reason,
-        following=leader.settings.follow and not leader.ended,
-        paused=bool(condition.paused),
-        pinned=subscriber.pinned,
-        poisoned=subscriber.poisoned,
-        classes=target.classes(),
-        on_host=target.on_host(),
-        ranks=[status_row(reply) for reply in target.ranks],
-        last=None if last is None else _plain(last),
-        trouble=str(leader.trouble) if leader.trouble else "",
-        manifest=held.manifest if held else None,
-        doubt=doubt,
-        fault=condition.fault or leader.ended,
-        phases=last.phases if last else {},
-        deltachain=__version__,
-        engine=leader.engine.software,
-        looked_at=times.looked_at,
-        applied_at=times.applied_at,
-        committed_at=committed_at,
-        silence_s=condition.silence_s,
-        age_s=None if committed_at is None else max(0.0, time.time() - committed_at),
-    )
-
-
-def doubt_of(leader: Leader) -> str:
-    """Return why the held version may not be the chain's; empty if there is no doubt.
-
-    A pinned replica ignores lost manifests.
-    """
-    subscriber = leader.subscriber
-    doubt = subscriber.watch.doubt
-    if doubt is None or (subscriber.pinned and isinstance(doubt, BrokenChainError)):
-        return ""
-    return str(doubt.args[0])
-
-
-def _plain(receipt: ApplyReceipt) -> dict[str, Any]:
-    found: Mapping[str, Any] = msgspec.to_builtins(receipt)
-    return {**found, "state": str(receipt.state)}
-
 
 # An idle engine that hangs, or that another client has paused, raises no error by itself.
 
@@ -212,8 +132,6 @@ class Leader:
         settings: Settings of the replica.
         engine: Ranks and scheduler of the replica.
         store: The store; opened from the URL by default.
-        takes_over: Whether an earlier leader may have been killed during a swap and left the engine
-            paused. The engine then resumes as soon as this leader knows the version held.
 
     Attributes:
         tally: Totals of all applies so far, for metrics.
@@ -232,7 +150,6 @@ class Leader:
         engine: Engine,
         *,
         store: Store | None = None,
-        takes_over: bool = False,
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -246,7 +163,6 @@ class Leader:
         self.caught_up = self._has_failed = False
         self.engine_watch = EngineWatch(self.target, lambda: bool(self.released))
         self._announced: Version | None = None
-        self._takes_over = takes_over
         self._stop = Event()
         self._thread: Thread | None = None
         self._watching: Thread | None = None
@@ -411,9 +327,51 @@ class Leader:
             self._reach(lambda: self.subscriber.heal(at_head=follows), None)
         return fine
 
-    def status(self) -> ReplicaStatus:
-        """Return the status of the replica, from memory."""
-        return summarise(self)
+    def status(self) -> Status:
+        """Return the status of the replica; makes no request to the store or the engine."""
+        subscriber, target, head = self.subscriber, self.target, self.newest
+        doubt = subscriber.watch.doubt
+        if subscriber.pinned and isinstance(doubt, BrokenChainError):
+            doubt = None  # a pinned replica ignores lost manifests
+        status = known_status(
+            subscriber,
+            url=redacted_url(self.settings.subscribe.url),
+            staged=self.staged.to.version if self.staged else None,
+            head=head,
+            following=self.settings.follow and not self.ended,
+            paused=bool(target.why_paused),
+            classes=target.classes(),
+            on_host=target.on_host(),
+            ranks=[status_row(reply) for reply in target.ranks],
+            trouble=str(self.trouble) if self.trouble else "",
+            doubt=str(doubt.args[0]) if doubt else "",
+            fault=self.engine_watch.fault or self.ended,
+            engine=self.engine.software,
+        )
+        limits = HealthLimits(lag=self.settings.max_lag, silence_s=self.settings.max_silence_s)
+        return judged(status, limits, self._why_waiting(status))
+
+    def _why_waiting(self, status: Status) -> str:
+        if status.version is None:
+            return NOTHING_HELD
+        if self.released:
+            return f"asleep: the engine has released its {', '.join(sorted(self.released))}"
+        if self.target.why_paused:
+            return self.target.why_paused
+        is_late = not (self.caught_up or status.doubt or status.pinned)
+        return "it has not caught up yet" if is_late else ""
+
+    def figures(self) -> Iterator[Figure]:
+        """Yield the figures of the replica for metrics, from memory."""
+        status = self.status()
+        yield from subscriber_figures(
+            self.subscriber,
+            self.tally,
+            engine=status.engine,
+            newest=status.head,
+            follows=status.following,
+        )
+        yield from figures({"ready": status.ready, "paused": status.paused})
 
     @property
     def newest(self) -> Version | None:
@@ -516,9 +474,6 @@ class Leader:
             at_head = held is not None and head is not None and held.version >= head
             self.caught_up = self.caught_up or at_head or self.subscriber.pinned
             self._name()
-            if self._takes_over and held is not None:
-                self.target.resume()
-                self._takes_over = False
 
     def _name(self) -> None:
         """Label tokens with the held version, even if it is not the newest."""

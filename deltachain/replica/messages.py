@@ -13,7 +13,7 @@ import msgspec
 
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.format.documents import Count, Struct
-from deltachain.replica.layout.update_path import Classified, TensorClass
+from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.spool import SpoolIndex
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec

@@ -32,26 +32,6 @@ from deltachain.errors import (
 )
 from deltachain.types import Buffer
 
-OnChange: TypeAlias = Callable[[str], None]
-"""Function called with the key of an object that was written or deleted; with an empty key if
-changes may have been missed, so that the caller looks once. Called from a thread of the feed: it
-returns soon and raises nothing."""
-
-
-class Feed(Protocol):
-    """Word of changes in a store; thread-safe.
-
-    A feed is a hint and nothing more: it may omit changes, repeat them, be late, and name objects
-    that do not exist. Whoever uses it still polls, less often while ``is_live``.
-    """
-
-    @property
-    def is_live(self) -> bool:
-        """Whether the store was heard from lately, so that new changes are expected to arrive."""
-
-    def close(self) -> None:
-        """End the feed; idempotent. ``on_change`` is not called after the return."""
-
 
 class ServerClock:
     """Clock of a server, as its answers tell it; thread-safe.
@@ -395,19 +375,6 @@ class Store(Protocol):
 
     def delete(self, key: str) -> None:
         """Delete an object; do nothing if no object has this key."""
-
-    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:  # noqa: ARG002
-        """Begin to tell of objects as they are written, if the store can.
-
-        Args:
-            prefix: Prefix of the keys to tell of.
-            on_change: See :data:`OnChange`.
-
-        Returns:
-            The feed, which the caller closes; it connects by itself, and connects again. ``None``
-            if the store has none.
-        """
-        return None
 
     def clock(self) -> float | None:
         """Return the time by the store's clock, in Unix seconds, without a request.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deltachain.status import Status
 from deltachain.subscribe.config import SubscribeConfig
-from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged
-from deltachain.subscribe.status import Status
+from deltachain.subscribe.receipt import ApplyReceipt, Staged
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget

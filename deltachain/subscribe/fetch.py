@@ -41,10 +41,8 @@ _T = TypeVar("_T")
 class UsablePlans:
     """What the plans of a target may be made of.
 
-    Attributes:
-        base: Local folder of the base checkpoint.
-        without: Encodings that need old bits which the target turned out not to hold.
-        lack: Its error then.
+    Not of encodings in ``without``: they need old bits that the target turned out not to hold, as
+    the error ``lack`` says.
     """
 
     base: Path | None
@@ -76,17 +74,12 @@ def fetch_around(
         chain: The chain.
         held: The version held; ``None`` for nothing.
         committed: The version to reach.
-        use: Called with a plan whose objects may still be on their way; called again with another
-            plan if one of them turns out to be unusable.
+        use: Called with each plan; its objects may still be on their way.
         usable: What plans may be made of; has fewer encodings afterwards where old bits lack.
         hold: Whether large objects are held in memory in any case; see :func:`fetching`.
 
     Returns:
         The plan, whose objects have all arrived, and the result of ``use``.
-
-    Raises:
-        DeltaChainError: An object is unusable, and no plan avoids it.
-        OldBitsError: Every plan needs old bits that the target does not hold.
     """
     avoid: list[EdgeSummary] = []
     failure: DeltaChainError | None = usable.lack
@@ -124,9 +117,6 @@ def _plan(
     """Find the cheapest plan; with pruned edges whose objects are there if no other leads on.
 
     A prune record only advises readers: on a chain without signatures anybody may have forged it.
-
-    Raises:
-        BrokenChainError: No plan exists.
     """
     try:
         return chain.plan(held, committed, without=without, avoid=avoid)
@@ -165,33 +155,22 @@ def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
 
 
 @contextmanager
-def looking_ahead(
-    chain: Chain, version: Version, *, is_told: bool, every_s: float
-) -> Iterator[Future[Version]]:
-    """Look for later versions while one is staged, until the end of the context.
+def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator[Future[Version]]:
+    """Look for later versions while one is staged; yield the newest version at the first look.
 
-    The first look saves a round trip later. A stage may take long, or hang: the others show
-    operators that the target falls behind meanwhile.
-
-    Args:
-        chain: The chain.
-        version: The version that is staged.
-        is_told: Whether later versions are announced; see :func:`newest_after`.
-        every_s: Seconds between two looks, at least ``LEAST_LOOK_S``.
-
-    Yields:
-        The newest version at the first look.
+    The first look saves a round trip later. A stage may take long, or hang: the others, at least
+    ``LEAST_LOOK_S`` apart, show operators that the target falls behind meanwhile.
     """
     done = Event()
 
     def look_again() -> None:
         while not done.wait(max(every_s, LEAST_LOOK_S)):
             with suppress(DeltaChainError):  # the next look of the follow loop reports it
-                newest_after(chain, max(version, chain.latest or 0), False)
+                newest_after(chain, max(version, chain.latest or 0))
 
     again = Thread(target=look_again, name="deltachain-look-ahead", daemon=True)
     with Pool(1) as pool:
-        looking = pool.submit(newest_after, chain, version, is_told)
+        looking = pool.submit(newest_after, chain, version)
         is_started = started(again)  # without it, the first look alone
         try:
             yield looking
@@ -201,16 +180,8 @@ def looking_ahead(
                 again.join()
 
 
-def newest_after(chain: Chain, version: Version, is_told: bool) -> Version:
-    """Find the newest version from a committed one; this one itself if a gap follows it.
-
-    Args:
-        chain: The chain.
-        version: The committed version.
-        is_told: Whether later versions are announced: then no request is made for them.
-    """
-    if is_told:
-        return max(version, chain.latest or 0)
+def newest_after(chain: Chain, version: Version) -> Version:
+    """Find the newest version from a committed one; this one itself if a gap follows it."""
     try:
         return chain.newest(version)
     except BrokenChainError:  # a gap ahead is reported once it is reached

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from deltachain.figures import Figure, figures, info, phases
-from deltachain.subscribe.status import lag
+from deltachain.status import lag
+from deltachain.subscribe.receipt import Tally
 from deltachain.subscribe.subscriber import Subscriber
-from deltachain.subscribe.totals import Tally
 from deltachain.types import Version
 
 

@@ -27,13 +27,7 @@ from deltachain.types import Version
 
 
 def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | None:
-    """Return the error for the state of the held version in a store; ``None`` if it is intact.
-
-    Args:
-        held: The version held.
-        found: State of this version in the store.
-        url: URL of the store.
-    """
+    """Return the error for the state of the held version in a store; ``None`` if it is intact."""
     if found.chain is None:
         return lost_chain(url)
     if found.chain != held.chain:
@@ -80,11 +74,7 @@ def _missing(version: Version, newest: Version) -> BrokenChainError:
 
 
 class Watch:
-    """Findings of the checks of the held version.
-
-    Attributes:
-        doubt: Why the held version may not be part of the chain; ``None`` if it is.
-    """
+    """Findings of the checks of the held version; ``doubt``: why it may not be the chain's."""
 
     def __init__(self) -> None:
         self.doubt: DeltaChainError | None = None
@@ -105,14 +95,10 @@ class Watch:
             self.doubt = exc
 
     def look(self, chain: Chain, held: HeldVersion) -> bool:
-        """Check a held version in the store.
+        """Check a held version in the store; return whether it was found.
 
-        Returns:
-            Whether it was found; if not, the next check decides.
-
-        Raises:
-            ForkedChainError: The store has another one.
-            DeltaChainError: Two consecutive checks had the same finding.
+        If not, the next check decides: two consecutive ones with the same finding raise it. Another
+        version in its place, a ``ForkedChainError``, is raised at once.
         """
         finding = judge(held, chain.look_back(held.version), chain.store.url)
         if finding is None:
@@ -151,13 +137,10 @@ def held_by(chain: Chain, committed: Committed) -> HeldVersion:
 
 
 def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | None:
-    """Find the version that a target holds.
+    """Find the version that a target holds; ``None`` if it holds none of the chain.
 
     The target's own record counts if it names this chain and, with ``verify``, its bits have the
     recorded state digest. Otherwise the state digest of its bits is looked up in the chain.
-
-    Returns:
-        ``None`` if the target holds no version of the chain.
     """
     held = target.held()
     if held is not None and held.chain == chain.identity.chain and not verify:
@@ -207,13 +190,7 @@ def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None
 
 
 def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) -> bool:
-    """Return whether the held version equals or descends from an announced one.
-
-    Args:
-        chain: The chain.
-        held: The version held, not older than ``version``.
-        version: The announced version.
-        manifest: Digest of the announced manifest.
+    """Return whether the held version, not older than an announced one, equals or descends from it.
 
     Raises:
         ForkedChainError: The announced or the held version differs from the one in the store.
@@ -232,11 +209,7 @@ def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) ->
 
 
 def check_standing(chain: Chain, held: HeldVersion) -> None:
-    """Raise if the held version is not committed in the store.
-
-    Raises:
-        DeltaChainError: The error of :func:`judge`.
-    """
+    """Raise the error of :func:`judge` if the held version is not committed in the store."""
     finding = judge(held, chain.look_back(held.version), chain.store.url)
     if isinstance(finding, BrokenChainError) and finding.version != held.version:
         return  # the held version is in the store
@@ -274,7 +247,6 @@ def require(
 
     Raises:
         ObjectNotFoundError: The whole chain is gone.
-        ConfigError: The version is not a whole number.
         BrokenChainError: The manifest is missing, although later ones exist.
         StoreWentBackError: The held version is gone as well.
         StaleChainError: The head is older than the reader allows.

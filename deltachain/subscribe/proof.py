@@ -39,11 +39,7 @@ class Effect:
 
 
 def check_whole(fetched: Fetched) -> None:
-    """Raise if a plan from nothing does not contain every tensor.
-
-    Raises:
-        BrokenChainError: A tensor is missing.
-    """
+    """Raise a ``BrokenChainError`` if a plan from nothing does not contain every tensor."""
     if fetched.from_nothing and len(fetched.names) != len(fetched.specs):
         raise BrokenChainError("the plan from nothing does not contain every tensor")
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from deltachain.chain.fetch import Fetched
+from deltachain.errors import BaseMismatchError
+from deltachain.format.documents import Manifest, phases_of
+from deltachain.subscribe.targets.base import HeldVersion, Prepared
+from deltachain.tracing import VersionSpan
 from deltachain.types import StateDigest, Version
 
 
@@ -77,21 +83,97 @@ class ApplyReceipt:
             "pause": self.pause_s,
         }
 
-    @property
-    def attributes(self) -> dict[str, str | int | float]:
-        """Attributes of the apply's span in a trace."""
-        step = {} if self.step is None else {"step": self.step}
-        return {
-            "version": self.version,
-            "nbytes": self.nbytes,
-            "nnz": self.nnz,
-            "swap_s": self.swap_s,
-            **step,
-        }
-
     def __str__(self) -> str:
         origin = "nothing" if self.previous is None else self.previous
         return (
             f"version {self.version} (from {origin}) nnz {self.nnz:,} {self.nbytes:,} B "
             f"fetch {self.fetch_s:.3f} s stage {self.stage_s:.3f} s swap {self.swap_s * 1e3:.1f} ms"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """A proven apply, ready to swap.
+
+    Attributes:
+        held: The version held when it was staged; ``None`` for nothing.
+        to: The version held after the swap.
+        manifest: Its manifest.
+        generation: Number of swaps of the subscriber; another swap invalidates this apply.
+        fetched: The fetched objects.
+        prepared: The prepared writes of the target.
+        head: The newest version when staging ended.
+        look_s: Seconds from the commit until staging began, by both clocks.
+        fetch_s: Seconds of planning and fetching, until the last object arrived.
+        stage_s: Seconds of decoding and verification after that; before it, they overlap.
+    """
+
+    held: HeldVersion | None
+    to: HeldVersion
+    manifest: Manifest
+    generation: int
+    fetched: Fetched
+    prepared: Prepared
+    head: int
+    look_s: float
+    fetch_s: float
+    stage_s: float
+
+    def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
+        return ApplyReceipt(
+            version=self.to.version,
+            previous=self.held.version if self.held else None,
+            step=self.manifest.step,
+            state=StateDigest.parse(self.to.state),
+            plan=str(self.fetched.plan),
+            nnz=self.prepared.nnz,
+            nbytes=self.fetched.nbytes,
+            requests=requests,
+            refetched=self.fetched.refetched,
+            lag_versions=self.head - self.to.version,
+            staleness_s=max(0.0, time.time() - self.manifest.time),
+            publish_phases=phases_of(self.manifest),
+            look_s=self.look_s,
+            fetch_s=self.fetch_s,
+            stage_s=self.stage_s,
+            swap_s=swap_s,
+            pause_s=pause_s,
+        )
+
+
+def trace_apply(staged: Staged, receipt: ApplyReceipt) -> None:
+    """Add a span of an apply that is over, as a child of the publisher's."""
+    start = time.time() - sum(receipt.sequence.values())
+    span = VersionSpan("apply", metadata=staged.manifest.metadata, start=start)
+    shown = ("version", "nbytes", "nnz", "swap_s", *(["step"] if receipt.step is not None else []))
+    span.end(receipt.sequence, attributes={name: getattr(receipt, name) for name in shown})
+
+
+def overtaken(version: Version) -> BaseMismatchError:
+    """Return the error of a staged version that another swap has overtaken."""
+    message = f"version {version} was staged before another swap"
+    return BaseMismatchError(message, version=version, hint="stage again")
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums over all applies of this process; failed looks, updates and rollbacks are failures."""
+
+    applies: int = 0
+    failures: int = 0
+    nbytes: int = 0
+    nnz: int = 0
+    fetch_s: float = 0.0
+    stage_s: float = 0.0
+    swap_s: float = 0.0
+    pause_s: float = 0.0
+    _last: ApplyReceipt | None = field(default=None, repr=False)
+
+    def count(self, receipt: ApplyReceipt | None) -> None:
+        """Add an apply, unless it is the one added last."""
+        if receipt is None or receipt is self._last:
+            return
+        self._last = receipt
+        self.applies += 1
+        for name in ("nbytes", "nnz", "fetch_s", "stage_s", "swap_s", "pause_s"):
+            setattr(self, name, getattr(self, name) + getattr(receipt, name))

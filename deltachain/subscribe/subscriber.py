@@ -6,11 +6,11 @@ import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, suppress
 from threading import Event, Lock, RLock
-from typing import Final
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from typing_extensions import override
 
 from deltachain.chain.chain import Chain, Committed
@@ -21,112 +21,135 @@ from deltachain.errors import (
     BrokenChainError,
     ChainError,
     ChainMismatchError,
-    ConfigError,
     DeltaChainError,
     ForkedChainError,
     FormatError,
-    LeaderReplacedError,
     MirrorLagsError,
     ObjectNotFoundError,
     PartialApplyError,
     StoreWentBackError,
     TensorMismatchError,
-    UnsupportedFormatError,
 )
-from deltachain.format.documents import phases_of
 from deltachain.kinds import fields_of, names_checked, whole
-from deltachain.retry import between_polls
+from deltachain.redact import redacted_url
+from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
-from deltachain.subscribe.announcements import Announcements
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
-from deltachain.subscribe.history import Watch, check_history, held_by, identify, require
-from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged, overtaken, trace_apply
-from deltachain.subscribe.status import Status, status_of
+from deltachain.subscribe.history import (
+    Watch,
+    check_history,
+    check_standing,
+    held_by,
+    identify,
+    require,
+)
+from deltachain.subscribe.receipt import ApplyReceipt, Staged, overtaken, trace_apply
+from deltachain.subscribe.rounds import NEEDS_A_PERSON, Looked, Round, repeat
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
 from deltachain.subscribe.targets.local import decodes_once
 from deltachain.threads import Closeable
 from deltachain.types import StateDigest, Version
+from deltachain.version import __version__
 
-NEEDS_A_PERSON: Final = (
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    LeaderReplacedError,
-    TensorMismatchError,
-    UnsupportedFormatError,
-)
-"""Errors that need an operator; they end the loop."""
+NOTHING_HELD = "it holds no version of the chain"
+"""Why something that follows a chain is not ready before its first version."""
+
+
+def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN401 - its fields
+    """Return the status of a subscriber from memory; others are fields that its owner knows."""
+    chain, held, last = subscriber.opened, subscriber.held, subscriber.last
+    times, doubt = subscriber.times, subscriber.watch.doubt
+    version, head = held.version if held else None, chain.latest if chain else None
+    committed_at = times.commit_of(held.manifest) if held else None
+    fields: dict[str, Any] = {
+        "url": chain.store.url if chain else redacted_url(subscriber.config.url),
+        "chain": chain.identity.chain if chain else None,
+        "version": version,
+        "manifest": held.manifest if held else None,
+        "state": held.state if held else None,
+        "head": head,
+        "lag_versions": lag(others.get("head", head), version),
+        "ready": True,
+        "reason": "",
+        "pinned": subscriber.pinned,
+        "poisoned": subscriber.poisoned,
+        "doubt": str(doubt.args[0]) if doubt else "",
+        "last": msgspec.to_builtins(last) | {"state": str(last.state)} if last else None,
+        "phases": last.phases if last else {},
+        "deltachain": __version__,
+        "looked_at": times.looked_at,
+        "applied_at": times.applied_at,
+        "committed_at": committed_at,
+        "silence_s": times.silence_s,
+        "age_s": None if committed_at is None else max(0.0, time.time() - committed_at),
+    }
+    return Status(**fields | others)
+
+
+def status_of(subscriber: Subscriber) -> Status:
+    """Read the current head of the store, and return the status of a subscriber."""
+    chain, held = subscriber.chain, subscriber.held
+    head, doubt = chain.head(), subscriber.watch.doubt
+    try:
+        if held is not None:
+            with suppress(MirrorLagsError):  # it was proven from a store that is ahead of this one
+                check_standing(chain, held)
+        if head is not None:
+            check_age(chain, head)
+    except (ChainError, ObjectNotFoundError) as exc:
+        doubt = exc
+    found = known_status(
+        subscriber,
+        head=head.version if head else None,
+        doubt=str(doubt.args[0]) if doubt else "",
+    )
+    return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
+
 
 LOOK_BACK: Final = 8
 """Poll intervals between two checks of the held version in the store."""
 
 
-def follow(
-    subscriber: Subscriber,
-    *,
-    stop: Event,
-    every_version: bool,
-    looked: Callable[[DeltaChainError | None], None],
-) -> Iterator[ApplyReceipt]:
-    """Apply versions as they are committed, until ``stop`` is set.
-
-    An unavailable store, a corrupt or missing object and a target that was modified externally are
-    logged once and retried with back-off, from nothing if the target's state is unknown. Errors
-    that need an operator are raised: a fork, another model, a newer format.
-    """
-    with Announcements(subscriber.store, subscriber.notify) as announcements:
-        yield from _follow(
-            subscriber, announcements, stop, every_version=every_version, looked=looked
-        )
-
-
 def _follow(
-    subscriber: Subscriber,
-    announcements: Announcements,
-    stop: Event,
-    *,
-    every_version: bool,
-    looked: Callable[[DeltaChainError | None], None],
+    subscriber: Subscriber, *, stop: Event, every_version: bool, looked: Looked
 ) -> Iterator[ApplyReceipt]:
-    failures = polls = 0  # polls since the last look back, as many as the time had room for
-    logged = ""
-    while not stop.is_set():
-        receipt, is_sure = None, True
+    polls = 0  # since the last look back
+
+    def round_(failures: int) -> Round[ApplyReceipt]:
+        nonlocal polls
         polls += 1
-        subscriber.told.clear()  # before the poll: what is told from here on may be missed by it
+        is_due = polls >= LOOK_BACK or failures > 0
         try:
-            receipt = _poll(subscriber, announcements, every_version=every_version)
-            is_due = polls >= LOOK_BACK or failures > 0
+            receipt = _step(subscriber, every_version=every_version)
             around, is_sure = _look_back(subscriber, is_due=is_due)
-            polls = 0 if is_due else polls
-            receipt = receipt or around
-            failures, logged = 0, ""
-            if is_sure:
-                looked(None)
         except NEEDS_A_PERSON as exc:
             subscriber.watch.ended(exc)
             raise
-        except DeltaChainError as exc:
-            failures += 1
-            looked(exc)
-            if str(exc) != logged:
-                logged = str(exc)
-                logger.warning("following %s: %s", subscriber.store.url, exc)
-        if receipt is not None:
-            yield receipt
-        if receipt is None or receipt.lag_versions <= 0:  # else later versions are known already
-            intervals = announcements.intervals if is_sure and not failures else 1
-            polls += _wait(subscriber, failures, stop, intervals=intervals)
+        polls = 0 if is_due else polls
+        receipt = receipt or around
+        if is_sure:
+            looked(None)
+        if receipt is None:
+            return False
+        yield receipt
+        return receipt.lag_versions > 0  # later versions are known already
+
+    return repeat(
+        round_,
+        stop=stop,
+        poll_s=subscriber.poll_s,
+        looked=looked,
+        doing=f"following {subscriber.store.url}",
+        told=subscriber.told,
+    )
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
     """Check the held version in the store if a check is due; plan around a gap after it.
 
-    Returns:
-        The receipt of an apply, if any, and whether the held version was found in the store.
+    Returns the receipt of an apply, if any, and whether the held version was found in the store.
     """
     held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
     if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
@@ -156,19 +179,6 @@ def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None
     return receipt
 
 
-def _poll(
-    subscriber: Subscriber, announcements: Announcements, *, every_version: bool
-) -> ApplyReceipt | None:
-    """Poll once and apply what was found; compare it with what was announced."""
-    before, announced = subscriber.version, announcements.take()
-    subscriber.is_told = announcements.is_relied_upon
-    receipt = _step(subscriber, every_version=every_version)
-    held = subscriber.version
-    if before is not None and held is not None and not subscriber.pinned:
-        announcements.compare(announced, before, held)
-    return receipt
-
-
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
     """Poll once for a new version and apply it; one request to the store if there is none."""
     chain = subscriber.chain
@@ -189,71 +199,17 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return _around(subscriber, exc)  # a plan may lead to a later version
     except (ChainError, BaseMismatchError):
         there = subscriber.version
-        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
+        was_rolled_back = subscriber.pinned and not subscriber.poisoned
+        if not was_rolled_back and (there is None or there <= held.version):
             raise
         return None  # rolled back or applied by another thread meanwhile
 
 
-def _was_rolled_back(subscriber: Subscriber) -> bool:
-    return subscriber.pinned and not subscriber.poisoned
-
-
-def _wait(subscriber: Subscriber, failures: int, stop: Event, *, intervals: int) -> int:
-    """Wait some poll intervals, longer after each failure; return the polls left out.
-
-    The wait ends early, with none left out, when the loop is notified or stopped.
-    """
-    pause_s = between_polls(subscriber.poll_s * intervals).pause_s(failures)
-    is_early = stop.is_set() or subscriber.told.wait(pause_s)
-    return 0 if is_early else intervals - 1
-
-
-@dataclass(frozen=True, slots=True)
-class Undo:
+class Undo(NamedTuple):
     """Undo of one apply: the version held before, and the writes that restore it."""
 
     held: HeldVersion
     prepared: Prepared
-
-
-class UndoLog:
-    """Old bits of the newest applies, bounded in number and in bytes.
-
-    Args:
-        applies: Largest number of applies.
-        nbytes: Largest size, in bytes.
-    """
-
-    def __init__(self, applies: int, nbytes: int) -> None:
-        self._log: deque[Undo] = deque(maxlen=applies)
-        self._nbytes = nbytes
-
-    def push(self, held: HeldVersion, prepared: Prepared) -> None:
-        """Add the apply that replaced ``held``; drop the oldest above the bounds."""
-        self._log.append(Undo(held, prepared.undo()))
-        while self._log and sum(undo.prepared.nbytes for undo in self._log) > self._nbytes:
-            self._log.popleft()
-
-    def clear(self) -> None:
-        """Drop all applies, which no longer fit the target."""
-        self._log.clear()
-
-    def last(self) -> Undo:
-        """Undo of the newest apply."""
-        return self._log[-1]
-
-    def pop(self) -> None:
-        """Drop the newest apply after its undo."""
-        self._log.pop()
-
-    def reaches(self, version: Version) -> bool:
-        """Return whether undoing applies leads to ``version``."""
-        return any(undo.held.version == version for undo in self._log)
-
-    @property
-    def newest(self) -> Version | None:
-        """Version restored by undoing the newest apply; ``None`` if the log is empty."""
-        return self._log[-1].held.version if self._log else None
 
 
 KEPT: Final = 64
@@ -261,16 +217,11 @@ KEPT: Final = 64
 
 
 class Times:
-    """Times of a subscriber; thread-safe.
+    """Times of a subscriber, in seconds since 1970, ``None`` before; thread-safe.
 
     Args:
         unanswered_since: Start of the store's first request without an answer since the last one
             with an answer, by ``time.monotonic()``; ``None`` for none.
-
-    Attributes:
-        looked_at: Time at which the store last answered a look or finished a fetch, in seconds
-            since 1970; ``None`` before.
-        applied_at: Time of the last swap, in seconds since 1970; ``None`` before.
     """
 
     def __init__(self, unanswered_since: Callable[[], float | None] = lambda: None) -> None:
@@ -295,7 +246,6 @@ class Times:
         return 0.0 if since is None else time.monotonic() - since
 
     def looked(self) -> None:
-        """Record that the store answered."""
         with self._lock:
             self._since, self.looked_at = time.monotonic(), time.time()
 
@@ -312,12 +262,10 @@ class Times:
                 self._stages -= 1
 
     def applied(self, manifest: str, committed_at: float) -> None:
-        """Record a swap to the version of a manifest."""
         self.applied_at = time.time()
         self.committed(manifest, committed_at)
 
     def committed(self, manifest: str, at: float) -> None:
-        """Record when the version of a manifest was committed."""
         with self._lock:
             self._commits[manifest] = at
             self._commits.move_to_end(manifest)
@@ -325,7 +273,6 @@ class Times:
                 self._commits.popitem(last=False)
 
     def commit_of(self, manifest: str) -> float | None:
-        """Return when the version of a manifest was committed; ``None`` if it is not known."""
         return self._commits.get(manifest)
 
 
@@ -356,7 +303,7 @@ class Subscriber(Closeable):
     ) -> None:
         self.config = SubscribeConfig.of(config)
         self.target = as_target(target)
-        self.pinned = self.poisoned = self.is_told = False
+        self.pinned = self.poisoned = False
         self.last: ApplyReceipt | None = None
         self.told = Event()
         self.watch, self.times = Watch(), Times(lambda: self.store.unanswered_since)
@@ -366,7 +313,7 @@ class Subscriber(Closeable):
         self._held: HeldVersion | None = None
         self._generation = self._counted = 0
         self._opening, self._updating, self._writing = RLock(), RLock(), RLock()
-        self._undo = UndoLog(self.config.undo_applies, self.config.stage_budget)
+        self._undo: deque[Undo] = deque(maxlen=self.config.undo_applies)
 
     def open(self) -> Chain:
         """Open the chain, bind the target to it, and find the version it holds; idempotent.
@@ -505,12 +452,14 @@ class Subscriber(Closeable):
             start = time.perf_counter()
             swap_s = self._write(staged.prepared, staged.to)
             self.watch.proved(staged.to)
-            self.times.applied(staged.to.manifest, staged.time)
+            self.times.applied(staged.to.manifest, staged.manifest.time)
             pause_s = time.perf_counter() - start
             if staged.held is None or not staged.prepared.can_undo:
                 self._undo.clear()
             else:
-                self._undo.push(staged.held, staged.prepared)
+                self._undo.append(Undo(staged.held, staged.prepared.undo()))
+            while sum(undo.prepared.nbytes for undo in self._undo) > self.config.stage_budget:
+                self._undo.popleft()
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
@@ -550,14 +499,16 @@ class Subscriber(Closeable):
     def _take_back(self, version: Version | None) -> tuple[HeldVersion | None, Version]:
         """Go back by the undo log and pin, if it reaches; return the held version and the goal."""
         held = self._held
-        goal = self._undo.newest if version is None else whole("version", version)
+        newest = self._undo[-1].held.version if self._undo else None
+        goal = newest if version is None else whole("version", version)
         if goal is None or held is None or goal > held.version:
             told = f"cannot roll back from version {self.version} to {goal}"
             raise ChainError(told, hint="name an older version")
-        if self.poisoned or (goal != held.version and not self._undo.reaches(goal)):
+        reached = {held.version, *(undo.held.version for undo in self._undo)}
+        if self.poisoned or goal not in reached:
             return None, goal
         while self._held is not None and self._held.version != goal:
-            undo = self._undo.last()
+            undo = self._undo[-1]
             self._write(undo.prepared, undo.held)
             self._undo.pop()
         self.pinned = True
@@ -577,16 +528,20 @@ class Subscriber(Closeable):
         *,
         stop: Event | None = None,
         every_version: bool = False,
-        looked: Callable[[DeltaChainError | None], None] = lambda _: None,
+        looked: Looked = lambda _: None,
     ) -> Iterator[ApplyReceipt]:
-        """Apply versions as they are committed; recover from failures. See :func:`follow.follow`.
+        """Apply versions as they are committed, and recover from failures.
+
+        An unavailable store, a corrupt or missing object and a target that was modified externally
+        are logged once and retried with back-off, from nothing if the target's state is unknown.
+        Errors that need an operator are raised: a fork, another model, a newer format.
 
         Args:
             stop: Ends the loop when set; call ``notify()`` to end it without a wait.
             every_version: Apply each version on its own instead of folding pending versions.
             looked: Called after each iteration with the error to be retried, or ``None``.
         """
-        return follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
+        return _follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
 
     def notify(self) -> None:
         """Wake :meth:`follow`, so that it polls at once."""
@@ -646,7 +601,7 @@ class Subscriber(Closeable):
                         self._poison()
                 raise
 
-        ahead = looking_ahead(chain, committed.version, is_told=self.is_told, every_s=self.poll_s)
+        ahead = looking_ahead(chain, committed.version, every_s=self.poll_s)
         with self.times.staging(), ahead as looking:
             fetched, prepared = fetch_around(
                 chain, held, committed, stage, usable=self._usable, hold=not once
@@ -656,10 +611,7 @@ class Subscriber(Closeable):
         return Staged(
             held=held if prepared.base_too else None,
             to=held_by(chain, committed),
-            step=committed.manifest.step,
-            time=committed.manifest.time,
-            metadata=committed.manifest.metadata,
-            publish_phases=phases_of(committed.manifest),
+            manifest=committed.manifest,
             generation=generation,
             fetched=fetched,
             prepared=prepared,

@@ -155,14 +155,6 @@ class StoreContract(RaceContract):
         with pytest.raises(ConfigError):
             store.upload(key, b"data")
 
-    def test_feed_is_optional_and_closes(self, store: Store) -> None:
-        """A store without one returns None."""
-        feed = store.feed("manifests/", lambda _: None)
-        if feed is not None:
-            feed.close()
-            feed.close()
-            assert not feed.is_live
-
     def test_put_replaces(self, store: Store) -> None:
         """A shorter object replaces a longer one completely."""
         store.put("a", b"long old object")

@@ -16,11 +16,9 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from deltachain.control.server.auth import LOOPBACK, Control
-from deltachain.control.server.bootstrap import LedEngine, lead, leave_at_end
-from deltachain.control.server.refusal import refused
-from deltachain.control.server.routes import probes, router
-from deltachain.environment import is_strict
+from deltachain.control.routes import probes, router
+from deltachain.control.server import LOOPBACK, Control, LedEngine, lead, leave_at_end
+from deltachain.environment import is_strict, refused
 from deltachain.errors import DeltaChainError, UnsupportedEngineError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.replica.layout.layer_probe import is_plain, probing_rows, processed
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.members import Members, MemoryIndex, tensors_in
+from deltachain.replica.layout.model_state import is_plain, probing_rows, processed
 from deltachain.replica.layout.recorder import live_tensors
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import compat, loading

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.messages import Refusal, SwapRequest, decode_reply, encode_reply
-from deltachain.replica.rpc import RankServices
+from deltachain.replica.rank import RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.messages import SchedulerReply, decode_scheduler_request, encode_message

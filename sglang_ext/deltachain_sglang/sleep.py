@@ -12,8 +12,7 @@ from typing import Any
 
 from fastapi import HTTPException
 
-from deltachain.control.server.auth import Control
-from deltachain.control.server.sleep import fall_asleep, wake_up
+from deltachain.control.server import Control, fall_asleep, wake_up
 from deltachain.errors import DeltaChainError
 from deltachain_sglang import compat
 

@@ -7,8 +7,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from deltachain.control.server.refusal import refused
-from deltachain.environment import is_strict
+from deltachain.environment import is_strict, refused
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain_sglang import compat
 

@@ -10,12 +10,12 @@ from typing import Any, Self
 
 from torch import nn
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Version
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.accidents.copies import Kept
 from tests.accidents.oracle import View
 from tests.support.models import Replica, State, bits_of, train_

@@ -11,7 +11,7 @@ import pytest
 from torch import nn
 
 from deltachain.chain.chain import Chain
-from deltachain.control.client.fleet import Announced, Fleet
+from deltachain.control.fleet import Announced, Fleet
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings

@@ -16,8 +16,8 @@ import msgspec
 from fastapi import FastAPI, Response
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.phases import REPLICA_PHASES
-from deltachain.replica.status import ReplicaStatus
+from deltachain.dashboard.watcher import REPLICA_PHASES
+from deltachain.status import Status
 from deltachain.store import open_store
 from deltachain.types import Version
 from tests.unit.control.replicas import served
@@ -45,7 +45,7 @@ class Followers:
                 self._digests[version] = self._chain.read(version).digest
         self.head = head
 
-    def status(self, number: int) -> ReplicaStatus:
+    def status(self, number: int) -> Status:
         """Return what a replica answers."""
         is_cut = number % CUT_OFF == 0
         version = max(self.head - number % BEHIND, 0)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.dashboard.alerts import AlertLimits
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.dashboard.app import create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.status import HealthLimits
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig
 from tests.e2e.pages import opened
@@ -112,7 +112,7 @@ def test_prometheus_fires_while_a_replica_is_cut_off_from_its_store(scene: Scene
 def test_prometheus_and_the_dashboard_agree_on_a_replica_that_is_cut_off(
     browser: Any, scene: Scene, tmp_path: Path
 ) -> None:
-    limits = AlertLimits(max_lag=0, max_silence_s=SILENCE_S)
+    limits = HealthLimits(lag=0, silence_s=SILENCE_S)
     client = ReplicaClient(scene.client.url, token=TOKEN, timeout_s=5)
     index = ChainIndex(scene.store)
     with (

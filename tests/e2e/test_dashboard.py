@@ -13,13 +13,13 @@ import pytest
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.dashboard.alerts import AlertLimits
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.dashboard.app import create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
+from deltachain.status import HealthLimits
 from tests.e2e.pages import opened
 from tests.support.sharding import Sharding
 from tests.unit.control.replicas import app_of, served
@@ -69,7 +69,7 @@ def page(browser: Any, first: Replica, tmp_path: Path) -> Iterator[Any]:
         eventually(lambda: second.leader.status().version == 2)
         clients = [ReplicaClient(one.url, timeout_s=5) for one in (first, second)]
         index = ChainIndex(first.here.store)
-        limits = AlertLimits(max_lag=1, max_silence_s=0.5)
+        limits = HealthLimits(lag=1, silence_s=0.5)
         watcher = Watcher(index, clients, poll_s=0.05, asked_s=0.05, limits=limits)
         stack.enter_context(watcher)
         url = stack.enter_context(served(create_app(watcher)))

@@ -42,17 +42,16 @@ def test_shares_of_a_free_token_add_up() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("feed", "count"), [("absent", FOLLOWERS), ("live", 2 * FOLLOWERS)])
 def test_a_publisher_and_its_followers_stay_inside_a_free_token(
-    hub: HubServer, bucket: str, caplog: pytest.LogCaptureFixture, feed: str, count: int
+    hub: HubServer, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By count: the Hub refuses nothing, and everybody gets every bit in time."""
-    hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S, feed=feed)
+    hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S)
     earlier = hub.counts()
     url = f"hf://buckets/{bucket}/policy"
     options = {"endpoint": hub.url, "token": hub.token, "window_s": WINDOW_S}
     model, stop = plain_model(), Event()
-    targets = [tensors_of(model) for _ in range(count)]
+    targets = [tensors_of(model) for _ in range(FOLLOWERS)]
     config = SubscribeConfig(url=url, storage_options=options, poll_s=LOOK_S)
     followers = [Subscriber(config, target) for target in targets]
     spent: Counter[int] = Counter()
@@ -61,7 +60,7 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
         for receipt in followers[number].follow(stop=stop):
             spent[number] += receipt.requests
 
-    threads = [Thread(target=follow, args=(number,)) for number in range(count)]
+    threads = [Thread(target=follow, args=(number,)) for number in range(FOLLOWERS)]
     publish = PublishConfig(url=url, storage_options=options)
     with (
         caplog.at_level(logging.WARNING, "deltachain"),
@@ -85,7 +84,7 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
         for follower, thread in zip(followers, threads, strict=True):
             follower.notify()
             thread.join()
-    assert [follower.version for follower in followers] == [VERSIONS] * count
+    assert [follower.version for follower in followers] == [VERSIONS] * FOLLOWERS
     assert all(same(bits_of(target), bits_of(model)) for target in targets)
     assert "refused" not in counted
     assert "are spent" not in caplog.text  # nobody had to wait for its share either

@@ -18,7 +18,7 @@ from typing import Final
 import pytest
 from rich.console import Console
 
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from examples.demo.display import Display

@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from deltachain.weight_files import WEIGHTS_FILE
+from deltachain.checkpoint import WEIGHTS_FILE
 from examples.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
 
 _SPREAD: Final = 0.05

@@ -26,7 +26,7 @@ from deltachain.checkpoint import Checkpoint, read_assets, write_weights
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.update_path import Agreement, agree, orphans
+from deltachain.replica.layout.classes import Agreement, agree, orphans
 from deltachain.replica.rank import Rank
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.engines.compare import copied, differences, live

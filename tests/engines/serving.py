@@ -82,7 +82,7 @@ class Options:
         plain: Whether linear layers keep their weights, where the engine packs them.
         strikes: The file of :mod:`tests.engines.strikes`, to let ranks fail.
         requests: Most that run at once.
-        bare: Whether nothing but what its workers need is given to it, for who leads from beside.
+        bare: Whether nothing but what its workers need is given to it, and no leader.
     """
 
     tp: int = 1

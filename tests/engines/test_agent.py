@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.control.sidecar.agent import Agent
-from deltachain.control.sidecar.reload import ReloadServer
+from deltachain.control.agent import Agent, ReloadServer
 from deltachain.subscribe import SubscribeConfig
 from tests.engines.expected import sharded
 from tests.engines.serving import Server, start

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deltachain.weight_files import WEIGHTS_FILE
+from deltachain.checkpoint import WEIGHTS_FILE
 from tests.engines.families import FAMILIES, make, with_tokenizer
 
 

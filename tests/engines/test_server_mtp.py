@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.expected import Judge
 from tests.engines.families import named
 from tests.engines.load import prompt

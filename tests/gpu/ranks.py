@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta, changes
-from deltachain.replica.layout.update_path import agree
+from deltachain.replica.layout.classes import agree
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest

@@ -27,14 +27,13 @@ from torch import Tensor
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
-from deltachain.checkpoint import HELD_FILE
+from deltachain.checkpoint import HELD_FILE, WEIGHTS_FILE
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, HeldVersion, Subscriber
-from deltachain.subscribe.targets.folder_owner import write_assets
+from deltachain.subscribe.targets.folder import write_assets
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import TensorSpec
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.hostile.case import Case
 from tests.hostile.corpus import CORPUS
 from tests.hostile.scene import SCENES, Scene

@@ -16,7 +16,7 @@ from deltachain.format.documents import Edge, ObjectRef, Table
 from deltachain.format.keys import object_digest, payload_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber
-from deltachain.subscribe.targets.folder_owner import write_assets
+from deltachain.subscribe.targets.folder import write_assets
 from deltachain.types import StateDigest, TensorSpec
 from tests.format.forge import take_apart
 from tests.format.forgeries import PARTS

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deltachain.replica.layout.load_methods import LoadMethod, load_with
+from deltachain.replica.layout.model_state import LoadMethod, load_with
 from tests.property.engine import RandomEngine
 from tests.property.layers import Layer
 from tests.property.recipe import Recipe

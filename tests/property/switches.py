@@ -11,16 +11,15 @@ import pytest
 from torch import Tensor
 
 from deltachain.replica import live_record
-from deltachain.replica.layout import discover, engine_loads, loaded_checkpoint, trial, unused
+from deltachain.replica.layout import derived, discover, loaded_checkpoint, reloads
 from deltachain.replica.layout import in_place as read_back
 from deltachain.replica.layout import loaded_checkpoint as other_bits
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.load_methods import LoadGroup
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import Members, MemoryIndex
-from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.trial import Trial, Untouched, _Seen
+from deltachain.replica.layout.model_state import LoadGroup, ModelState
+from deltachain.replica.layout.reloads import Trial, Untouched, _Seen
 from deltachain.replica.live_record import LateTies
 from tests.property.check import KINDS
 from tests.property.generate import OPAQUE
@@ -102,12 +101,12 @@ def _uniform(patch: pytest.MonkeyPatch) -> None:
 
 def _halves(patch: pytest.MonkeyPatch) -> None:
     """Groups are loaded all at once."""
-    patch.setattr(trial, "halves", lambda _: [])
+    patch.setattr(reloads, "halves", lambda _: [])
 
 
 def _turns(patch: pytest.MonkeyPatch) -> None:
     """Groups of one layer are tried at once."""
-    patch.setattr(trial, "_without_common_layers", lambda groups: [list(groups)])
+    patch.setattr(reloads, "_without_common_layers", lambda groups: [list(groups)])
 
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
@@ -125,7 +124,7 @@ def _ties(patch: pytest.MonkeyPatch) -> None:
 def _read_back(patch: pytest.MonkeyPatch) -> None:
     """Live bits are not compared with those of the checkpoint."""
     patch.setattr(read_back, "holds_bits", lambda *_: True)
-    patch.setattr(engine_loads, "holds_bits", lambda *_: True)
+    patch.setattr(reloads, "holds_bits", lambda *_: True)
 
 
 def _made(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +138,7 @@ def _made(patch: pytest.MonkeyPatch) -> None:
 
 def _confirmed(patch: pytest.MonkeyPatch) -> None:
     """What a reload leaves out is taken to be of no use."""
-    patch.setattr(engine_loads, "_unconfirmed", lambda *_: "")
+    patch.setattr(reloads, "_unconfirmed", lambda *_: "")
 
 
 def _nearby(patch: pytest.MonkeyPatch) -> None:
@@ -212,7 +211,7 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     ),
     "what a reload leaves out is confirmed": (_confirmed, modules(994)),
     "what is read after a swap can be": (
-        partial(_empty, engine_loads, "_displaced"),
+        partial(_empty, reloads, "_displaced"),
         loaders(10501),
     ),
     "what is opaque is not loaded": (_opaque, INTO),
@@ -221,11 +220,11 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
         modules(1472),
     ),
     "what is unused is stored nowhere": (
-        lambda patch: patch.setattr(unused, "_held", lambda *_: {}),
+        lambda patch: patch.setattr(derived, "_held", lambda *_: {}),
         loaders(19581),
     ),
     "everything is loaded once": (_nearby, modules(1041)),
-    "other bits arrive where they were recorded": (partial(_empty, engine_loads, "_stray"), ROWS),
+    "other bits arrive where they were recorded": (partial(_empty, reloads, "_stray"), ROWS),
     "outputs are restored": (partial(_off, discover, "restore_outputs"), modules(1798)),
 }
 """The same of those that take longer."""

@@ -21,7 +21,7 @@ from deltachain.errors import (
 )
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.replica.layout.update_path import agree, orphans
+from deltachain.replica.layout.classes import agree, orphans
 from deltachain.replica.rank import Rank
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec

@@ -10,7 +10,7 @@ import torch
 from torch import distributed
 from torch.distributed.tensor.debug import CommDebugMode
 
-from deltachain.control.client.fleet import Wait
+from deltachain.control.fleet import Wait
 from deltachain.control.transfer import DeltaChainWeightTransfer
 from tests.ranks.layouts import LAYOUTS, train_step
 from tests.ranks.trials import RATE, check

@@ -26,9 +26,7 @@ from deltachain.errors import AlreadyExistsError, StorePermissionError, StoreUna
 from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
-    Feed,
     ObjectInfo,
-    OnChange,
     Store,
     check_nbytes,
     find_each,
@@ -225,10 +223,6 @@ class FaultyStore(Store):
     @override
     def clock(self) -> float | None:
         return self.inner.clock()
-
-    @override
-    def feed(self, prefix: str, on_change: OnChange) -> Feed | None:
-        return self.inner.feed(prefix, on_change)
 
     @override
     def close(self) -> None:

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
-from deltachain.checkpoint import Checkpoint
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import reference
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
-from deltachain.weight_files import WEIGHTS_FILE
 
 State: TypeAlias = Mapping[str, Bits]
 """Flat unsigned bits of every tensor, by checkpoint name."""

@@ -20,7 +20,7 @@ from deltachain.replica.messages import (
     encode,
     name_of,
 )
-from deltachain.replica.rpc import RankService
+from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import LiveElements, Patch, write

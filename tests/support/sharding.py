@@ -13,11 +13,10 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
 from deltachain.kernels.device import bits_of
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import BITS_DTYPES, TensorSpec
-from deltachain.weight_files import WEIGHTS_FILE
 
 HIDDEN: Final = 16
 HEAD: Final = 4

@@ -11,8 +11,8 @@ import pytest
 
 from deltachain import publish
 from deltachain.cli.fleet import Verb
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.server.routes import router
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.routes import router
 from deltachain.format.documents import EdgeKind
 from deltachain.publish.quantise.settings import GROUP, RECIPES
 from deltachain.replica.leader import Leader

@@ -17,7 +17,7 @@ from deltachain.format.documents import Table
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.remote_code import without_remote_code
 from deltachain.store import MemoryStore, open_store
-from deltachain.subscribe.targets.folder_owner import write_assets
+from deltachain.subscribe.targets.folder import write_assets
 from tests.support.models import TinyModel
 from tests.unit.cli.support import ok, random_state, write_checkpoint
 

@@ -10,7 +10,7 @@ from threading import Barrier, Event
 
 import pytest
 
-from deltachain.control.client.fleet import Fleet
+from deltachain.control.fleet import Fleet
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, open_store
 from deltachain.store.s3 import bucket as s3_bucket

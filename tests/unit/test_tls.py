@@ -11,10 +11,9 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from deltachain.control.client.fleet import Fleet
-from deltachain.control.client.http import make_client
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.sidecar.engine_api import EngineClient
+from deltachain.control.agent import EngineClient
+from deltachain.control.fleet import Fleet
+from deltachain.control.replica_client import ReplicaClient, make_client
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.replica.leader import Leader
 from deltachain.store import open_store

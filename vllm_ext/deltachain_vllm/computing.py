@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.layer_probe import probing_rows
 from deltachain.replica.layout.members import tensors_in
+from deltachain.replica.layout.model_state import probing_rows
 from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
 
 WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")

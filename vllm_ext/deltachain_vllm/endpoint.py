@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fastapi import FastAPI
 
-from deltachain.control.server.auth import LOOPBACK
-from deltachain.control.server.bootstrap import (
+from deltachain.control.routes import probes, router
+from deltachain.control.server import (
+    LOOPBACK,
     LedEngine,
     join_registry,
     lead,
     leave_at_end,
 )
-from deltachain.control.server.routes import probes, router
 from deltachain.errors import ConfigError
 from deltachain.replica.settings import ReplicaSettings
 from deltachain_vllm import speak

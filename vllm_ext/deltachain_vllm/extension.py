@@ -12,7 +12,7 @@ from torch import nn
 
 from deltachain.errors import UnsupportedEngineError
 from deltachain.replica.messages import StatusReply, encode_reply
-from deltachain.replica.rpc import RankService, RankServices
+from deltachain.replica.rank import RankService, RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain_vllm.model import VllmModel
 

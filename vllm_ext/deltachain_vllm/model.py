@@ -15,9 +15,9 @@ from vllm.config import set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
-from deltachain.replica.layout.layer_probe import is_plain, processed
 from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
 from deltachain.replica.layout.members import Members, storage_id, tensors_in
+from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_vllm.compat import (
     acts_last,

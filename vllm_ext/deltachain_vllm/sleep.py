@@ -15,8 +15,7 @@ from typing import Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 
-from deltachain.control.server.auth import Control
-from deltachain.control.server.sleep import fall_asleep, wake_up
+from deltachain.control.server import Control, fall_asleep, wake_up
 from deltachain.errors import DeltaChainError
 from deltachain.replica.leader import Leader
 

@@ -53,6 +53,5 @@ def check_listed(named: str) -> None:
     if ROUTES not in named.split(","):
         raise UnsupportedEngineError(
             f"vLLM loads no routes of deltachain: VLLM_PLUGINS is {named!r}",
-            hint=f"VLLM_PLUGINS=deltachain,{ROUTES}; or DELTACHAIN_STRICT=0, where "
-            "`python -m deltachain_vllm` leads this server",
+            hint=f"VLLM_PLUGINS=deltachain,{ROUTES}",
         )

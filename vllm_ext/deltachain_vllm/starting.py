@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import PurePath
 
-from deltachain.control.server.refusal import refused
-from deltachain.environment import is_strict
+from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, UnsupportedEngineError
 from deltachain_vllm.compat import check_configured, check_counts, check_version
 from deltachain_vllm.start_check import check_listed

@@ -1,26 +1,40 @@
-"""Classify live tensors that are not loaded from the checkpoint: constant, or derived from tensors.
-
-Loading other bits, post-load processing included, changes derived tensors, but not constants. The
-sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its own
-module outwards.
-"""
+"""Prove that an engine does not use some tensors of its checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.replica.layout.findings import Findings, components
-from deltachain.replica.layout.layer_probe import idle
-from deltachain.replica.layout.links import Links, all_layers, links_of
-from deltachain.replica.layout.load_methods import RELOADS, LoadMethod, load_with
+from deltachain.replica.layout.findings import Findings, Links, all_layers, components, links_of
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, mixed
-from deltachain.replica.layout.members import MemoryIndex, digest_of
-from deltachain.replica.layout.model_state import ModelState, layer_of
+from deltachain.replica.layout.members import MemoryIndex, SavedBits, digest_of
+from deltachain.replica.layout.model_state import (
+    RELOADS,
+    LoadGroup,
+    LoadMethod,
+    ModelState,
+    idle,
+    layer_of,
+    load_with,
+    restore_outputs,
+)
+
+if TYPE_CHECKING:
+    from deltachain.replica.layout.discover import Layout
+
+
+# Loading other bits, post-load processing included, changes derived tensors, but not constants. The
+# sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its
+# own module outwards.
+
 
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""
@@ -30,8 +44,7 @@ def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings
     """Distinguish constants from derived tensors; the sources of the latter must be reloaded.
 
     Raises:
-        TensorMismatchError: A live tensor depends on unknown tensors of the checkpoint, or cannot
-            be tested.
+        TensorMismatchError: A live tensor depends on unknown tensors, or cannot be tested.
     """
     search = _Search(state, source, findings)
     left = search.uncovered | search.left_behind()
@@ -48,7 +61,6 @@ def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings
 
 
 def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[str]]) -> Findings:
-    """Record the sources of derived tensors, whose modules must follow these sources as well."""
     layers, derived = dict(findings.loaded_into), dict(findings.derived)
     reasons: dict[str, str] = {}
     for live, names in made.items():
@@ -61,7 +73,6 @@ def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[
 
 
 def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[str]]:
-    """Return the checkpoint tensors that are the sources of each derived one."""
     made: dict[str, set[str]] = {live: set() for live in derived}
     for scopes in _outwards(search, derived):
         wanted = [scopes[live] for live in scopes if not made[live]]
@@ -108,7 +119,6 @@ class _Search:
         self.uncovered = _uncovered(state, findings, self.all_links)
 
     def ignore_unstable(self) -> None:
-        """From now on, ignore live tensors that change even if the same bits are loaded again."""
         self.ignoring = True
         for method in (*RELOADS, "loaded"):
             found = self._load(method, self.groups, frozenset())
@@ -116,11 +126,7 @@ class _Search:
                 self.unstable[method] = found
 
     def expect_stable(self, constants: frozenset[str]) -> None:
-        """Refuse tensors that look constant only because every load changes them.
-
-        Raises:
-            TensorMismatchError: A tensor changes in every load of the same bits, and was ignored.
-        """
+        """Refuse tensors that look constant only because every load changes them."""
         every = iter(self.unstable.values())
         for live in sorted(constants.intersection(next(every, frozenset()), *every)):
             raise TensorMismatchError(
@@ -129,11 +135,7 @@ class _Search:
             )
 
     def expect_loaded(self, constants: frozenset[str]) -> None:
-        """Refuse tensors that a layer with weights computed at run time; loads do not update them.
-
-        Raises:
-            TensorMismatchError: There is such a tensor.
-        """
+        """Refuse what a layer with weights computed at run time; loads do not update it."""
         linked = frozenset().union(*self.links.values())
         linked |= {layer.rpartition(".")[0] for layer in linked}
         for live in sorted(constants & self.state.model.made_by_running()):
@@ -158,7 +160,6 @@ class _Search:
         return found or frozenset()
 
     def _left_behind(self, groups: list[list[str]]) -> frozenset[str] | None:
-        """Do ``left_behind`` for some groups; ``None`` if a method cannot load them."""
         names = frozenset(name for group in groups for name in group)
         repacked = self._load("repacked", groups, names) if names else frozenset()
         reloaded = self._load("reloaded", groups, names) if repacked else frozenset()
@@ -171,9 +172,6 @@ class _Search:
             names: Names of the tensors with other bits.
             whole: Whether to load everything, not only the groups of these tensors: a layer may
                 create a tensor from the weights of another layer.
-
-        Raises:
-            TensorMismatchError: Every load method of the engine fails.
         """
         changed = frozenset(names)
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
@@ -193,7 +191,6 @@ class _Search:
     def _follow(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        """Return the changes by one load method, except those that it makes in any case."""
         found = self._load(method, groups, changed)
         if found and self.ignoring and method not in self.unstable:
             # Not everything can be loaded at once by this method.
@@ -201,15 +198,10 @@ class _Search:
         return found
 
     def expect_made(self, constants: frozenset[str]) -> None:
-        """Refuse tensors that are unchanged only because no load was seen to create them again.
+        """Refuse constants that are unchanged only because no load was seen to create them again.
 
-        Args:
-            constants: Live tensors that no load changed.
-
-        Raises:
-            TensorMismatchError: A layer with processing that is not empty was not processed again
-                in any load, although tensors are loaded into it, or it computes from memory that
-                cannot be inspected.
+        A layer with processing that is not empty was not processed again in any load, although
+        tensors are loaded into it, or it computes from memory that cannot be inspected.
         """
         linked = frozenset().union(*self.links.values()) | self.beyond
         doubtful = (linked & self.state.processed) - self.made_anew - idle(self.state.modules)
@@ -235,10 +227,7 @@ class _Search:
         )
 
     def _digests_after(self, method: LoadMethod) -> Mapping[str, bytes]:
-        """Return digests of the live tensors that change when other bits of all tensors are loaded.
-
-        Empty if the engine cannot load by this method.
-        """
+        """Return digests of what a load of other bits changes; empty if there is no such load."""
         state, source = self.state, self.source
         load = partial(load_with, state.model, method, frozenset())
         try:
@@ -251,7 +240,6 @@ class _Search:
             state.put_back(partial(load, source.clones(source.present)))
 
     def _uncovered_packed(self) -> frozenset[str]:
-        """Return the uncovered tensors in layers that a load alone does not process."""
         processed = self.state.model.processed()
         return frozenset(n for n in self.uncovered if _module(self.state, n) in processed)
 
@@ -280,12 +268,10 @@ class _Search:
 
 
 def _beyond(state: ModelState, links: Links) -> frozenset[str]:
-    """Return processed layers with outputs, but without any known loaded tensor."""
     return (frozenset(state.outputs) & state.processed) - all_layers(links, links)
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
-    """Return live tensors, numbers and outputs that come from no checkpoint tensor."""
     filled = state.memory.tied(all_layers(links, findings.reload_only))
     holders = MemoryIndex(state.tensors.items())
     places = [place for name in findings.in_place() for place in findings.placements[name]]
@@ -323,7 +309,6 @@ def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str,
 
 
 def _module(state: ModelState, live: str) -> str:
-    """Return the module of a live tensor, a number or an output."""
     if live.endswith("()"):
         return live.removesuffix("()")
     return layer_of(live, state.modules)
@@ -331,3 +316,103 @@ def _module(state: ModelState, live: str) -> str:
 
 def _is_in(layer: str, prefix: str) -> bool:
     return not prefix or layer == prefix or layer.startswith(f"{prefix}.")
+
+
+logger = logging.getLogger(__name__)
+
+
+def find_unused(
+    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
+) -> dict[str, str]:
+    """Load the whole checkpoint with other bits in some tensors alone: nothing may change.
+
+    Args:
+        state: State of the model; restored afterwards.
+        source: The checkpoint that the engine loaded.
+        layout: Discovered layout of the rank.
+        names: Names of tensors that no rank holds.
+
+    Returns:
+        Reason why each tensor is not proven to be unused; empty for an unused one.
+    """
+    wanted, groups = list(names), layout.groups
+    if state.opaque:
+        why = f"{min(state.opaque)} may use it, and its weights cannot be inspected"
+        return dict.fromkeys(wanted, why)
+    try:
+        held = _held(state, source, layout, wanted)
+        left = [name for name in wanted if name not in held]
+        if not left or not _followed(state, source, groups, left):
+            return dict.fromkeys(left, "") | held
+        return {name: _followed(state, source, groups, [name]) for name in left} | held
+    finally:
+        restore_outputs(state, source)
+
+
+def _held(
+    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
+) -> dict[str, str]:
+    """Return tensors in a parameter that no update reaches, which a loader may write only once."""
+    places = [place for places in layout.places.values() for place in places]
+    reached = {place.live.untyped_storage().data_ptr() for place in places}
+    unreached = [
+        (live, tensor)
+        for live, tensor in state.tensors.items()
+        if isinstance(tensor, nn.Parameter)
+        and tensor.untyped_storage().data_ptr() not in reached
+        and state.owner[live] not in layout.layers
+    ]
+    found: dict[str, str] = {}
+    for name in names if unreached else ():
+        for _, tensor in source.clones([name]):
+            for live, parameter in unreached:
+                if _holds(parameter, tensor):
+                    found[name] = f"{live} holds its bits, and no load writes it again"
+    return found
+
+
+def _holds(parameter: Tensor, tensor: Tensor) -> bool:
+    if parameter.numel() != tensor.numel():
+        return False
+    same = tensor.reshape(-1).to(parameter.device, parameter.dtype)
+    return torch.equal(parameter.detach().reshape(-1), same)
+
+
+def _followed(
+    state: ModelState,
+    source: LoadedCheckpoint,
+    groups: Sequence[tuple[LoadMethod, LoadGroup]],
+    changed: Sequence[str],
+) -> str:
+    """Return which changes some tensors cause; empty for none, if loads of the others changed some.
+
+    All tensors have other bits in these loads, to reveal one that acts only together with others.
+    """
+    packed = frozenset().union(*(group.layers for method, group in groups if method == "repacked"))
+    proven = [name for method, group in groups if method == "repacked" for name in group.names]
+    others = [name for name in source.present if name not in changed]
+    loads: list[tuple[LoadMethod, frozenset[str], list[str]]] = [
+        ("loaded", frozenset(), others),
+        ("reloaded", frozenset(), [name for name in others if name not in proven]),
+        ("repacked", packed, proven),
+    ]
+    done = 0
+    for method, layers, names in loads:
+        if method == "repacked" and not layers:
+            continue
+        try:
+            load_with(state.model, method, layers, mixed(source.clones, [*names, *changed], names))
+            if not state.changed():
+                continue  # this method changes nothing, which proves nothing
+            before = ModelState(state.model, SavedBits(state.model.tensors()))
+            every = [*names, *changed]
+            load_with(state.model, method, layers, mixed(source.clones, every, every))
+            before.expect_same()
+            done += method in RELOADS
+        except TensorMismatchError as exc:
+            return str(exc.args[0])
+        except Exception as exc:  # noqa: BLE001 - an engine may raise anything
+            logger.debug("a full load by method %r raised: %r", method, exc)
+        finally:
+            state.put_back()
+    return "" if done else "no full load was possible"

@@ -14,13 +14,8 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
+from deltachain.replica.layout.classes import ON_HOST, Classified, TensorClass
 from deltachain.replica.layout.derived import find_derived
-from deltachain.replica.layout.engine_loads import (
-    decide_remaining,
-    find_untestable,
-    try_loading,
-    try_reloading,
-)
 from deltachain.replica.layout.findings import Findings, distinct, from_recording, require_classes
 from deltachain.replica.layout.fresh_load import find_comparable
 from deltachain.replica.layout.in_place import (
@@ -31,12 +26,22 @@ from deltachain.replica.layout.in_place import (
     verify_in_place,
     verify_uniform,
 )
-from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import undisturbed
-from deltachain.replica.layout.model_state import ModelState, restore_outputs
+from deltachain.replica.layout.model_state import (
+    RELOADS,
+    LoadGroup,
+    LoadMethod,
+    ModelState,
+    restore_outputs,
+)
 from deltachain.replica.layout.recorder import record
-from deltachain.replica.layout.update_path import ON_HOST, Classified, TensorClass
+from deltachain.replica.layout.reloads import (
+    decide_remaining,
+    find_untestable,
+    try_loading,
+    try_reloading,
+)
 from deltachain.replica.windows import Placement
 
 
@@ -63,17 +68,14 @@ class Layout:
     idle: frozenset[str] = frozenset()
 
     def comparing(self, compared: Container[str]) -> Layout:
-        """Return the layout with the comparable groups that have the given tensors alone."""
         kept = {g for g in self.comparable if all(name in compared for name in g.names)}
         return replace(self, comparable=frozenset(kept))
 
     @property
     def layers(self) -> frozenset[str]:
-        """Layers that the engine loads into."""
         return frozenset().union(*(group.layers for _, group in self.groups))
 
     def report(self) -> dict[str, Classified]:
-        """Return the class of each tensor, for the leader."""
         reloaded = (group for method, group in self.groups if method in RELOADS)
         groups = {name: group for group in reloaded for name in group.names}
         return {
@@ -150,11 +152,7 @@ def _decide(
 
 
 def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
-    """Find the placements again in an engine that replaced its tensors, whatever their content.
-
-    Raises:
-        TensorMismatchError: The layout has changed.
-    """
+    """Find the placements again in an engine that replaced its tensors, whatever their content."""
     recording = record(model.load, source.loaded.values(), model.modules())
     found: dict[str, list[Placement]] = {name: [] for name in source.specs}
     for here, places in recording.places.items():

@@ -1,17 +1,16 @@
-"""Findings of discovery about each checkpoint tensor: a value that every step replaces."""
+"""Links from checkpoint tensors to layers that must follow them, and groups to load together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
+from deltachain.replica.layout.classes import ON_HOST, TensorClass
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import restoring
-from deltachain.replica.layout.model_state import ModelState
+from deltachain.replica.layout.model_state import RELOADS, LoadGroup, LoadMethod, ModelState
 from deltachain.replica.layout.recorder import Recording
-from deltachain.replica.layout.update_path import ON_HOST, TensorClass
 from deltachain.replica.windows import Placement
 
 
@@ -45,7 +44,6 @@ def components(
 
 
 def distinct(places: Iterable[Placement]) -> list[Placement]:
-    """Return the placements without duplicates, which come from tied names."""
     found: dict[object, Placement] = {}
     for place in places:
         found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
@@ -92,7 +90,6 @@ class Findings:
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
 
     def in_place(self) -> list[str]:
-        """Return the tensors that may be written in place, as far as is known."""
         return [n for n, found in self.placements.items() if found and n not in self.reasons]
 
     def not_in_place(self, reasons: Mapping[str, str]) -> Findings:
@@ -101,12 +98,10 @@ class Findings:
         return replace(self, reasons={**self.reasons, **new})
 
     def only_reloaded(self, reasons: Mapping[str, str]) -> Findings:
-        """Record why only a reload of their layers can update tensors."""
         return replace(self.not_in_place(reasons), reload_only=self.reload_only.union(reasons))
 
 
 def from_recording(state: ModelState, source: LoadedCheckpoint, recording: Recording) -> Findings:
-    """Return the first findings, from the recorded writes of the loader."""
     owner = source.owner
     placements: dict[str, list[Placement]] = {name: [] for name in source.specs}
     for here, found in recording.places.items():
@@ -138,3 +133,49 @@ def require_classes(findings: Findings, classes: Mapping[str, TensorClass]) -> F
     worse = {n: f"it is {kind} on another rank" for n, kind in classes.items() if kind in ON_HOST}
     reloads = findings.reload_only.union(n for n, kind in classes.items() if kind in RELOADS)
     return replace(findings.not_in_place(worse), reload_only=reloads, required=dict(classes))
+
+
+Links = Mapping[str, frozenset[str]]
+"""Layers that each tensor is loaded into or shares memory with."""
+
+
+def links_of(
+    state: ModelState, source: LoadedCheckpoint, findings: Findings, names: Iterable[str]
+) -> Links:
+    return {name: _layers(state, source, findings, name) for name in names}
+
+
+def _layers(
+    state: ModelState, source: LoadedCheckpoint, findings: Findings, name: str
+) -> frozenset[str]:
+    found = findings.loaded_into.get(name, frozenset())
+    placements = findings.placements[name]
+    for place in placements:
+        found |= state.memory.overlapping(place.live)
+    return found if placements else _with_sharers(state, source.specs[name].shape, found)
+
+
+def _with_sharers(
+    state: ModelState, shape: tuple[int, ...], layers: frozenset[str]
+) -> frozenset[str]:
+    """Return layers, and those that share the only tensor of one of them.
+
+    Vectors beside a packed tensor, such as a bias, are not counted.
+    """
+    found = set(layers)
+    for layer in layers:
+        held = [t for n, t in state.tensors.items() if state.owner[n] == layer]
+        if len(held) == 1 and (len(shape) < 2 or held[0].numel() > max(shape)):
+            found |= state.memory.overlapping(held[0])
+    return frozenset(found)
+
+
+def all_layers(links: Links, names: Iterable[str]) -> frozenset[str]:
+    return frozenset().union(*(links[name] for name in names))
+
+
+def group_of(state: ModelState, links: Links, names: Sequence[str]) -> LoadGroup:
+    """Return a group of tensors; without layers if the layers of a tensor are unknown."""
+    is_known = all(links[name] for name in names)
+    layers = state.memory.tied(all_layers(links, names)) if is_known else frozenset()
+    return LoadGroup(tuple(names), layers)

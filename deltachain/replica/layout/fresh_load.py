@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.load_methods import RELOADS, LoadGroup, LoadMethod
 from deltachain.replica.layout.loaded_checkpoint import WeightsFactory
 from deltachain.replica.layout.members import (
     is_opaque,
@@ -26,6 +25,7 @@ from deltachain.replica.layout.members import (
     storage_id,
     tensors_in,
 )
+from deltachain.replica.layout.model_state import RELOADS, LoadGroup, LoadMethod
 from deltachain.types import TensorSpec
 
 TOGETHER: Final = 32 << 20
@@ -39,11 +39,6 @@ def find_comparable(
     model: EngineModel, groups: Iterable[tuple[LoadMethod, LoadGroup]], weights: WeightsFactory
 ) -> tuple[frozenset[LoadGroup], Mapping[str, str]]:
     """Find the groups that can be compared with a fresh load: one equals the model as it is.
-
-    Args:
-        model: Model that holds these weights, as it loaded them at first.
-        groups: Groups of tensors, with the method that loads them.
-        weights: Tensors that the model loaded.
 
     Returns:
         The groups that can be compared, and why others cannot, by tensor. Groups without quantised
@@ -71,14 +66,8 @@ def expect_fresh(
 ) -> None:
     """Prove that the layers of some groups hold and compute what a fresh load gives.
 
-    Small groups are loaded together, others one at a time. All are, even after a difference: ranks
-    may exchange values while they quantise, and must do so equally often.
-
-    Args:
-        model: Model that loaded these weights; not in use meanwhile. It stays as it is.
-        groups: Groups that can be compared, in the same order on every rank.
-        weights: Tensors that it loaded.
-        specs: Specs of these tensors.
+    All groups are loaded, even after a difference, and in the same order on every rank: ranks may
+    exchange values while they quantise, and must do so equally often.
 
     Raises:
         TensorMismatchError: A layer differs.
@@ -97,7 +86,6 @@ def expect_fresh(
 def _batches(
     groups: Iterable[LoadGroup], specs: Mapping[str, TensorSpec]
 ) -> Iterator[list[LoadGroup]]:
-    """Yield groups to load together: each load searches the whole model for its layers."""
     batch: list[LoadGroup] = []
     filled = 0
     for group in groups:
@@ -112,11 +100,7 @@ def _batches(
 
 
 def _compare(model: EngineModel, groups: Sequence[LoadGroup], weights: WeightsFactory) -> bool:
-    """Compare the layers of some groups with fresh ones; return whether there are any to compare.
-
-    Raises:
-        TensorMismatchError: A layer differs.
-    """
+    """Compare the layers of some groups with fresh ones; return whether there are any."""
     seed = random.SystemRandom().getrandbits(32)
     live = model.modules()
     layers = frozenset().union(*(group.layers for group in groups))
@@ -135,7 +119,6 @@ def _compare(model: EngineModel, groups: Sequence[LoadGroup], weights: WeightsFa
 
 
 def _tensor_of(layer: str, groups: Sequence[LoadGroup]) -> str:
-    """Return a tensor that is loaded into a layer, or else one that was loaded with it."""
     return next((g for g in groups if layer in g.layers), groups[0]).names[0]
 
 
@@ -167,7 +150,6 @@ def _with_elements(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are equal, bit for bit."""
     if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
         return False
     pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)]

@@ -11,12 +11,10 @@ from typing import Final
 
 import torch
 
-from deltachain.replica.layout.findings import Findings, components
-from deltachain.replica.layout.links import Links, all_layers, links_of
-from deltachain.replica.layout.load_methods import load_with
+from deltachain.replica.layout.findings import Findings, Links, all_layers, components, links_of
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, mixed
-from deltachain.replica.layout.model_state import ModelState
-from deltachain.replica.layout.trial import holds_bits, write_bits
+from deltachain.replica.layout.model_state import ModelState, load_with
+from deltachain.replica.layout.reloads import holds_bits, write_bits
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import WIRE_NAMES
@@ -54,7 +52,6 @@ def find_overlapping(findings: Findings) -> Findings:
 
 
 def _overlapping(sharing: list[tuple[str, Placement]]) -> list[str]:
-    """Return the tensors in one storage that share elements with an earlier one."""
     if len(sharing) == 1:
         return []
     live = sharing[0][1].live
@@ -124,7 +121,6 @@ def _write_others(
     names: Sequence[str],
     links: Links,
 ) -> dict[str, str]:
-    """Write tensors without common layers, and write them back; return why some failed."""
     layers = all_layers(links, names)
     for name in names:
         write_bits(findings.placements[name], source.other(name))

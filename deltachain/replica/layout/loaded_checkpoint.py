@@ -34,7 +34,6 @@ LARGE: Final = 64.0
 def mixed(
     weights: WeightsFactory, names: Iterable[str], others: Iterable[str], turn: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield checkpoint tensors, some of them with other bits in every element."""
     changed = frozenset(others)
     for name in names:
         for here, tensor in weights([name]):
@@ -97,8 +96,7 @@ def layers_of(
         load: Loader of the engine.
         names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         owners: Function that returns the layers with an element of a tensor.
-        modules: Modules of the model, by name, in which a loader may put new tensors without an
-            owner. The new tensors stay there.
+        modules: Modules in which a loader may put new tensors without an owner; these stay there.
     """
     found: dict[str, set[str]] = defaultdict(set)
     if not _try_load(load, names, owners, modules or {}, found):
@@ -118,7 +116,6 @@ class _Watch(TorchDispatchMode):
         self.owners, self.found = owners, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ANN401
-        """Record a write; execute it only if it overwrites nothing."""
         del types
         sources = self.provenance.sources((args, kwargs))
         writes = func._schema.is_mutable and args and isinstance(args[0], Tensor)
@@ -137,7 +134,6 @@ class _Watch(TorchDispatchMode):
         return returned
 
     def look(self, modules: Mapping[str, nn.Module]) -> None:
-        """Record the layers with tensors made from meta tensors."""
         for layer, module in modules.items():
             made = [tensor for _, tensor in tensors_in(module) if not is_lazy(tensor)]
             for name in self.provenance.sources(made):
@@ -151,7 +147,7 @@ def _try_load(
     modules: Mapping[str, nn.Module],
     found: dict[str, set[str]],
 ) -> bool:
-    """Load all tensors; return whether that succeeded. A tensor that fails is in no layer."""
+    """Return whether a load of all tensors succeeded; a tensor that fails is in no layer."""
     try:
         with torch.no_grad(), _Watch(inputs, owners, found) as watch:
             load(list(inputs.items()))
@@ -165,20 +161,15 @@ def _try_load(
 class LoadedCheckpoint:
     """The checkpoint that the engine loaded, by the names of the chain.
 
-    Args:
-        checkpoint: Files of the checkpoint.
-        specs: Specs of the chain's tensors.
-        aliases: Other names of tied tensors; those in the checkpoint are loaded as well.
-
     Attributes:
         names: Checkpoint names of every tensor of the chain; empty for tensors not in the
-            checkpoint.
+            checkpoint. Tied tensors are loaded under all names that the checkpoint has.
         present: Tensors of the chain that are in the checkpoint.
         loaded: Tensors given to the engine, by checkpoint name.
 
     Raises:
-        TensorMismatchError: A tensor has another dtype or shape, or the checkpoint has none of the
-            tensors.
+        TensorMismatchError: A tensor has another dtype or shape, or the checkpoint has none of
+            them.
     """
 
     def __init__(
@@ -205,19 +196,17 @@ class LoadedCheckpoint:
 
     @cached_property
     def uniform(self) -> frozenset[str]:
-        """Tensors in the checkpoint with only equal elements."""
+        """Tensors whose elements are all equal."""
         return frozenset(name for name in self.present if not varied(self.bits(name)))
 
     def bits(self, name: str) -> LiveBits:
-        """Return the flat bits of a tensor of the chain in the checkpoint."""
         return self.checkpoint.bits(self.names[name][0])
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
-        """Return other bits for a tensor, flat."""
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
-        """Return a writable copy of the flat bits of a tensor."""
+        """Return writable flat bits of a tensor."""
         return self.checkpoint.bits(self.names[name][0])
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
@@ -233,7 +222,6 @@ class LoadedCheckpoint:
                 yield name, torch.zeros(spec.shape, dtype=TORCH_DTYPES[spec.dtype])
 
     def meta(self) -> dict[str, Tensor]:
-        """Return meta tensors, by checkpoint name."""
         return {
             here: torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
             for here, spec in self.loaded.items()

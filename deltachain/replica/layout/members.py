@@ -28,11 +28,7 @@ from deltachain.errors import TensorMismatchError
 
 
 class Provenance:
-    """Sources of tensors, by storage.
-
-    Args:
-        inputs: Checkpoint tensors given to the loader, by name.
-    """
+    """Sources of tensors, by storage."""
 
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self._owner = {storage_id(tensor): name for name, tensor in inputs.items()}
@@ -40,7 +36,6 @@ class Provenance:
         self._kept: list[Tensor] = []
 
     def owner(self, tensor: Tensor) -> str | None:
-        """Return the checkpoint tensor that a tensor is, or is a view of."""
         return self._owner.get(storage_id(tensor))
 
     def sources(self, values: Any) -> frozenset[str]:  # noqa: ANN401
@@ -55,7 +50,6 @@ class Provenance:
         return found
 
     def made(self, values: Any, sources: frozenset[str]) -> None:  # noqa: ANN401
-        """Record the sources of the tensors among some values."""
         for tensor in tree_leaves(values) if sources else ():
             if isinstance(tensor, Tensor) and storage_id(tensor) not in self._owner:
                 storage = storage_id(tensor)
@@ -69,11 +63,7 @@ def storage_id(tensor: Tensor) -> int:
 
 
 class MemoryIndex:
-    """An index of tensors by the memory that they view, meta tensors included.
-
-    Args:
-        tensors: Pairs of owner and tensor; an owner may have several tensors.
-    """
+    """An index of tensors by the memory that they view, meta tensors included, by owner."""
 
     def __init__(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._tensors: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
@@ -90,7 +80,6 @@ class MemoryIndex:
         return frozenset(name for name, other in sharing if overlap(tensor, other))
 
     def in_storage_of(self, tensor: Tensor) -> frozenset[str]:
-        """Return the owners of tensors in the same storage."""
         return frozenset(name for name, _ in self._tensors.get(storage_id(tensor), ()))
 
     def tied(self, names: frozenset[str]) -> frozenset[str]:
@@ -106,7 +95,6 @@ class MemoryIndex:
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have a byte in common."""
     if one is other:
         return bool(one.numel())
     (first, last), (start, end) = _span(one), _span(other)
@@ -124,7 +112,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    """Return the offsets of a tensor's first byte in its storage and of the end after its last."""
+    """Return the offsets of a tensor's first byte in its storage and after its last."""
     width, first = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return first * width, first * width
@@ -132,7 +120,6 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Return whether the elements of a tensor have no gaps between them."""
     return tensor.numel() == _reach(tensor)
 
 
@@ -184,9 +171,7 @@ class _Memory:
 class Members:
     """A record of the members of some modules.
 
-    Args:
-        modules: Modules, each recorded by itself: a submodule that is not given keeps its place,
-            but its members are not recorded.
+    A submodule that is not given keeps its place, but its members are not recorded.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -202,13 +187,11 @@ class Members:
             memory.put_back()
 
     def have_changed(self) -> bool:
-        """Return whether any member is gone, new or replaced, regardless of bits."""
         return any(box.has_changed() for box in self._boxes.values()) or any(
             memory.has_moved() for memory in self._memories.values()
         )
 
     def replaced(self) -> Iterator[Any]:
-        """Yield members that are new, or have replaced others."""
         for box in self._boxes.values():
             for key, after in _items(box.container).items():
                 if after is not box.items.get(key):
@@ -236,7 +219,6 @@ class Members:
         return self._boxes[id(vars(module))]
 
     def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:  # noqa: ANN401
-        """Settle the former members of one container against the present ones."""
         if id(box) in seen:
             return
         seen.add(id(box))
@@ -258,14 +240,12 @@ class Members:
             self._settle_other(box, key, after)
 
     def _settle_other(self, box: _Box, key: Any, after: Any) -> None:  # noqa: ANN401
-        """Keep a member without tensors as it is now."""
         if isinstance(after, Tensor) and key not in box.items and after.numel():
             raise TensorMismatchError(f"the engine made another tensor, {key!r}")
         if not self._follows(box.items.get(key), after):
             box.put(key, after)
 
     def _follows(self, before: Any, after: Any) -> bool:  # noqa: ANN401
-        """Return whether a member has been settled: a tensor, or a container of tensors."""
         is_kept = isinstance(before, nn.Module) or id(container_of(before)) in self._boxes
         return isinstance(before, Tensor) or isinstance(after, Tensor) or is_kept
 
@@ -285,24 +265,19 @@ class Members:
 
 
 class _Box:
-    """A dictionary, list or set, and its recorded items, by key."""
-
     def __init__(self, container: Any, items: dict[Any, Any]) -> None:  # noqa: ANN401
         self.container = container
         self.items = items
 
     def put(self, key: Any, value: Any) -> None:  # noqa: ANN401
-        """Set one item."""
         container = self.container
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = value
 
     def has_changed(self) -> bool:
-        """Return whether the items differ from the recorded ones."""
         return not _same(_items(self.container), self.items)
 
     def put_back(self) -> None:
-        """Restore every recorded item, and remove all others."""
         if isinstance(self.container, dict):
             _refill(self.container, self.items)
         elif isinstance(self.container, list):
@@ -313,11 +288,7 @@ class _Box:
 
 
 class SavedBits:
-    """Bits of some tensors, copied to the host by storage.
-
-    Args:
-        tensors: Tensors by name.
-    """
+    """Bits of some tensors, copied to the host by storage."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._saved: dict[int, tuple[Tensor, Tensor]] = {}
@@ -327,7 +298,6 @@ class SavedBits:
                 self._saved[flat.data_ptr()] = flat, flat.to("cpu", copy=True)
 
     def put_back(self) -> None:
-        """Write the saved bits back where they differ."""
         for live, saved in self._saved.values():
             there = saved.to(live.device)
             if not torch.equal(live, there):
@@ -346,12 +316,7 @@ class SavedBits:
 
 @contextmanager
 def undisturbed(modules: Iterable[nn.Module], tensors: Mapping[str, Tensor]) -> Iterator[SavedBits]:
-    """Restore the members of some modules, bit for bit, whatever the body does.
-
-    Args:
-        modules: Modules of the engine.
-        tensors: Tensors whose bits are restored; the host keeps a copy meanwhile.
-    """
+    """Restore the members of some modules and the bits of some tensors, whatever the body does."""
     members, bits = Members(modules), SavedBits(tensors)
     try:
         yield bits
@@ -399,29 +364,24 @@ def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def same_number(one: float | None, other: float | None) -> bool:
-    """Return whether two numbers are equal, or both are NaN."""
     if one is None or other is None:
         return one is other
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
 def storage_of(tensor: Tensor) -> Tensor:
-    """Return all bytes of a tensor's storage, as one flat tensor."""
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage())
 
 
 def digest_of(tensor: Tensor) -> bytes:
-    """Return a digest that distinguishes the bits of tensors of the same form."""
     return blake2b(_bytes(tensor.detach().to("cpu")).numpy().tobytes()).digest()
 
 
 def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
     """Yield the containers of a module, its own attributes first, each once.
 
-    Args:
-        module: Module to inspect.
-        plain: Whether to include objects with tensors but without post-load processing.
+    ``plain`` includes objects with tensors but without post-load processing.
     """
     acts = hasattr(type(module), ACTS)
     seen = {id(vars(module))}
@@ -474,7 +434,6 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
 
 
 def is_configuration(value: Any) -> bool:  # noqa: ANN401
-    """Return whether an object is a configuration, by the name of its class."""
     return type(value).__name__.endswith(CONFIGURATION)
 
 
@@ -511,9 +470,7 @@ DEEP: Final = 3
 def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
     """Return whether a module, or an object of its post-load processing, may hide weights.
 
-    Args:
-        module: Module to inspect, without its children.
-        visible: Storages of the model's live tensors.
+    ``visible`` are the storages of the model's live tensors.
     """
     return any(
         may_hide_tensors(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
@@ -523,12 +480,7 @@ def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
 
 
 def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
-    """Return whether an object may hold tensors that cannot be found, as a closure does.
-
-    Args:
-        value: Member of a module.
-        within: Identities of the objects around it, which it may contain in turn.
-    """
+    """Return whether an object may hold tensors that cannot be found, as a closure does."""
     if id(value) in within:
         return False
     if isinstance(value, Tensor | nn.Module | Enum | type | ModuleType) or value is None:

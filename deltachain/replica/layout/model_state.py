@@ -1,18 +1,21 @@
-"""Record the members, bits and outputs of an engine's model, find changes, and restore them."""
+"""Methods by which an engine loads tensors again; live tensors keep their memory."""
 
 from __future__ import annotations
 
+import dis
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property, partial
+from types import FunctionType, MethodType
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.load_methods import RELOADS, load_with, modules_in
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import (
     Members,
@@ -20,9 +23,191 @@ from deltachain.replica.layout.members import (
     SavedBits,
     is_opaque,
     numbers_in,
+    restoring,
     same_number,
     storage_id,
 )
+
+# Both engines build layers alike: a module with a ``weight`` and a ``quant_method``, which
+# multiplies by the weight, by a packed copy of it, or by another form of it made after loading.
+
+
+COLUMNS: Final = 16
+"""Number of columns of a weight that probing rows show."""
+
+_RETURNING: Final = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"})
+"""Instructions of a function that does nothing but return, in every Python since 3.11."""
+
+
+def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
+    """Return a linear layer's output for a fixed row; ``None`` if it does not accept one."""
+    bias = getattr(layer, "bias", None)
+    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
+    weight = getattr(layer, "weight", None)
+    if not width or not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return None
+    row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
+    try:
+        output: Tensor = layer.quant_method.apply(layer, row, bias)
+    except Exception:  # noqa: BLE001 - then only its parameters are compared
+        return None
+    return output.float()
+
+
+def probing_rows(row: Tensor, seed: int) -> Tensor:
+    """Return a row, and rows with a single one each, at columns chosen by a seed.
+
+    ``row`` has no zeros, and the shape ``[1, columns]``; the result ``[1 + 16, columns]``, with
+    fewer rows if there are fewer columns.
+    """
+    width = row.shape[1]
+    chosen = torch.randperm(width, generator=torch.Generator().manual_seed(seed))[:COLUMNS]
+    rows = torch.zeros(len(chosen), width, dtype=row.dtype)
+    rows[torch.arange(len(chosen)), chosen] = 1
+    return torch.cat([row, rows.to(row.device)])
+
+
+def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
+    """Return whether a linear layer multiplies by a test weight, and adds a test bias."""
+    weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
+    members = [one for one in (weight, bias) if isinstance(one, Tensor)]
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        return False
+    saved = [one.detach().clone() for one in members]
+    rows, columns = weight.shape
+    try:
+        pattern = torch.arange(rows * columns, device=weight.device).remainder(251)
+        weight.data.copy_(pattern.view(rows, columns))
+        if isinstance(bias, Tensor):
+            bias.data.copy_(torch.arange(bias.numel(), device=bias.device).remainder(241))
+        one_hot = torch.zeros(1, columns, dtype=weight.dtype, device=weight.device)
+        one_hot[0, columns // 2] = 1
+        added = 0 if bias is None else bias.data
+        expected = weight.data[:, columns // 2] + added
+        found = layer.quant_method.apply(layer, one_hot, bias).view(-1)
+        return bool(torch.equal(found, expected))
+    except Exception:  # noqa: BLE001 - a layer that cannot be tested is not plain
+        return False
+    finally:
+        for one, before in zip(members, saved, strict=True):
+            one.data.copy_(before)
+
+
+def processed(model: nn.Module) -> frozenset[str]:
+    """Return the layers with post-load processing, and their sublayers."""
+    return frozenset(
+        part
+        for name, layer in model.named_modules()
+        if list(_processing(layer))
+        for part, _ in layer.named_modules(prefix=name)
+    )
+
+
+def idle(modules: Mapping[str, nn.Module]) -> frozenset[str]:
+    """Return the layers whose post-load processing only returns, and their sublayers.
+
+    Engines inherit such an empty function in many quantisation methods. Layers inside a layer with
+    any other processing are left out.
+    """
+    empty, acting = set[str](), set[str]()
+    for name, layer in modules.items():
+        methods = list(_processing(layer))
+        if methods:
+            (empty if all(map(_only_returns, methods)) else acting).add(name)
+    return frozenset(
+        name
+        for name in modules
+        if not empty.isdisjoint(_upwards(name)) and acting.isdisjoint(_upwards(name))
+    )
+
+
+def _processing(layer: nn.Module) -> Iterator[object]:
+    for thing in (layer, getattr(layer, "quant_method", None)):
+        method = getattr(thing, "process_weights_after_loading", None)
+        if method is not None:
+            yield method
+
+
+def _upwards(name: str) -> Iterator[str]:
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
+
+
+def _only_returns(function: object) -> bool:
+    """Return whether a function or method does nothing; anything else may act."""
+    plain = function.__func__ if isinstance(function, MethodType) else function
+    if not isinstance(plain, FunctionType):
+        return False
+    return _RETURNING.issuperset(step.opname for step in dis.get_instructions(plain))
+
+
+LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
+
+RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
+"""Methods that load whole layers again, in the order in which they are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadGroup:
+    """Checkpoint tensors that are loaded together or not at all.
+
+    Attributes:
+        names: Names of the tensors, in the order of the chain.
+        layers: Layers that they are loaded into, and layers that share live elements with these;
+            empty if unknown.
+    """
+
+    names: tuple[str, ...]
+    layers: frozenset[str]
+
+
+def load_with(
+    model: EngineModel,
+    method: LoadMethod,
+    layers: frozenset[str],
+    weights: Iterable[tuple[str, Tensor]],
+) -> None:
+    """Have the engine load tensors; live tensors keep their memory even if it replaces them.
+
+    Args:
+        model: The rank's model; not in use meanwhile.
+        method: Load method of the engine.
+        layers: Layers that the tensors are loaded into; empty for any.
+        weights: Tensors of whole groups, by checkpoint name; loaders may edit them.
+
+    Raises:
+        TensorMismatchError: The new tensors of the engine do not match the old ones.
+        Exception: Any error of the engine. The modules are restored, but bits may have changed.
+    """
+    scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
+    with restoring(modules_in(model, scope)) as members, torch.no_grad():
+        _load(model, method, layers, weights)
+        members.settle()
+
+
+def _load(
+    model: EngineModel,
+    method: LoadMethod,
+    layers: frozenset[str],
+    weights: Iterable[tuple[str, Tensor]],
+) -> None:
+    if method == "loaded":
+        model.load(weights)
+    elif method == "reloaded":
+        model.reload(weights)
+    else:
+        model.repack(layers, weights)
+
+
+def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
+    """Return the modules of some layers; all modules if no layer is given."""
+    return [
+        module
+        for name, module in model.modules().items()
+        if not layers or any(name == layer or name.startswith(f"{layer}.") for layer in layers)
+    ]
 
 
 class ModelState:
@@ -61,11 +246,7 @@ class ModelState:
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
-        """Return live tensors whose bits or memory have changed, and changed numbers.
-
-        Args:
-            layers: Layers to inspect; all by default.
-        """
+        """Return live tensors whose bits or memory have changed, and changed numbers."""
         now = self.model.tensors()
         numbers = dict(_numbers(self.modules))
         return frozenset(
@@ -103,9 +284,6 @@ class ModelState:
     def expect_same(self, layers: frozenset[str] = frozenset()) -> None:
         """Refuse any changed bit, moved tensor or changed output.
 
-        Args:
-            layers: Layers to inspect; empty for all.
-
         Raises:
             TensorMismatchError: There is such a change.
         """
@@ -117,9 +295,8 @@ class ModelState:
     def put_back(self, load: Callable[[], object] | None = None) -> None:
         """Restore the members and bits of the model.
 
-        Args:
-            load: Function that loads the first bits, and may raise. It is called if outputs still
-                differ: loading may restore memory that cannot be inspected.
+        ``load`` loads the first bits, and may raise. It is called if outputs still differ: loading
+        may restore memory that cannot be inspected.
         """
         self._members.put_back()
         self.bits.put_back()
@@ -129,7 +306,6 @@ class ModelState:
             self.put_back()
 
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
-        """Return the layers whose output has changed."""
         wanted = layers & self.outputs.keys()
         now = self._compute(wanted)
         return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]
@@ -147,7 +323,6 @@ def _numbers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, float]]:
 
 
 def layer_of(name: str, modules: Mapping[str, object]) -> str:
-    """Return the module that holds a live tensor, by the tensor's dotted name."""
     layer = name
     while layer:
         layer = layer.rpartition(".")[0]
@@ -157,7 +332,6 @@ def layer_of(name: str, modules: Mapping[str, object]) -> str:
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two outputs are the same, bit for bit."""
     if (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
@@ -169,10 +343,6 @@ logger = logging.getLogger(__name__)
 
 def restore_outputs(state: ModelState, source: LoadedCheckpoint) -> None:
     """Restore the model; if its outputs still differ, let it load its first weights again.
-
-    Args:
-        state: State of the model before the trials.
-        source: The checkpoint that the engine loaded.
 
     Raises:
         EngineDamagedError: The outputs still differ after every attempt.

@@ -50,7 +50,6 @@ class Recording:
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return every tensor with elements in the modules of a model, by dotted name."""
     return {
         f"{prefix}.{name}" if prefix else name: tensor
         for prefix, module in model.named_modules()
@@ -112,7 +111,6 @@ class _Run(TorchDispatchMode):
         self.unattributed = ""
 
     def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> _Run:
-        """Run the loader under this mode, and restore the modules afterwards."""
         members = Members(modules.values())
         try:
             with torch.no_grad(), self:
@@ -128,7 +126,6 @@ class _Run(TorchDispatchMode):
         return self
 
     def keep(self, names: frozenset[str]) -> None:
-        """Drop the results of all other tensors."""
         self.found = [(name, place) for name, place in self.found if name in names]
         self.reasons = {name: why for name, why in self.reasons.items() if name in names}
 
@@ -176,7 +173,6 @@ class _Run(TorchDispatchMode):
                 self._fail(name, str(exc))
 
     def _computed(self, sources: frozenset[str], why: str) -> None:
-        """Record that a value computed from these is written: none can be written in place."""
         if not sources:
             self._fail(None, why)
         for name in sources:

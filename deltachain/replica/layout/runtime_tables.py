@@ -45,18 +45,13 @@ _loaded: WeakKeyDictionary[nn.Module, LoadedState | str] = WeakKeyDictionary()
 
 
 class LoadedState:
-    """Members of modules after loading, other than parameters.
-
-    Args:
-        model: A model that has not run.
-    """
+    """Members of modules after loading, other than parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self._digests = {name: set(_casts(tensor)) for name, tensor in _beside_weights(model)}
         self._numbers = dict(_numbers(model))
 
     def changed(self, model: nn.Module) -> frozenset[str]:
-        """Return the floating-point tensors and numbers that are new or have changed."""
         tensors = {
             name
             for name, tensor in _beside_weights(model)
@@ -96,7 +91,6 @@ def made_by_running(model: nn.Module) -> frozenset[str]:
 
 
 def _beside_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors other than parameters in modules near weights, by dotted name."""
     for prefix, module in _near_weights(dict(model.named_modules())).items():
         for path, tensor in tensors_in(module):
             if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and KV not in path:
@@ -125,7 +119,6 @@ def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _acting(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return modules that are processed after loading, such as attention, except adapters."""
     return {
         name: module
         for name, module in modules.items()
@@ -135,11 +128,7 @@ def _acting(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 class RuntimeTables:
-    """A record of members of modules, by which added tables and numbers can be dropped.
-
-    Args:
-        modules: Modules by name.
-    """
+    """A record of members of modules, by which added tables and numbers can be dropped."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
         self._kept = [_Kept(module) for module in _near_weights(modules).values()]
@@ -150,7 +139,6 @@ class RuntimeTables:
         ]
 
     def forget(self) -> None:
-        """Drop added tables and numbers; the modules compute them again when needed."""
         for kept in self._kept:
             kept.put_back()
         for box, nothing in self._nothing:
@@ -158,8 +146,6 @@ class RuntimeTables:
 
 
 class _Kept:
-    """Names of the members of one module, those that are ``None``, and its flags."""
-
     def __init__(self, module: nn.Module) -> None:
         self._own = vars(module)
         self._flags = {key: flag for key, flag in self._own.items() if isinstance(flag, bool)}
@@ -186,7 +172,6 @@ def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) ->
 
 
 def _dictionaries(module: nn.Module) -> Iterator[dict[Any, Any]]:
-    """Yield the dictionaries of a module's members, except those of torch itself."""
     own = {id(box) for key, box in vars(module).items() if key in _TORCHS}
     for box in containers_of(module):
         if isinstance(box, dict) and id(box) not in own:

@@ -24,7 +24,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, Final
 from urllib.parse import quote
-from weakref import WeakSet
 
 from typing_extensions import override
 
@@ -33,7 +32,6 @@ from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
-    OnChange,
     Store,
     already_exists,
     bytes_view,
@@ -47,7 +45,6 @@ from deltachain.store.base import (
     too_short,
 )
 from deltachain.store.hf.api import IN_BETWEEN, Hub, parse_reply
-from deltachain.store.hf.feed import HubFeed
 from deltachain.store.hf.gateway import Gateway, GatewayKey, Maybe
 from deltachain.store.hf.xet import Xet
 from deltachain.types import Buffer
@@ -83,7 +80,6 @@ class HfStore(Store):
         self._xet = Xet(hub)
         self._folder = f"{check_key(prefix)}/" if prefix else ""
         self._gateway = Gateway(hub, gateway) if gateway is not None else None
-        self._feeds: WeakSet[HubFeed] = WeakSet()
         self._capabilities = Capabilities(
             conditional_put=gateway is not None,
             list_consistent=False,
@@ -229,17 +225,8 @@ class HfStore(Store):
             )
 
     @override
-    def feed(self, prefix: str, on_change: OnChange) -> HubFeed:
-        """Tell of changes by the Hub's stream of events, one request for each connection."""
-        made = HubFeed(self._hub, self._folder, prefix, on_change)
-        self._feeds.add(made)
-        return made
-
-    @override
     def close(self) -> None:
-        """Close feeds and the gateway's connections; those of ``huggingface_hub`` are shared."""
-        for feed in list(self._feeds):
-            feed.close()
+        """Close the gateway's connections; those of ``huggingface_hub`` are shared."""
         if self._gateway is not None:
             self._gateway.close()
 

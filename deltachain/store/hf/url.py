@@ -36,7 +36,7 @@ def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool 
 
     A free account has 1,000 API requests in 5 minutes, shared by all its tokens. A writer uses at
     most 200 of them and a reader at most 100. A follower that polls every 5 seconds uses 60, and
-    one that is told by the Hub's feed 10, and one or two more for each version.
+    one or two more for each version.
 
     Args:
         url: URL of the store.

@@ -223,11 +223,7 @@ def write_all(writes: Iterable[StagedWrite], version: Version) -> list[StagedWri
 
 
 def take_back(begun: Sequence[StagedWrite], version: Version, cause: BaseException) -> None:
-    """Restore the bits from before some writes, newest first.
-
-    Raises:
-        PoisonedError: A write could not be undone, or its old bits were not kept.
-    """
+    """Restore the bits from before some writes, newest first, or raise a ``PoisonedError``."""
     lost = next((w.names[0] for w in reversed(begun) if not w.can_undo), "")
     if lost:
         raise PoisonedError(

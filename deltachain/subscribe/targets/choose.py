@@ -21,11 +21,7 @@ TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.Pa
 
 
 def as_target(thing: TargetLike) -> Target:
-    """Return the target for a module, a dict of tensors or a path; return a target unchanged.
-
-    Raises:
-        ConfigError: It is none of these.
-    """
+    """Return the target for a module, a dict of tensors or a path; return a target unchanged."""
     if isinstance(thing, str | os.PathLike):
         return FolderTarget(Path(thing).expanduser())
     torch = sys.modules.get("torch")  # if there is a module, torch is imported already
@@ -51,6 +47,6 @@ def bind(target: Target, chain: Chain) -> None:
     target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(module := getattr(target, "source", None), torch.nn.Module):
-        from deltachain.subscribe.targets.other_config import say_other_config  # noqa: PLC0415
+        from deltachain.subscribe.targets.tensors import say_other_config  # noqa: PLC0415
 
         say_other_config(module, chain)

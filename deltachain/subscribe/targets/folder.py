@@ -20,12 +20,19 @@ from typing import Final, TypeAlias
 import numpy as np
 from typing_extensions import override
 
+from deltachain.chain.chain import Chain
+from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
+from deltachain.chain.identity import chain_around
 from deltachain.checkpoint import (
+    ADAPTER_CONFIG,
+    ADAPTER_FILE,
     HELD_FILE,
+    WEIGHTS_FILE,
     Checkpoint,
     allocate,
     creating,
+    is_asset,
     remove_partials,
     sync,
     sync_folder,
@@ -36,6 +43,7 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import (
     ApplyError,
+    ChainMismatchError,
     ConfigError,
     DeltaChainError,
     DigestMismatchError,
@@ -49,6 +57,7 @@ from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import object_digest
 from deltachain.kernels.protocol import same_bits
+from deltachain.remote_code import without_remote_code
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
@@ -73,11 +82,7 @@ class Seal(Document, frozen=True, kw_only=True):
 
 
 class Journal:
-    """New bits on their way into a folder.
-
-    Args:
-        folder: Path of the checkpoint folder.
-    """
+    """New bits on their way into a checkpoint folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
@@ -93,22 +98,14 @@ class Journal:
         return seal
 
     def pending(self) -> Seal | None:
-        """Return the seal of a complete journal; ``None`` for an incomplete one, a link, or none.
-
-        Raises:
-            FormatError: The seal is corrupt.
-        """
+        """Return the seal of a complete journal; ``None`` for an incomplete one, a link or none."""
         file = self._folder / SEAL
         if self._folder.is_symlink() or not file.is_file():
             return None
         return parse(file.read_bytes(), Seal, key=str(file))
 
     def read(self, seal: Seal) -> Iterator[TensorDelta]:
-        """Yield the journal's tensors, verified.
-
-        Raises:
-            FormatError: A part differs from the one that was written.
-        """
+        """Yield the journal's tensors, verified."""
         for ref in seal.parts:
             data = (self._folder / ref.key).read_bytes()
             actual = object_digest(data)
@@ -160,11 +157,7 @@ Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]
 
 
 def stamps_of(files: Iterable[Path]) -> Stamps:
-    """Return the stamps of files that exist.
-
-    Raises:
-        OSError: A file cannot be examined.
-    """
+    """Return the stamps of files that exist."""
     stamps = {}
     for file in files:
         with suppress(FileNotFoundError):
@@ -182,11 +175,7 @@ LOCK_FILE: Final = ".deltachain-lock"
 
 
 class FolderLock:
-    """Lock of one folder, for the lifetime of this object.
-
-    Args:
-        folder: The folder; created with the lock.
-    """
+    """Lock of one folder, which is created with it, for the lifetime of this object."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / LOCK_FILE
@@ -195,12 +184,7 @@ class FolderLock:
         self._made = False
 
     def take(self) -> None:
-        """Lock the folder, also anew after it or its lock file was removed; idempotent.
-
-        Raises:
-            ConfigError: Another process writes to the folder, or a file is in its place.
-            OSError: The folder cannot be created or written to.
-        """
+        """Lock the folder, also anew after it or its lock file was removed; idempotent."""
         self._refuse_file()
         while not self._is_held():
             self._try()
@@ -268,13 +252,10 @@ class HeldFile(Document, frozen=True, kw_only=True):
 
 
 class FolderTarget(PatchedTarget):
-    """A checkpoint folder, written by one process at a time.
+    """A checkpoint folder, created if missing, written by one process at a time.
 
     The first swap creates the weights of a folder without any, and must then write every tensor.
     Files other than weights are left alone.
-
-    Args:
-        folder: Path of the folder; created if missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -288,13 +269,7 @@ class FolderTarget(PatchedTarget):
         self._lock = FolderLock(folder)
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match tensors by name, and finish an interrupted swap; see :class:`Target`.
-
-        Raises:
-            PoisonedError: The swap could not be finished now; its journal stays.
-            ConfigError: Another process writes to the folder, or there is a file in its place.
-            ApplyError: The folder cannot be read or written now.
-        """
+        """Match tensors by name, and finish an interrupted swap, or raise a ``PoisonedError``."""
         self._specs, self._aliases, self._live = specs, aliases, {}
         with explained(self.folder):
             self._lock.take()
@@ -322,7 +297,6 @@ class FolderTarget(PatchedTarget):
                 return None
 
     def state(self) -> StateDigest | None:
-        """Recompute the state digest from the files; see :class:`Target`."""
         with explained(self.folder), Pool(cores()) as pool:
             self._map_if_altered()
             if not self._live:
@@ -353,7 +327,6 @@ class FolderTarget(PatchedTarget):
         return True
 
     def _state_of(self, name: str) -> StateDigest | None:
-        """Return the state digest of one tensor; ``None`` if tied weights are not equal."""
         live = self._live[name]
         if any(not same_bits(live[0].bits, other.bits) for other in live[1:]):
             return None
@@ -481,7 +454,6 @@ class FolderTarget(PatchedTarget):
         return is_ours and list(self.folder.glob("*.safetensors")) == [made]
 
     def _files(self) -> list[Path]:
-        """Return the weights files with tensors of the chain."""
         return sorted({place.file for live in self._live.values() for place in live})
 
     def _map(self) -> None:
@@ -518,7 +490,6 @@ class FolderTarget(PatchedTarget):
 
 
 def write(place: FileBits, patch: Patch) -> None:
-    """Write a patch to the place of its tensor."""
     indices = None if patch.indices is None else np.asarray(patch.indices)
     place.put(indices, np.asarray(patch.new))
 
@@ -542,11 +513,7 @@ def _unshare(file: Path) -> None:
 
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
-    """Convert an error of the operating system to one on which followers try again.
-
-    Raises:
-        ApplyError: The folder cannot be read or written now.
-    """
+    """Convert errors of the operating system to an ``ApplyError``: followers try again on it."""
     try:
         yield
     except DeltaChainError:  # some of its subclasses are OSErrors too
@@ -561,3 +528,81 @@ def _stopped(folder: Path, cause: Exception) -> PoisonedError:
         f"{folder}: writing stopped in the middle: {cause}",
         hint="open the folder again: its journal finishes the swap",
     )
+
+
+class OwnFolder(FolderTarget):
+    """A checkpoint folder that only its own chain may write to."""
+
+    def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
+        """Match tensors by name in a folder filled by a chain; refuse others."""
+        with explained(self.folder):
+            within = chain_around(self.folder)
+            if within is not None:
+                raise ConfigError(
+                    f"{within} has a chain, which only its publisher may write to",
+                    hint="name a folder beside the chain",
+                )
+            weights = [file.name for file in self.folder.glob("*.safetensors")]
+            if weights and not (self.folder / HELD_FILE).is_file():
+                raise ConfigError(
+                    f"{self.folder} has weights that are not from a chain ({min(weights)})",
+                    hint="they may be the only copy; give a folder that is empty or not there yet",
+                )
+        super().bind(specs, aliases)
+
+    @override
+    def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
+        self.refuse_other(held.chain)
+        super().write(patches, held)
+
+    def refuse_other(self, chain: str) -> None:
+        """Refuse a chain if the folder is another chain's."""
+        file = self.folder / HELD_FILE
+        with explained(self.folder):
+            if not file.is_file():
+                return
+            remembered = parse(file.read_bytes(), HeldFile, key=str(file))
+        if remembered.chain != chain:
+            raise ChainMismatchError(
+                f"{self.folder} holds a version of chain {remembered.chain}, "
+                f"the chain at this URL is {chain}",
+                hint="give another folder",
+            )
+
+
+def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
+    """Write the assets of a chain that the folder does not have; return the names written.
+
+    Existing files are left alone, since a user may have edited them. The configuration of an
+    adapter is written beside one only: loaders that see it load the base it names instead of the
+    weights. References to remote code are kept if ``trusted``.
+    """
+    written = []
+    refused = set[str]()
+    paths = asset_paths(chain.identity)
+    if weights_file((name for name, *_ in chain.table.tensors), paths) != ADAPTER_FILE:
+        refused.add(ADAPTER_CONFIG)
+    elif ADAPTER_CONFIG in paths and (folder / WEIGHTS_FILE).is_file():
+        refused.add(ADAPTER_CONFIG)  # an earlier release made this folder
+        logger.warning(
+            "%s: %s holds the adapter, and PEFT does not read that name: pull into a new folder",
+            folder,
+            WEIGHTS_FILE,
+        )
+    for name, data in chain.assets():
+        file = folder / name
+        with explained(folder):
+            wanted = is_asset(name) and name.lower() not in refused
+            if wanted and not _is_elsewhere(file, folder) and not file.exists():
+                url = chain.store.url
+                kept = without_remote_code(name, data, trusted=trusted, where=url)
+                if kept is not None:
+                    if file.parent != folder:
+                        file.parent.mkdir(exist_ok=True)
+                    write_atomic(file, kept)
+                    written.append(name)
+    return written
+
+
+def _is_elsewhere(file: Path, folder: Path) -> bool:
+    return file.parent != folder and file.parent.is_symlink()

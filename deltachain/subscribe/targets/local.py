@@ -38,9 +38,7 @@ class Patches(Prepared):
 
     Attributes:
         patches: Patches within the budget.
-        deferred: Tensors beyond the budget, decoded again while they are written.
-        fetched: Objects of the plan, from which deferred tensors are decoded.
-        nnz: Number of elements to write.
+        deferred: Tensors beyond the budget, decoded again from ``fetched`` while they are written.
         base_too: Whether the overwritten bits are proven as well.
     """
 
@@ -62,11 +60,7 @@ class Patches(Prepared):
 
     @override
     def undo(self) -> Patches:
-        """Return the patches that undo these.
-
-        Raises:
-            ValueError: Some old bits were not kept.
-        """
+        """Return the patches that undo these."""
         if self.deferred:
             raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
         undone = tuple(patch.undo() for patch in self.patches)
@@ -78,11 +72,9 @@ class PatchedTarget(Target, ABC):
 
     @abstractmethod
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
-        """Compute the patch of a delta from live bits; thread-safe.
+        """Compute the patch of a delta, which it may write into, from live bits; thread-safe.
 
-        Args:
-            delta: Delta of one tensor; the patch may write into its values.
-            base_too: Whether to compute the digest of old bits that a dense delta replaces.
+        ``base_too``: whether to compute the digest of old bits that a dense delta replaces.
         """
 
     @abstractmethod
@@ -91,12 +83,7 @@ class PatchedTarget(Target, ABC):
 
     @abstractmethod
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
-        """Write patches, all or none, and record ``held``; consume ``patches`` once.
-
-        Raises:
-            PartialApplyError: The write failed, and the old bits are restored.
-            PoisonedError: The write failed, and the target's bits cannot be proven.
-        """
+        """Write patches, all or none, and record ``held``; consume ``patches`` once."""
 
     @override
     def stage(
@@ -128,7 +115,6 @@ class PatchedTarget(Target, ABC):
         )
 
     def _stage_one(self, fetched: Fetched, name: str, *, base_too: bool) -> Patch:
-        """Decode the delta of one tensor and compute its patch."""
         delta = fetched.read(name, partial(self.bits, name))
         if fetched.from_nothing and not delta.is_dense:  # before space for the rest is taken
             raise BrokenChainError(f"{name}: the plan from nothing gives only {delta.nnz} elements")
@@ -141,14 +127,7 @@ class PatchedTarget(Target, ABC):
         specs: Mapping[str, TensorSpec],
         names: Iterable[str] | None = None,
     ) -> Iterator[_T]:
-        """Call a function for tensors, large ones in threads; yield the results in order.
-
-        Args:
-            pool: The threads.
-            function: Called with the name of each tensor.
-            specs: Specs of tensors.
-            names: Names of the tensors; all of ``specs`` if ``None``.
-        """
+        """Call a function for tensors, large ones in threads; yield the results in order."""
         return pool.ordered(
             function,
             specs if names is None else names,
@@ -165,7 +144,6 @@ class PatchedTarget(Target, ABC):
         return time.perf_counter() - start
 
     def _all(self, prepared: Patches) -> Iterator[Patch]:
-        """Yield every patch; compute deferred ones on demand."""
         yield from prepared.patches
         if prepared.fetched is not None:
             for name in prepared.deferred:
@@ -174,13 +152,7 @@ class PatchedTarget(Target, ABC):
 
 
 def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bool:
-    """Return whether a target stages tensors from nothing within a budget, and at once.
-
-    Args:
-        target: The target.
-        specs: Specs of the chain's tensors.
-        budget: Bytes of old and new bits to keep; see :meth:`Target.stage`.
-    """
+    """Return whether a target stages tensors from nothing within a budget, and at once."""
     return isinstance(target, PatchedTarget) and 2 * sum(s.nbytes for s in specs) <= budget
 
 

@@ -35,14 +35,7 @@ DEVICE_BLOCK: Final = 1 << 23
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Copies of both versions of the block being exchanged; either place may hold parts of both.
-
-    Attributes:
-        start: First element.
-        stop: Element after the last.
-        before: Live bits without the exchange.
-        after: Live bits after it.
-    """
+    """Both versions of the block being exchanged; either place may hold parts of both."""
 
     start: int
     stop: int
@@ -80,12 +73,7 @@ class Exchange:
         return found
 
     def run(self, live: LiveBits, *, back: bool = False) -> None:
-        """Exchange all elements, or take back those that were exchanged; a repetition is allowed.
-
-        Args:
-            live: ``(n,)`` live bits, the same in each call.
-            back: Whether to return to the state before the exchange.
-        """
+        """Exchange all elements of the live bits, or take exchanged ones ``back``; repeatable."""
         bits: Any = live
         end = 0 if back else len(self._staged)
         if self._is_compiled():
@@ -337,11 +325,6 @@ def prepare_steps(live: LiveElements, reader: TensorReader) -> Patch:
         live: Live elements on the host.
         reader: Reader of all segments with elements that are in ``live``; for ``max`` with the bits
             before the change.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: The streams contradict the directory, or ``max`` the bits before.
-        OldBitsError: ``max`` needs other bits before the change than those at hand.
     """
     place: Any = live.box, live.storage, digest_key(reader.spec)
     stage: Callable[..., StagedSteps]

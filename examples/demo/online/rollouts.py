@@ -18,7 +18,7 @@ import httpx
 import numpy as np
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from deltachain.control.client.http import KEEPALIVE_S
+from deltachain.control.replica_client import KEEPALIVE_S
 from deltachain.retry import Backoff
 from examples.demo.online.engine import EngineKind, Sampled, UnlabelledError, sample
 

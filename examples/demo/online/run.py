@@ -17,7 +17,7 @@ from typing import Any, Final
 import httpx
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ControlPlaneError
 from deltachain.format.documents import Manifest
 from deltachain.store import open_store

@@ -13,7 +13,7 @@ from threading import Event
 from typing import Final
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.alerts import AlertKind
+from deltachain.dashboard.watcher import AlertKind
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
 from tests.crash.chaos.filler import Filler

@@ -15,7 +15,7 @@ from typing import Final, Self
 
 import httpx
 
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.store import Store, open_store
 from examples.demo.online.engine import HOST, EngineKind, command, variables
 from examples.demo.online.processes import Service, free_port

@@ -17,8 +17,8 @@ from sglang.srt.mem_cache.multimodal_cache import EmbeddingResult
 from sglang.srt.utils.auth import add_api_key_middleware
 from torch import nn
 
-from deltachain.control.server.auth import Control
-from deltachain.control.server.routes import probes, router
+from deltachain.control.routes import probes, router
+from deltachain.control.server import Control
 from deltachain.errors import ConfigError
 from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain_sglang import PREFIX, compat, loading, ranks

@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltachain.checkpoint import Checkpoint, read_assets
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
 from deltachain.replica.layout.members import Members
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import checkpoint
 from tests.engines.vllm.fresh import known, load_in_context

@@ -50,7 +50,7 @@ class VllmServer(Server):
             "VLLM_NO_USAGE_STATS": "1",
         }
         if options.bare:
-            found["DELTACHAIN_STRICT"] = "0"  # somebody beside it leads
+            found["DELTACHAIN_STRICT"] = "0"
         else:
             found["VLLM_PLUGINS"] = "deltachain,deltachain_http"
         if options.dev:

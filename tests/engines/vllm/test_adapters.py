@@ -14,8 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from deltachain.control.sidecar.adapters import AdapterServer
-from deltachain.control.sidecar.agent import Agent
+from deltachain.control.agent import AdapterServer, Agent
 from deltachain.errors import ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.lora import adapter_assets, adapter_tensors

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.errors import TensorMismatchError
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.families import checkpoint
 from tests.engines.vllm.cpu import packed_linears
 from tests.engines.vllm.fresh import known, load_in_context

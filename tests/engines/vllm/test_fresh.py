@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.replica.layout.runtime_tables import made_by_running
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint, make
 from tests.engines.two_ranks import run, two_ranks

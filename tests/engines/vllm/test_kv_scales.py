@@ -11,12 +11,11 @@ import pytest
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltachain.checkpoint import Checkpoint
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.cli.push import push
 from deltachain.errors import PartialApplyError, TensorMismatchError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import Rank
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.compare import differences
 from tests.engines.families import checkpoint, with_tokenizer
 from tests.engines.serving import start

@@ -13,11 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from deltachain.checkpoint import Checkpoint
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.delta import TensorDelta, changes
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.rank import Rank
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.compare import copied, live
 from tests.engines.families import checkpoint
 from tests.engines.matrix import attached

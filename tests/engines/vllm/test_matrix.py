@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltachain.weight_files import WEIGHTS_FILE
+from deltachain.checkpoint import WEIGHTS_FILE
 from tests.engines import matrix
 from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.matrix import Row, examine

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
-from deltachain.weight_files import WEIGHTS_FILE
 from tests.engines.chains import NAMES, train
 from tests.engines.families import make
 from tests.engines.program import run_program

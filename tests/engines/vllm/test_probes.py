@@ -6,7 +6,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
-from deltachain.control.server.auth import Control
+from deltachain.control.server import Control
 from deltachain_vllm.endpoint import EndpointPlugin
 
 pytestmark = pytest.mark.engine

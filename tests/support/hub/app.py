@@ -65,10 +65,6 @@ def _add_controls(app: FastAPI, world: World, script: Script, limits: Limits) ->
     def counts() -> dict[str, dict[str, int]]:
         return limits.counts()
 
-    @app.get("/_admin/streams")
-    def streams() -> int:
-        return world.buckets.changes.streams()
-
     @app.post("/_admin/settings")
     def change(changes: Annotated[dict[str, Any], Body()]) -> None:
         world.change(changes)

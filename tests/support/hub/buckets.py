@@ -11,8 +11,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from tests.support.hub.changes import ChangeLog
-
 _TABLES: Final = """
 CREATE TABLE IF NOT EXISTS buckets (id TEXT PRIMARY KEY, created REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS entries (
@@ -51,14 +49,9 @@ class BucketFile:
 
 
 class Buckets:
-    """All buckets of a Hub. Thread-safe; each method is atomic.
-
-    Attributes:
-        changes: Changes since the Hub started.
-    """
+    """All buckets of a Hub. Thread-safe; each method is atomic."""
 
     def __init__(self, path: Path) -> None:
-        self.changes = ChangeLog()
         self._lock = threading.RLock()
         self._base = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
         self._base.execute("PRAGMA journal_mode = WAL")
@@ -103,9 +96,7 @@ class Buckets:
     def add(self, bucket: str, path: str, content: tuple[str, int], modified: float) -> None:
         """Set the content (hash and size) of a path."""
         with self._lock:
-            is_new = not self.find(bucket, [path])
             self._base.execute(_ADD, (bucket, path, *content, modified, time.time()))
-            self._tell(bucket, path, "add" if is_new else "update")
 
     def add_if_absent(
         self, bucket: str, path: str, content: tuple[str, int], modified: float
@@ -123,21 +114,7 @@ class Buckets:
             done = self._base.execute(
                 "DELETE FROM entries WHERE bucket = ? AND path = ?", (bucket, path)
             )
-            if done.rowcount == 1:
-                self._tell(bucket, path, "delete")
             return done.rowcount == 1
-
-    def _tell(self, bucket: str, path: str, operation: str) -> None:
-        """Add a change to the feed."""
-        row: dict[str, object] = {"path": path, "op": operation}
-        for entry in self.find(bucket, [path]):
-            row |= {
-                "size": entry.size,
-                "xetHash": entry.hash,
-                "uploadedAt": iso_date(entry.uploaded),
-                "mtime": iso_date(entry.modified),
-            }
-        self.changes.add(bucket, row)
 
     def find(self, bucket: str, paths: Iterable[str]) -> list[BucketFile]:
         """Return the existing entries of these paths."""

@@ -12,10 +12,8 @@ from urllib.parse import quote
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
 
-from tests.support.hub import feed
-from tests.support.hub.auth import AccessDenied, Right, bearer, check_right
+from tests.support.hub.auth import AccessDenied, Right, check_right
 from tests.support.hub.buckets import BucketFile, Missing, iso_date
-from tests.support.hub.changes import RefusedResume, TooManyStreams
 from tests.support.hub.world import World
 
 _ROOT: Final = "/api/buckets/{namespace}/{name}"
@@ -57,7 +55,6 @@ def make_routes(world: World) -> APIRouter:
     _add_tokens(routes, world)
     _add_lookups(routes, world)
     _add_content(routes, world)
-    _add_feed(routes, world)
     return routes
 
 
@@ -187,32 +184,6 @@ def _add_content(routes: APIRouter, world: World) -> None:
         begin, end = int(first), min(int(last) + 1 if last else len(data), len(data))
         ranged = {"Content-Range": f"bytes {begin}-{end - 1}/{len(data)}"}
         return Response(data[begin:end], 206, headers=headers | ranged)
-
-
-def _add_feed(routes: APIRouter, world: World) -> None:
-    changes = world.buckets.changes
-
-    @routes.get(f"{_ROOT}/events", dependencies=[Depends(_Rights(world, "read"))])
-    def events(
-        namespace: str,
-        name: str,
-        cursor: str = "",
-        since: str = "",
-        authorization: Annotated[str | None, Header()] = None,
-    ) -> Response:
-        bucket, settings, token = f"{namespace}/{name}", world.settings, bearer(authorization)
-        if settings.feed == "absent":
-            return error(404, "Not Found")
-        world.buckets.created(bucket)
-        try:
-            start = changes.start(cursor, since)
-            changes.open_stream(token, settings.streams)
-        except RefusedResume:
-            return error(400, "Invalid cursor or date")
-        except TooManyStreams:
-            return error(429, "Too many streams")
-        pieces = feed.events(changes, bucket, start, settings)
-        return feed.EventStream(pieces, lambda: changes.close_stream(token))
 
 
 def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:

@@ -112,11 +112,6 @@ class HubServer:
         counted: dict[str, dict[str, int]] = self._admin("GET", "counts")
         return counted.get(token, {})
 
-    def streams(self) -> int:
-        """Return the number of open streams of feeds."""
-        count: int = self._admin("GET", "streams")
-        return count
-
     def configure(self, **changes: object) -> None:
         """Change ``Settings`` and start new windows."""
         self._admin("POST", "settings", changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 WRITE_TOKEN: Final = "hf_emulated_write"  # noqa: S105
 READ_TOKEN: Final = "hf_emulated_read"  # noqa: S105
@@ -27,14 +27,6 @@ class Settings:
         window_s: Length of a window, in seconds.
         page: Entries on a page of a listing, and paths in a look-up.
         xet_token_s: Validity of a CAS token, in seconds.
-        feed: Behaviour of feeds of changes. ``live`` tells of all of them; ``absent`` answers 404;
-            ``deaf`` keeps the stream alive and tells of none; ``stalled`` sends no byte; ``flood``
-            tells of ever more manifests below ``feed_prefix`` that do not exist; ``garbage`` sends
-            what is no event; ``cut`` ends the stream at each change.
-        feed_prefix: Begin of the paths of ``flood``.
-        ping_s: Seconds between two keep-alive comments of a feed.
-        stream_s: Seconds after which the Hub ends a feed's stream.
-        streams: Streams that a token may have open.
     """
 
     tokens: dict[str, str] = field(
@@ -46,11 +38,6 @@ class Settings:
     window_s: float = 300.0
     page: int = 1000
     xet_token_s: float = 3600.0
-    feed: Literal["live", "absent", "deaf", "stalled", "flood", "garbage", "cut"] = "live"
-    feed_prefix: str = ""
-    ping_s: float = 30.0
-    stream_s: float = 3600.0
-    streams: int = 100
 
     @classmethod
     def load(cls, folder: Path) -> Settings:

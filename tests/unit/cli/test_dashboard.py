@@ -1,4 +1,4 @@
-"""``dashboard`` in a process of its own, and ``log --plot``."""
+"""``dashboard`` in a process of its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deltachain.cli.plot import HEIGHT, columns
 from deltachain.store import open_store
 from tests.unit.cli.support import invoke
 from tests.unit.dashboard.reports import chain_of
@@ -96,27 +95,3 @@ def test_a_taken_port_is_named(chain: Path) -> None:
         done = invoke("dashboard", chain, "--listen", url.rpartition(":")[2])
     assert done.code == 2
     assert "cannot be served" in done.stderr
-
-
-def test_a_plot_shows_the_largest_value_and_no_zero_for_a_small_one() -> None:
-    lines = columns("x", [0.0, 1.0, 100.0, 50.0], ("4", "7"), str, 80).plain.splitlines()
-    assert len(lines) == HEIGHT + 2
-    assert lines[0] == "x"
-    assert lines[1].startswith("100.0   █")
-    assert lines[-2].endswith(" ▁██")
-    assert lines[-1].split() == ["4", "7"]
-
-
-@pytest.mark.parametrize("count", [0, 1, 79, 80, 10_000])
-def test_a_plot_fits_the_terminal(count: int) -> None:
-    values = [float(value) for value in range(count)]
-    lines = columns("x", values, ("0", "9999"), str, 80).plain.splitlines()
-    assert max(map(len, lines)) <= 80
-
-
-def test_versions_are_plotted(chain: Path) -> None:
-    done = invoke("log", chain, "--plot", "-n", "5")
-    assert done.code == 0
-    assert "changed elements" in done.stdout
-    assert "█" in done.stdout
-    assert invoke("log", chain, "--plot", "--json").code == 2

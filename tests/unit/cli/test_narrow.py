@@ -26,11 +26,11 @@ def test_no_unit_is_cut(
 
 
 def rows(width: int, *give_way: str) -> list[str]:
-    grid = c.table("name", ">bytes", ">share", "")
-    grid.add_row("weights of a layer", "1.25 kB", "12.5 %", c.bar(0.5, 10))
+    cells = ("weights of a layer", "1.25 kB", "12.5 %", c.bar(0.5, 10))
+    grid = c.table(("name", ">bytes", ">share", ""), [cells], *give_way, width=width)
     console = c.out()
     with console.capture() as captured:
-        console.print(c.fitted(grid, width, *give_way), width=width)
+        console.print(grid, width=width)
     return [line.rstrip() for line in captured.get().splitlines()]
 
 

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from deltachain.cli.fleet import replica_table
-from deltachain.control.client.comparison import HealthLimits, compare
+from deltachain.control.comparison import compare
 from deltachain.errors import ControlPlaneError
+from deltachain.status import HealthLimits
 
 COUNT = 50
 ROWS = compare(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import deltachain
-from deltachain.cli.app import MEANT, PANELS
+from deltachain.cli.app import MEANT, PANELS, explain
 from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
 from tests.unit.cli.support import (
     Pushed,
@@ -69,14 +70,11 @@ def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, enc
     assert told["out"] == str(folder)
 
 
-def test_looking_following_and_offline_work_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
-    old, new = (write_checkpoint(tmp_path / name, pushed.states[n]) for n, name in enumerate("ab"))
+def test_looking_and_following_need_no_torch(pushed: Pushed, tmp_path: Path) -> None:
     commands: list[list[object]] = [
         ["log", pushed.url],
         ["inspect", pushed.url, "--all"],
         ["verify", pushed.url],
-        ["diff", old, new, "--out", tmp_path / "d"],
-        ["patch", old, tmp_path / "d", "--out", tmp_path / "c"],
         ["pull", pushed.url, "--out", tmp_path / "pulled"],
         ["follow", "--once", pushed.url, "--out", tmp_path / "followed"],
         ["doctor", pushed.url],
@@ -131,13 +129,12 @@ def test_errors_go_to_stderr_with_their_hint_and_exit_code(tmp_path: Path) -> No
     assert done.code == 3
 
 
-def test_files_that_can_not_be_written_are_told_without_a_traceback(
-    pushed: Pushed, tmp_path: Path
-) -> None:
-    folder = write_checkpoint(tmp_path / "one", pushed.states[0])
-    done = invoke("diff", folder, folder, "--out", tmp_path / "absent" / "d")
-    assert done.code == 1
-    assert "No such file or directory" in done.stderr
+def test_errors_of_the_file_system_are_told_with_a_hint() -> None:
+    explained = explain(FileNotFoundError(errno.ENOENT, "No such file or directory", "absent/d"))
+    assert explained is not None
+    assert explained.exit_code == 1
+    assert explained.args == ("absent/d: No such file or directory",)
+    assert "check the path" in explained.hint
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Final
 
 import pytest
 
-from tests.unit.cli.support import Pushed, random_state, read_checkpoint, same, write_checkpoint
+from tests.unit.cli.support import Pushed, random_state, write_checkpoint
 
 ROOT: Final = Path(__file__).parents[3]
 
@@ -47,7 +47,6 @@ COMMANDS: Final = {
     "log": ("log", "{chain}"),
     "verify": ("verify", "{chain}"),
     "inspect": ("inspect", "{chain}", "--table"),
-    "diff": ("diff", "{old}", "{new}", "--out", "{out}/delta.safetensors"),
     "pull": ("pull", "{chain}", "--out", "{out}/pulled"),
     "revert": ("revert", "{chain}", "--to", "1"),
     "follow": ("follow", "{chain}", "--out", "{out}/followed", "--once"),
@@ -57,15 +56,8 @@ COMMANDS: Final = {
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_needs_no_torch(pushed: Pushed, tmp_path: Path, name: str) -> None:
     places = {"chain": pushed.url, "out": tmp_path}
-    for step, state in zip(("old", "new"), pushed.states, strict=False):
-        places[step] = write_checkpoint(tmp_path / step, state)
     done = without_torch(RUN, *(part.format(**places) for part in COMMANDS[name]))
     assert done.returncode == 0, done.stderr
-    if name == "diff":
-        base, delta = places["old"], tmp_path / "delta.safetensors"
-        done = without_torch(RUN, "patch", base, delta, "--out", tmp_path / "patched")
-        assert done.returncode == 0, done.stderr
-        assert same(read_checkpoint(tmp_path / "patched"), pushed.states[1])
 
 
 AWAY: Final = "http://127.0.0.1:9"
@@ -93,9 +85,8 @@ def test_an_agent_pulls_and_waits_for_its_server(pushed: Pushed, tmp_path: Path)
     assert "did not answer" in line
 
 
-@pytest.mark.parametrize("module", ["deltachain.control", "deltachain.offline"])
-def test_a_package_needs_no_torch(module: str) -> None:
-    done = without_torch(f"import {module}")
+def test_a_package_needs_no_torch() -> None:
+    done = without_torch("import deltachain.control")
     assert done.returncode == 0, done.stderr
 
 

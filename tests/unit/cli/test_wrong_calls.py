@@ -15,7 +15,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from deltachain.cli.app import PANELS
-from deltachain.errors import StoreUnavailableError
+from deltachain.errors import ConfigError, StoreUnavailableError
+from deltachain.file_reader import FileReader
 from deltachain.store import base as outage
 from deltachain.store import open_store
 from tests.unit.cli.support import Pushed, invoke, ok, random_state, write_checkpoint
@@ -127,10 +128,9 @@ def test_a_version_that_is_not_there_has_a_hint(pushed: Pushed, tmp_path: Path) 
 
 
 def test_a_file_that_is_not_there_has_a_hint(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "a", random_state())
-    done = invoke("patch", folder, tmp_path / "absent.st", "--out", tmp_path / "b")
-    assert done.code == 2
-    assert "check the path" in done.stderr
+    with pytest.raises(ConfigError) as caught:
+        FileReader(tmp_path / "absent.st")
+    assert "check the path" in caught.value.hint
 
 
 def test_a_follower_that_ends_before_there_is_a_chain_holds_no_version(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ def test_the_library_refuses_a_mistake_in_the_environment_too(
 ) -> None:
     from deltachain import Subscriber  # noqa: PLC0415
     from deltachain.errors import ConfigError  # noqa: PLC0415
-    from deltachain.subscribe.targets.folder_owner import OwnFolder  # noqa: PLC0415
+    from deltachain.subscribe.targets.folder import OwnFolder  # noqa: PLC0415
 
     monkeypatch.setenv("DELTACHAIN_FOLOW", "1")
     with (

@@ -98,7 +98,6 @@ def test_a_plan_without_the_package_says_what_it_left_out(written: Path) -> None
     [
         (4, ("pull", "pushed", "--out", "again")),
         (5, ("verify", "pushed")),
-        (5, ("patch", "old", "delta", "--out", "again")),
         (5, ("inspect", "delta")),
     ],
 )

@@ -11,8 +11,8 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from deltachain.control.server.auth import Control
-from deltachain.control.server.routes import probes, router
+from deltachain.control.routes import probes, router
+from deltachain.control.server import Control
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 
 
-def status(version: int | None = 7, **fields: Any) -> ReplicaStatus:
+def status(version: int | None = 7, **fields: Any) -> Status:
     """Status of a replica that is ready at the head, but for the given fields."""
     usual: dict[str, Any] = {
         "url": "s3://b/x",
@@ -33,4 +33,4 @@ def status(version: int | None = 7, **fields: Any) -> ReplicaStatus:
         "engine": "fake/1.0",
         "deltachain": "0.1.0",
     }
-    return ReplicaStatus(**usual | fields)
+    return Status(**usual | fields)

@@ -17,9 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Mount
 
 from deltachain.checkpoint import Checkpoint
-from deltachain.control.sidecar.adapters import AdapterServer
-from deltachain.control.sidecar.agent import Agent
-from deltachain.control.sidecar.reload import ReloadServer
+from deltachain.control.agent import AdapterServer, Agent, ReloadServer
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
@@ -159,7 +157,7 @@ def mocked(server: Callable[[httpx.Request], httpx.Response]) -> httpx.Client:
 
 def lead(store: MemoryStore, folder: Path, head: Path, vllm: Vllm) -> Agent:
     server = AdapterServer("http://engine", name="policy", folder=folder, keep=2)
-    server._client._http._client = mocked(vllm)
+    server._client._client = mocked(vllm)
     return Agent(config(store), head, server, store=store)
 
 
@@ -237,7 +235,7 @@ def test_a_server_is_told_whole_versions_whenever_it_comes_up(
     store: MemoryStore, tmp_path: Path, *, is_sglang: bool
 ) -> None:
     engine, server = Whole(is_sglang=is_sglang), ReloadServer("http://engine:4040")
-    server._client._http._client = mocked(engine)
+    server._client._client = mocked(engine)
     engine.is_down = True
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         with pytest.raises(ControlPlaneError, match="did not answer"):
@@ -263,7 +261,7 @@ def test_a_server_behind_a_proxy_that_answers_for_it_is_asked_again(
         return httpx.Response(503, text="starting") if is_starting else engine(request)
 
     is_starting = True
-    server._client._http._client = mocked(proxy)
+    server._client._client = mocked(proxy)
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         with pytest.raises(ControlPlaneError, match="answered 503"):
             agent.update()
@@ -277,7 +275,7 @@ def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
     store: MemoryStore, tmp_path: Path
 ) -> None:
     engine, server = Whole(is_sglang=True), ReloadServer("http://engine:4040")
-    server._client._http._client = mocked(engine)
+    server._client._client = mocked(engine)
     engine.refuses = True
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         with pytest.raises(ControlPlaneError, match="no such file"):
@@ -322,7 +320,7 @@ def test_a_folder_that_was_written_anew_is_loaded_anew(store: MemoryStore, tmp_p
 
 def test_an_agent_says_that_others_paused_its_server(store: MemoryStore, tmp_path: Path) -> None:
     engine, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
-    server._client._http._client = mocked(engine)
+    server._client._client = mocked(engine)
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         agent.update()
         engine.is_paused = True
@@ -341,7 +339,7 @@ def test_a_server_that_hangs_is_told_within_seconds(store: MemoryStore, tmp_path
         return whole(request)
 
     whole, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
-    server._client._http._client = mocked(engine)
+    server._client._client = mocked(engine)
     with Agent(config(store), tmp_path / "head", server, store=store) as agent:
         agent.update()
         agent.update()

@@ -15,7 +15,7 @@ import torch
 from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
 
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.replica.leader import Leader

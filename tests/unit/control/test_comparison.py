@@ -6,21 +6,19 @@ from typing import Any
 
 import pytest
 
-from deltachain.control.client.comparison import (
-    Health,
-    HealthLimits,
+from deltachain.control.comparison import (
     ReplicaRow,
     compare,
     newest_seen,
 )
 from deltachain.errors import ControlPlaneError
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Health, HealthLimits, Status
 from tests.unit.control.statuses import status
 
 OTHERS = {"http://x": status(), "http://y": status(), "http://z": status()}
 
 
-def judged(one: ReplicaStatus | ControlPlaneError, **limits: Any) -> ReplicaRow:
+def judged(one: Status | ControlPlaneError, **limits: Any) -> ReplicaRow:
     """The row of a replica beside three that are well."""
     rows = compare({"http://a": one, **OTHERS}, HealthLimits(**limits))
     others = [row for row in rows if row.engine != "http://a"]
@@ -52,7 +50,7 @@ def judged(one: ReplicaStatus | ControlPlaneError, **limits: Any) -> ReplicaRow:
     ],
 )
 def test_the_health_of_one_among_others(
-    found: ReplicaStatus | ControlPlaneError, health: Health, why: str
+    found: Status | ControlPlaneError, health: Health, why: str
 ) -> None:
     row = judged(found)
     assert row.health == health

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.control.client.fleet import Fleet
+from deltachain.control.fleet import Fleet
 from deltachain.errors import ConfigError
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of, served

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.control.client.comparison import HealthLimits, compare
-from deltachain.control.client.fleet import Fleet
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import ReplicaAnswer
+from deltachain.control.comparison import compare
+from deltachain.control.fleet import Fleet
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import ChainError, ControlPlaneError, StoreWentBackError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
+from deltachain.status import HealthLimits
 from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.models import train_
 from tests.unit.control.replicas import app_of, followed, leader_of, served

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from deltachain.control.client.http import KEEPALIVE_S, make_client
+from deltachain.control.replica_client import KEEPALIVE_S, make_client
 
 UVICORN_S = 5.0
 """Seconds after which uvicorn closes an idle connection, by default."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from deltachain.control.client.inventory import (
+from deltachain.control.roster import (
     parse_inventory,
     read_inventory,
     resolve,

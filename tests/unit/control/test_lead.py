@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from fastapi import FastAPI
 
-from deltachain.control.server.auth import Control
-from deltachain.control.server.bootstrap import LedEngine, lead, leave_at_end
+from deltachain.control.server import Control, LedEngine, lead, leave_at_end
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
 from deltachain.presence.record import parse_record
 from deltachain.replica.settings import ReplicaSettings

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from deltachain.control.server.routes import router
+from deltachain.control.routes import router
 from tests.unit.control.replicas import app_of, followed, leader_of
 
 TOKEN = "one that nobody guesses"  # noqa: S105

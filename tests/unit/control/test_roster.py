@@ -9,10 +9,10 @@ from threading import Event
 
 import pytest
 
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import Roster
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import Roster
 from deltachain.errors import ConfigError, ControlPlaneError
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 from tests.unit.control.statuses import status
 
 
@@ -29,7 +29,7 @@ def silent(count: int = 1) -> Iterator[list[str]]:
 def test_answers_come_before_those_that_hang() -> None:
     released = Event()
 
-    def ask(client: ReplicaClient) -> ReplicaStatus:
+    def ask(client: ReplicaClient) -> Status:
         if client.url.endswith("slow"):
             released.wait()
         return status()
@@ -52,7 +52,7 @@ def test_a_round_ends_though_replicas_never_answer() -> None:
 def test_who_still_hangs_is_not_asked_again() -> None:
     released, asked = Event(), []
 
-    def ask(client: ReplicaClient) -> ReplicaStatus:
+    def ask(client: ReplicaClient) -> Status:
         asked.append(client.url)
         released.wait()
         return status()
@@ -67,7 +67,7 @@ def test_who_still_hangs_is_not_asked_again() -> None:
 
 
 def test_an_unforeseen_error_is_an_answer_too() -> None:
-    def ask(_: ReplicaClient) -> ReplicaStatus:
+    def ask(_: ReplicaClient) -> Status:
         raise RuntimeError("nobody foresaw this")
 
     with Roster(["http://a"]) as roster:
@@ -80,7 +80,7 @@ def test_a_name_that_fails_is_an_answer_beside_the_others() -> None:
     with Roster(["dns://no.such.name.invalid:8000", "http://a"]) as roster:
         answers = dict(roster.ask(lambda _: status()))
     assert "cannot be resolved" in str(answers["dns://no.such.name.invalid:8000"])
-    assert isinstance(answers["http://a"], ReplicaStatus)
+    assert isinstance(answers["http://a"], Status)
 
 
 def test_a_name_is_looked_up_in_every_round() -> None:

@@ -10,8 +10,8 @@ from threading import Event, Thread
 
 import pytest
 
-from deltachain.control.client.fleet import Fleet
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.fleet import Fleet
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.leader import Leader
 from tests.unit.control.replicas import app_of, followed, leader_of, served

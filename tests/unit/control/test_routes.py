@@ -15,9 +15,8 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 from prometheus_client import REGISTRY, generate_latest
 
-from deltachain.control.server.auth import AT_ONCE, Control, RequestKind
-from deltachain.control.server.bootstrap import join_registry, lead
-from deltachain.control.server.routes import router
+from deltachain.control.routes import router
+from deltachain.control.server import AT_ONCE, Control, RequestKind, join_registry, lead
 from deltachain.errors import ChainError
 from deltachain.metrics import register_figures
 from deltachain.replica.leader import Leader

@@ -10,7 +10,7 @@ from threading import Event
 import httpx
 import pytest
 
-from deltachain.control.server import auth
+from deltachain.control import server as auth
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 
 

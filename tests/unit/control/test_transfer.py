@@ -16,8 +16,8 @@ from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-from deltachain.control.client.fleet import Wait
-from deltachain.control.client.replica import ReplicaClient
+from deltachain.control.fleet import Wait
+from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.format.keys import manifest_key

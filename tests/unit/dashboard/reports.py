@@ -6,8 +6,8 @@ from typing import Any
 
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.chain_index import ChainIndex, ChainView
-from deltachain.dashboard.replica_report import ReplicaReport, answered
-from deltachain.replica.status import ReplicaStatus
+from deltachain.dashboard.watcher import ReplicaReport, answered
+from deltachain.status import Status
 from deltachain.store import MemoryStore, Store
 from tests.unit.control.statuses import status as ready_status
 from tests.unit.manifest_chains import create, extend
@@ -29,7 +29,7 @@ def view_of(chain: Chain) -> ChainView:
     return ChainIndex(chain.store).refresh(NOW)
 
 
-def status(made: Chain, version: int | None, **changes: Any) -> ReplicaStatus:
+def status(made: Chain, version: int | None, **changes: Any) -> Status:
     """The answer of a replica that holds a version, and sees the newest one, as all is well."""
     newest = made.newest(0)
     found = None if version is None else made.find(version)

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.dashboard.alerts import AlertKind, AlertLimits, alerts, newest_seen
-from deltachain.dashboard.replica_report import ReplicaReport, answered
+from deltachain.dashboard.watcher import AlertKind, ReplicaReport, alerts, answered, newest_known
 from deltachain.format.keys import manifest_key
 from deltachain.redact import LONGEST
+from deltachain.status import HealthLimits
 from tests.unit.dashboard.reports import ENGINE, NOW, chain_of, report, status, view_of
 
-LIMITS = AlertLimits(max_lag=2, max_silence_s=30.0)
+LIMITS = HealthLimits(lag=2, silence_s=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +63,12 @@ def test_a_replica_that_does_not_answer_is_silent(chain: Chain) -> None:
 def test_a_version_committed_after_the_last_look_is_no_lie(chain: Chain) -> None:
     ahead = answered(ENGINE, status(chain, 5, head=9), NOW + 1)
     assert kinds(chain, ahead) == ["behind"]  # for the newest version is that which anybody saw
-    assert newest_seen(view_of(chain), [ahead]) == 9
+    assert newest_known(view_of(chain), [ahead]) == 9
 
 
 def test_a_lie_does_not_make_others_late(chain: Chain) -> None:
     liar = replace(report(chain, 5, head=10**9), engine="http://liar")
-    assert newest_seen(view_of(chain), [liar, report(chain, 5)]) == 5
+    assert newest_known(view_of(chain), [liar, report(chain, 5)]) == 5
     assert kinds(chain, liar, report(chain, 5)) == ["another chain"]
 
 
@@ -83,6 +83,6 @@ def test_lost_manifests_and_stores_are_alerts_of_the_chain() -> None:
 
 def test_answers_are_cut_and_out_of_range_numbers_unknown(chain: Chain) -> None:
     wild = report(chain, 5, reason="\x1b[31m" + "x" * 10_000, head=10**30, silence_s=float("inf"))
-    assert len(wild.reason) == LONGEST + 1
-    assert "\x1b" not in wild.reason
-    assert (wild.head, wild.silence_s) == (None, None)
+    assert len(wild.status.reason) == LONGEST + 1
+    assert "\x1b" not in wild.status.reason
+    assert (wild.status.head, wild.status.silence_s) == (None, None)

@@ -12,8 +12,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from deltachain.chain.chain import Chain
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import Roster
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import Roster
 from deltachain.dashboard.app import FILES, PAGES, create_app
 from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.watcher import Watcher
@@ -231,7 +231,7 @@ def test_replicas_of_a_board_stay_while_it_cannot_be_read(chain: Chain, tmp_path
         store.down = True
         eventually(lambda: board.url in watcher.engines)
         here, board_itself = watcher.overview().reports
-        assert (here.engine, here.version, here.trouble) == (f"{board.url}/here", 29, "")
+        assert (here.engine, here.status.version, here.trouble) == (f"{board.url}/here", 29, "")
         assert board_itself.trouble
         store.down = False
         eventually(lambda: watcher.engines == (f"{board.url}/here",))
@@ -245,7 +245,7 @@ def test_a_name_is_looked_up_again_and_again(chain: Chain, monkeypatch: pytest.M
             raise ControlPlaneError(f"{name} cannot be resolved", hint="wait")
         return list(addresses)
 
-    monkeypatch.setattr("deltachain.control.client.roster.resolve", resolve)
+    monkeypatch.setattr("deltachain.control.roster.resolve", resolve)
     name = "dns://policy.default.svc:8000"
     rosters = [Roster([name])]
     with Watcher(ChainIndex(chain.store), names=rosters, poll_s=0.01, asked_s=0.01) as watcher:

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import httpx
 import uvicorn
 
-from deltachain.dashboard.connections import limited
+from deltachain.dashboard.app import limited
 
 
 async def app(scope: object, receive: object, send: object) -> None:

@@ -15,8 +15,13 @@ from deltachain.dashboard.documents import (
     page_document,
     version_document,
 )
-from deltachain.dashboard.phases import REPLICA_PHASES, PhaseTrack, middle, replica_phases
-from deltachain.dashboard.replica_report import answered
+from deltachain.dashboard.watcher import (
+    REPLICA_PHASES,
+    PhaseTrack,
+    answered,
+    middle,
+    replica_phases,
+)
 from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_mark
 from deltachain.presence.writer import follower_status
 from deltachain.publish import PublishConfig, Publisher
@@ -72,8 +77,8 @@ def test_times_that_cannot_be_are_left_out(value: object) -> None:
 def test_times_of_another_version_are_not_those_of_the_held_one(
     chain: Chain, last: dict[str, Any] | None
 ) -> None:
-    assert report(chain, 1, last=last, phases=APPLIED).phases == {}
-    assert report(chain, 1, last={"version": 1}, phases=APPLIED).phases == APPLIED
+    assert report(chain, 1, last=last, phases=APPLIED).status.phases == {}
+    assert report(chain, 1, last={"version": 1}, phases=APPLIED).status.phases == APPLIED
 
 
 def test_a_version_has_the_times_of_its_publisher_and_of_its_replicas(chain: Chain) -> None:
@@ -139,10 +144,10 @@ def test_a_follower_that_is_known_by_its_presence_has_phase_times() -> None:
     Publisher(PublishConfig(url=store.url), store=store).attach(model).close()
     with Subscriber(SubscribeConfig(url=store.url), tensors, store=store) as subscriber:
         before = follower_status(subscriber, {}, engine="follow", trouble=None)
-        assert answered("a", before, 0.0).phases == {}
+        assert answered("a", before, 0.0).status.phases == {}
         subscriber.update()
         after = follower_status(subscriber, {}, engine="follow", trouble=None)
-    assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).phases.keys()
+    assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).status.phases.keys()
 
 
 def test_the_table_marks_what_is_pruned_and_tagged(chain: Chain) -> None:

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from deltachain.dashboard.thinning import spread, thinned
-from deltachain.dashboard.track import MOMENTS, FleetTrack, Moment, changes
+from deltachain.dashboard.documents import thinned
+from deltachain.dashboard.watcher import MOMENTS, FleetTrack, Moment, changes, spread
 
 
 def test_short_columns_are_shown_whole() -> None:

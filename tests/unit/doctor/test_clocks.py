@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.doctor.examination import examine
-from deltachain.doctor.finding import Finding, Grade, Role
-from deltachain.doctor.start import SKEW_S, clocks
+from deltachain.doctor import Finding, Grade, Role
+from deltachain.doctor.examine import SKEW_S, clocks, examine
 from deltachain.store.file.store import FileStore
 
 

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from deltachain.chain.trust import SigningKey
-from deltachain.doctor.examination import examine
-from deltachain.doctor.finding import Finding, Grade, Role
-from deltachain.doctor.start import probe_writes
+from deltachain.doctor import Finding, Grade, Role
+from deltachain.doctor.examine import examine, probe_writes
 from deltachain.errors import StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.base import ObjectInfo
@@ -176,7 +175,7 @@ def test_a_publisher_without_torch_is_told(chain: Path, monkeypatch: pytest.Monk
             raise metadata.PackageNotFoundError(name)
         return metadata.version(name)
 
-    monkeypatch.setattr("deltachain.doctor.packages.version", installed)
+    monkeypatch.setattr("deltachain.doctor.machine.version", installed)
     (found,) = faults(chain, PUBLISHER)
     assert "needs the extra torch" in found.said
     assert faults(chain) == []
@@ -305,7 +304,7 @@ def test_credentials_of_s3_are_checked(seaweed: Seaweed, monkeypatch: pytest.Mon
 
 
 def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltachain.doctor.examination.DEADLINE_S", 0.5)
+    monkeypatch.setattr("deltachain.doctor.examine.DEADLINE_S", 0.5)
     for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "c"}.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")

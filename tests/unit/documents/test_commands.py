@@ -107,7 +107,7 @@ def python_fault(words: tuple[str, ...]) -> str:
 
 def curl_fault(words: tuple[str, ...]) -> str:
     """Routes that are not in the source of those that we have."""
-    source = (ROOT / "deltachain/control/server/routes.py").read_text(encoding="utf-8")
+    source = (ROOT / "deltachain/control/routes.py").read_text(encoding="utf-8")
     missing = {r for r in _ROUTE.findall(" ".join(words)) if f'"/{r}"' not in source}
     return f"no routes {missing}" if missing else ""
 

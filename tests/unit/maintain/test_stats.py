@@ -1,10 +1,10 @@
-"""Totals and prices of a chain, and spans of time on the command line."""
+"""Totals of a chain, and spans of time on the command line."""
 
 from __future__ import annotations
 
 import pytest
 
-from deltachain.cli.maintaining import seconds
+from deltachain.cli.prune import seconds
 from deltachain.errors import ConfigError
 from deltachain.maintain.survey import reader_plans, totals
 from deltachain.store import MemoryStore

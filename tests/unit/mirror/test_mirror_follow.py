@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 
@@ -15,8 +14,6 @@ from deltachain.errors import ForkedChainError, MirrorLagsError
 from deltachain.format.keys import MIRROR_KEY, manifest_key
 from deltachain.mirror import Mirror, MirrorReceipt, follow
 from deltachain.mirror import copies as flow
-from deltachain.mirror.follow import left_out
-from deltachain.mirror.mirror import LOOK_BACK
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
@@ -25,7 +22,6 @@ from tests.support.models import TinyModel, bits_of, same, tensors_of, train_
 from tests.unit.mirror.conftest import Grow, copy_of
 from tests.unit.subscribe.accidents import Told, nothing
 from tests.unit.subscribe.clock import Clock
-from tests.unit.subscribe.test_announcements import ToldStore
 
 
 @contextmanager
@@ -181,39 +177,3 @@ def test_a_follower_ahead_of_its_mirror_waits(
 
 def holds(mirror: Mirror, version: int) -> bool:
     return mirror.version == version
-
-
-def test_the_feed_of_its_source_wakes_a_mirror(mirror_store: MemoryStore, model: TinyModel) -> None:
-    source = ToldStore()
-    with Publisher(PublishConfig(url=source.url), store=source).attach(model) as publisher:
-        mirror = Mirror(source, mirror_store)
-        with following(mirror, poll_s=3600):  # which ends at once when it is stopped
-            until(lambda: mirror.version == 0)
-            for step in (1, 2, 3):
-                train_(model, step)
-                publisher.publish(step=step).result()
-                source.tell(manifest_key(step))
-                until(partial(holds, mirror, step))
-    assert source.made.is_closed
-
-
-def test_a_feed_that_lies_costs_a_mirror_nothing_but_its_trust(
-    mirror_store: MemoryStore, model: TinyModel
-) -> None:
-    source = ToldStore()
-    with Publisher(PublishConfig(url=source.url), store=source).attach(model) as publisher:
-        mirror = Mirror(source, mirror_store)
-        with following(mirror):
-            until(lambda: mirror.version == 0)
-            source.tell(manifest_key(99))
-            train_(model, 1)
-            publisher.publish(step=1).result()  # which is not told of
-            until(lambda: mirror.version == 1)
-
-
-@pytest.mark.parametrize("intervals", [1, 2, 12, 99])
-def test_a_rare_poll_passes_over_no_look_back(intervals: int) -> None:
-    for rounds in range(3 * LOOK_BACK):
-        later = rounds + left_out(rounds, intervals)
-        assert later // LOOK_BACK == rounds // LOOK_BACK
-        assert intervals < LOOK_BACK or (later + 1) % LOOK_BACK == 0

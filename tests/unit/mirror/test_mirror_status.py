@@ -20,7 +20,7 @@ from deltachain.mirror import Mirror
 from deltachain.mirror.follow import MirrorTotals, follow
 from deltachain.mirror.mirror import LOOK_BACK
 from deltachain.presence.writer import mirror_status
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 from deltachain.store import MemoryStore
 from tests.unit.mirror.conftest import Grow, copy_of
 
@@ -75,7 +75,7 @@ def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
     for key in backup:
         source.delete(key)
     mirror, totals, stop = Mirror(source, mirror_store), MirrorTotals(), Event()
-    seen = list[ReplicaStatus]()
+    seen = list[Status]()
 
     def looked(trouble: DeltaChainError | None) -> None:
         totals.looked(trouble)

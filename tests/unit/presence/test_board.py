@@ -10,9 +10,9 @@ from threading import Semaphore
 
 import pytest
 
-from deltachain.control.client.comparison import HealthLimits, ReplicaRow, compare
-from deltachain.control.client.replica import ReplicaClient
-from deltachain.control.client.roster import Roster
+from deltachain.control.comparison import ReplicaRow, compare
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import Roster
 from deltachain.errors import ControlPlaneError, DeltaChainError, MalformedError
 from deltachain.presence import record as module
 from deltachain.presence.record import (
@@ -23,7 +23,7 @@ from deltachain.presence.record import (
     encode_record,
 )
 from deltachain.presence.writer import PresenceWriter
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import HealthLimits, Status
 from deltachain.store import MemoryStore, open_store
 from tests.unit.control.statuses import status
 
@@ -56,7 +56,7 @@ def put(url: str, name: str, data: bytes) -> None:
 def test_every_store_carries_presences(board_url: str) -> None:
     asked = Semaphore(0)
 
-    def source() -> ReplicaStatus:
+    def source() -> Status:
         asked.release()
         return status(7)
 

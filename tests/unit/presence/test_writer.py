@@ -16,7 +16,7 @@ from deltachain.errors import ConfigError, ForkedChainError, StorePermissionErro
 from deltachain.presence import writer as module
 from deltachain.presence.record import PresenceRecord, parse_record
 from deltachain.presence.writer import PresenceWriter, interval_s, record_key
-from deltachain.replica.status import ReplicaStatus
+from deltachain.status import Status
 from deltachain.store import Capabilities, MemoryStore, Store
 from deltachain.store.hf.url import open_hf
 from tests.support.faults import Fault, FaultyStore
@@ -29,7 +29,7 @@ class Source:
     def __init__(self) -> None:
         self.asked = Semaphore(0)
 
-    def __call__(self) -> ReplicaStatus:
+    def __call__(self) -> Status:
         self.asked.release()
         return status()
 
@@ -51,7 +51,7 @@ def source() -> Source:
     return Source()
 
 
-def writer(source: Callable[[], ReplicaStatus], **options: float) -> PresenceWriter:
+def writer(source: Callable[[], Status], **options: float) -> PresenceWriter:
     return PresenceWriter(
         "memory://board", source, engine="vllm/1", place="a:1", apart_from=["s3://b/x"], **options
     )
@@ -153,7 +153,7 @@ def test_failures_are_told_once_and_counted(
 def test_a_status_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
     asked = Semaphore(0)
 
-    def broken() -> ReplicaStatus:
+    def broken() -> Status:
         asked.release()
         raise RuntimeError("nobody foresaw this")
 

@@ -32,7 +32,7 @@ from deltachain.publish.publisher import Publisher
 from deltachain.publish.push import push
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.targets.folder_owner import OwnFolder, write_assets
+from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 from deltachain.types import TensorSpec
 from tests.unit.publish.library import llama
 

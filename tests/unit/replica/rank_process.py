@@ -18,7 +18,7 @@ from typing import Any
 from deltachain.chain.fetch import fetch_part
 from deltachain.errors import StoreUnavailableError
 from deltachain.replica import fetcher
-from deltachain.replica.rpc import RankService
+from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from tests.support.engine import FakeModel
 from tests.support.sharding import Sharding

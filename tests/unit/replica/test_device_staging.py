@@ -16,7 +16,7 @@ from deltachain.errors import DigestMismatchError, FormatError
 from deltachain.kernels import staging
 from deltachain.kernels.device import INT_DTYPES
 from deltachain.replica.device_staging import DeviceStager, DeviceWrite
-from deltachain.replica.rpc import RankService
+from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import object_file
 from deltachain.replica.spool_reader import TensorPlan

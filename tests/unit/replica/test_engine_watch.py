@@ -13,8 +13,8 @@ import pytest
 from deltachain.errors import ApplyError, LeaderReplacedError, PartialApplyError
 from deltachain.replica import leader as engine_watch
 from deltachain.replica.leader import EngineWatch, Leader
-from deltachain.replica.status import ReplicaStatus
 from deltachain.replica.target import PauseHolds
+from deltachain.status import Status
 from tests.support.sharding import Sharding
 from tests.unit.replica.replicas import Followed, eventually, led
 
@@ -40,7 +40,7 @@ def watched(here: Followed, **settings: object) -> Iterator[Leader]:
         yield leader
 
 
-def has(leader: Leader, reason: str) -> ReplicaStatus:
+def has(leader: Leader, reason: str) -> Status:
     """Wait until a replica gives a reason for not being ready; empty if it shall be ready."""
     found = [leader.status()]
 

@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.format.documents import ObjectRef
-from deltachain.replica.layout.update_path import Classified
+from deltachain.replica.layout.classes import Classified
 from deltachain.replica.messages import (
     AgreeReply,
     AgreeRequest,

@@ -14,7 +14,7 @@ from deltachain.delta import TensorDelta
 from deltachain.errors import ApplyError, DigestMismatchError, ObjectNotFoundError
 from deltachain.format.documents import ObjectRef
 from deltachain.replica import fetcher
-from deltachain.replica.layout.update_path import Classified, TensorClass
+from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader
 from deltachain.store import MemoryStore

@@ -19,7 +19,7 @@ from deltachain.errors import (
 )
 from deltachain.replica import rank as rank_module
 from deltachain.replica import staged as staged_module
-from deltachain.replica.layout.load_methods import LoadGroup
+from deltachain.replica.layout.model_state import LoadGroup
 from deltachain.replica.rank import Rank
 from deltachain.replica.staged import RankStaged
 from deltachain.subscribe.targets import base as target

@@ -17,7 +17,7 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.replica import client
+from deltachain.replica import target as client
 from deltachain.replica.messages import (
     PendingReply,
     PollRequest,

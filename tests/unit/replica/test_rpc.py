@@ -27,7 +27,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.update_path import Classified
+from deltachain.replica.layout.classes import Classified
 from deltachain.replica.messages import (
     AgreeReply,
     AgreeRequest,
@@ -55,7 +55,7 @@ from deltachain.replica.messages import (
     encode,
     name_of,
 )
-from deltachain.replica.rpc import (
+from deltachain.replica.rank import (
     REMEMBERED,
     Handler,
     RankService,

@@ -11,7 +11,6 @@ import pytest
 import deltachain
 from deltachain.chain.chain import Chain
 from deltachain.errors import ChainError, StoreError
-from deltachain.replica.figures import replica_figures
 from deltachain.replica.leader import Leader
 from tests.unit.replica.replicas import Followed, eventually, led
 
@@ -72,7 +71,7 @@ def test_who_does_not_follow_by_itself_need_not_hear_of_its_store(followed: Buil
 
 def names(leader: Leader) -> set[str]:
     """Names of the figures of a replica."""
-    return {figure.name for figure in replica_figures(leader)}
+    return {figure.name for figure in leader.figures()}
 
 
 def test_a_rollback_is_not_made_unready_by_silence(followed: Build) -> None:

@@ -318,26 +318,6 @@ def test_a_pause_that_failed_does_not_stick(here: Followed, leader: Leader) -> N
     assert not here.engine.paused
 
 
-def is_paused(here: Followed) -> bool:
-    return here.engine.paused
-
-
-def test_a_leader_that_takes_over_resumes_once_it_knows_what_is_held(here: Followed) -> None:
-    """One before may have been killed inside a swap; and the store may be down just then."""
-    settings = ReplicaSettings(subscribe=here.subscriber.config, spool=here.spool)
-    leader = Leader(settings, here.engine, store=here.faulty, takes_over=True)
-    here.engine.pause()
-    here.faulty.down = True
-    leader.start()
-    assert is_paused(here)
-    here.faulty.down = False
-    leader.update(1)
-    assert not is_paused(here)
-    leader.pause()
-    leader.update()
-    assert is_paused(here), "this time it was said so"
-
-
 def test_a_rollback_from_the_store_is_not_starved(
     followed: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.requests import Request
 
-from deltachain.control.server.auth import Control
+from deltachain.control.server import Control
 from deltachain.replica.leader import Leader
 from deltachain_sglang import compat, front
 from tests.unit.control.replicas import followed, leader_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 
 import connections
-import deltachain.dashboard.connections as dashboard
+from deltachain.dashboard import app as dashboard
 
 
 def test_the_copy_is_the_same() -> None:

@@ -20,7 +20,7 @@ from deltachain.format.documents import Manifest, seal, unseal
 from deltachain.format.keys import manifest_key
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, Subscriber
-from deltachain.subscribe import subscriber as follow
+from deltachain.subscribe.rounds import NEEDS_A_PERSON
 from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
@@ -387,4 +387,4 @@ def test_a_target_of_another_model_ends_it(
     with pytest.raises(TensorMismatchError):
         clock.run(subscriber)
     assert clock.waits == []
-    assert ChainMismatchError in follow.NEEDS_A_PERSON
+    assert ChainMismatchError in NEEDS_A_PERSON

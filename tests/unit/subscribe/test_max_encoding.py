@@ -18,7 +18,6 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.app import app
 from deltachain.codec import Part
 from deltachain.errors import BaseMismatchError
-from deltachain.offline import apply, compare
 from deltachain.store import open_store
 from deltachain.subscribe.targets.folder import FolderTarget
 
@@ -148,22 +147,6 @@ def test_other_live_bits_are_found_before_anything_is_written(tmp_path: Path) ->
             assert same(target, altered)
             subscriber.update()  # from nothing
             assert same(target, copied(source))
-
-
-def test_diff_and_patch_take_it(tmp_path: Path) -> None:
-    url = f"{tmp_path}/chain"
-    states = published(url, 2)
-    for number, (version, _) in enumerate(states):
-        with deltachain.Subscriber(url, FolderTarget(tmp_path / str(number))) as subscriber:
-            subscriber.update(version)
-    found = compare(tmp_path / "0", tmp_path / "1", "max")
-    (tmp_path / "delta.safetensors").write_bytes(found.part.data)
-    apply(tmp_path / "0", tmp_path / "delta.safetensors", tmp_path / "patched")
-    one, other = Checkpoint(tmp_path / "1"), Checkpoint(tmp_path / "patched")
-    assert all((one.bits(name) == other.bits(name)).all() for name in one.specs)
-    with pytest.raises(BaseMismatchError, match=r"does not hold the bits that .* was made from"):
-        apply(tmp_path / "1", tmp_path / "delta.safetensors", tmp_path / "twice")
-    assert not (tmp_path / "twice").exists()
 
 
 def test_tensors_that_share_a_digest_are_followed_folded_verified_and_named(tmp_path: Path) -> None:

@@ -306,4 +306,4 @@ def test_status_tells_held_head_and_lag(
     assert (status.version, status.head, status.lag_versions) == (1, 3, 2)
     assert (status.url, status.pinned, status.poisoned) == (store.url, False, False)
     assert status.last is not None
-    assert status.last.startswith("version 1 (from nothing)")
+    assert (status.last["version"], status.last["previous"]) == (1, None)

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from fastapi import FastAPI
 
-from deltachain.control.server.auth import Control
+from deltachain.control.server import Control
 from deltachain_vllm.endpoint import EndpointPlugin
 
 

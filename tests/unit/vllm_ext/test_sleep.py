@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI, HTTPException, Query, Request
 from fastapi.testclient import TestClient
 
-from deltachain.control.server.auth import Control
+from deltachain.control.server import Control
 from deltachain.replica.leader import Leader
 from deltachain_vllm.sleep import attach_sleep
 from tests.unit.control.replicas import followed, leader_of

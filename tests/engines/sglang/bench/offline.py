@@ -47,7 +47,7 @@ def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
-    from deltachain.replica.rpc import RankService
+    from deltachain.replica.rank import RankService
     from deltachain.replica.settings import RankSettings
     from deltachain.replica.target import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber

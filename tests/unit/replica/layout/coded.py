@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.replica.layout.layer_probe import probing_rows
+from deltachain.replica.layout.model_state import probing_rows
 from deltachain.replica.layout.recorder import live_tensors
 
 SHAPE: Final = (6, 40)

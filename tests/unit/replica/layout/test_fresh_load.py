@@ -16,8 +16,8 @@ from deltachain.delta import TensorDelta
 from deltachain.errors import PartialApplyError, PoisonedError, UnfinishedSwapError
 from deltachain.replica import rank
 from deltachain.replica.layout import fresh_load
-from deltachain.replica.layout.layer_probe import COLUMNS, probing_rows
-from deltachain.replica.layout.update_path import agree
+from deltachain.replica.layout.classes import agree
+from deltachain.replica.layout.model_state import COLUMNS, probing_rows
 from deltachain.replica.rank import Rank
 from tests.support.spools import spool_of
 from tests.unit.replica.layout.coded import LAYERS, SHAPE, Coded, CodedEngine, Quantise, quantise

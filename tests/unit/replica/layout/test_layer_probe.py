@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.layer_probe import idle, is_plain, output_of, processed
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.members import MemoryIndex
+from deltachain.replica.layout.model_state import idle, is_plain, output_of, processed
 
 
 class Method:

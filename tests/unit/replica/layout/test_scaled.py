@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
 from deltachain.errors import TensorMismatchError
+from deltachain.replica.layout.classes import agree
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.layout.update_path import agree
 from deltachain.replica.rank import Rank
 from tests.support.spools import spool_of
 from tests.unit.replica.layout.scaled import ScaledEngine

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from deltachain.replica.layout.update_path import (
+from deltachain.replica.layout.classes import (
     ORDER,
     Agreement,
     Classified,

@@ -1,0 +1,132 @@
+"""``deltachain maintain``: add skips and anchors and prune, round after round."""
+
+# ruff: noqa: PLC0415 - dependencies are imported when the command runs
+from __future__ import annotations
+
+from threading import Event
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from deltachain.cli import console as c
+from deltachain.cli.options import AsJsonLines, Base, Once, Url
+from deltachain.cli.prune import (
+    Grace,
+    KeepEvery,
+    KeepLast,
+    KeepTags,
+    KeepWithin,
+    edge_row,
+    open_for_writing,
+    pruned,
+    pruner_of,
+    rule_of,
+    seconds,
+    words_of,
+)
+from deltachain.cli.stopping import end, stopping
+from deltachain.errors import DeltaChainError, ObjectNotFoundError, no_version
+
+if TYPE_CHECKING:
+    from deltachain.maintain import Maintained, Maintainer
+
+
+def maintain(  # noqa: PLR0913 - one argument an option
+    url: Url,
+    *,
+    every: Annotated[
+        str, typer.Option(metavar="SPAN", help="Time from one round to the next.")
+    ] = "60s",
+    once: Once = False,
+    delete: Annotated[
+        bool, typer.Option("--prune/--no-prune", help="Whether to delete what the rule drops.")
+    ] = True,
+    keep_last: KeepLast = 1024,
+    keep_within: KeepWithin = None,
+    keep_every: KeepEvery = None,
+    keep_tags: KeepTags = True,
+    grace: Grace = "1h",
+    base: Base = None,
+    as_json: AsJsonLines = False,
+) -> None:
+    """Keep a chain cheap to join and bounded in size, until Ctrl-C.
+
+    Each round folds deltas into skips over 8, 64 and 512 versions, adds an anchor if joining has
+    become expensive, and prunes: a record names the edges that are no longer used, and their
+    objects are deleted when the grace is over. Runs anywhere, beside publishers, followers and
+    other maintainers. It waits for a chain that nobody has made yet, needs the right to write, and
+    no torch. With `--once` it fails if newcomers still cannot join.
+
+    Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
+    """
+    rule = rule_of(keep_last, keep_within, keep_every, tags=keep_tags)
+    stop, pause, grace_s = Event(), seconds(every), seconds(grace)
+    maintainer: Maintainer | None = None
+
+    def opened() -> Maintainer:
+        from deltachain.maintain import Maintainer
+
+        chain = open_for_writing(url)
+        pruner = pruner_of(chain, rule, grace_s) if delete else None
+        return Maintainer(chain, pruner, base=base)
+
+    with stopping(stop) as by:
+        while not stop.is_set():
+            try:
+                maintainer = maintainer or opened()
+                found = maintainer.round()
+                if found is not None:
+                    _tell(found, as_json=as_json, once=once)
+                if once:
+                    _check_joinable(found, url)
+            except DeltaChainError as error:
+                is_early = maintainer is None and isinstance(error, ObjectNotFoundError)
+                if once or not (error.retryable or is_early):
+                    raise
+                c.say_error(error)  # the next round tries again
+            if once or stop.wait(pause):
+                break
+    end(by)
+
+
+def _check_joinable(found: Maintained | None, url: str) -> None:
+    if found is None:
+        raise no_version(url)
+    if found.no_way is not None:
+        raise found.no_way
+
+
+def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
+    """Print what a round did; nothing for one of many rounds without work.
+
+    Args:
+        found: The round.
+        as_json: Whether to print a JSON object.
+        once: Whether it was the only round: that newcomers cannot join then ends the command.
+    """
+    report = None if found.pruned is None else pruned(found.pruned)
+    if as_json:
+        c.write_json(
+            {
+                "head": found.head,
+                "skips": [edge_row(edge) for edge in found.skips],
+                "anchors": [edge_row(edge) for edge in found.anchors],
+                "failed": list(found.failed),
+                "pruned": report,
+            }
+        )
+        return
+    words = []
+    if found.skips:
+        size = c.nbytes(sum(edge.nbytes for edge in found.skips))
+        words.append(f"skips added: {len(found.skips):,}, {size}")
+    words += [f"anchor of version {e.version} added, {c.nbytes(e.nbytes)}" for e in found.anchors]
+    if report is not None and (report["retired"] or report["deleted"]["objects"]):
+        words += words_of(report)[: 3 if report["waiting"]["objects"] else 2]
+    if words:
+        c.out().print(f"version {found.head:>5}  " + "; ".join(words), soft_wrap=True)
+    elif once and not found.failed:
+        c.say(f"nothing to do up to version {found.head}")
+    is_first_said = once and found.no_way is not None
+    for failure in found.failed[is_first_said:]:
+        c.say(f"warning  {failure}", "yellow")

@@ -1,1 +1,0 @@
-"""Clients of the control plane: one replica, or a fleet of them."""

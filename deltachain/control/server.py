@@ -1,0 +1,397 @@
+"""Startup of a replica: creates the leader of an engine and its authorization."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+
+import msgspec
+from fastapi import Depends, FastAPI, HTTPException, Request, Security
+from fastapi.security import HTTPBearer
+from starlette.requests import ClientDisconnect
+
+from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
+from deltachain.environment import is_strict, refused
+from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
+from deltachain.figures import Figure
+from deltachain.format.documents import decode
+from deltachain.metrics import register_figures
+from deltachain.presence.writer import PresenceWriter, replica_presence
+from deltachain.replica.engine import Engine
+from deltachain.replica.leader import REFUSALS, Leader
+from deltachain.replica.settings import ReplicaSettings
+from deltachain.threads import started
+from deltachain.tokens import Tokens
+
+LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
+"""Names of the loopback interface, in lower case."""
+
+_HOST: Final = re.compile(
+    r"(?:(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)|\[(?P<ipv6>[0-9A-Fa-f:.]+)\])"
+    r"(?::[0-9]{1,5})?"
+)
+"""Valid ``Host`` header: a name or an address, and a port."""
+
+
+def host_of(request: Request) -> str:
+    """Return the host of a request, without its port.
+
+    Raises:
+        HTTPException: 400 for an invalid ``Host`` header, which proxies interpret differently.
+    """
+    given = request.headers.getlist("host")
+    match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
+    if match is None:
+        raise HTTPException(400, "the Host header names no host")
+    return (match["name"] or match["ipv6"]).lower()
+
+
+def is_page(request: Request) -> bool:
+    """Return whether a web page sent the request, as opposed to a user typing the address.
+
+    Browsers send no ``Origin`` with embedded resources, but ``Sec-Fetch-Site``.
+    """
+    site = request.headers.get("sec-fetch-site", "none")
+    return "origin" in request.headers or site != "none"
+
+
+BODY_S: Final = 10.0
+"""Seconds in which a request body must arrive."""
+
+LARGEST: Final = 4096
+"""Size limit of a request body, in bytes."""
+
+AT_ONCE: Final = 4
+"""Concurrent requests of one kind."""
+
+LOOK_S: Final = 0.5
+"""Seconds between two checks for a disconnected client."""
+
+RequestKind: TypeAlias = Literal["update", "rollback", "quick"]
+
+_SCHEME: Final = HTTPBearer(auto_error=False, scheme_name="token")
+"""For OpenAPI only: :meth:`Control.authorise` compares the token."""
+
+_T = TypeVar("_T")
+
+
+class Control:
+    """The leader behind the routes, and their authorization.
+
+    Attributes:
+        leader: ``None`` if the server follows no chain.
+        refusal: The reason for that; empty otherwise.
+        is_guarded: Whether the engine checks an API key of its own before these routes.
+        presence: Writer of the replica's presence; ``None`` for none.
+
+    Args:
+        token: Required bearer token, or a file of tokens that are accepted; empty for none.
+        is_open: Whether the server listens on the loopback interface alone.
+
+    Raises:
+        ConfigError: The file of tokens is invalid; see :class:`Tokens`.
+    """
+
+    def __init__(
+        self,
+        leader: Leader | None,
+        refusal: str,
+        *,
+        token: str | Path,
+        is_open: bool,
+        is_guarded: bool = False,
+        presence: PresenceWriter | None = None,
+    ) -> None:
+        self.leader = leader
+        self.presence = presence
+        self.refusal = refusal
+        self.is_guarded = is_guarded
+        self._tokens = Tokens(token)
+        self._is_open = is_open
+        self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
+
+    def figures(self) -> Iterator[Figure]:
+        """Yield the figures of the replica, from memory; none if the server follows no chain."""
+        if self.leader is not None:
+            yield from self.leader.figures()
+        if self.presence is not None:
+            yield from self.presence.figures()
+
+    def authorise(self, request: Request) -> None:
+        """Check the token of a request.
+
+        Raises:
+            HTTPException: 400 for a malformed ``Host``; 401 for a wrong token; 403 if the server
+                has neither token nor key, or for requests of web pages without a token, which any
+                site can send through a user's browser.
+        """
+        host = host_of(request)
+        if self._tokens:
+            scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+            given = request.headers.get(TOKEN_HEADER, bearer if scheme.lower() == "bearer" else "")
+            if not self._tokens.accepts(given):
+                raise HTTPException(401, "wrong or missing token")
+        elif not self.is_guarded:
+            if not self._is_open:
+                raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
+            if host not in LOOPBACK or is_page(request):
+                raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
+
+    async def run(
+        self, action: Callable[[Leader], _T], request: Request | None, kind: RequestKind = "quick"
+    ) -> _T:
+        """Run a slow action outside the event loop.
+
+        Args:
+            action: Called with the leader.
+            request: The request it serves; the wait ends once its client disconnects.
+            kind: Group of the concurrency limit: actions that wait for the store do not block
+                others.
+
+        Raises:
+            HTTPException: 503 if the server follows no chain, or the client has disconnected, since
+                a server that shuts down waits for its requests.
+        """
+        if self.leader is None:
+            raise HTTPException(503, self.refusal)
+        free = self._free[kind]
+        slot = asyncio.ensure_future(free.acquire())
+        try:
+            await _unless_left(slot, request)
+        finally:
+            slot.cancel()  # no effect once it is acquired
+        work = asyncio.ensure_future(aside(action, self.leader))
+        work.add_done_callback(partial(_end, free))
+        await _unless_left(work, request)
+        return work.result()
+
+
+async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> None:
+    """Wait for ``work``; raise if the client disconnects before."""
+    while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
+        if request is not None and await request.is_disconnected() and not work.done():
+            raise HTTPException(503, "client disconnected")
+
+
+def _end(free: asyncio.Semaphore, work: asyncio.Future[Any]) -> None:
+    free.release()
+    if not work.cancelled():
+        work.exception()  # retrieved here, since the waiting coroutine may be gone
+
+
+async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
+    """Call in a daemon thread, which does not block the end of the process as executors do."""
+    outcome: Future[_T] = Future()
+    outcome.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            outcome.set_result(action(leader))
+        except BaseException as exc:  # noqa: BLE001 - raised again by await
+            outcome.set_exception(exc)
+
+    if not started(Thread(target=run, name="deltachain-control", daemon=True)):
+        raise ControlPlaneError("this process cannot start another thread", hint="ask again later")
+    return await asyncio.wrap_future(outcome)
+
+
+def control_of(request: Request) -> Control:
+    """Return the server's :class:`Control`.
+
+    Raises:
+        HTTPException: 503 while the engine is starting.
+    """
+    control: Control | None = getattr(request.app.state, "deltachain", None)
+    if control is None:
+        raise HTTPException(503, "the engine is starting")
+    return control
+
+
+async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) -> Control:
+    control = control_of(request)
+    control.authorise(request)
+    return control
+
+
+Allowed = Annotated[Control, Depends(_allowed)]
+
+
+class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of a request without parameters."""
+
+
+async def _asked(control: Allowed, request: Request) -> VersionRequest:
+    del control
+    return await _body(request, VersionRequest, '{"version": N} or {}')
+
+
+async def _nothing(control: Allowed, request: Request) -> None:
+    del control
+    await _body(request, _Nothing, "empty or {}")
+
+
+async def _body(request: Request, kind: type[_T], expected: str) -> _T:
+    """Read and parse a small body, after the token was checked."""
+    if request.url.query:
+        raise HTTPException(422, "query parameters are not supported; send a JSON body")
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > LARGEST:
+                    raise HTTPException(413, f"request body above {LARGEST} bytes")
+    except TimeoutError as exc:
+        headers = {"connection": "close"}  # the rest of the body is not waited for
+        raise HTTPException(408, f"request body not there in {BODY_S:g} s", headers) from exc
+    except ClientDisconnect as exc:
+        raise HTTPException(400, "request body ended early") from exc
+    try:
+        return decode(body or b"{}", kind)
+    except msgspec.DecodeError as exc:
+        raise HTTPException(422, f"invalid request body: expected {expected}") from exc
+
+
+Asked = Annotated[VersionRequest, Depends(_asked)]
+NothingAsked = Annotated[None, Depends(_nothing)]
+
+
+def fall_asleep(leader: Leader, kinds: frozenset[str]) -> None:
+    """Wait for a running swap, then mark the replica as unready.
+
+    Args:
+        leader: Leader of the engine that is about to release memory.
+        kinds: Kinds of memory to be released, in the engine's terms.
+    """
+    with leader.subscriber.alone():
+        leader.released |= kinds
+
+
+def wake_up(leader: Leader, kinds: frozenset[str], weights: str) -> None:
+    """Verify or heal restored weights, then mark the replica as ready.
+
+    Args:
+        leader: Leader of the engine that has allocated memory again.
+        kinds: Kinds of allocated memory, in the engine's terms.
+        weights: The engine's term for weights.
+
+    Raises:
+        DeltaChainError: Verification and healing failed; the replica is poisoned.
+    """
+    try:
+        if weights in kinds & leader.released:
+            leader.scrub()
+    finally:
+        leader.released -= kinds
+
+
+logger = logging.getLogger(__name__)
+
+
+class LedEngine(NamedTuple):
+    """An engine with its checkpoint.
+
+    Attributes:
+        engine: Ranks and scheduler of the engine.
+        checkpoint: Folder it was loaded from, used as base checkpoint of the chain.
+    """
+
+    engine: Engine
+    checkpoint: Path
+
+
+async def lead(
+    find: Callable[[ReplicaSettings], LedEngine],
+    environment: Mapping[str, str],
+    *,
+    is_open: bool,
+    is_guarded: bool,
+    key: str = "",
+    address: str = "",
+) -> Control:
+    """Start following the chain of ``DELTACHAIN_URL`` with this server's engine, if it is set.
+
+    Returns once the replica is at the head, or must wait for an unavailable store or a chain that
+    does not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is false, the server
+    starts anyway, and the routes report the reason.
+
+    Args:
+        find: Returns the engine; may raise any :class:`DeltaChainError`.
+        environment: Variables of this process.
+        is_open: Whether the server listens on the loopback interface alone.
+        is_guarded: Whether the engine checks an API key of its own before these routes.
+        key: Required token if neither ``DELTACHAIN_TOKEN`` nor ``DELTACHAIN_TOKEN_FILE`` is set.
+        address: Where the server listens; tells its presence from those of others on this machine.
+
+    Raises:
+        SystemExit: The engine is refused or damaged; the reason is logged.
+    """
+    leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
+    presence: PresenceWriter | None = None
+    token: str | Path = key
+    try:
+        settings = ReplicaSettings.of(environment)
+        if settings is not None:
+            Tokens(settings.token)  # a wrong file is found before the engine is touched
+            token = settings.token or key
+            engine, checkpoint = find(settings)
+            base = settings.subscribe.base or checkpoint
+            settings = replace(settings, subscribe=replace(settings.subscribe, base=base))
+            leader = Leader(settings, engine)
+            presence = replica_presence(
+                settings, leader.status, engine=engine.software, place=address
+            )
+            await aside(Leader.start, leader)
+    except DeltaChainError as exc:
+        if presence is not None:
+            presence.fail(str(exc.args[0]))
+        is_damaged = isinstance(exc, EngineDamagedError)
+        if is_damaged or (is_strict(environment) and isinstance(exc, REFUSALS)):
+            raise refused(exc) from exc
+        leader, refusal = None, str(exc)
+        logger.warning("deltachain follows no chain: %s", exc)
+    return Control(
+        leader, refusal, token=token, is_open=is_open, is_guarded=is_guarded, presence=presence
+    )
+
+
+def leave_at_end(app: FastAPI) -> None:
+    """Make the end of a server's lifespan withdraw the presence of its replica, if it has one.
+
+    Args:
+        app: The server's app; its ``state.deltachain`` is a :class:`Control` by then, if ever.
+    """
+    original = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        async with original(app) as state:
+            try:
+                yield state
+            finally:
+                control: Control | None = getattr(app.state, "deltachain", None)
+                if control is not None and control.presence is not None:
+                    await asyncio.to_thread(control.presence.close)
+
+    app.router.lifespan_context = lifespan
+
+
+def join_registry(control: Control) -> None:
+    """Add the figures of a leader to the process' own Prometheus registry, once.
+
+    An engine that serves that registry at its own ``/metrics`` then shows them there. Does nothing
+    without a leader or without ``prometheus_client``.
+    """
+    if control.leader is None:
+        return
+    with suppress(ModuleNotFoundError):
+        register_figures(control.figures)

@@ -1,1 +1,0 @@
-"""Server side of the control plane: routes, authorization, and the startup of a replica."""

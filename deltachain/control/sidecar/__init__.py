@@ -1,1 +1,0 @@
-"""Sidecar that updates a stock server from outside."""

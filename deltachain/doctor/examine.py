@@ -1,0 +1,429 @@
+"""The examination: checks of machine, store and chain, in the order of their dependence."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import closing, suppress
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryFile
+from threading import Barrier
+from typing import Any, Final
+from uuid import uuid4
+
+from deltachain.chain.chain import Chain, Committed, plan_present
+from deltachain.chain.identity import refuse_mirror
+from deltachain.chain.plan import Plan
+from deltachain.chain.trust import Trust
+from deltachain.doctor import Finding, Grade, Role, failed, fault, note, ok
+from deltachain.doctor.machine import (
+    check_engines,
+    check_files,
+    check_names,
+    check_packages,
+    check_transport,
+)
+from deltachain.environment import mistakes, read
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    DeltaChainError,
+    ObjectNotFoundError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
+from deltachain.format.keys import CHAIN_KEY, manifest_key, trial_key
+from deltachain.presence.writer import interval_s
+from deltachain.redact import redacted_url
+from deltachain.replica.settings import ReplicaSettings, spool_folder
+from deltachain.retry import between_polls
+from deltachain.room import NoRoomError, check_room
+from deltachain.store import ObjectInfo, Store, open_store
+from deltachain.store.apart import check_apart
+from deltachain.subscribe.history import require
+from deltachain.threads import Pool
+from deltachain.tokens import Tokens
+
+DEADLINE_S: Final = 8.0
+"""Time limit of one request to the store, in seconds: a diagnosis does not wait for a store."""
+
+PRESENCE: Final = "presence"
+STORE: Final = "store"
+WRITES: Final = "writes"
+CLOCK: Final = "clock"
+
+LOOKS: Final = 5
+"""Requests of which the median latency is told."""
+
+RACERS: Final = 8
+"""Concurrent conditional writes of one key."""
+
+SLOW_S: Final = 2.0
+"""Latency beyond which a request is told to be slow, in seconds."""
+
+SKEW_S: Final = 60.0
+"""Difference of clocks that is a fault, in seconds: ages of heartbeats and times of prunes are
+compared across machines."""
+
+_READS: Final = "enough to follow; a publisher needs credentials that may write here"
+
+
+def examine(
+    url: str, role: Role = Role.FOLLOWER, environment: MutableMapping[str, str] = os.environ
+) -> Iterator[Finding]:
+    """Examine this machine for one role; yield findings as they are made.
+
+    Only a publisher's store is written to, and the place for presences, under keys of their own
+    that are removed.
+
+    Args:
+        url: URL of the chain; empty for ``DELTACHAIN_URL``.
+        role: What the machine is to do.
+        environment: The environment of this process. Variables with mistakes are removed from it
+            once they are reported, so that the other checks can go on.
+    """
+    yield from check_names(environment)
+    for name in dict(mistakes(environment)):
+        environment.pop(name)
+    yield from check_packages(role)
+    transport = [*check_files(environment), *check_transport(environment)]
+    yield from transport
+    url = url or environment.get("DELTACHAIN_URL", "")
+    if role is Role.FOLLOWER:
+        yield from check_engines(environment)
+        yield from check_server(environment)
+        yield from check_presence(environment, url)
+    if not url:
+        yield note(STORE, "no store was examined", "give its URL, or set DELTACHAIN_URL")
+    elif any(finding.grade is Grade.FAULT for finding in transport):
+        yield note(STORE, "no store was examined", "correct the faults above first")
+    else:
+        yield from _examine_store(url, role, environment)
+
+
+def _examine_store(
+    url: str, role: Role, environment: MutableMapping[str, str]
+) -> Iterator[Finding]:
+    has_deadline = url.lower().startswith(("s3://", "hf://"))
+    options: dict[str, Any] = {"deadline_s": DEADLINE_S} if has_deadline else {}
+    try:
+        store = open_store(url, options, writer=role is Role.PUBLISHER)
+        with closing(store):
+            yield probe_latency(store)
+            if role is Role.PUBLISHER:
+                yield from probe_writes(store)
+            else:
+                yield from check_silence(store, environment)
+            yield from check_chain(store, role, environment)
+    except DeltaChainError as exc:
+        yield failed(STORE, exc)
+
+
+def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Finding]:
+    """Write an object where a replica would write its presence, and remove it.
+
+    Args:
+        environment: Environment variables without mistakes.
+        chain: URL of the chain; empty if it is not known.
+    """
+    url = read(environment).get("PRESENCE_URL", "")
+    if not url:
+        return
+    try:
+        if chain:
+            check_apart(url, chain)
+        store = open_store(url)
+    except ConfigError as exc:
+        yield failed(PRESENCE, exc)
+        return
+    key = f"trial-{uuid4().hex}"
+    with closing(store):
+        try:
+            store.put(key, b"trial")
+            store.delete(key)
+        except DeltaChainError as exc:
+            hint = exc.hint or "name a place where this machine may write and delete"
+            yield fault(PRESENCE, f"no presence can be written: {exc.args[0]}", hint)
+        else:
+            every_s = interval_s(store.capabilities)
+            said = f"{store.url} takes the presence of a replica, every {every_s:g} s"
+            yield ok(PRESENCE, said)
+
+
+def probe_latency(store: Store) -> Finding:
+    times = []
+    for _ in range(LOOKS):
+        start = time.monotonic()
+        store.find(CHAIN_KEY)
+        times.append(time.monotonic() - start)
+    latency = median(times)
+    said = f"{store.url} answers in {latency * 1e3:.1f} ms"
+    if latency > SLOW_S:
+        return note(STORE, said, "versions arrive late: use a store or a mirror that is closer")
+    return ok(STORE, said)
+
+
+def probe_writes(store: Store, now: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """Write below ``trials/``, write again conditionally, race, read and remove."""
+    name = uuid4().hex
+    single, raced = trial_key(f"{name}-single"), trial_key(f"{name}-raced")
+    try:
+        found = list(_probe_single(store, single, now))
+        yield from found
+        if all(one.check != WRITES for one in found):  # else it is known not to decide
+            yield _probe_race(store, raced)
+    except StorePermissionError as exc:
+        yield fault(WRITES, f"nothing can be written: {exc.args[0]}", _READS)
+    except DeltaChainError as exc:
+        yield failed(WRITES, exc)
+    finally:
+        left = [key for key in (single, raced) if not _removed(store, key)]
+    if left:
+        keys = " and ".join(left)
+        yield note(WRITES, f"{keys} cannot be removed", "allow deletion, or remove them by hand")
+
+
+def _probe_single(store: Store, key: str, now: Callable[[], float]) -> Iterator[Finding]:
+    before = now()
+    store.put_if_absent(key, b"first")
+    after = now()
+    info = store.find(key)
+    try:
+        store.put_if_absent(key, b"second")
+    except AlreadyExistsError:
+        pass
+    else:
+        yield _overwrites(store)
+        return
+    if store.get(key) != b"first":
+        yield fault(
+            WRITES,
+            f"{store.url} does not return what was written",
+            "look for a cache or a proxy before the store",
+        )
+    if info is None or info.modified is None:
+        yield note(CLOCK, f"{store.url} does not tell when an object was written")
+    else:
+        yield clocks(ahead_s=_distance(info.modified, before - 1.0, after + 1.0))
+
+
+def compare_clocks(
+    store: Store, newest: ObjectInfo | None, now: Callable[[], float] = time.time
+) -> Iterator[Finding]:
+    """Compare this machine's clock with the store's, without a write; yield a difference.
+
+    The store's clock cannot be behind the newest manifest.
+    """
+    told = store.clock()
+    ahead_s = 0.0 if told is None else _distance(told, now() - 2.0, now() + 1.0)
+    if newest is not None and newest.modified is not None and newest.modified > now() + 1.0:
+        ahead_s = max(ahead_s, newest.modified - now())
+    if ahead_s:
+        yield clocks(ahead_s=ahead_s)
+
+
+def _distance(moment: float, first: float, last: float) -> float:
+    """Return how far a moment is after ``last`` or, below 0, before ``first``; else 0.
+
+    Stores tell times in whole seconds, hence the second on both sides.
+    """
+    return max(0.0, moment - last) or min(0.0, moment - first)
+
+
+def clocks(*, ahead_s: float) -> Finding:
+    """Judge by how many seconds the store's clock is ahead of this machine's."""
+    if abs(ahead_s) < 1:
+        return ok(CLOCK, "this machine's clock agrees with the store's")
+    order = "behind" if ahead_s > 0 else "ahead of"
+    said = f"this machine's clock is {abs(ahead_s):,.0f} s {order} the store's"
+    hint = "set the clock of this machine, by NTP for example"
+    return (fault if abs(ahead_s) > SKEW_S else note)(CLOCK, said, hint)
+
+
+def _probe_race(store: Store, key: str) -> Finding:
+    if not store.capabilities.conditional_put:
+        return note(
+            WRITES,
+            f"{store.url} takes writes, and cannot decide between two publishers",
+            "start a single publisher; a Hub bucket decides with keys of its S3 gateway",
+        )
+    start = Barrier(RACERS)
+
+    def race(number: int) -> bool:
+        with suppress(Exception):  # without threads for all, those that there are race
+            start.wait(5)
+        try:
+            store.put_if_absent(key, str(number).encode())
+        except (AlreadyExistsError, StoreUnavailableError):
+            return False
+        return True
+
+    with Pool(RACERS) as pool:
+        winners = sum(pool.map(race, range(RACERS)))
+    if winners != 1:
+        return _overwrites(store, f"{winners} of {RACERS} concurrent writers were told to have won")
+    return ok(WRITES, f"one of {RACERS} concurrent conditional writes won, as it must")
+
+
+def _overwrites(store: Store, why: str = "it overwrites objects that are there") -> Finding:
+    return fault(
+        WRITES,
+        f"{store.url} does not keep its promise of conditional writes: {why}",
+        "two publishers could both commit a version: use a release of the server that holds "
+        "If-None-Match, or another store",
+    )
+
+
+def _removed(store: Store, key: str) -> bool:
+    try:
+        store.delete(key)
+        return store.find(key) is None
+    except DeltaChainError:
+        return False
+
+
+CHAIN: Final = "chain"
+START: Final = "start"
+
+
+def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Read the chain as a start would."""
+    try:
+        if role is Role.PUBLISHER:
+            trust = Trust.of_writer(environment=environment)
+            refuse_mirror(store, trust)
+        else:
+            trust = Trust.of_reader(environment=environment)
+        chain = Chain.open(store, trust)
+        head = require(chain, None)
+    except ObjectNotFoundError:
+        yield _no_chain(store, role)
+        return
+    except DeltaChainError as exc:
+        yield failed(CHAIN, exc)
+        return
+    yield _newest(chain, head)
+    stored = store.find(manifest_key(head.version))
+    yield from _publisher_clock(head, stored)
+    if role is Role.FOLLOWER:  # a publisher's writes have told more
+        yield from compare_clocks(store, stored)
+        yield from _newcomer(chain, head, environment)
+    else:
+        yield ok(START, f"a publisher continues with version {head.version + 1}")
+
+
+def check_silence(store: Store, environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that a follower polls before its store counts as silent."""
+    given = read(environment)
+    most_s = given.get("MAX_SILENCE_S")
+    poll_s = given.get("POLL_S") or store.capabilities.poll_s
+    pause_s = between_polls(poll_s).first_s
+    if most_s is not None and most_s <= pause_s:
+        yield fault(
+            START,
+            f"DELTACHAIN_MAX_SILENCE_S is {most_s:g}, and a follower of this store polls every "
+            f"{pause_s:g} s at most: it would say again and again that it is not ready",
+            f"set it to several polls: {max(60, math.ceil(2 * pause_s))}, or poll more often",
+        )
+
+
+def _no_chain(store: Store, role: Role) -> Finding:
+    if role is Role.PUBLISHER:
+        return ok(START, f"{store.url} has no chain: a publisher makes one, with version 0")
+    said = f"{store.url} has no chain: a follower waits until a publisher has made one"
+    return note(CHAIN, said, "start the publisher, or correct the URL")
+
+
+def _newest(chain: Chain, head: Committed) -> Finding:
+    manifest = head.manifest
+    age = max(0.0, time.time() - manifest.time)
+    step = "" if manifest.step is None else f" of step {manifest.step}"
+    signed = "" if chain.trust.trusted is None else ", signed by a trusted key"
+    return ok(
+        CHAIN, f"version {head.version}{step} is the newest, committed {_span(age)} ago{signed}"
+    )
+
+
+def _publisher_clock(head: Committed, stored: ObjectInfo | None) -> Iterator[Finding]:
+    """Yield a finding if a manifest is dated after its write, which no copying can cause."""
+    told = None if stored is None else stored.modified
+    ahead_s = head.manifest.time - (time.time() if told is None else told)
+    if ahead_s > SKEW_S:
+        yield note(
+            CLOCK,
+            f"version {head.version} is dated {_span(ahead_s)} after its write to the store: "
+            "the clock of its publisher is ahead",
+            "set the clock of the publisher: alerts on the age of versions come that much later",
+        )
+
+
+def _newcomer(chain: Chain, head: Committed, environment: Mapping[str, str]) -> Iterator[Finding]:
+    try:
+        plan = plan_present(chain, None, head)
+    except DeltaChainError as exc:
+        yield failed(START, exc)
+        return
+    size = f"{plan.nbytes / 1e6:,.1f} MB in {plan.requests} objects"
+    yield ok(START, f"a follower that holds nothing fetches {size}")
+    yield from _spool(plan, spool_folder(environment))
+    if any(edge.kind == "base" for edge in plan.edges) and "BASE" not in read(environment):
+        yield note(
+            START,
+            "the chain begins with a base checkpoint that it does not contain",
+            "set DELTACHAIN_BASE, or start the engine from that checkpoint",
+        )
+
+
+def _spool(plan: Plan, spool: Path) -> Iterator[Finding]:
+    there = next(path for path in (spool, *spool.parents) if path.exists())
+    try:
+        with TemporaryFile(dir=there):
+            pass
+    except OSError:
+        yield fault(
+            START,
+            f"{there}, where objects are kept while they are staged, cannot be written to",
+            "name another folder in DELTACHAIN_SPOOL",
+        )
+        return
+    try:
+        check_room(there, plan.nbytes)
+    except NoRoomError as exc:
+        hint = "free some space, or name another folder in DELTACHAIN_SPOOL"
+        yield fault(START, f"{there} lacks {exc.missing:,} bytes for the fetched objects", hint)
+
+
+def check_server(environment: Mapping[str, str]) -> Iterator[Finding]:
+    """Tell what a vLLM or SGLang server would do that starts with this environment."""
+    try:
+        settings = ReplicaSettings.of(environment)
+        if settings is None:
+            yield note(START, "a server would follow no chain: DELTACHAIN_URL is not set")
+            return
+        tokens = Tokens(settings.token)
+    except DeltaChainError as exc:
+        yield failed(START, exc)
+        return
+    exits = "ends at its start" if settings.strict else "serves what it loaded"
+    yield ok(
+        START, f"a server follows {redacted_url(settings.subscribe.url)}, and {exits} if it cannot"
+    )
+    if not settings.follow:
+        hint = "set DELTACHAIN_FOLLOW=1 to apply them as they are committed"
+        yield note(START, "a server applies new versions only when it is told to", hint)
+    if not tokens:
+        yield note(
+            START,
+            "a server without a key of its own answers on the loopback interface alone",
+            "set DELTACHAIN_TOKEN or DELTACHAIN_TOKEN_FILE to control it from elsewhere",
+        )
+
+
+def _span(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"

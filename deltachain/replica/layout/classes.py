@@ -1,0 +1,150 @@
+"""Classes of tensors, by their way into live weights, and the agreement of all ranks on them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, Literal, TypeAlias, get_args
+
+from deltachain.disjoint_sets import join_sets
+from deltachain.format.documents import Struct
+from deltachain.types import TensorSpec
+
+TensorClass: TypeAlias = Literal[
+    "absent", "unused", "in_place", "loaded", "reloaded", "repacked", "refused"
+]
+"""Class of a tensor.
+
+``in_place``: changed elements are scattered into live parameters. ``loaded``: the whole tensor goes
+through the engine's own loader, from a copy on the host. ``reloaded``: all tensors of its layer do,
+because the engine packs that layer after loading. ``repacked``: the same, from raw weights, because
+the engine's own reload does not repeat its packing. ``unused``: no member or output of the engine
+follows it. ``refused``: nothing is proven. ``absent``: this rank has none of it.
+"""
+
+ON_HOST: Final = ("loaded", "reloaded", "repacked")
+"""Classes of tensors with a copy on the host of the rank."""
+
+ORDER: Final[dict[str, int]] = {kind: number for number, kind in enumerate(get_args(TensorClass))}
+"""Number of each class, from best to worst; a tensor takes the worst class among all ranks."""
+
+Form: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""A window by its numbers: offset, size and stride."""
+
+
+class Classified(Struct, frozen=True, kw_only=True):
+    """Class of one tensor on one rank.
+
+    Attributes:
+        kind: Class of the tensor.
+        reason: Reason why it is not in place; empty if it is.
+        windows: Windows of the elements that this rank holds in place.
+        layers: Layers that the engine reloads with it, together.
+        comparable: Whether these can be compared with a fresh load.
+    """
+
+    kind: TensorClass
+    reason: str = ""
+    windows: tuple[Form, ...] = ()
+    layers: tuple[str, ...] = ()
+    comparable: bool = False
+
+
+class Agreement(Struct, frozen=True, kw_only=True):
+    """The classes for all ranks, decided from the findings of each.
+
+    Attributes:
+        classes: Class of every tensor; never ``absent``.
+        reasons: Reason of every tensor that is not in place.
+        holders: Holders of each window of every tensor, for each rank: numbers of the ranks, joined
+            by commas; a rank with two places for a window is named twice. One entry on a rank with
+            a copy on the host, none on a rank without the tensor.
+        compared: Tensors whose layers are compared after a swap, as every rank can.
+    """
+
+    classes: dict[str, TensorClass]
+    reasons: dict[str, str]
+    holders: dict[str, tuple[tuple[str, ...], ...]]
+    compared: frozenset[str] = frozenset()
+
+    @property
+    def refused(self) -> dict[str, str]:
+        return {n: self.reasons[n] for n, kind in self.classes.items() if kind == "refused"}
+
+
+def agree(specs: Iterable[TensorSpec], ranks: Sequence[Mapping[str, Classified]]) -> Agreement:
+    classes: dict[str, TensorClass] = {}
+    reasons: dict[str, str] = {}
+    holders: dict[str, tuple[tuple[str, ...], ...]] = {}
+    for spec in specs:
+        found = [rank[spec.name] for rank in ranks]
+        kind, reason = _worst(spec, found)
+        classes[spec.name] = kind
+        if reason:
+            reasons[spec.name] = reason
+        holders[spec.name] = _holders(found, on_host=kind != "in_place")
+    return Agreement(classes=classes, reasons=reasons, holders=holders, compared=_compared(ranks))
+
+
+def _compared(ranks: Sequence[Mapping[str, Classified]]) -> frozenset[str]:
+    """Return the tensors whose layers every rank can compare.
+
+    Ranks may exchange values as they load. So what is loaded together on one rank, into the same
+    layers or with the same tensors, is compared by all ranks or by none.
+    """
+    loaded = [(name, one) for rank in ranks for name, one in rank.items() if one.layers]
+    others = {name for name, one in loaded if not one.comparable}
+    together = join_sets(
+        [(name, ""), *(("", layer) for layer in one.layers)] for name, one in loaded
+    )
+    names = (frozenset(name for name, _ in found if name) for found in together)
+    return frozenset().union(*(found for found in names if found.isdisjoint(others)))
+
+
+def orphans(specs: Iterable[str], ranks: Sequence[Mapping[str, Classified]]) -> list[str]:
+    """Return the tensors that no rank holds, and that are not proven unused on every rank."""
+    kinds = {name: {rank[name].kind for rank in ranks} for name in specs}
+    return [n for n, found in kinds.items() if "absent" in found <= {"absent", "unused"}]
+
+
+def _worst(spec: TensorSpec, found: Sequence[Classified]) -> tuple[TensorClass, str]:
+    present = [one for one in found if one.kind not in ("absent", "unused")]
+    if found and all(one.kind == "unused" for one in found):
+        return "unused", found[0].reason
+    if not present:
+        return "refused", "no rank holds it"
+    worst = max(present, key=lambda one: ORDER[one.kind])
+    if worst.kind != "in_place":
+        return worst.kind, worst.reason
+    held = sum(_numel(form) for form in {form for one in present for form in one.windows})
+    if held != spec.numel:
+        return "refused", f"the ranks hold {held:,} of its {spec.numel:,} elements"
+    return "in_place", ""
+
+
+def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, ...], ...]:
+    if on_host:
+        held = [one.kind not in ("absent", "unused") for one in found]
+        label = ",".join(str(number) for number, holds in enumerate(held) if holds)
+        return tuple((label,) if holds else () for holds in held)
+    who: dict[Form, list[str]] = defaultdict(list)
+    for number, one in enumerate(found):
+        for form in one.windows:
+            who[form].append(str(number))
+    return tuple(tuple(",".join(who[form]) for form in one.windows) for one in found)
+
+
+def _numel(form: Form) -> int:
+    numel = 1
+    for size in form[1]:
+        numel *= size
+    return numel
+
+
+def summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
+    """Return a log line with the numbers of tensors and bytes of each class."""
+    ways = [
+        f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
+        for kind, row in classes.items()
+    ]
+    return f"tensors on {ranks} rank{'s' if ranks > 1 else ''}: {', '.join(ways)}"

@@ -1,0 +1,84 @@
+"""The loop of whoever follows a chain: rounds, pauses between them, and errors that pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterator
+from threading import Event
+from typing import Final, TypeAlias, TypeVar
+
+from deltachain.errors import (
+    ChainMismatchError,
+    ConfigError,
+    DeltaChainError,
+    ForkedChainError,
+    LeaderReplacedError,
+    StoreUnavailableError,
+    TensorMismatchError,
+    UnsupportedFormatError,
+)
+from deltachain.retry import between_polls
+
+NEEDS_A_PERSON: Final = (
+    ChainMismatchError,
+    ConfigError,
+    ForkedChainError,
+    LeaderReplacedError,
+    TensorMismatchError,
+    UnsupportedFormatError,
+)
+"""Errors that need an operator; they end the loop."""
+
+_T = TypeVar("_T")
+
+Round: TypeAlias = Generator[_T, None, bool]
+"""Results of one round; returns whether the next one is due at once."""
+
+Looked: TypeAlias = Callable[[DeltaChainError | None], None]
+"""Called after a round with the error to be retried, or ``None``."""
+
+logger = logging.getLogger(__name__)
+
+
+def repeat(
+    round_: Callable[[int], Round[_T]],
+    *,
+    stop: Event,
+    poll_s: float,
+    looked: Looked,
+    doing: str,
+    told: Event | None = None,
+) -> Iterator[_T]:
+    """Yield the results of rounds until ``stop`` is set.
+
+    Errors are logged once and retried with back-off, except ``NEEDS_A_PERSON``.
+
+    Args:
+        round_: Called with the number of failures since the last round without one; calls
+            ``looked(None)`` itself once the store has answered.
+        stop: Ends the loop.
+        poll_s: Seconds between two rounds.
+        looked: Called with each error that is retried.
+        doing: What the rounds do, for the log.
+        told: Ends a pause; cleared before each round. ``stop`` if ``None``.
+    """
+    failures, logged = 0, ""
+    while not stop.is_set():
+        is_due = False
+        if told is not None:
+            told.clear()  # before the round: what is told from here on may be missed by it
+        try:
+            is_due = yield from round_(failures)
+            failures, logged = 0, ""
+        except NEEDS_A_PERSON:
+            raise
+        except DeltaChainError as exc:
+            failures += 1
+            looked(exc)
+            # A store that is down fails with any of its objects.
+            said = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
+            if said != logged:
+                logged = said
+                logger.warning("%s: %s", doing, exc)
+        if not is_due and not stop.is_set():
+            (told or stop).wait(between_polls(poll_s).pause_s(failures))
