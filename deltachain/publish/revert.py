@@ -8,7 +8,6 @@ fenced. Needs no torch.
 from __future__ import annotations
 
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -155,12 +154,9 @@ def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
     try:
         plan = plan_present(chain, None, committed)
     except BrokenChainError:
-        plan = None
-        if chain.prunes.names_edges:
-            with suppress(BrokenChainError):
-                plan = plan_present(chain, None, committed, pruned=True)
-        if plan is None:
+        if not chain.prunes.names_edges:
             raise
+        plan = plan_present(chain, None, committed, pruned=True)
     fetched = fetch(chain, plan, target=committed, base=base)
     if (state := fetched.state()) != committed.state:
         key = manifest_key(committed.version)
