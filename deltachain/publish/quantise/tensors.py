@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
+from deltachain.kernels.device import host_array
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to, specs_of
 from deltachain.publish.quantise.layers import WEIGHT, computed_with
@@ -425,7 +426,7 @@ def _by_kernel(
 
     (above, _), (left, _) = grid.margins(window)
     by = np.ascontiguousarray(factors.numpy())
-    bits, out = values.view(torch.uint16).numpy(), codes.view(torch.uint8).numpy()
+    bits, out = host_array(values, np.uint16), codes.view(torch.uint8).numpy()
     quantise_codes(bits, by, (above, left), grid.block, out, KINDS[rounding])
 
 
