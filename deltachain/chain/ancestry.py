@@ -159,12 +159,7 @@ class Skips:
         *,
         without: Callable[[EdgeSummary], bool] | None = None,
     ) -> tuple[EdgeSummary, ...]:
-        """Find edges that lead from some versions to a later one in few steps.
-
-        Returns:
-            Skips and deltas; nothing if nothing is pruned and there is no skip at all on the
-            largest scale, since deltas lead on then.
-        """
+        """Find edges that lead from some versions to a later one in few steps."""
         way = {hop for first in starts for hop in hops(first, last)}
         wanted = sorted(hop for hop in way if hop.span > 1)
         deltas = sorted(hop for hop in way if hop.span == 1)

@@ -116,13 +116,6 @@ AGAIN_S: Final = 0.5
 class Commits:
     """Commits the versions of one publisher in order.
 
-    Args:
-        store: Store of the chain.
-        manifests: Manifests of the chain.
-        identity: Identity of the chain.
-        documents: Exact bytes of identity and table, by key.
-        trust: Keys of the publisher.
-
     Attributes:
         restored: Keys that were missing and were restored.
         anchor: Key of an anchor's part to check for existence; empty for none.

@@ -127,13 +127,7 @@ THREADS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """One object of a plan, and its part once it has been fetched and verified.
-
-    Attributes:
-        ref: The object.
-        edge: Number of its edge in the plan.
-        part: Future of the open part.
-    """
+    """One object of a plan, and its part once it has been fetched and verified."""
 
     ref: ObjectRef
     edge: int

@@ -124,11 +124,7 @@ class EdgeUpload:
         return self._clock.total
 
     def add(self, change: Change) -> None:
-        """Add a change; first pass the current part on if it is full or has the same tensor.
-
-        Raises:
-            StoreError: A part could not be uploaded.
-        """
+        """Add a change; first pass the current part on if it is full or has the same tensor."""
         name, nbytes = change.delta.spec.name, change.delta.nbytes
         if self._group and (self._nbytes + nbytes > self._part_nbytes or name in self._group):
             self._pass_on()

@@ -169,19 +169,7 @@ class Edge(Struct, frozen=True, kw_only=True):
 
 
 class EdgeSummary(Struct, frozen=True, kw_only=True):
-    """Summary of an edge in the list of recent edges, sufficient for planning.
-
-    Attributes:
-        version: The version it reaches.
-        kind: As in :class:`Edge`.
-        base: As in :class:`Edge`.
-        nbytes: Size of all parts, in bytes.
-        parts: Number of parts.
-        encodings: As in :class:`Edge`.
-        record: Key of its edge record; empty for a manifest's own edge.
-        digest: blake3 of that record; empty for a manifest's own edge.
-        state: State digest of the version it reaches.
-    """
+    """Summary of an edge in the list of recent edges, sufficient for planning."""
 
     version: Count
     kind: EdgeKind
@@ -439,17 +427,7 @@ MAX_NUMBER: Final = 10**8 - 1
 
 
 class Tag(Document, frozen=True, kw_only=True):
-    """One record of a tag; the record with the largest number counts.
-
-    Attributes:
-        chain: Id of the chain.
-        name: Name of the tag.
-        number: Number of the record, counted from 0.
-        version: The version that the name stands for from now on; ``None`` if the tag is removed.
-        state: State digest of that version; empty if the tag is removed.
-        manifest: blake3 of that version's manifest; empty if the tag is removed.
-        time: Seconds since 1970 on the writer's clock; informational only.
-    """
+    """One record of a tag; the record with the largest number counts."""
 
     chain: str
     name: str
@@ -562,16 +540,7 @@ def closes(rows: Sequence[PrunedRange], version: Version) -> bool:
 
 
 class PruneRecord(Document, frozen=True, kw_only=True):
-    """All edges pruned so far: a later record replaces an earlier one.
-
-    Attributes:
-        chain: Id of the chain.
-        number: Number of the record, from 0.
-        head: The newest version when the record was made.
-        maintainer: Random id of the process that made it.
-        time: Seconds since 1970 by the clock of the store.
-        pruned: Pruned edges, sorted by kind, span and first version; ranges do not overlap.
-    """
+    """All edges pruned so far: a later record replaces an earlier one."""
 
     chain: str
     number: Count

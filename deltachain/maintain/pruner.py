@@ -214,12 +214,6 @@ class Pruner:
     The grace is over for good with a record made after it. Until then another record may take an
     edge back, from then on none does, and objects are deleted only from then on: who was stopped
     before a deletion deletes nothing that somebody relies on since.
-
-    Args:
-        survey: Survey of the chain.
-        rule: What is kept.
-        grace_s: Seconds between record and deletion.
-        tagged: Function that reads the tagged versions; by default from the tags of the chain.
     """
 
     def __init__(

@@ -77,12 +77,6 @@ class CopyPipeline:
     Nothing is put before everything before it was proven, and no document before everything before
     it was put. So the mirror of a forged source ends before the forgery, and a process that is
     killed leaves no document whose objects are missing.
-
-    Args:
-        source: Store that is read.
-        destination: Store of the mirror.
-        may_be_there: Returns whether the mirror may have a payload already, so that its digest is
-            compared before it is copied.
     """
 
     def __init__(

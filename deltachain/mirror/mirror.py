@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
 from heapq import merge
 from itertools import groupby
@@ -607,27 +606,29 @@ def _compared(
         yield sides.get(0), sides.get(1)
 
 
-def _due(chain: Chain, record: PruneRecord, extra: Collection[str]) -> set[str]:
+def _due(chain: Chain, record: PruneRecord, extra: Iterable[str]) -> set[str]:
     """Return the payloads of a mirror that are pruned, and whose grace is over for good."""
-
-    def is_over(kind: str, base: Version | None, version: Version) -> bool:
-        row = record.range_of(kind, base, version)
-        return row is not None and row.after <= record.time
-
-    due, skips = set[str](), set[Version]()
+    due, parts = set[str](), dict[str, Collection[str]]()
+    rows = [row for row in record.pruned if row.after <= record.time]
     for key in extra:
-        kind, version = key.partition("s/")[0], keys.version_of(key) or 0
-        if kind == "skip":
-            skips.add(version)
-        elif is_over(kind, version - 1 if kind == "delta" else None, version):
-            due.add(key)
-    for version in skips:
-        for info in chain.store.list(f"{keys.EDGE_PREFIX}{version:020d}/"):
-            place = keys.edge_of(info.key)
-            if place and is_over(*place):
-                with suppress(ObjectNotFoundError, FormatError):
-                    found, _ = read_document(
-                        chain.store, info.key, EdgeRecord, chain=record.chain, trust=chain.trust
-                    )
-                    due |= {part.key for part in found.edge.parts}
-    return due & set(extra)
+        version = keys.version_of(key) or 0
+        for row in rows:
+            is_in_row = max(row.first, row.span) <= version <= row.last
+            if not is_in_row or not key.startswith(f"{row.kind}s/"):
+                continue
+            place = keys.edge_key(version, row.kind, version - row.span)
+            if row.span > 1 and place not in parts:  # one of several edges to this version
+                parts[place] = _parts(chain, place)
+            if row.span <= 1 or key in parts[place]:
+                due.add(key)
+    return due
+
+
+def _parts(chain: Chain, key: str) -> Collection[str]:
+    """Return the keys of the parts that an edge record of a mirror names, if it is readable."""
+    identity, trust = chain.identity, chain.trust
+    try:
+        found, _ = read_document(chain.store, key, EdgeRecord, chain=identity.chain, trust=trust)
+    except (ObjectNotFoundError, FormatError):
+        return ()
+    return {part.key for part in found.edge.parts}

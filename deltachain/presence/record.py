@@ -67,13 +67,7 @@ class PresenceRecord(Answer, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PresenceFound:
-    """A presence record that was read.
-
-    Attributes:
-        status: The status of the replica when it wrote.
-        age_s: Seconds since then, by the store's clock.
-        ended: As of :class:`PresenceRecord`.
-    """
+    """A presence record that was read."""
 
     status: Status
     age_s: float
