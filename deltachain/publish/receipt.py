@@ -77,24 +77,6 @@ class PublishReceipt:
             "commit": self.commit_s,
         }
 
-    @property
-    def sequence(self) -> dict[str, float]:
-        """Seconds of the phases that follow one another, in their order, for a trace."""
-        return {name: seconds for name, seconds in self.phases.items() if name != "upload"}
-
-    @property
-    def attributes(self) -> dict[str, str | int | float]:
-        """Attributes of the version's span in a trace."""
-        step = {} if self.step is None else {"step": self.step}
-        return {
-            "version": self.version,
-            "kind": self.kind,
-            "nbytes": self.nbytes,
-            "nnz": self.nnz,
-            "upload_s": self.upload_s,
-            **step,
-        }
-
     def metrics(self) -> dict[str, float]:
         """Return metrics for a trainer's log, with prefixed names."""
         values: dict[str, float] = {

@@ -43,7 +43,6 @@ from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over
 from deltachain.store import MemoryStore, Store
 from deltachain.threads import Pool, cores
-from deltachain.tracing import without_context
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec, Version
 
 
@@ -208,9 +207,7 @@ def revert(
         return settings.measure(head)
     if not chain.store.capabilities.conditional_put:
         raise _undecided(chain, goal)
-    writer = in_new_epoch(
-        chain, head, numel=head.manifest.numel, metadata=without_context(goal.manifest.metadata)
-    )
+    writer = in_new_epoch(chain, head, numel=head.manifest.numel, metadata=goal.manifest.metadata)
     try:
         return settings.commit(writer, head)
     except PublisherFencedError as exc:
@@ -220,9 +217,7 @@ def revert(
             exc.hint += "until it is done, and revert again"
             raise
     # A publisher at work was faster: fence it first. What follows cannot fail for want of objects.
-    taken = take_over(
-        chain, numel=head.manifest.numel, metadata=without_context(goal.manifest.metadata)
-    )
+    taken = take_over(chain, numel=head.manifest.numel, metadata=goal.manifest.metadata)
     if taken is None or taken.parent is None:
         raise BrokenChainError(f"{chain.store.url} lost its versions", version=head.version)
     return settings.commit(taken, taken.parent)

@@ -31,7 +31,6 @@ from deltachain.publish.version_bits import LateAnchor, VersionBits
 from deltachain.publish.wire_form import CheckpointChanges, Diff, sparse_change, window_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
-from deltachain.tracing import UNTRACED, VersionSpan
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 
@@ -117,7 +116,6 @@ class Attempt:
         failure: Error of a failed diff on this rank, raised on every rank.
         step: Step of the trainer.
         diff_s: Time of the diff, in seconds.
-        span: Span of the version.
     """
 
     topic: str
@@ -127,7 +125,6 @@ class Attempt:
     failure: Exception | None = None
     step: int | None = None
     diff_s: float = 0.0
-    span: VersionSpan = UNTRACED
 
 
 class Conclusion(msgspec.Struct, frozen=True):
@@ -325,7 +322,6 @@ class Session:
             step=attempt.step,
             nnz=nnz,
             ext=phases_mark({"diff": attempt.diff_s, "encode": encode_s, "upload": upload_s}),
-            metadata=attempt.span.context,
         )
         committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(

@@ -65,28 +65,13 @@ class ApplyReceipt:
 
         ``upload`` is a part of ``encode``, and ``swap`` of ``pause``.
         """
-        return {**self.publish_phases, **self.sequence, "swap": self.swap_s}
-
-    @property
-    def sequence(self) -> dict[str, float]:
-        """Seconds of the phases after the commit that follow one another, in their order."""
         return {
+            **self.publish_phases,
             "look": self.look_s,
             "fetch": self.fetch_s,
             "stage": self.stage_s,
             "pause": self.pause_s,
-        }
-
-    @property
-    def attributes(self) -> dict[str, str | int | float]:
-        """Attributes of the apply's span in a trace."""
-        step = {} if self.step is None else {"step": self.step}
-        return {
-            "version": self.version,
-            "nbytes": self.nbytes,
-            "nnz": self.nnz,
-            "swap_s": self.swap_s,
-            **step,
+            "swap": self.swap_s,
         }
 
     def __str__(self) -> str:

@@ -10,7 +10,6 @@ from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError
 from deltachain.subscribe.receipt import ApplyReceipt
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.tracing import VersionSpan
 from deltachain.types import StateDigest, Version
 
 
@@ -23,7 +22,6 @@ class Staged:
         to: The version held after the swap.
         step: The trainer's step of the new version.
         time: Time of its commit in seconds since 1970, on the publisher's clock.
-        metadata: Metadata of its manifest.
         publish_phases: Seconds of the publisher's phases before the commit, by name.
         generation: Number of swaps of the subscriber; another swap invalidates this apply.
         fetched: The fetched objects.
@@ -39,7 +37,6 @@ class Staged:
     to: HeldVersion
     step: int | None
     time: float
-    metadata: Mapping[str, str]
     publish_phases: Mapping[str, float]
     generation: int
     fetched: Fetched
@@ -70,13 +67,6 @@ class Staged:
             swap_s=swap_s,
             pause_s=pause_s,
         )
-
-
-def trace_apply(staged: Staged, receipt: ApplyReceipt) -> None:
-    """Add a span of an apply that is over, as a child of the publisher's."""
-    start = time.time() - sum(receipt.sequence.values())
-    span = VersionSpan("apply", metadata=staged.metadata, start=start)
-    span.end(receipt.sequence, attributes=receipt.attributes)
 
 
 def overtaken(version: Version) -> BaseMismatchError:

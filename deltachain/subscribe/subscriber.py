@@ -41,7 +41,7 @@ from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
 from deltachain.subscribe.history import Watch, check_history, held_by, identify, require
 from deltachain.subscribe.receipt import ApplyReceipt
-from deltachain.subscribe.stage import Staged, overtaken, trace_apply
+from deltachain.subscribe.stage import Staged, overtaken
 from deltachain.subscribe.status import Status, status_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
@@ -481,7 +481,6 @@ class Subscriber(Closeable):
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
-        trace_apply(staged, receipt)
         logger.info("%s", receipt)
         return receipt
 
@@ -625,7 +624,6 @@ class Subscriber(Closeable):
             to=held_by(chain, committed),
             step=committed.manifest.step,
             time=committed.manifest.time,
-            metadata=committed.manifest.metadata,
             publish_phases=phases_of(committed.manifest),
             generation=generation,
             fetched=fetched,
