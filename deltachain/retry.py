@@ -45,9 +45,6 @@ class Backoff:
         return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
 
 
-_PAUSES: Final = Backoff(0.1, 5.0)
-
-
 MOST_POLLS: Final = 32
 """Upper bound of the back-off of a follow loop after repeated failures, in poll intervals."""
 
@@ -96,49 +93,24 @@ class Deadline:
         """Record progress of the transfer.
 
         Raises:
-            StoreUnavailableError: The deadline has passed: the transfer is too slow.
-        """
-        self.check()
-        self._moved = time.monotonic()
-
-    def check(self) -> None:
-        """Check that time is left.
-
-        Raises:
-            StoreUnavailableError: The deadline has passed.
+            TimeoutError: The deadline has passed.
         """
         if self.left_s <= 0:
-            raise self.error("the store is too slow")
+            raise TimeoutError("the store is too slow")
+        self._moved = time.monotonic()
 
-    def pause(self, attempt: int) -> bool:
+    def pause(self, seconds: float, least_s: float = 0.0) -> bool:
         """Wait before another attempt; return whether there is time for one.
 
         Args:
-            attempt: Consecutive failed attempts before this one.
+            seconds: Length of the pause, if as much is left.
+            least_s: Seconds without which an attempt is of no use, as a server says.
         """
-        delay = _PAUSES.pause_s(attempt)
-        left = self.left_s
-        if left <= 0:
+        left_s = self.left_s
+        if left_s <= 0 or least_s > left_s:
             return False
-        time.sleep(min(delay, left))
+        time.sleep(max(least_s, min(seconds, left_s)))
         return True
-
-    def sleep(self, seconds: float) -> bool:
-        """Wait if the remaining time allows; return whether it did."""
-        if seconds >= self.left_s:
-            return False
-        time.sleep(seconds)
-        return True
-
-    def own(self) -> Deadline:
-        """Return a deadline with the same end for one of several transfers, with progress now."""
-        other = Deadline(self._key, self._url, self._stall_s)
-        other._began, other._total_s = self._began, self._total_s
-        return other
-
-    def shorter(self, seconds: float) -> Deadline:
-        """Return a deadline for the same object that begins now, of at most ``seconds``."""
-        return Deadline(self._key, self._url, min(seconds, self._stall_s))
 
     def error(self, reason: str) -> StoreUnavailableError:
         """Build the error of a failed call."""

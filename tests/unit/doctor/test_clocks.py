@@ -12,7 +12,7 @@ import pytest
 from deltachain.doctor.examination import examine
 from deltachain.doctor.finding import Finding, Grade, Role
 from deltachain.doctor.start import SKEW_S, clocks
-from deltachain.store.file.store import FileStore
+from deltachain.store.file import FileStore
 
 
 def examined(url: object) -> list[Finding]:

@@ -16,7 +16,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import Store
-from deltachain.store import base as outage
+from deltachain.store import calls as outage
 from deltachain.testing.store import pattern
 from tests.support.hub.faults import RequestFault
 from tests.support.hub.server import HubServer
