@@ -161,7 +161,7 @@ class MetricsServer(Closeable):
 
     @override
     def close(self) -> None:
-        """End the server and free its port; idempotent."""
+        """End the server and free its port."""
         if self._is_started:
             self._is_started = False
             self._server.shutdown()

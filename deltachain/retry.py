@@ -26,8 +26,8 @@ class Backoff:
     """Pauses that double with each consecutive failure.
 
     Attributes:
-        first_s: Upper limit of the first pause, in seconds.
-        longest_s: Upper limit of any pause, in seconds.
+        first_s: Longest first pause, in seconds.
+        longest_s: Longest pause, in seconds.
         random_share: Random fraction of a pause, from 0 to 1; at 1 a pause may be zero.
     """
 
@@ -36,11 +36,7 @@ class Backoff:
     random_share: float = 1.0
 
     def pause_s(self, failures: int) -> float:
-        """Draw the length of a pause, in seconds.
-
-        Args:
-            failures: Consecutive failures before the latest one.
-        """
+        """Draw the length of a pause, in seconds, after ``failures`` before the latest one."""
         most = min(self.longest_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
         return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
 
@@ -50,11 +46,7 @@ MOST_POLLS: Final = 32
 
 
 def between_polls(poll_s: float) -> Backoff:
-    """Return the pauses of a follow loop: 25 % random around ``poll_s``, longer after failures.
-
-    Args:
-        poll_s: Seconds between two polls, on average.
-    """
+    """Return the pauses of a follow loop: 25 % random around ``poll_s``, longer after failures."""
     return Backoff(1.25 * poll_s, 1.25 * poll_s * MOST_POLLS, random_share=0.4)
 
 
@@ -113,7 +105,7 @@ class Deadline:
         return True
 
     def error(self, reason: str) -> StoreUnavailableError:
-        """Build the error of a failed call."""
+        """Return the error of a failed call."""
         after = time.monotonic() - self._began
         return StoreUnavailableError(
             f"object {self._key!r} in {self._url}: {reason}; given up after {after:.1f} s",

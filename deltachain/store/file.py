@@ -14,7 +14,7 @@ import secrets
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -190,11 +190,11 @@ def _sweep(folder: int) -> None:
                     os.unlink(entry.name, dir_fd=folder)
 
 
-def _scan(folder: int, prefix: str = "") -> list[str]:
-    """List files and folders that begin with a prefix, folders with a slash, in the order of keys.
+def _scan(folder: int, prefix: str = "") -> list[tuple[str, int, float]]:
+    """List name, size and time of files and folders that begin with a prefix, in the order of keys.
 
-    Names that no key can have are left out. Names alone take little memory in a folder of a hundred
-    thousand objects.
+    Names of folders end in a slash: "a.b" comes before "a/b". Names that no key can have are left
+    out.
     """
     found = []
     with os.scandir(folder) as entries:
@@ -202,9 +202,11 @@ def _scan(folder: int, prefix: str = "") -> list[str]:
             if not (entry.name.startswith(prefix) and is_segment(entry.name)):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                found.append(f"{entry.name}/")
+                found.append((f"{entry.name}/", 0, 0.0))
             elif entry.is_file(follow_symlinks=False):
-                found.append(entry.name)
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((entry.name, status.st_size, status.st_mtime))
     found.sort()
     return found
 
@@ -220,9 +222,6 @@ def _fsync_folder(folder: int) -> None:
 _T = TypeVar("_T")
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, cheap_ranges=True)
-
-_STATS: Final = 512
-"""Files whose sizes a listing holds at a time."""
 
 _SWEPT: Final = 256
 """Folders written to last that are not swept again: every version has one of its own."""
@@ -487,32 +486,15 @@ class FileStore(SimpleStore):
         with self._errors_named("/".join(folders)):
             try:
                 with self._folder(folders) as folder:
-                    names = _scan(folder, prefix)
+                    found = _scan(folder, prefix)
             except (FileNotFoundError, NotADirectoryError):
                 return
-        for start in range(0, len(names), _STATS):
-            some = names[start : start + _STATS]
-            found = self._stat_all(folders, (name for name in some if not name.endswith("/")))
-            for name in some:
-                if name.endswith("/"):
-                    yield from self._walk((*folders, name[:-1]), "")
-                elif name in found:
-                    yield found[name]
-
-    def _stat_all(self, folders: Sequence[str], names: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Return the objects of a folder, by name; those that were deleted meanwhile are absent."""
-        found = {}
-        with (
-            self._errors_named("/".join(folders)),
-            suppress(FileNotFoundError, NotADirectoryError),
-            _open_folder(self._root, folders) as folder,
-        ):
-            for name in names:
-                with suppress(FileNotFoundError):
-                    status, key = _stat_file(name, folder), "/".join((*folders, name))
-                    size, at = status.st_size, status.st_mtime
-                    found[name] = ObjectInfo(key=key, nbytes=size, modified=at)
-        return found
+        for name, nbytes, modified in found:
+            if name.endswith("/"):
+                yield from self._walk((*folders, name[:-1]), "")
+            else:
+                key = "/".join((*folders, name))
+                yield ObjectInfo(key=key, nbytes=nbytes, modified=modified)
 
     def _prune(self, folders: Sequence[str]) -> None:
         """Remove a folder and its parents while they are empty."""

@@ -332,13 +332,7 @@ class Hub:
         raise _redirected(response.status_code, "itself")
 
     def _check_redirect(self, status: int, url: Any, following: Any) -> None:  # noqa: ANN401 - of httpx
-        """Accept only a redirect that repeats the request at the same server.
-
-        Any other redirect would drop the body, or send it to another server.
-
-        Raises:
-            RetryError: The redirect is of another kind.
-        """
+        """Raise unless a redirect repeats the request, with its body, at the same server."""
         if following is None:
             raise _redirected(status, "itself")
         where = following.url
@@ -387,11 +381,7 @@ class Hub:
 
 
 def _reply(response: Any) -> Reply:  # noqa: ANN401 - of httpx or httpx2
-    """Read the body of a response whose headers were received.
-
-    Raises:
-        RetryError: The body is too large for a document.
-    """
+    """Read the body of a response; raise if it is too large for a document."""
     body = bytearray()
     for piece in response.iter_bytes():
         body += piece

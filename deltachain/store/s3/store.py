@@ -323,7 +323,7 @@ class S3Store(Store):
             except DeltaChainError:
                 raise
             except Exception as exc:  # an answer may cause any error in its parser
-                body = getattr(self._answer, "body", None)
+                body: Any = getattr(self._answer, "body", None)
                 if hasattr(body, "close"):
                     body.close()  # nothing else owns it if the parser failed
                 if status_of(exc) in answers and code_of(exc) != "NoSuchBucket":
@@ -351,11 +351,7 @@ class S3Store(Store):
             raise not_found(key, self.url) from exc
 
     def _read(self, key: str, nbytes: int, deadline: Deadline) -> memoryview:
-        """Read an object whose content does not change meanwhile.
-
-        Raises:
-            _StatusError: Status 412: the content changed.
-        """
+        """Read an object in concurrent ranges; raise ``_StatusError`` (412) if it changes."""
         first = min(nbytes, RANGE_NBYTES)
         etag, head, total = self._range(key, (0, first), deadline, most=nbytes)
         check_nbytes(key, self.url, expected=nbytes, actual=total)
@@ -388,18 +384,15 @@ class S3Store(Store):
         into: memoryview | None = None,
         most: int = 0,
     ) -> tuple[str, memoryview, int]:
-        """Read a range of an object.
+        """Read a range of an object; return its ETag, the bytes, and its size.
 
         Args:
             key: Key of the object.
-            span: Its first byte, and the end, exclusive.
+            span: First byte, and the end, exclusive; the bytes end with the object.
             deadline: Deadline of the call.
             etag: Content that the object must have, if known.
             into: Memory for the bytes; by default new memory.
             most: Size of the object, if known; nothing is read of another one.
-
-        Returns:
-            ETag of the object, its bytes up to the end of range or object, and its size.
 
         Raises:
             _StatusError: Status 412: the object has another content than ``etag``.
@@ -480,7 +473,6 @@ class S3Store(Store):
         )
 
     def _holds(self, key: str, view: memoryview, deadline: Deadline) -> bool:
-        """Return whether the object exists with these bytes."""
         found = self._find(key, deadline)
         if found is None or found.nbytes != view.nbytes:
             return False
@@ -550,11 +542,7 @@ def _body(view: memoryview) -> bytes | io.BytesIO:
 
 
 def _fill(view: memoryview, body: Any, deadline: Deadline) -> None:  # noqa: ANN401 - untyped
-    """Fill memory with the bytes of an answer, as they come.
-
-    Raises:
-        AnswerError: There are fewer.
-    """
+    """Fill memory with the bytes of an answer, as they come; raise if there are fewer."""
     at = 0
     while at < len(view):
         nbytes = body.readinto(view[at : at + _CHUNK_NBYTES])
@@ -565,11 +553,7 @@ def _fill(view: memoryview, body: Any, deadline: Deadline) -> None:  # noqa: ANN
 
 
 def _total(reply: dict[str, Any], span: tuple[int, int]) -> int:
-    """Return the size of the object whose range was asked for.
-
-    Raises:
-        AnswerError: The answer has another range.
-    """
+    """Return the size of the object whose range was asked for; raise if another one came."""
     start, stop = span
     nbytes = int(reply["ContentLength"])
     if reply["ResponseMetadata"]["HTTPStatusCode"] != 206:
