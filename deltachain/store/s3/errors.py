@@ -78,17 +78,9 @@ _REGION: Final = re.compile(r"[a-z]{2}[a-z0-9-]{1,30}")
 _HOST: Final = re.compile(r"[A-Za-z0-9.:\[\]-]{1,255}")
 
 
-class AnswerError(Exception):
-    """An answer that is cut, or does not come from the server; the request is sent again.
-
-    Args:
-        reason: Defect of the answer.
-        hint: What to do if it comes again.
-    """
-
-    def __init__(self, reason: str, hint: str = _HINT_BETWEEN) -> None:
-        super().__init__(reason)
-        self.hint = hint
+def answered_by(reason: str, hint: str = _HINT_BETWEEN) -> RetryError:
+    """Return the error for an answer that is cut, or does not come from the server."""
+    return RetryError(f"answered by {reason}", hint, answered=True)
 
 
 def whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
@@ -97,11 +89,11 @@ def whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
     A portal that answers 200 to a write names no ETag; a head that was cut lacks its last fields.
 
     Raises:
-        AnswerError: A field is missing.
+        RetryError: A field is missing.
     """
     missing = [field for field in fields if field not in reply]
     if missing:
-        raise AnswerError(f"an answer without {', '.join(missing)}")
+        raise answered_by(f"an answer without {', '.join(missing)}")
     return reply
 
 
@@ -113,7 +105,7 @@ def refuse_redirect(response: dict[str, Any]) -> None:
     stack: 82 requests of 1.44.
 
     Raises:
-        AnswerError: The answer is such a redirect.
+        RetryError: The answer is such a redirect.
     """
     status, headers = response["status_code"], response["headers"]
     if 300 <= status < 400 and not _region(headers):
@@ -123,7 +115,7 @@ def refuse_redirect(response: dict[str, Any]) -> None:
             parts = urlsplit("")
         known = parts.scheme in ("http", "https") and _HOST.fullmatch(parts.netloc)
         where = f"{parts.scheme}://{parts.netloc}" if known else "elsewhere"
-        raise AnswerError(f"a redirect ({status})", _HINT_REDIRECT.format(where))
+        raise answered_by(f"a redirect ({status})", _HINT_REDIRECT.format(where))
 
 
 def _region(headers: Any) -> str:  # noqa: ANN401 - botocore has several
@@ -174,8 +166,6 @@ def typed(failure: Exception, key: str, url: str) -> Exception:
 def _retry(failure: Exception) -> RetryError | None:
     """Return the reason to send a request again; ``None`` if that would not help."""
     status, code = status_of(failure), code_of(failure)
-    if isinstance(failure, AnswerError):
-        return RetryError(f"answered by {failure}", failure.hint, answered=True)
     if isinstance(failure, ClientError):
         passes = code not in _FULL and (code in _RETRIED_CODE or status in _RETRIED_STATUS)
         return RetryError(f"{status} {code}", answered=True) if passes else None

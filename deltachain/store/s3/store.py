@@ -35,10 +35,10 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
-from deltachain.store.calls import Calls
+from deltachain.store.calls import Calls, RetryError
 from deltachain.store.s3.client import Client, make_client, options_of
 from deltachain.store.s3.errors import (
-    AnswerError,
+    answered_by,
     code_of,
     no_bucket,
     refuse_redirect,
@@ -192,25 +192,24 @@ class S3Store(Store):
     @override
     def put(self, key: str, data: Buffer) -> str:
         view = bytes_view(data)
+        client = self._transfers if view.nbytes > PART_NBYTES else self._client
         deadline = self._deadline(check_key(key), view.nbytes)
 
         def put() -> None:
-            whole(self._client.put_object(**self._at(key), Body=_body(view)), "ETag")
+            whole(client.put_object(**self._at(key), Body=_body(view)), "ETag")
 
         def upload() -> None:
             source, moved = _Source(view, deadline), lambda _: deadline.moved()
             try:
-                self._transfers.upload_fileobj(
-                    source, **self._at(key), Config=_TRANSFER, Callback=moved
-                )
+                client.upload_fileobj(source, **self._at(key), Config=_TRANSFER, Callback=moved)
             except Exception as exc:
                 if status_of(exc) != 404 or code_of(exc) == "NoSuchBucket":
                     raise
                 # Completed by an attempt whose answer was lost, or aborted by another client.
-                raise AnswerError("an upload that was cleared away", "") from exc
+                raise answered_by("an upload that was cleared away", "") from exc
             # The library does not look at the last answer, which something else may give.
-            if self._client.head_object(**self._at(key)).get("ContentLength") != view.nbytes:
-                raise AnswerError("a success that wrote nothing")
+            if client.head_object(**self._at(key)).get("ContentLength") != view.nbytes:
+                raise answered_by("a success that wrote nothing")
 
         self._send(upload if view.nbytes > PART_NBYTES else put, deadline, key)
         return ""
@@ -320,7 +319,7 @@ class S3Store(Store):
         def attempt() -> _T:
             try:
                 return call()
-            except DeltaChainError:
+            except (DeltaChainError, RetryError):
                 raise
             except Exception as exc:  # an answer may cause any error in its parser
                 body: Any = getattr(self._answer, "body", None)
@@ -342,7 +341,7 @@ class S3Store(Store):
                 check_limit(key, self.url, nbytes=reply["ContentLength"], limit=limit)
                 data: bytes = body.read()
             if reply["ResponseMetadata"]["HTTPStatusCode"] != 200:
-                raise AnswerError("a part of an object, where all of it was asked for")
+                raise answered_by("a part of an object, where all of it was asked for")
             return data
 
         try:
@@ -525,7 +524,8 @@ class _Source(io.RawIOBase):
 
     def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - any writable buffer
         """Copy the next bytes; raise ``TimeoutError`` after the deadline."""
-        self._deadline.moved()
+        if self._deadline.left_s <= 0:
+            raise TimeoutError("the store is too slow")
         data = self._view[self._at : self._at + len(buffer)]
         buffer[: len(data)] = data
         self._at += len(data)
@@ -547,7 +547,7 @@ def _fill(view: memoryview, body: Any, deadline: Deadline) -> None:  # noqa: ANN
     while at < len(view):
         nbytes = body.readinto(view[at : at + _CHUNK_NBYTES])
         if not nbytes:
-            raise AnswerError("a body that ends early")
+            raise answered_by("a body that ends early")
         deadline.moved()
         at += nbytes
 
@@ -558,7 +558,7 @@ def _total(reply: dict[str, Any], span: tuple[int, int]) -> int:
     nbytes = int(reply["ContentLength"])
     if reply["ResponseMetadata"]["HTTPStatusCode"] != 206:
         if start:
-            raise AnswerError(
+            raise answered_by(
                 "a whole object, where a part of it was asked for",
                 "keep the chain on a server, and behind proxies, that heed Range",
             )
@@ -567,7 +567,7 @@ def _total(reply: dict[str, Any], span: tuple[int, int]) -> int:
     total = int(said.rpartition("/")[2]) if said.rpartition("/")[2].isdigit() else 0
     last = min(stop, total) - 1
     if said != f"bytes {start}-{last}/{total}" or nbytes != last + 1 - start:
-        raise AnswerError(
+        raise answered_by(
             f"{nbytes} bytes of the range {said[:60]!r}, where bytes {start} to {stop - 1} were "
             "asked for",
             "a proxy or a cache on the way mixes ranges up: let it leave these answers alone",

@@ -258,12 +258,13 @@ def test_exception_of_the_library_is_typed(
 ) -> None:
     with Stub(OK) as stub:
         store = opened(stub)
-        client: Any = store._client
 
         def fail(*_: object, **__: object) -> None:
             raise error("said by the library")
 
-        monkeypatch.setattr(client, "_make_api_call", fail)
+        clients: list[Any] = [store._client, store._transfers]
+        for client in clients:
+            monkeypatch.setattr(client, "_make_api_call", fail)
         for call in calls_of(store):
             caught, seconds = took(call)
             assert isinstance(caught.__cause__, error)
