@@ -139,18 +139,14 @@ class FsspecStore(SimpleStore):
         with self._reading(key):
             nbytes = self._nbytes(key, path)
             start, length = choose(nbytes)
-            end = start + length
-            part = {} if length == nbytes else {"start": start, "end": end}
+            end, is_whole = start + length, length == nbytes
+            part = {} if is_whole else {"start": start, "end": end}
             data = bytes(self._call(self._fs.cat_file, path, **part)) if length else b""
-        if len(data) < length:
+        if is_whole:
+            start, length = choose(len(data))  # of another object, if it was replaced meanwhile
+            return data[start : start + length]
+        if len(data) != length:
             raise too_short(key, self.url, nbytes=start + len(data), end=end)
-        if len(data) > length:  # replaced meanwhile
-            choose(len(data))
-            raise StoreUnavailableError(
-                f"object {key!r} in {self.url}: it was replaced while it was read",
-                key=key,
-                url=self.url,
-            )
         return data
 
     @override
