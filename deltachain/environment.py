@@ -9,10 +9,9 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from deltachain.errors import ConfigError, DeltaChainError, EngineDamagedError
 
@@ -31,14 +30,8 @@ _KUBERNETES: Final = re.compile(
 _ADDRESS: Final = re.compile(r"(?:tcp|udp|sctp)://.+")
 
 
-@dataclass(frozen=True, slots=True)
-class Variable:
-    """One variable.
-
-    Attributes:
-        meaning: Description for error messages.
-        parse: Parser of its text; raises :class:`ValueError` naming the expected form.
-    """
+class Variable(NamedTuple):
+    """Meaning of a variable, and its parser, which raises ``ValueError`` with the expected form."""
 
     meaning: str
     parse: Callable[[str], Any]
@@ -75,23 +68,14 @@ def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]
 
 
 def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 - as it is parsed
-    """Check all variables and return one of them, parsed; ``None`` if it is absent or empty.
-
-    Raises:
-        ConfigError: As :func:`read`.
-    """
+    """Return one variable of :func:`read`, after a check of all; ``None`` if absent or empty."""
     return read(environment).get(name)
 
 
 def read_secret(environment: Mapping[str, str], name: str) -> str | Path:
-    """Return the value of a secret, or the file that holds it; empty if neither is set.
+    """Return the value of a secret (``TOKEN``, ``ENGINE_KEY``), or the file that holds it.
 
-    Args:
-        environment: Environment variables.
-        name: ``TOKEN`` or ``ENGINE_KEY``.
-
-    Raises:
-        ConfigError: As :func:`read`.
+    Empty if neither is set; raises as :func:`read`.
     """
     given = read(environment)
     found: str | Path = given.get(f"{name}_FILE") or given.get(name, "")
@@ -121,7 +105,6 @@ def refused(exc: DeltaChainError) -> SystemExit:
 
 
 def _ours(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with our prefix, by name without it."""
     names = {full: full.removeprefix(PREFIX) for full in environment if full.startswith(PREFIX)}
     return {
         name: environment[full]
@@ -240,8 +223,6 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "CLIENT_CERT": Variable("file of the client certificate for TLS, in PEM format", Path),
     "CLIENT_KEY": Variable("file of its private key, if it is not in the same file", Path),
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),
-    "TEST_STRIKE": Variable("for tests: file with the faults to inject", str),
-    "TEST_RENDEZVOUS": Variable("for tests: rendezvous address of ranks", str),
 }
 
 _SHOWN: Final = 5

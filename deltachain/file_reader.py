@@ -22,12 +22,7 @@ _CHANGED_HINT: Final = (
 
 
 class FileRange:
-    """Bytes of a file, at one offset.
-
-    Args:
-        file: The file.
-        offset: Offset of the first byte.
-    """
+    """Bytes of a file, from an offset on."""
 
     def __init__(self, file: Path, offset: int = 0) -> None:
         self.file, self.offset = file, offset
@@ -58,9 +53,6 @@ class FileRange:
 
 class FileReader:
     """A file whose bytes must stay as they are while it is read.
-
-    Args:
-        file: The file.
 
     Attributes:
         nbytes: Its length in bytes.

@@ -58,11 +58,7 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
 
 
 def whole(name: str, value: SupportsIndex, *, hint: str = "for example 3") -> int:
-    """Return a number of any integer type of Python, NumPy or torch as an ``int``.
-
-    Raises:
-        ConfigError: It is not a whole number.
-    """
+    """Return a number of any integer type, of Python, NumPy or torch; refuse any other value."""
     try:
         return operator.index(value)
     except TypeError:
@@ -81,9 +77,6 @@ def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[
 
     Args:
         elsewhere: What else a caller may mean, and whose setting that is.
-
-    Raises:
-        ConfigError: By the constructor: it was given a setting that it does not have.
     """
 
     def decorated(kind: type[_T]) -> type[_T]:

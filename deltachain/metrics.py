@@ -6,7 +6,6 @@ Needs the package ``prometheus_client``, which is imported on first use.
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -29,12 +28,8 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 
-REQUEST_S: Final = 10.0
-"""Seconds of a connection, from its start to the end of the answer."""
-
-CONNECTIONS: Final = 64
-"""Limit of open connections."""
-
+_SILENCE_S: Final = 10.0
+"""Seconds without a byte of a client after which its connection is closed."""
 
 _REGISTERED: Final[list[Any]] = []
 """What :func:`register_figures` has added to the default registry of this process."""
@@ -166,7 +161,7 @@ class MetricsServer(Closeable):
 
     @override
     def close(self) -> None:
-        """End the server and free its port; idempotent."""
+        """End the server and free its port."""
         if self._is_started:
             self._is_started = False
             self._server.shutdown()
@@ -175,47 +170,10 @@ class MetricsServer(Closeable):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread a request: one that hangs does not delay others, nor the end of the process.
-
-    A connection is closed when its time is over, whatever arrives on it; when all places are taken,
-    the oldest one gives its place to a new one.
-    """
+    """A thread a request: one that hangs does not delay others, nor the end of the process."""
 
     daemon_threads = True
     block_on_close = False
-    request_s = REQUEST_S
-    connections = CONNECTIONS
-
-    def __init__(self, *arguments: Any) -> None:  # noqa: ANN401 - as its base
-        self._since: dict[socket.socket, float] = {}  # the oldest first
-        super().__init__(*arguments)
-
-    @override
-    def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Note when a connection began, and make place for it."""
-        open_now = list(self._since)  # threads of ended connections remove theirs
-        for oldest in open_now[: len(open_now) + 1 - self.connections]:
-            self._end(oldest)
-        self._since[request] = time.monotonic()
-        return True
-
-    @override
-    def service_actions(self) -> None:
-        """End connections that have lasted too long; called every 0.1 s."""
-        before = time.monotonic() - self.request_s
-        for request in [one for one, since in list(self._since.items()) if since < before]:
-            self._end(request)
-
-    @override
-    def shutdown_request(self, request: Any) -> None:
-        self._since.pop(request, None)
-        super().shutdown_request(request)
-
-    def _end(self, request: socket.socket) -> None:
-        """Let the thread of a connection read and write no more; it then closes the socket."""
-        self._since.pop(request, None)
-        with suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
 
     @override
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -235,7 +193,7 @@ def _server_class(host: str) -> type[WSGIServer]:
 
 
 class _Request(WSGIRequestHandler):
-    timeout = REQUEST_S
+    timeout = _SILENCE_S
 
     @override
     def log_message(self, format: str, *args: Any) -> None:

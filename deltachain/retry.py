@@ -26,8 +26,8 @@ class Backoff:
     """Pauses that double with each consecutive failure.
 
     Attributes:
-        first_s: Upper limit of the first pause, in seconds.
-        longest_s: Upper limit of any pause, in seconds.
+        first_s: Longest first pause, in seconds.
+        longest_s: Longest pause, in seconds.
         random_share: Random fraction of a pause, from 0 to 1; at 1 a pause may be zero.
     """
 
@@ -36,16 +36,9 @@ class Backoff:
     random_share: float = 1.0
 
     def pause_s(self, failures: int) -> float:
-        """Draw the length of a pause, in seconds.
-
-        Args:
-            failures: Consecutive failures before the latest one.
-        """
+        """Draw the length of a pause, in seconds, after ``failures`` before the latest one."""
         most = min(self.longest_s, self.first_s * 2.0 ** min(failures, _MOST_DOUBLINGS))
         return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
-
-
-_PAUSES: Final = Backoff(0.1, 5.0)
 
 
 MOST_POLLS: Final = 32
@@ -53,11 +46,7 @@ MOST_POLLS: Final = 32
 
 
 def between_polls(poll_s: float) -> Backoff:
-    """Return the pauses of a follow loop: 25 % random around ``poll_s``, longer after failures.
-
-    Args:
-        poll_s: Seconds between two polls, on average.
-    """
+    """Return the pauses of a follow loop: 25 % random around ``poll_s``, longer after failures."""
     return Backoff(1.25 * poll_s, 1.25 * poll_s * MOST_POLLS, random_share=0.4)
 
 
@@ -96,52 +85,27 @@ class Deadline:
         """Record progress of the transfer.
 
         Raises:
-            StoreUnavailableError: The deadline has passed: the transfer is too slow.
-        """
-        self.check()
-        self._moved = time.monotonic()
-
-    def check(self) -> None:
-        """Check that time is left.
-
-        Raises:
-            StoreUnavailableError: The deadline has passed.
+            TimeoutError: The deadline has passed.
         """
         if self.left_s <= 0:
-            raise self.error("the store is too slow")
+            raise TimeoutError("the store is too slow")
+        self._moved = time.monotonic()
 
-    def pause(self, attempt: int) -> bool:
+    def pause(self, seconds: float, least_s: float = 0.0) -> bool:
         """Wait before another attempt; return whether there is time for one.
 
         Args:
-            attempt: Consecutive failed attempts before this one.
+            seconds: Length of the pause, if as much is left.
+            least_s: Seconds without which an attempt is of no use, as a server says.
         """
-        delay = _PAUSES.pause_s(attempt)
-        left = self.left_s
-        if left <= 0:
+        left_s = self.left_s
+        if left_s <= 0 or least_s > left_s:
             return False
-        time.sleep(min(delay, left))
+        time.sleep(max(least_s, min(seconds, left_s)))
         return True
-
-    def sleep(self, seconds: float) -> bool:
-        """Wait if the remaining time allows; return whether it did."""
-        if seconds >= self.left_s:
-            return False
-        time.sleep(seconds)
-        return True
-
-    def own(self) -> Deadline:
-        """Return a deadline with the same end for one of several transfers, with progress now."""
-        other = Deadline(self._key, self._url, self._stall_s)
-        other._began, other._total_s = self._began, self._total_s
-        return other
-
-    def shorter(self, seconds: float) -> Deadline:
-        """Return a deadline for the same object that begins now, of at most ``seconds``."""
-        return Deadline(self._key, self._url, min(seconds, self._stall_s))
 
     def error(self, reason: str) -> StoreUnavailableError:
-        """Build the error of a failed call."""
+        """Return the error of a failed call."""
         after = time.monotonic() - self._began
         return StoreUnavailableError(
             f"object {self._key!r} in {self._url}: {reason}; given up after {after:.1f} s",

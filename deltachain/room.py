@@ -52,11 +52,7 @@ def reserve(file: Path, nbytes: int) -> None:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Check that a folder has free space for a file, without allocating it.
-
-    Raises:
-        NoRoomError: Too little free space.
-    """
+    """Raise ``NoRoomError`` if a folder has too little free space for a file."""
     _refuse(folder, nbytes, _free(os.statvfs(folder)))
 
 
@@ -67,12 +63,7 @@ def _refuse(path: Path, nbytes: int, free: int) -> None:
 
 
 def fill_holes(file: Path) -> None:
-    """Allocate the blocks of all holes of a sparse file.
-
-    Raises:
-        NoRoomError: Too little free space.
-        OSError: Any other error of the system.
-    """
+    """Allocate the blocks of all holes of a sparse file; raises as :func:`reserve`."""
     with file.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
         has_holes = nbytes and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < nbytes
@@ -101,7 +92,6 @@ _HINTS: Final = {
 
 
 def _free(status: os.statvfs_result) -> int:
-    """Return the bytes that this process may still write into one file."""
     blocks = status.f_bfree if os.geteuid() == 0 else status.f_bavail
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     free = blocks * status.f_frsize

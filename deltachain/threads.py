@@ -1,8 +1,8 @@
 """Thread pool that runs work in the caller when no thread can be started.
 
-``ThreadPoolExecutor`` raises ``RuntimeError`` in that case and leaves the work in its queue. A pool
-serves one call and ends with it: a global pool would have no threads after a fork, and one hanging
-job would block the others.
+``ThreadPoolExecutor`` raises ``RuntimeError`` in that case, and also at the interpreter's exit,
+when a publisher commits its last version. A pool serves one call and ends with it: a global pool
+would have no threads after a fork, and one hanging job would block the others.
 """
 
 from __future__ import annotations
@@ -102,10 +102,10 @@ def cores() -> int:
 
 
 class Pool:
-    """Thread pool of up to ``most`` threads, started on demand and joined at the end.
+    """Up to ``most`` threads, started on demand and joined at the end.
 
     Args:
-        most: Largest number of threads.
+        most: Largest number of threads; with 0, the caller works.
         name: Prefix of the thread names.
     """
 

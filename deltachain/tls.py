@@ -23,12 +23,10 @@ class TlsFiles:
     """Files for TLS.
 
     Attributes:
-        ca_file: ``SSL_CERT_FILE``: certificates of the trusted CAs, in place of the public ones;
-            ``None`` for these.
-        ca_folder: ``SSL_CERT_DIR``: a folder of them, named by hashes as OpenSSL does; used if
-            there is no file.
-        client_cert: ``DELTACHAIN_CLIENT_CERT``: certificate that identifies this client.
-        client_key: ``DELTACHAIN_CLIENT_KEY``: its private key, if the file has none.
+        ca_file: ``SSL_CERT_FILE``; ``None`` for the public CAs.
+        ca_folder: ``SSL_CERT_DIR``, named by hashes as OpenSSL does; used if there is no file.
+        client_cert: ``DELTACHAIN_CLIENT_CERT``.
+        client_key: ``DELTACHAIN_CLIENT_KEY``, if the key is not in the file of the certificate.
     """
 
     ca_file: Path | None = None
@@ -86,9 +84,8 @@ class TlsFiles:
         return _context(self, tuple(file.stat().st_mtime_ns for file in files))
 
 
-@lru_cache(
-    maxsize=4
-)  # a fleet has a client for each replica, and reading the public CAs takes 20 ms
+# A fleet has a client for each replica, and reading the public CAs takes 20 ms.
+@lru_cache(maxsize=4)
 def _context(files: TlsFiles, _: tuple[int, ...]) -> ssl.SSLContext:
     try:
         if files.ca_file:

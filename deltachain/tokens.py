@@ -84,7 +84,7 @@ class Tokens:
 
 
 def _identity(file: Path) -> tuple[int, ...]:
-    """Return what changes with the content: a Kubernetes volume replaces the file behind a link."""
+    """Return what changes with the content, also of a file behind a link that is replaced."""
     try:
         found = file.stat()
     except (OSError, ValueError) as exc:

@@ -41,7 +41,6 @@ from deltachain.publish.session import Attempt, LateAnchor, Session
 from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool
-from deltachain.tracing import VersionSpan
 from deltachain.types import Version
 
 
@@ -522,22 +521,19 @@ class Publisher(Closeable):
         if failed is not None and failed.version <= head:
             session.redo(failed.diff)  # it was committed after all
         session.head = head
-        span, topic = VersionSpan("publish", records=self._ranks.leads), self._barrier.topic
-        start, diff, failure = time.perf_counter(), NO_CHANGES, None
+        topic, start = self._barrier.topic, time.perf_counter()
+        diff, failure = NO_CHANGES, None
         try:
             diff = session.diff_(topic)
         except FAILURES as error:
             if self._ranks.count == 1:
-                span.end(error=error)
                 raise
             failure = error
         diff_s = time.perf_counter() - start
         if only_changes and not session.has_changes(topic, diff, failure):
             self._take_calls()
             return
-        attempt = Attempt(
-            topic=topic, diff=diff, failure=failure, step=self._step, diff_s=diff_s, span=span
-        )
+        attempt = Attempt(topic=topic, diff=diff, failure=failure, step=self._step, diff_s=diff_s)
         self._flight = flight = Flight(head + 1, diff, attempt, self._take_calls())
         self._landed = self._pool.submit(self._run, session, flight)
 
@@ -548,12 +544,10 @@ class Publisher(Closeable):
             conclusion = session.commit(attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.totals.fail(error)
-            attempt.span.end(error=error)
             flight.fail(error)
             return
         receipt = self.last = conclusion.receipt
         self.totals.count(receipt)
-        attempt.span.end(receipt.sequence, attributes=receipt.attributes)
         logger.info("%s", receipt)
         try:
             if self._anchors is not None:

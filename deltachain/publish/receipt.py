@@ -70,18 +70,6 @@ class PublishReceipt:
         names = ("diff", "encode", "upload", "commit")
         return {name: getattr(self, f"{name}_s") for name in names}
 
-    @property
-    def sequence(self) -> dict[str, float]:
-        """Seconds of the phases that follow one another, in their order, for a trace."""
-        return {name: seconds for name, seconds in self.phases.items() if name != "upload"}
-
-    @property
-    def attributes(self) -> dict[str, str | int | float]:
-        """Attributes of the version's span in a trace."""
-        names = ("version", "kind", "nbytes", "nnz", "upload_s", "step")
-        found = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in found.items() if value is not None}
-
     def metrics(self) -> dict[str, float]:
         """Return metrics for a trainer's log, with prefixed names."""
         names = ("version", "requests", "diff_s", "encode_s", "commit_s", "upload_s")

@@ -35,7 +35,6 @@ from deltachain.kernels.reference import Changes
 from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over
 from deltachain.store import MemoryStore, Store
-from deltachain.tracing import without_context
 from deltachain.types import Bits, StateDigest, TensorSpec
 
 PART_NBYTES: Final = 512 << 20
@@ -108,7 +107,7 @@ def revert(
             f"`deltachain push DIR {url}`",
         )
     older, numel = _rebuilt(chain, goal, base), head.manifest.numel
-    metadata = without_context(goal.manifest.metadata)
+    metadata = goal.manifest.metadata
     writer: Writer | None = in_new_epoch(chain, head, numel=numel, metadata=metadata)
     while writer is not None and writer.parent is not None:
         head = writer.parent

@@ -33,7 +33,6 @@ from deltachain.publish.snapshot import Snapshot
 from deltachain.publish.wire_form import CheckpointChanges, Diff, sparse_change, window_change
 from deltachain.publish.writer import Writer
 from deltachain.store import Store
-from deltachain.tracing import UNTRACED, VersionSpan
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec, Version
 
 CHUNK: Final = 1 << 23
@@ -183,7 +182,6 @@ class Attempt:
     failure: Exception | None = None
     step: int | None = None
     diff_s: float = 0.0
-    span: VersionSpan = UNTRACED
 
 
 class Conclusion(msgspec.Struct, frozen=True):
@@ -347,7 +345,6 @@ class Session:
             step=attempt.step,
             nnz=nnz,
             ext=phases_mark({"diff": attempt.diff_s, "encode": encode_s, "upload": upload_s}),
-            metadata=attempt.span.context,
         )
         committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(

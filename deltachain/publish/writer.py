@@ -264,7 +264,6 @@ class Draft:
     state: StateDigest
     nnz: int
     ext: Mapping[str, Any] = field(default_factory=dict)
-    metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 class Writer:
@@ -329,9 +328,8 @@ class Writer:
         step: int | None,
         nnz: int,
         ext: Mapping[str, Any] | None = None,
-        metadata: Mapping[str, str] | None = None,
     ) -> Draft:
-        """Return a draft of the next version; its metadata give way to the user's."""
+        """Return a draft of the next version, with a new commit id and new payload keys."""
         return Draft(
             commit_id=commit_id or uuid.uuid4().hex,
             version=self.parent.version + 1 if self.parent else 0,
@@ -340,7 +338,6 @@ class Writer:
             state=state,
             nnz=nnz,
             ext=ext or {},
-            metadata=metadata or {},
         )
 
     def commit(self, draft: Draft, edge: Edge) -> Committed:
@@ -439,7 +436,7 @@ class Writer:
             edge=edge,
             recent=recent,
             window_from=window_from,
-            metadata={**draft.metadata, **self._metadata},
+            metadata=self._metadata,
         )
 
     def _advance(self, committed: Committed) -> None:

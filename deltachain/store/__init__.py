@@ -9,7 +9,7 @@ from typing import Any, Final, TypeAlias
 
 from deltachain.errors import ConfigError
 from deltachain.store.base import Capabilities, ObjectInfo, Store, check_key
-from deltachain.store.file.store import FileStore
+from deltachain.store.file import FileStore
 from deltachain.store.memory import MemoryStore
 from deltachain.store.registry import Opener, opener_of, register, schemes
 from deltachain.types import Buffer

@@ -7,16 +7,12 @@ Guarantees that a store cannot give are declared in its ``Capabilities``, never 
 
 from __future__ import annotations
 
-import logging
 import re
-import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from functools import wraps
-from threading import Lock
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
 from urllib.parse import SplitResult, urlsplit
 
@@ -31,91 +27,6 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.types import Buffer
-
-
-class ServerClock:
-    """Clock of a server, as its answers tell it; thread-safe.
-
-    Args:
-        elapsed: Seconds since any moment, which nobody sets.
-    """
-
-    def __init__(self, elapsed: Callable[[], float] = time.monotonic) -> None:
-        self._elapsed = elapsed
-        self._heard: tuple[float, float] | None = None
-
-    def hear(self, date: str | None) -> None:
-        """Note the ``Date`` header of an answer; one that is missing or no date changes nothing."""
-        try:
-            self._heard = parsedate_to_datetime(date or "").timestamp(), self._elapsed()
-        except (ValueError, TypeError, OverflowError, IndexError):
-            return
-
-    def now(self) -> float | None:
-        """Return the server's time, in seconds since 1970; ``None`` before its first answer."""
-        if self._heard is None:
-            return None
-        told, at = self._heard
-        return told + self._elapsed() - at
-
-
-FIRST_S: Final = 20.0
-"""Seconds after which a call ends if no request of its client has ever been answered."""
-
-REPORT_S: Final = 5.0
-"""Seconds of retries after which a store is reported to be waited for, the first time."""
-
-logger = logging.getLogger(__name__)
-
-
-class Outage:
-    """Time since which a client's requests have had no answer; thread-safe.
-
-    Attributes:
-        since: Start of the first of these requests, by ``time.monotonic()``; ``None`` while
-            requests are answered, be it with an error.
-        is_known: Whether any request was answered.
-    """
-
-    def __init__(self) -> None:
-        self.since: float | None = None
-        self.is_known = self._is_reported = False
-        self._lock = Lock()
-
-    def unanswered(self, sent: float) -> None:
-        """Record that a request had no answer.
-
-        Args:
-            sent: Its start, by ``time.monotonic()``.
-        """
-        with self._lock:
-            self.since = sent if self.since is None else min(self.since, sent)
-
-    def answered(self) -> None:
-        """Record that a request was answered."""
-        with self._lock:
-            self.since, self.is_known = None, True
-
-    def is_lost(self, began: float) -> bool:
-        """Return whether to end a call, as its client's settings may be wrong.
-
-        Args:
-            began: Start of the call, by ``time.monotonic()``.
-        """
-        return not self.is_known and time.monotonic() - began > FIRST_S
-
-    def report(self, said: str, began: float, left_s: float) -> None:
-        """Warn once of a call that has waited long and goes on to wait.
-
-        Args:
-            said: Why the last request failed.
-            began: Start of the call, by ``time.monotonic()``.
-            left_s: Seconds until the call ends.
-        """
-        if time.monotonic() - began > REPORT_S and not self._is_reported:
-            self._is_reported = True
-            logger.warning("%s; trying again for %.0f s", said, left_s)
-
 
 _S = TypeVar("_S", bound=type)
 
@@ -408,7 +319,7 @@ def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
 
 
 def is_segment(name: str) -> bool:
-    """Return whether ``name`` is a valid segment of a key."""
+    """Return whether a name is a valid segment of a key."""
     return len(name) <= MAX_SEGMENT_LENGTH and _SEGMENT.fullmatch(name) is not None
 
 

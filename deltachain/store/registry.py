@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Final, Protocol, cast
 
@@ -42,45 +41,15 @@ class Opener(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class _BuiltIn:
-    """A built-in opener, imported on first use.
-
-    Attributes:
-        module: Module of the opener.
-        name: Name of the opener.
-        library: Optional library that the import needs.
-        extra: Extra that installs the library.
-    """
-
-    module: str
-    name: str
-    library: str = ""
-    extra: str = ""
-
-    def load(self, scheme: str) -> Opener:
-        """Import the opener.
-
-        Raises:
-            ConfigError: The library is not installed.
-        """
-        try:
-            module = import_module(f"deltachain.store.{self.module}")
-        except ModuleNotFoundError as exc:
-            if (exc.name or "").startswith("deltachain"):
-                raise
-            hint = f"pip install 'deltachain[{self.extra}]'"
-            raise ConfigError(f"{scheme}:// stores need {self.library}", hint=hint) from exc
-        return cast("Opener", getattr(module, self.name))
-
-
-_BUILT_IN: Final[Mapping[str, _BuiltIn]] = {
-    "file": _BuiltIn("file.store", "open_file_store"),
-    "hf": _BuiltIn("hf.url", "open_hf"),
-    "memory": _BuiltIn("memory", "open_memory"),
-    "s3": _BuiltIn("s3.store", "open_s3", "boto3", "s3"),
+_BUILT_IN: Final[Mapping[str, tuple[str, str]]] = {
+    "file": ("file", "open_file_store"),
+    "hf": ("hf.url", "open_hf"),
+    "memory": ("memory", "open_memory"),
+    "s3": ("s3.store", "open_s3"),
 }
-_FSSPEC: Final = _BuiltIn("fs.store", "open_fsspec")
+"""Module and name of each built-in opener, imported on first use."""
+
+_FSSPEC: Final = ("fs.store", "open_fsspec")
 
 _registered: Final[dict[str, Opener]] = {}
 
@@ -111,11 +80,11 @@ def opener_of(scheme: str) -> Opener:
         ConfigError: A library is not installed, or the opener of a package is unusable.
     """
     if scheme in _BUILT_IN:
-        return _BUILT_IN[scheme].load(scheme)
+        return _built_in(*_BUILT_IN[scheme])
     if scheme not in _registered:
         added = _added(scheme)
         if added is None:
-            return _FSSPEC.load(scheme)
+            return _built_in(*_FSSPEC)
         _registered[scheme] = added
     return _registered[scheme]
 
@@ -123,6 +92,16 @@ def opener_of(scheme: str) -> Opener:
 def schemes() -> frozenset[str]:
     """Return all schemes with a store, except those of fsspec."""
     return frozenset({*_BUILT_IN, *_registered, *(found.name for found in _entry_points())})
+
+
+def _built_in(module: str, name: str) -> Opener:
+    try:
+        return cast("Opener", getattr(import_module(f"deltachain.store.{module}"), name))
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").startswith("deltachain"):
+            raise
+        # All others import their libraries later.
+        raise ConfigError("s3:// stores need boto3", hint="pip install 'deltachain[s3]'") from exc
 
 
 def _added(scheme: str) -> Opener | None:

@@ -10,7 +10,6 @@ from deltachain.chain.fetch import Fetched
 from deltachain.errors import BaseMismatchError
 from deltachain.format.documents import Manifest, phases_of
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.tracing import VersionSpan
 from deltachain.types import StateDigest, Version
 
 
@@ -71,16 +70,13 @@ class ApplyReceipt:
 
         ``upload`` is a part of ``encode``, and ``swap`` of ``pause``.
         """
-        return {**self.publish_phases, **self.sequence, "swap": self.swap_s}
-
-    @property
-    def sequence(self) -> dict[str, float]:
-        """Seconds of the phases after the commit that follow one another, in their order."""
         return {
+            **self.publish_phases,
             "look": self.look_s,
             "fetch": self.fetch_s,
             "stage": self.stage_s,
             "pause": self.pause_s,
+            "swap": self.swap_s,
         }
 
     def __str__(self) -> str:
@@ -139,14 +135,6 @@ class Staged:
             swap_s=swap_s,
             pause_s=pause_s,
         )
-
-
-def trace_apply(staged: Staged, receipt: ApplyReceipt) -> None:
-    """Add a span of an apply that is over, as a child of the publisher's."""
-    start = time.time() - sum(receipt.sequence.values())
-    span = VersionSpan("apply", metadata=staged.manifest.metadata, start=start)
-    shown = ("version", "nbytes", "nnz", "swap_s", *(["step"] if receipt.step is not None else []))
-    span.end(receipt.sequence, attributes={name: getattr(receipt, name) for name in shown})
 
 
 def overtaken(version: Version) -> BaseMismatchError:

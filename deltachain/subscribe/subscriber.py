@@ -44,7 +44,7 @@ from deltachain.subscribe.history import (
     identify,
     require,
 )
-from deltachain.subscribe.receipt import ApplyReceipt, Staged, overtaken, trace_apply
+from deltachain.subscribe.receipt import ApplyReceipt, Staged, overtaken
 from deltachain.subscribe.rounds import NEEDS_A_PERSON, Looked, Round, repeat
 from deltachain.subscribe.targets.base import HeldVersion, Prepared
 from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
@@ -179,6 +179,10 @@ def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None
     return receipt
 
 
+def _is_rolled_back(subscriber: Subscriber) -> bool:
+    return subscriber.pinned and not subscriber.poisoned
+
+
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
     """Poll once for a new version and apply it; one request to the store if there is none."""
     chain = subscriber.chain
@@ -199,8 +203,7 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return _around(subscriber, exc)  # a plan may lead to a later version
     except (ChainError, BaseMismatchError):
         there = subscriber.version
-        was_rolled_back = subscriber.pinned and not subscriber.poisoned
-        if not was_rolled_back and (there is None or there <= held.version):
+        if not _is_rolled_back(subscriber) and (there is None or there <= held.version):
             raise
         return None  # rolled back or applied by another thread meanwhile
 
@@ -463,7 +466,6 @@ class Subscriber(Closeable):
             requests, self._counted = self._counted, self.store.requests
             asked = self._counted - requests
             receipt = self.last = staged.receipt(swap_s=swap_s, pause_s=pause_s, requests=asked)
-        trace_apply(staged, receipt)
         logger.info("%s", receipt)
         return receipt
 

@@ -51,7 +51,7 @@ def _cut(keys: list[str]) -> Iterator[list[str]]:
 def _put_at_once(store: HfStore, objects: Mapping[str, bytes]) -> None:
     """One upload of all contents, and one request that gives them their paths."""
     xet = store._xet
-    with xet._session("write").new_upload_commit(**xet._access("write").arguments()) as commit:
+    with xet._session().new_upload_commit(**xet._access("write").arguments()) as commit:
         skip = xet._lib.SKIP_SHA256
         handles = [commit.start_upload_bytes(data, sha256=skip) for data in objects.values()]
     now = int(time.time() * 1000)

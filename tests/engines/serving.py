@@ -122,7 +122,7 @@ class Server(ABC):
         self.port = free_port()
         given = {"DELTACHAIN_URL": url, "DELTACHAIN_SPOOL": str(self.spool)} if url else {}
         if options.strikes:
-            given["DELTACHAIN_TEST_STRIKE"] = str(options.strikes)
+            given["TEST_DELTACHAIN_STRIKE"] = str(options.strikes)
         inherited = {k: v for k, v in os.environ.items() if not k.startswith("DELTACHAIN_")}
         self._environment = {
             **inherited,

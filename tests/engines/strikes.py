@@ -1,6 +1,6 @@
 """A worker that fails where and when a test says so, while it runs.
 
-The test writes an order into the file that ``DELTACHAIN_TEST_STRIKE`` names, in the environment of
+The test writes an order into the file that ``TEST_DELTACHAIN_STRIKE`` names, in the environment of
 the server; one rank finds it at the place it is about, and carries it out.
 """
 
@@ -20,7 +20,7 @@ from deltachain.replica.rank import HostCopies, Rank
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets import patch
 
-VARIABLE: Final = "DELTACHAIN_TEST_STRIKE"
+VARIABLE: Final = "TEST_DELTACHAIN_STRIKE"
 
 
 def order(

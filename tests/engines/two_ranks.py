@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-RENDEZVOUS: Final = "DELTACHAIN_TEST_RENDEZVOUS"
+RENDEZVOUS: Final = "TEST_DELTACHAIN_RENDEZVOUS"
 """Environment variable with a path at which the ranks of a group find each other."""
 
 RANKS: Final = 2

@@ -26,7 +26,7 @@ from deltachain.errors import (
 from deltachain.format.documents import BaseRef, ObjectRef
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
-from deltachain.store.file.store import FileStore
+from deltachain.store.file import FileStore
 from deltachain.subscribe import Subscriber
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltachain import metrics
 from deltachain.errors import ConfigError
 from deltachain.figures import COUNTERS, GAUGES, Figure, figures, info, phases
 from deltachain.metrics import MetricsServer, exposition, parse_address, register_figures
@@ -120,34 +117,3 @@ def test_a_taken_port_is_named(host: str) -> None:
         with pytest.raises(ConfigError, match=f"cannot be served at .*:{port}") as caught:
             MetricsServer(f"{host}:{port}", shown)
         assert "free port" in caught.value.hint
-
-
-def trickle(port: int, least_s: float = 0.05) -> float:
-    """Send a byte now and then; return seconds until the server closes the connection."""
-    begun = time.monotonic()
-    with socket.create_connection(("127.0.0.1", port)) as slow, suppress(OSError):
-        slow.settimeout(least_s)
-        while time.monotonic() < begun + 60:
-            slow.sendall(b"G")
-            with suppress(TimeoutError):
-                if not slow.recv(1):
-                    break
-    return time.monotonic() - begun
-
-
-def test_a_client_that_sends_a_byte_at_a_time_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._Server, "request_s", 0.3)
-    with MetricsServer("0", shown) as server:
-        assert trickle(httpx.URL(server.url).port or 0) < 60
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
-
-
-def test_the_oldest_connection_gives_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics._Server, "connections", 4)
-    with MetricsServer("0", shown) as server, ExitStack() as stack:
-        address = ("127.0.0.1", httpx.URL(server.url).port or 0)
-        held = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
-        assert httpx.get(f"{server.url}/healthz").status_code == 200
-        for one in held[:5]:
-            one.settimeout(60)
-            assert one.recv(1) == b""

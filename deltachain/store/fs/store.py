@@ -11,7 +11,10 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 from typing_extensions import override
 
@@ -21,27 +24,25 @@ from deltachain.errors import (
     ObjectNotFoundError,
     StoreUnavailableError,
 )
+from deltachain.redact import redacted_url
 from deltachain.store.base import (
-    MAX_DOCUMENT,
     Capabilities,
+    Choose,
     ObjectInfo,
-    Store,
+    SimpleStore,
     already_exists,
     bytes_view,
     check_key,
-    check_limit,
     check_nbytes,
     check_prefix,
-    check_range,
-    find_each,
     guarded,
     is_segment,
     not_found,
     too_short,
 )
 from deltachain.store.fs.errors import failures, modified, store_error, unanswered
-from deltachain.store.fs.promises import PROMISES, Promises, promises_of
-from deltachain.store.fs.url import locate
+from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS, Promises, promises_of
+from deltachain.store.registry import schemes
 from deltachain.types import Buffer
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
 @guarded
-class FsspecStore(Store):
+class FsspecStore(SimpleStore):
     """Objects below one path of an fsspec file system.
 
     Its guarantees depend on the protocol. If no atomic write is known for a protocol, the store can
@@ -123,38 +124,27 @@ class FsspecStore(Store):
         return self._requests
 
     @override
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        path = self._path(key)
-        with self._reading(key):
-            check_limit(key, self.url, nbytes=self._nbytes(key, path), limit=limit)
-            data = bytes(self._call(self._fs.cat_file, path))
-        check_limit(key, self.url, nbytes=len(data), limit=limit)  # possibly replaced
-        return data
-
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object of known size, a large remote one in pieces; see ``Store``."""
-        check_range(0, nbytes)
+        if nbytes <= _PIECE or getattr(self._fs, "local_file", False):
+            return super().read(key, nbytes=nbytes, pin=pin)
         path = self._path(key)
         with self._reading(key):
             check_nbytes(key, self.url, expected=nbytes, actual=self._nbytes(key, path))
-            if nbytes > _PIECE and not getattr(self._fs, "local_file", False):
-                return self._read_in_pieces(key, path, nbytes)
-            data: bytes = self._call(self._fs.cat_file, path)
-        check_nbytes(key, self.url, expected=nbytes, actual=len(data))
-        return data
+            return self._read_in_pieces(key, path, nbytes)
 
     @override
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        check_range(start, length)
-        path, end = self._path(key), start + length
+    def _read(self, key: str, choose: Choose) -> bytes:
+        path = self._path(key)
         with self._reading(key):
             nbytes = self._nbytes(key, path)
-            if end > nbytes:
-                raise too_short(key, self.url, nbytes=nbytes, end=end)
-            data = (
-                bytes(self._call(self._fs.cat_file, path, start=start, end=end)) if length else b""
-            )
+            start, length = choose(nbytes)
+            end, is_whole = start + length, length == nbytes
+            part = {} if is_whole else {"start": start, "end": end}
+            data = bytes(self._call(self._fs.cat_file, path, **part)) if length else b""
+        if is_whole:
+            start, length = choose(len(data))  # of another object, if it was replaced meanwhile
+            return data[start : start + length]
         if len(data) != length:
             raise too_short(key, self.url, nbytes=start + len(data), end=end)
         return data
@@ -194,10 +184,6 @@ class FsspecStore(Store):
             return None
 
     @override
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        return find_each(self, keys)
-
-    @override
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         folder = check_prefix(prefix).rpartition("/")[0]
         # By default, a walk silently omits folders that it cannot list.
@@ -227,10 +213,6 @@ class FsspecStore(Store):
         path = self._path(key)
         with suppress(ObjectNotFoundError), self._reading(key):
             self._call(self._fs.rm_file, path)
-
-    @override
-    def close(self) -> None:
-        """Do nothing: the file system closes its connections when it is garbage-collected."""
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{check_key(key)}"
@@ -323,7 +305,6 @@ class FsspecStore(Store):
 
     @contextmanager
     def _reading(self, key: str) -> Iterator[None]:
-        """Turn errors of the file system during a read into errors of deltachain."""
         try:
             yield
         except DeltaChainError:
@@ -337,7 +318,6 @@ class FsspecStore(Store):
 
     @contextmanager
     def _writing(self, key: str) -> Iterator[None]:
-        """Turn errors of the file system during a write into errors of deltachain."""
         try:
             yield
         except DeltaChainError:
@@ -389,3 +369,75 @@ def open_fsspec(
     """
     filesystem, path, shown = locate(url, options)
     return FsspecStore(filesystem, path, url=shown)
+
+
+def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
+    """Return a new file system of a URL, the path on it, and the URL without credentials.
+
+    Raises as :func:`open_fsspec`.
+    """
+    scheme = url.partition(":")[0].lower()
+    fsspec = _fsspec(scheme)
+    if scheme not in fsspec.available_protocols():
+        raise ConfigError(
+            f"store URLs that begin with {scheme}:// are not supported",
+            hint=_known(fsspec.available_protocols()),
+        )
+    if scheme in WRAPPERS or "::" in url:
+        raise ConfigError(
+            f"{scheme}:// shows another file system, whose guarantees are lost on the way",
+            hint="give the URL of the storage itself",
+        )
+    if not url[len(scheme) :].startswith("://") or "?" in url or "#" in url:
+        raise ConfigError(
+            f"{scheme}:// store URLs have two slashes, no query and no fragment",
+            hint="give credentials in the environment or as options",
+        )
+    try:
+        urlsplit(url)
+        shown = redacted_url(url).rstrip("/")
+    except ValueError as exc:
+        raise ConfigError(f"{scheme}:// store URL whose host cannot be read") from exc
+    try:
+        filesystem, path = fsspec.core.url_to_fs(
+            url, **{**(options or {}), "skip_instance_cache": True}
+        )
+    except ImportError as exc:
+        raise ConfigError(
+            f"{scheme}:// stores need a package that is not installed", hint=_install(scheme, exc)
+        ) from exc
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(
+            f"{shown}: the file system does not take this URL with these options: "
+            f"{', '.join(sorted(options or {})) or 'none'}"
+        ) from exc
+    except failures() as exc:
+        raise store_error(exc, "", shown) from exc
+    return filesystem, path, shown
+
+
+def _fsspec(scheme: str) -> ModuleType:
+    try:
+        return import_module("fsspec")
+    except ImportError as exc:
+        raise ConfigError(
+            f"store URLs that begin with {scheme}:// need fsspec, or are not supported",
+            hint=f"pip install '{_extra(scheme)}'; without it, {_known(())}",
+        ) from exc
+
+
+def _known(protocols: Iterable[str]) -> str:
+    names = {*schemes(), *protocols} - WRAPPERS
+    return "give the path of a folder, or a URL that begins with one of: " + ", ".join(
+        sorted(names)
+    )
+
+
+def _extra(scheme: str) -> str:
+    package = PROMISES.get(scheme, UNKNOWN).package
+    return package if package.startswith("deltachain[") else "deltachain[fsspec]"
+
+
+def _install(scheme: str, error: ImportError) -> str:
+    package = PROMISES.get(scheme, UNKNOWN).package
+    return f"pip install '{package}'" if package else str(error)

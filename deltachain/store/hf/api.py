@@ -1,20 +1,19 @@
 """Client of the Hugging Face Hub's API: every request is counted, rate-limited and retried.
 
 Requests go through the session of ``huggingface_hub``, with its proxies, certificates and token:
-``HF_TOKEN``, or the one saved by ``hf auth login``. Its errors are converted here.
+``HF_TOKEN``, or the one saved by ``hf auth login``. Its errors are converted here. Its own
+functions for buckets are not used: they read a pinned object by a look-up of a path that may be
+gone and a file on disk, upload and reveal together, and send requests that nobody counts.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -27,30 +26,41 @@ from deltachain.errors import (
 )
 from deltachain.redact import redacted_url
 from deltachain.retry import Backoff, Deadline, shortly_after
-from deltachain.store.base import MAX_DOCUMENT, Outage, ServerClock
+from deltachain.store.base import MAX_DOCUMENT
+from deltachain.store.calls import Calls, RetryError, within
 
-_CODINGS: Final = {"gzip": 31, "x-gzip": 31, "deflate": 15}
-"""The ``wbits`` of zlib for each content encoding that a server may apply without request."""
+_TRY_S: Final = 20.0
+"""Seconds without a byte after which one attempt ends."""
 
+_REDIRECTS: Final = 4
+"""Largest number of requests in a chain of redirects, the first one included."""
 
-class ReplyError(Exception):
-    """A reply from another server than the Hub; the request is retried."""
+PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
+"""Pauses between attempts: the Hub counts attempts, so none follows immediately."""
 
+_SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
+"""Match in a RateLimit header: no requests left, and seconds until the reset."""
 
-class RedirectedError(Exception):
-    """A redirect to another server, by a captive portal or a proxy.
+_LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
+_READ_ONLY: Final = (
+    "a token with read access can follow but not publish; make one with write access to this "
+    "bucket at https://huggingface.co/settings/tokens"
+)
+IN_BETWEEN: Final = (
+    "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
+    "HF_ENDPOINT, or the option endpoint"
+)
+_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})
+"""Errors of a request that reached no server, of httpx and of its successor."""
 
-    Args:
-        status: HTTP status of the redirect.
-        target: Destination of the redirect.
-    """
-
-    def __init__(self, status: int, target: str) -> None:
-        super().__init__(f"answered by a redirect ({status})")
-        self.hint = (
-            f"the endpoint redirects to {target or 'itself'}: check HF_ENDPOINT or the option "
-            "endpoint, its scheme too, and what is in between"
-        )
+_ENDPOINT: Final = (
+    "check host and port of the endpoint, the network, its proxy, and whether the server runs; it "
+    "may be down for now"
+)
+_RATE: Final = (
+    "the rate limit of this token is used up: let fewer followers share it, give them tokens of "
+    "their own, or poll less often"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,101 +85,13 @@ class Reply:
         """Parse the body as JSON.
 
         Raises:
-            ReplyError: It is not JSON: a proxy or a captive portal answered instead.
+            RetryError: It is not JSON: a proxy or a captive portal answered instead.
         """
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as exc:
-            raise ReplyError("the answer is not JSON") from exc
-
-
-class Until:
-    """Socket timeout that ends at a fixed time: evaluated anew before each read.
-
-    A plain number restarts with every byte, so that a request to a server that sends one byte a
-    second would never time out.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._at = time.monotonic() + seconds
-
-    def __float__(self) -> float:
-        """Return the remaining seconds.
-
-        Raises:
-            TimeoutError: No time is left.
-        """
-        left_s = self._at - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("the time of the request is over")
-        return left_s
-
-    def __index__(self) -> int:
-        """Return the remaining whole seconds: sockets ask objects other than ``float`` for them."""
-        return math.ceil(float(self))
-
-
-def read_reply(response: Any, until: Until, limit: int = MAX_DOCUMENT) -> Reply:  # noqa: ANN401
-    """Read the body of a response whose headers were received.
-
-    Args:
-        response: Response of ``httpx`` or ``httpx2`` with an unread body.
-        until: Deadline of the read.
-        limit: Largest body, in bytes after decompression.
-
-    Raises:
-        ReplyError: The body is longer, or has an unsupported content encoding.
-        TimeoutError: The deadline passed.
-    """
-    reason = response.headers.get("X-Error-Message") or response.reason_phrase
-    return Reply(
-        status=response.status_code,
-        headers=response.headers,
-        words=f"{response.request.method} {response.request.url.path}: "
-        f"{response.status_code} {reason}",
-        body=_read_body(response, until, limit),
-        following=response.links.get("next", {}).get("url", ""),
-    )
-
-
-def check_redirect(response: Any) -> None:  # noqa: ANN401 - as above
-    """Accept only a redirect that repeats the request at the same server, as for a renamed bucket.
-
-    Any other redirect would drop the body, or send it to another server.
-
-    Raises:
-        RedirectedError: The redirect is of another kind.
-    """
-    following, url = response.next_request, response.request.url
-    if following is None:
-        raise RedirectedError(response.status_code, "")
-    where = following.url
-    same = (where.scheme, where.host, where.port) == (url.scheme, url.host, url.port)
-    if response.status_code not in (307, 308) or not same:
-        host = f"{where.host}:{where.port}" if where.port else where.host
-        raise RedirectedError(response.status_code, f"{where.scheme}://{host}")
-
-
-def _read_body(response: Any, until: Until, limit: int) -> bytes:  # noqa: ANN401
-    coding = response.headers.get("Content-Encoding", "").strip().lower()
-    if coding in ("", "identity"):
-        undo = None
-    elif coding in _CODINGS:
-        undo = zlib.decompressobj(_CODINGS[coding])
-    else:
-        raise ReplyError(f"the answer is in the encoding {coding[:20]!r}, which nobody asked for")
-    body = bytearray()
-    try:
-        for piece in response.iter_raw():
-            float(until)
-            body += piece if undo is None else undo.decompress(piece, limit + 1 - len(body))
-            if len(body) > limit:
-                raise ReplyError(f"the answer has more than {limit} bytes")
-    except zlib.error as exc:
-        raise ReplyError(f"the answer is not the {coding} that it says it is") from exc
-    if undo is not None and not undo.eof:
-        raise ReplyError("the answer ends early")
-    return bytes(body)
+            said = f"{self.words}: the answer is not JSON"
+            raise RetryError(said, IN_BETWEEN, answered=True) from exc
 
 
 class Budget:
@@ -229,40 +151,6 @@ class Budget:
             return self._sent[0] + self.window_s - now
 
 
-_TRY_S: Final = 20.0
-"""Timeout of one attempt, in seconds."""
-
-_REDIRECTS: Final = 4
-"""Largest number of requests in a chain of redirects, the first one included."""
-
-PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
-"""Pauses between attempts: the Hub counts attempts, so none follows immediately."""
-
-_SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
-"""Match in a RateLimit header: no requests left, and seconds until the reset."""
-
-_LOGIN: Final = "log in with `hf auth login`, or set HF_TOKEN"
-_READ_ONLY: Final = (
-    "a token with read access can follow but not publish; make one with write access to this "
-    "bucket at https://huggingface.co/settings/tokens"
-)
-IN_BETWEEN: Final = (
-    "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
-    "HF_ENDPOINT, or the option endpoint"
-)
-_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})
-"""Errors of a request that reached no server, of httpx and of its successor."""
-
-_ENDPOINT: Final = (
-    "check host and port of the endpoint, the network, its proxy, and whether the server runs; it "
-    "may be down for now"
-)
-_RATE: Final = (
-    "the rate limit of this token is used up: let fewer followers share it, give them tokens of "
-    "their own, or poll less often"
-)
-
-
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
     """Address of a bucket, and the token for it.
@@ -287,21 +175,11 @@ class BucketLocation:
         return redacted_url(self.endpoint) + (self.named_by and f", the endpoint {self.named_by}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Trouble:
-    """Reason to retry a request; empty if there is none."""
-
-    said: str = ""
-    hint: str = ""
-    wait_s: float = 0.0
-    cause: Exception | None = None
-
-
 class Hub:
     """Client of the API of one bucket; thread-safe.
 
     Attributes:
-        clock: Clock of the Hub.
+        calls: Its requests, the times of their answers, and the Hub's clock.
     """
 
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
@@ -314,23 +192,20 @@ class Hub:
             ) from exc
         self.place = place
         self.deadline_s = deadline_s
+        self.calls: Final = Calls(place.url, PAUSES)
         self._budget = budget
-        self.clock: Final = ServerClock()
-        self.outage: Final = Outage()
-        self._lock = threading.Lock()
-        self._requests = 0
 
     @property
-    def requests(self) -> int:
-        """Number of requests so far, retries included."""
-        return self._requests
+    def root(self) -> str:
+        """URL of the bucket's routes."""
+        return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
-    def deadline(self, key: str = "") -> Deadline:
+    def deadline(self, key: str = "", nbytes: int = 0) -> Deadline:
         """Begin the time limit of one call."""
-        return Deadline(key, self.place.url, self.deadline_s)
+        return Deadline(key, self.place.url, self.deadline_s, nbytes)
 
     def admit(self, deadline: Deadline, key: str = "") -> None:
-        """Wait until the rate limit allows one more request, and count it.
+        """Wait until the rate limit allows one more request.
 
         Raises:
             StoreUnavailableError: The limit allows none before the deadline.
@@ -344,14 +219,10 @@ class Hub:
                 url=self.place.url,
                 hint="try again then, or allow more by the option calls or DELTACHAIN_HF_CALLS",
             )
-        with self._lock:
-            self._requests += 1
 
-    def _charge(self, redirects: int) -> None:
-        """Count the requests of redirects beyond the admitted one."""
-        self._budget.charge(redirects)
-        with self._lock:
-            self._requests += redirects
+    def charge(self, requests: int) -> None:
+        """Count requests that left without ``admit``."""
+        self._budget.charge(requests)
 
     def call(
         self,
@@ -384,32 +255,22 @@ class Hub:
             StorePermissionError: The token does not permit the request.
             StoreUnavailableError: No attempt succeeded before the deadline.
         """
+        from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
+
         url = route if "://" in route else f"{self.root}/{route}"
-        deadline, began = self.deadline(key), time.monotonic()
-        tries = 0
-        while True:
+        headers = build_hf_headers(token=self.place.token, library_name="deltachain")
+        headers["Content-Type"] = media
+        deadline = self.deadline(key)
+
+        def attempt() -> Reply:
             self.admit(deadline, key)
-            sent = time.monotonic()
-            reply, trouble = self._try(method, url, body, media, deadline)
-            if reply is None:
-                self.outage.unanswered(sent)
-            else:
-                self.outage.answered()
-            if reply is not None and not trouble.said:
-                self.clock.hear(reply.headers.get("date"))
-                trouble = self._judge(reply, wanted, key)
-                if not trouble.said:
-                    return reply
-            self.outage.report(f"{self.place.url}: {trouble.said}", began, deadline.left_s)
-            pause_s = max(PAUSES.pause_s(tries), trouble.wait_s)
-            if self.outage.is_lost(began) or not deadline.sleep(pause_s):
-                raise StoreUnavailableError(
-                    f"{self.place.url}: {trouble.said}",
-                    key=key,
-                    url=self.place.url,
-                    hint=trouble.hint,
-                ) from trouble.cause
-            tries += 1
+            self.calls.count()
+            reply = self._send(method, url, body, headers)
+            self.calls.hear(reply.headers.get("date"))
+            self._check(reply, wanted, key)
+            return reply
+
+        return self.calls.repeat(attempt, deadline, key)
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
         """Send one request to the Xet storage; return its status and document.
@@ -421,99 +282,87 @@ class Hub:
         """
         headers = {"Authorization": f"Bearer {token}"}
         try:
-            reply = self._send("GET", url, None, headers, min(_TRY_S, self.deadline_s))
+            reply = within(lambda: self._send("GET", url, None, headers), self.deadline())
             return reply.status, reply.document()
-        except Exception as exc:  # see _try
-            raise StoreUnavailableError(
-                f"{self.place.url}: {_named(exc)}", url=self.place.url
-            ) from exc
+        except (RetryError, TimeoutError) as exc:
+            raise StoreUnavailableError(f"{self.place.url}: {exc}", url=self.place.url) from exc
 
-    @property
-    def root(self) -> str:
-        """URL of the bucket's routes."""
-        return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
+    def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> Reply:
+        """Send a request; follow redirects to other paths of the same server.
 
-    def _try(
-        self, method: str, url: str, body: bytes | None, media: str, deadline: Deadline
-    ) -> tuple[Reply | None, _Trouble]:
-        """Send a request once; return the reply, or the reason to retry."""
+        Raises:
+            RetryError: There was no answer, it cannot be read, or it redirects elsewhere.
+        """
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
-        from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
+        from huggingface_hub.utils import get_session  # noqa: PLC0415
 
-        headers = build_hf_headers(token=self.place.token, library_name="deltachain")
-        headers["Content-Type"] = media
         try:
-            timeout_s = max(0.1, min(_TRY_S, deadline.left_s))
-            return self._send(method, url, body, headers, timeout_s), _Trouble()
+            session: Any = get_session()
+            request = session.build_request(
+                method,
+                url,
+                content=body,
+                headers=headers | {"Accept-Encoding": "identity"},
+                timeout=min(_TRY_S, self.deadline_s),
+            )
+            for redirects in range(_REDIRECTS):
+                if redirects:
+                    self.charge(1)
+                    self.calls.count()
+                response = session.send(request, stream=True, follow_redirects=False)
+                try:
+                    following = response.next_request
+                    if following is None and not 300 <= response.status_code < 400:
+                        return _reply(response)
+                finally:
+                    response.close()
+                self._check_redirect(response.status_code, request.url, following)
+                request = following
+        except (RetryError, DeltaChainError):
+            raise
         except OfflineModeIsEnabled as exc:
             raise ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
-        except RedirectedError as exc:
-            return None, _Trouble(str(exc), hint=exc.hint, cause=exc)
-        except Exception as exc:  # noqa: BLE001
+        except Exception as exc:
             # No answer, or an unreadable one. Since 2.0, huggingface_hub uses another library than
             # httpx, and closes the session of all threads when one of them cannot connect.
             if type(exc).__name__ in _NO_CONNECTION:
                 where = f"nothing answers at {self.place.endpoint_words}"
-                return None, _Trouble(f"{_named(exc)}: {where}", hint=_ENDPOINT, cause=exc)
-            return None, _Trouble(_named(exc), cause=exc)
+                raise RetryError(f"{_named(exc)}: {where}", _ENDPOINT) from exc
+            raise RetryError(_named(exc)) from exc
+        raise _redirected(response.status_code, "itself")
 
-    def _send(
-        self, method: str, url: str, body: bytes | None, headers: dict[str, str], timeout_s: float
-    ) -> Reply:
-        """Send a request; follow redirects to other paths of the same server.
+    def _check_redirect(self, status: int, url: Any, following: Any) -> None:  # noqa: ANN401 - of httpx
+        """Raise unless a redirect repeats the request, with its body, at the same server."""
+        if following is None:
+            raise _redirected(status, "itself")
+        where = following.url
+        same = (where.scheme, where.host, where.port) == (url.scheme, url.host, url.port)
+        if status not in (307, 308) or not same:
+            host = f"{where.host}:{where.port}" if where.port else where.host
+            raise _redirected(status, f"{where.scheme}://{host}")
 
-        Raises:
-            RedirectedError: The request is redirected to another server, or too often.
-        """
-        from huggingface_hub.utils import get_session  # noqa: PLC0415
-
-        session: Any = get_session()
-        until = Until(timeout_s)
-        # Not a number: see Until. Connecting has a plain timeout, as it reads no bytes.
-        timeouts = {"connect": timeout_s, "pool": timeout_s, "read": until, "write": until}
-        request = session.build_request(
-            method,
-            url,
-            content=body,
-            headers=headers | {"Accept-Encoding": "identity"},
-            extensions={"timeout": timeouts},
-        )
-        for _ in range(_REDIRECTS):
-            with closing(session.send(request, stream=True, follow_redirects=False)) as response:
-                following = response.next_request
-                if following is None and not 300 <= response.status_code < 400:
-                    return read_reply(response, until)
-            check_redirect(response)
-            self._charge(1)
-            request = following
-        raise RedirectedError(response.status_code, "")
-
-    def _judge(self, reply: Reply, wanted: type, key: str) -> _Trouble:
-        """Find a reason to retry in a reply; empty if it is a valid answer.
+    def _check(self, reply: Reply, wanted: type, key: str) -> None:
+        """Check that a reply is the Hub's, and no error.
 
         Raises:
-            DeltaChainError: A retry would not help.
+            RetryError: Another attempt may get such a reply.
+            DeltaChainError: None will.
         """
-        if self._is_answer(reply):
-            return _Trouble()
+        if reply.status == 422 or (
+            reply.status == 404 and reply.headers.get("X-Error-Code") == "EntryNotFound"
+        ):
+            return
         if 200 <= reply.status < 300:
-            try:
-                document = reply.document()
-            except ReplyError as exc:
-                return _Trouble(f"{reply.words}: {exc}", hint=IN_BETWEEN, cause=exc)
-            if isinstance(document, wanted):
-                return _Trouble()
-            return _Trouble(f"{reply.words}: the answer is no {wanted.__name__}", hint=IN_BETWEEN)
-        if not _may_pass(reply.status):
+            if not isinstance(reply.document(), wanted):
+                said = f"{reply.words}: the answer is no {wanted.__name__}"
+                raise RetryError(said, IN_BETWEEN, answered=True)
+        elif reply.status == 429:
+            wait_s = _told_to_wait(reply.headers)
+            raise RetryError(reply.words, _RATE, wait_s=wait_s, answered=True)
+        elif reply.status == 408 or reply.status >= 500:
+            raise RetryError(reply.words, answered=True)
+        else:
             raise self._refusal(reply, key)
-        if reply.status == 429:
-            return _Trouble(reply.words, hint=_RATE, wait_s=told_to_wait(reply.headers))
-        return _Trouble(reply.words)
-
-    def _is_answer(self, reply: Reply) -> bool:
-        if reply.status == 404:
-            return reply.headers.get("X-Error-Code") == "EntryNotFound"
-        return reply.status == 422
 
     def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
         """Build the error for a reply that a retry would not change."""
@@ -531,11 +380,34 @@ class Hub:
         return StoreError(f"{url}: {words}", key=key, url=url)
 
 
-def _may_pass(status: int) -> bool:
-    return status in (408, 429) or status >= 500
+def _reply(response: Any) -> Reply:  # noqa: ANN401 - of httpx or httpx2
+    """Read the body of a response; raise if it is too large for a document."""
+    body = bytearray()
+    for piece in response.iter_bytes():
+        body += piece
+        if len(body) > MAX_DOCUMENT:
+            raise RetryError(f"the answer has more than {MAX_DOCUMENT} bytes", answered=True)
+    reason = response.headers.get("X-Error-Message") or response.reason_phrase
+    return Reply(
+        status=response.status_code,
+        headers=response.headers,
+        words=f"{response.request.method} {response.request.url.path}: "
+        f"{response.status_code} {reason}",
+        body=bytes(body),
+        following=response.links.get("next", {}).get("url", ""),
+    )
 
 
-def told_to_wait(headers: Mapping[str, str]) -> float:
+def _redirected(status: int, target: str) -> RetryError:
+    return RetryError(
+        f"answered by a redirect ({status})",
+        f"the endpoint redirects to {target}: check HF_ENDPOINT or the option endpoint, its scheme "
+        "too, and what is in between",
+        answered=True,
+    )
+
+
+def _told_to_wait(headers: Mapping[str, str]) -> float:
     """Return the seconds to wait by Retry-After, else by the RateLimit header."""
     after = headers.get("Retry-After", "").strip()
     if after.isdigit():
@@ -548,15 +420,3 @@ def _named(error: Exception) -> str:
     """Describe an error in one line; hide the token in an error about an invalid header."""
     words = str(error).partition("\n")[0]
     return type(error).__name__ if "Bearer" in words else f"{type(error).__name__}: {words}"
-
-
-def parse_reply(reply: Reply, url: str) -> Any:  # noqa: ANN401 - JSON
-    """Return the document in a reply.
-
-    Raises:
-        StoreUnavailableError: It is not JSON: a proxy or a captive portal answered instead.
-    """
-    try:
-        return reply.document()
-    except ReplyError as exc:
-        raise StoreUnavailableError(f"{url}: {exc}", url=url, hint=IN_BETWEEN) from exc

@@ -27,14 +27,19 @@ from urllib.parse import quote
 
 from typing_extensions import override
 
-from deltachain.errors import StoreUnavailableError
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    StoreError,
+    StorePermissionError,
+    StoreUnavailableError,
+)
 from deltachain.store.base import (
     MAX_DOCUMENT,
     Capabilities,
     ObjectInfo,
     Store,
     already_exists,
-    bytes_view,
     check_key,
     check_limit,
     check_nbytes,
@@ -44,8 +49,7 @@ from deltachain.store.base import (
     not_found,
     too_short,
 )
-from deltachain.store.hf.api import IN_BETWEEN, Hub, parse_reply
-from deltachain.store.hf.gateway import Gateway, GatewayKey, Maybe
+from deltachain.store.hf.api import IN_BETWEEN, Hub
 from deltachain.store.hf.xet import Xet
 from deltachain.types import Buffer
 
@@ -53,6 +57,8 @@ _PROBES: Final = 1000
 """Number of paths in one lookup request, as in ``huggingface_hub``."""
 
 _POLL_S: Final = 5.0
+
+_HINT_KEYS: Final = "check HF_S3_ACCESS_KEY_ID and HF_S3_SECRET_ACCESS_KEY, and what they may do"
 
 
 @guarded
@@ -75,11 +81,13 @@ class HfStore(Store):
     format; otherwise the path is looked up.
     """
 
-    def __init__(self, hub: Hub, prefix: str = "", *, gateway: GatewayKey | None = None) -> None:
+    def __init__(
+        self, hub: Hub, prefix: str = "", *, gateway: Mapping[str, Any] | None = None
+    ) -> None:
         self._hub = hub
         self._xet = Xet(hub)
         self._folder = f"{check_key(prefix)}/" if prefix else ""
-        self._gateway = Gateway(hub, gateway) if gateway is not None else None
+        self._gateway = None if gateway is None else _through_s3(hub, prefix, gateway)
         self._capabilities = Capabilities(
             conditional_put=gateway is not None,
             list_consistent=False,
@@ -102,12 +110,12 @@ class HfStore(Store):
     @override
     def requests(self) -> int:
         """Number of requests to the Hub's rate-limited API; storage requests are not counted."""
-        return self._hub.requests
+        return self._hub.calls.requests + (self._gateway.requests if self._gateway else 0)
 
     @property
     @override
     def unanswered_since(self) -> float | None:
-        return self._hub.outage.since
+        return self._hub.calls.since
 
     @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
@@ -175,13 +183,27 @@ class HfStore(Store):
                 raise already_exists(key, self.url)
             self.put(key, data)
             return
-        ours = bytes(bytes_view(data))
+        self._hub.admit(self._hub.deadline(key), key)
+        before = self._gateway.requests
         try:
-            self._gateway.put_if_absent(self._path(key), ours, key=key)
-        except Maybe:
-            # An earlier attempt may have written it and lost the reply: then the bytes are equal.
-            if not self._holds(key, ours):
-                raise already_exists(key, self.url) from None
+            self._gateway.put_if_absent(key, data)
+        except AlreadyExistsError as exc:
+            raise already_exists(key, self.url) from exc
+        except StoreError as exc:
+            refused = isinstance(exc, StorePermissionError)
+            raise type(exc)(
+                f"{self.url}: S3 gateway: {exc.args[0]}",
+                key=key,
+                url=self.url,
+                hint=_HINT_KEYS if refused else exc.hint,
+            ) from exc
+        except ConfigError as exc:
+            raise ConfigError(
+                f"{self.url}: S3 gateway: {exc.args[0]}",
+                hint="check the bucket and the option s3_endpoint",
+            ) from exc
+        finally:
+            self._hub.charge(max(0, self._gateway.requests - before - 1))
 
     @override
     def find(self, key: str) -> ObjectInfo | None:
@@ -196,7 +218,7 @@ class HfStore(Store):
             some = asked[first : first + _PROBES]
             body = json.dumps({"paths": [self._path(key) for key in some]}).encode()
             reply = self._hub.call("POST", "paths-info", list, body=body, key=some[0])
-            found |= {info.key: info for info in self._parse(parse_reply(reply, self.url))}
+            found |= {info.key: info for info in self._parse(reply.document())}
         return found
 
     @override
@@ -209,7 +231,7 @@ class HfStore(Store):
 
     @override
     def clock(self) -> float | None:
-        return self._hub.clock.now()
+        return self._hub.calls.now()
 
     @override
     def delete(self, key: str) -> None:
@@ -248,7 +270,7 @@ class HfStore(Store):
             reply = self._hub.call("GET", following, list)
             if reply.status == 404:  # no such folder
                 break
-            page = parse_reply(reply, self.url)
+            page = reply.document()
             found |= {info.key: info for info in self._parse(page) if info.key.startswith(prefix)}
             following = reply.following
         for key in sorted(found):
@@ -265,7 +287,7 @@ class HfStore(Store):
         reply = self._hub.call(
             "POST", "batch", dict, body=body, media="application/x-ndjson", key=key
         )
-        document = parse_reply(reply, self.url)
+        document = reply.document()
         failed = document.get("failed")
         if isinstance(failed, list):
             return "; ".join(str(each.get("error", "refused")) for each in failed)
@@ -287,18 +309,31 @@ class HfStore(Store):
                     pin=str(row["xetHash"]),
                 )
 
-    def _holds(self, key: str, data: bytes) -> bool:
-        """Return whether the existing object has these bytes."""
-        found = self.find(key)
-        if found is None:
-            raise StoreUnavailableError(
-                f"object {key!r} in {self.url}: the gateway has it and the Hub does not yet",
-                key=key,
-                url=self.url,
-            )
-        if found.nbytes != len(data):
-            return False
-        return self._xet.read(found.pin, nbytes=len(data), key=key) == data
+
+def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> Store:
+    """Open the bucket through the Hub's S3 gateway, for conditional writes alone.
+
+    It routes every byte through one region.
+
+    Raises:
+        ConfigError: boto3 is not installed.
+    """
+    try:
+        import boto3  # noqa: F401, PLC0415 - an extra
+
+        from deltachain.store.s3.store import S3Store  # noqa: PLC0415 - needs boto3
+    except ImportError as exc:
+        raise ConfigError(
+            "the S3 gateway of the Hub needs boto3", hint="pip install 'deltachain[s3]'"
+        ) from exc
+    options = {
+        **key,
+        "region": "us-east-1",
+        "deadline_s": hub.deadline_s,
+        "config_kwargs": {"s3": {"addressing_style": "path"}},
+    }
+    bucket = hub.place.bucket.partition("/")[2]
+    return S3Store(bucket, prefix, options, conditions_hold=True)
 
 
 def _seconds(date: str | None) -> float | None:

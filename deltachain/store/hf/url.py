@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import urlsplit
+
+import msgspec
 
 from deltachain.environment import read_one
 from deltachain.errors import ConfigError
 from deltachain.store.hf.api import BucketLocation, Budget, Hub
-from deltachain.store.hf.gateway import GatewayKey
 from deltachain.store.hf.store import HfStore
 
 READER_CALLS: Final = 100
@@ -27,8 +28,18 @@ _HINT: Final = "write hf://buckets/namespace/name/prefix"
 _HUB: Final = "https://huggingface.co"
 _GATEWAY: Final = "https://s3.hf.co"
 
-_TEXTS: Final = frozenset({"token", "endpoint", "s3_key", "s3_secret", "s3_endpoint"})
-_NUMBERS: Final = frozenset({"calls", "window_s", "deadline_s"})
+_Seconds: TypeAlias = Annotated[float, msgspec.Meta(gt=0, lt=1e6)]
+
+
+class _Options(msgspec.Struct, forbid_unknown_fields=True):
+    token: str | None = None
+    endpoint: str | None = None
+    calls: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    window_s: _Seconds = WINDOW_S
+    deadline_s: _Seconds = DEADLINE_S
+    s3_key: str | None = None
+    s3_secret: str | None = None
+    s3_endpoint: str | None = None
 
 
 def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool = False) -> HfStore:
@@ -54,25 +65,26 @@ def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool 
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError("hf:// store URLs name a bucket, and have no query", hint=_HINT)
-    given = dict(options or {})
-    if unknown := given.keys() - _TEXTS - _NUMBERS:
-        raise ConfigError(f"hf:// stores take no options: {', '.join(sorted(unknown))}")
+    try:
+        given = msgspec.convert(dict(options or {}), _Options)
+    except msgspec.ValidationError as exc:  # its message shows no value
+        raise ConfigError(f"hf:// stores do not take these options: {exc}") from exc
     bucket, prefix = match["bucket"], (match["prefix"] or "").rstrip("/")
     place = BucketLocation(
         endpoint=_endpoint(given),
         named_by=_named_by(given),
         bucket=bucket,
         url=f"hf://buckets/{bucket}/{prefix}".rstrip("/"),
-        token=_text(given, "token") or None,
+        token=given.token or None,
     )
-    calls = _calls(given, WRITER_CALLS if writer else READER_CALLS)
-    budget = Budget(calls, _number(given, "window_s", WINDOW_S))
-    hub = Hub(place, budget, deadline_s=_number(given, "deadline_s", DEADLINE_S))
+    calls = given.calls or read_one(os.environ, "HF_CALLS")
+    budget = Budget(calls or (WRITER_CALLS if writer else READER_CALLS), given.window_s)
+    hub = Hub(place, budget, deadline_s=given.deadline_s)
     return HfStore(hub, prefix, gateway=_gateway(given, bucket))
 
 
-def _endpoint(options: Mapping[str, Any]) -> str:
-    endpoint = (_text(options, "endpoint", "HF_ENDPOINT") or _HUB).rstrip("/")
+def _endpoint(options: _Options) -> str:
+    endpoint = (_or_variable(options.endpoint, "HF_ENDPOINT") or _HUB).rstrip("/")
     try:
         parts = urlsplit(endpoint)
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -86,47 +98,24 @@ def _endpoint(options: Mapping[str, Any]) -> str:
     return endpoint
 
 
-def _named_by(options: Mapping[str, Any]) -> str:
-    if options.get("endpoint") is not None:
+def _named_by(options: _Options) -> str:
+    if options.endpoint is not None:
         return "of the option endpoint"
     return "in HF_ENDPOINT" if os.environ.get("HF_ENDPOINT") else ""
 
 
-def _gateway(options: Mapping[str, Any], bucket: str) -> GatewayKey | None:
-    key = _text(options, "s3_key", "HF_S3_ACCESS_KEY_ID")
-    secret = _text(options, "s3_secret", "HF_S3_SECRET_ACCESS_KEY")
+def _gateway(options: _Options, bucket: str) -> dict[str, str] | None:
+    """Return options of an S3 store for the gateway; ``None`` without keys."""
+    key = _or_variable(options.s3_key, "HF_S3_ACCESS_KEY_ID")
+    secret = _or_variable(options.s3_secret, "HF_S3_SECRET_ACCESS_KEY")
     if not key and not secret:
         return None
     if not key or not secret:
         raise ConfigError("the S3 gateway of the Hub needs an access key and its secret")
     namespace = bucket.partition("/")[0]
-    endpoint = _text(options, "s3_endpoint", "HF_S3_ENDPOINT") or f"{_GATEWAY}/{namespace}"
-    return GatewayKey(endpoint=endpoint, key_id=key, secret=secret)
+    endpoint = _or_variable(options.s3_endpoint, "HF_S3_ENDPOINT") or f"{_GATEWAY}/{namespace}"
+    return {"endpoint_url": endpoint, "key": key, "secret": secret}
 
 
-def _text(options: Mapping[str, Any], name: str, variable: str = "") -> str:
-    value = options.get(name)
-    if value is None:
-        return os.environ.get(variable, "") if variable else ""
-    if not isinstance(value, str):
-        raise ConfigError(f"option {name} of a hf:// store is a string")
-    return value
-
-
-def _calls(options: Mapping[str, Any], default: int) -> int:
-    named = "calls" in options
-    value = options["calls"] if named else read_one(os.environ, "HF_CALLS") or default
-    try:
-        calls = int(value)
-    except (TypeError, ValueError):
-        calls = 0
-    if calls < 1:
-        raise ConfigError("option calls of a hf:// store is a number of requests, at least 1")
-    return calls
-
-
-def _number(options: Mapping[str, Any], name: str, default: float) -> float:
-    value = options.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise ConfigError(f"option {name} of a hf:// store is a number of seconds")
-    return float(value)
+def _or_variable(value: str | None, variable: str) -> str:
+    return os.environ.get(variable, "") if value is None else value

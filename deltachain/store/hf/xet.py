@@ -1,8 +1,8 @@
 """Content of a bucket by hash, through ``hf_xet``, whose errors are converted here.
 
-Results of ``hf_xet`` are not trusted. A failed stream may simply end early, so the bytes are
-counted, and if some are missing, the storage itself is asked for the size of the content. A bit
-flipped in transit is not detected here: readers compare digests.
+A failed stream of ``hf_xet`` may simply end early, so the bytes are counted, and if some are
+missing, the storage itself is asked for the size of the content. A bit flipped in transit is not
+detected here: readers compare digests.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, TypeAlias
 
 from deltachain.errors import ConfigError, MalformedError, StoreUnavailableError
 from deltachain.retry import Deadline
 from deltachain.store.base import bytes_view, check_nbytes, not_found
-from deltachain.store.hf.api import PAUSES, Hub, parse_reply
+from deltachain.store.calls import within
+from deltachain.store.hf.api import PAUSES, Hub
 from deltachain.types import Buffer
 
 _Kind: TypeAlias = Literal["read", "write"]
@@ -39,24 +41,19 @@ token about to expire."""
 _ERRORS: Final = (OSError, RuntimeError, ValueError)
 """All errors of ``hf_xet``: its own classes derive from PermissionError and FileNotFoundError."""
 
-_sessions: dict[tuple[int, _Kind, float], Any] = {}
+_sessions: dict[tuple[int, float], Any] = {}
 _sessions_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class _Access:
-    """Cached access token of the storage."""
-
     endpoint: str
     token: str = field(repr=False)
     expires: int
     good_until: float
 
     def arguments(self) -> dict[str, Any]:
-        """Return arguments for ``hf_xet``.
-
-        They contain no address to renew the token, since such requests would not be counted.
-        """
+        """Return arguments for ``hf_xet``: none to renew the token by requests nobody counts."""
         return {
             "endpoint": self.endpoint,
             "token": self.token,
@@ -105,10 +102,7 @@ class Xet:
         return self._collect(content, start, start + length, length, key)
 
     def write(self, data: Buffer, *, key: str) -> str:
-        """Upload content, which stays invisible until a path refers to it.
-
-        Returns:
-            Hash of the content.
+        """Upload content, which stays invisible until a path refers to it; return its hash.
 
         Raises:
             StoreUnavailableError: The upload did not finish before the deadline.
@@ -129,37 +123,36 @@ class Xet:
         data = bytearray()
         if content == EMPTY or start == end:
             return data
-        deadline, tries = self._hub.deadline(key), 0
+        deadline, tries = self._hub.deadline(key, end - start), 0
         while True:
-            before = len(data)
             trouble: Exception | None = None
+            got = bytearray()  # of this attempt: one that was given up may go on
             access = self._access("read")  # outside the try: may be an OSError
+            span = start + len(data), end
             try:
-                self._stream(access, content, (start, end), data)
+                within(partial(self._stream, access, content, span, got, deadline), deadline)
             except _ERRORS as exc:
                 trouble = exc
+            data += bytes(got)
             if len(data) >= expected:
                 return data
-            if len(data) > before:  # progress: the deadline limits stalls only
-                deadline, tries = self._hub.deadline(key), 0
+            if got:  # progress: the deadline limits stalls only
+                deadline, tries = self._hub.deadline(key, end - start), 0
             if not self._has_more(content, start + len(data), key):
                 return data
             tries += 1
             self._pause(deadline, tries, trouble, key)
 
     def _stream(
-        self, access: _Access, content: str, span: tuple[int, int], data: bytearray
+        self, access: _Access, content: str, span: tuple[int, int], data: bytearray, limit: Deadline
     ) -> None:
-        """Append the missing bytes of a span to ``data``."""
-        start, end = span
-        group = self._session("read").new_download_stream_group(**access.arguments())
-        info = self._lib.XetFileInfo(content, end)
-        stream = group.download_stream(info, start=start + len(data), end=end)
-        for chunk in stream:
+        group = self._session().new_download_stream_group(**access.arguments())
+        info = self._lib.XetFileInfo(content, span[1])
+        for chunk in group.download_stream(info, start=span[0], end=span[1]):
+            limit.moved()
             data += chunk
 
     def _has_more(self, content: str, position: int, key: str) -> bool:
-        """Return whether content continues after ``position``; True if unknown."""
         try:
             return self._measure(content, key) > position
         except StoreUnavailableError:
@@ -185,7 +178,7 @@ class Xet:
             ) from exc
 
     def _upload(self, access: _Access, view: memoryview) -> str:
-        commit = self._session("write").new_upload_commit(**access.arguments())
+        commit = self._session().new_upload_commit(**access.arguments())
         skip = self._lib.SKIP_SHA256
 
         def progress() -> int:
@@ -206,7 +199,7 @@ class Xet:
         return str(info.hash)
 
     def _pause(self, deadline: Deadline, tries: int, trouble: Exception | None, key: str) -> None:
-        if deadline.sleep(PAUSES.pause_s(tries - 1)):
+        if deadline.pause(PAUSES.pause_s(tries - 1)):
             return
         said = str(trouble) if trouble else "the stream ended early"
         hint = "the disk is full: free some space" if "No space left" in said else ""
@@ -215,12 +208,11 @@ class Xet:
         ) from trouble
 
     def _access(self, kind: _Kind) -> _Access:
-        """Return a token for reading or writing, cached or new from the Hub."""
         with self._locks[kind]:
             held = self._held.get(kind)
             if held is None or time.time() >= held.good_until:
                 reply = self._hub.call("GET", f"xet-{kind}-token", dict)
-                held = self._held[kind] = _parse_access(parse_reply(reply, self._url), self._url)
+                held = self._held[kind] = _parse_access(reply.document(), self._url)
             return held
 
     def _forget(self, kind: _Kind, access: _Access) -> None:
@@ -228,33 +220,24 @@ class Xet:
             if self._held.get(kind) is access:
                 del self._held[kind]
 
-    def _session(self, kind: _Kind) -> Any:  # noqa: ANN401 - hf_xet has no types
-        """Return the session of this process: threads of a session do not survive a fork."""
-        which = (os.getpid(), kind, self._hub.deadline_s)
+    def _session(self) -> Any:  # noqa: ANN401 - untyped
+        """Return the session of this process: one that came over a fork has no threads."""
+        which = (os.getpid(), self._hub.deadline_s)
         with _sessions_lock:
             if which not in _sessions:
-                _sessions[which] = self._lib.XetSession(self._config(kind))
+                # Few internal retries, since ours follow; the user's settings win.
+                ours: dict[str, Any] = {
+                    "client.retry_max_attempts": 1,
+                    "client.retry_base_delay": "500ms",
+                    "client.retry_max_duration": f"{round(self._hub.deadline_s * 1000)}ms",
+                }
+                unset = {
+                    name: value
+                    for name, value in ours.items()
+                    if f"HF_XET_{name.replace('.', '_').upper()}" not in os.environ
+                }
+                _sessions[which] = self._lib.XetSession(self._lib.XetConfig().with_config(unset))
             return _sessions[which]
-
-    def _config(self, kind: _Kind) -> Any:  # noqa: ANN401
-        """Return settings with few internal retries, since ours follow; the user's settings win."""
-        deadline_ms = round(self._hub.deadline_s * 1000)
-        ours: dict[str, Any] = {
-            "client.retry_max_attempts": 1,
-            "client.retry_base_delay": "500ms",
-            "client.retry_max_duration": f"{deadline_ms}ms",
-        }
-        if kind == "read":
-            # A download cannot be aborted from outside. This limits the pause between two reads; a
-            # server that trickles bytes can still exceed the deadline. It is too short for an
-            # upload, where it would include the whole transfer of 64 MiB over a slow network.
-            ours["client.read_timeout"] = f"{max(500, deadline_ms // 2)}ms"
-        unset = {
-            name: value
-            for name, value in ours.items()
-            if f"HF_XET_{name.replace('.', '_').upper()}" not in os.environ
-        }
-        return self._lib.XetConfig().with_config(unset)
 
 
 def _parse_access(document: Any, url: str) -> _Access:  # noqa: ANN401 - JSON
@@ -274,7 +257,7 @@ def _parse_access(document: Any, url: str) -> _Access:  # noqa: ANN401 - JSON
 def _watched(
     progress: Callable[[], int], abort: Callable[[], None], patience_s: float
 ) -> Iterator[None]:
-    """Abort an upload that stalls for too long: ``hf_xet`` itself waits for many minutes."""
+    """Abort an upload without progress: ``hf_xet`` itself waits for many minutes."""
     done = threading.Event()
 
     def watch() -> None:

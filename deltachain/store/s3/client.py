@@ -1,38 +1,30 @@
-"""Construction of a boto3 client from options, environment and profile."""
+"""Clients of boto3, from options, environment and profile."""
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from threading import Lock
+from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import urlsplit
 
 import boto3
 import botocore.session
+import msgspec
 from botocore import UNSIGNED
-from botocore.awsrequest import (
-    AWSHTTPConnection,
-    AWSHTTPConnectionPool,
-    AWSHTTPSConnection,
-    AWSHTTPSConnectionPool,
-)
 from botocore.config import Config
 from botocore.credentials import Credentials, ReadOnlyCredentials
 from botocore.exceptions import BotoCoreError
 
 from deltachain.errors import ConfigError
-from deltachain.store.bounds import BoundedSocket
+from deltachain.retry import DEADLINE_S
+from deltachain.store.s3.errors import is_aws
 from deltachain.tls import TlsFiles
 
 Client: TypeAlias = Any
 """An S3 client of boto3, whose methods are created at run time."""
-
-_TEXTS: Final = ("key", "secret", "token", "profile", "region", "endpoint_url")
-_TABLES: Final = ("client_kwargs", "config_kwargs")
-_KNOWN: Final = (*_TEXTS, *_TABLES, "anon", "deadline_s")
 
 _CONNECTIONS: Final = 64
 _CONNECT_S: Final = 5.0
@@ -44,58 +36,73 @@ _CREDENTIAL_FILES: Final = ("credentials_file", "config_file")
 _CHECKSUMS: Final = ("request_checksum_calculation", "response_checksum_validation")
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse unknown options and values of a wrong type, which are never shown.
+class _Options(msgspec.Struct, forbid_unknown_fields=True):
+    key: str | None = None
+    secret: str | None = None
+    token: str | None = None
+    profile: str | None = None
+    region: str | None = None
+    endpoint_url: str | None = None
+    client_kwargs: dict[str, Any] = {}
+    config_kwargs: dict[str, Any] = {}
+    anon: bool | None = None
+    deadline_s: Annotated[float, msgspec.Meta(gt=0, lt=1e9)] = DEADLINE_S
+
+
+def options_of(given: Mapping[str, Any]) -> _Options:
+    """Return the options of a store.
 
     Raises:
-        ConfigError: An option is unknown or of a wrong type.
+        ConfigError: One is unknown or of a wrong type; its value is not shown.
     """
-    unknown = sorted(options.keys() - set(_KNOWN))
-    if unknown:
+    try:
+        options = msgspec.convert(dict(given), _Options)
+    except msgspec.ValidationError as exc:
         raise ConfigError(
-            f"s3:// stores have no option {', '.join(unknown)}",
-            hint=f"they have {', '.join(_KNOWN)}",
-        )
-    for name in _TEXTS:
-        if not isinstance(options.get(name, ""), str | None):
-            raise ConfigError(f"the option {name} of an s3:// store must be text")
-    for name in _TABLES:
-        if not isinstance(options.get(name, {}), Mapping):
-            raise ConfigError(f"the option {name} of an s3:// store must be a mapping")
-    if ("key" in options) != ("secret" in options):
+            f"s3:// stores do not take these options: {exc}",
+            hint=f"they have {', '.join(_Options.__struct_fields__)}",
+        ) from exc
+    if (options.key is None) != (options.secret is None):
         raise ConfigError("the options key and secret of an s3:// store go together")
+    return options
 
 
-def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Client, bool]:
-    """Create a client without retries; return it and whether its endpoint is the user's own.
+def make_client(given: Mapping[str, Any], *, attempts: int = 1) -> tuple[Client, bool]:
+    """Create a client that sends a request up to ``attempts`` times.
+
+    Returns:
+        The client, and whether its endpoint is the user's own.
 
     Raises:
         ConfigError: The options, the environment or the profile are invalid.
     """
-    check_options(options)
-    given = {
-        "aws_access_key_id": options.get("key"),
-        "aws_secret_access_key": options.get("secret"),
-        "aws_session_token": options.get("token"),
-        "region_name": options.get("region"),
-        "endpoint_url": options.get("endpoint_url"),
+    options = options_of(given)
+    of_client = {
+        "aws_access_key_id": options.key,
+        "aws_secret_access_key": options.secret,
+        "aws_session_token": options.token,
+        "region_name": options.region,
+        "endpoint_url": options.endpoint_url,
     }
-    arguments = {name: value for name, value in given.items() if value}
-    arguments |= options.get("client_kwargs", {})
+    arguments: dict[str, Any] = {name: value for name, value in of_client.items() if value}
+    arguments |= options.client_kwargs
     _check_endpoint(arguments.get("endpoint_url"))
     try:
-        core = botocore.session.Session(profile=options.get("profile") or None)
+        core = botocore.session.Session(profile=options.profile or None)
         core.register_component("data_loader", _loader())
         if "aws_access_key_id" not in arguments:
             _reread_credentials(core)
-        own_endpoint = "endpoint_url" in arguments or _configures_endpoint(core)
-        config = _config(core, own_endpoint=own_endpoint, deadline_s=deadline_s)
-        arguments = _tls(core, arguments) | arguments
-        if "config" in arguments:
-            config = config.merge(arguments.pop("config"))
-        config = config.merge(Config(**_config_arguments(options)))
+        tls = TlsFiles.of(os.environ)
+        arguments = _trusted(core, tls, arguments) | arguments
+        config = _config(tls, options.deadline_s)
+        of_user = arguments.pop("config", Config()).merge(_config_of(options, attempts))
         session = boto3.Session(botocore_session=core)
-        client: Client = session.client("s3", config=config, **arguments)
+        client: Client = session.client("s3", config=config.merge(of_user), **arguments)
+        own = not is_aws(urlsplit(client.meta.endpoint_url).hostname or "")
+        if own:
+            client.close()
+            config = config.merge(_plain_requests(core)).merge(of_user)
+            client = session.client("s3", config=config, **arguments)
     except ConfigError:  # a ValueError too
         raise
     except BotoCoreError as exc:
@@ -115,11 +122,29 @@ def make_client(options: Mapping[str, Any], *, deadline_s: float) -> tuple[Clien
             hint="check endpoint_url, region, client_kwargs and config_kwargs",
         ) from exc
     _check_endpoint(client.meta.endpoint_url)
-    bound_sockets(client)
-    return client, own_endpoint
+    return client, own
 
 
-# botocore is untyped, so these base classes are too.
+def _config(tls: TlsFiles, deadline_s: float) -> Config:
+    return Config(
+        connect_timeout=min(_CONNECT_S, deadline_s),
+        read_timeout=min(_READ_S, deadline_s),
+        max_pool_connections=_CONNECTIONS,
+        tcp_keepalive=True,
+        user_agent_extra="deltachain",
+        client_cert=tls.client,
+    )
+
+
+def _config_of(options: _Options, attempts: int) -> Config:
+    asked = dict(options.config_kwargs)
+    asked["retries"] = {"total_max_attempts": attempts, "mode": "standard"}
+    if options.anon:
+        asked["signature_version"] = UNSIGNED
+    return Config(**asked)
+
+
+# botocore is untyped, so this base class is too.
 class _RereadCredentials(Credentials):  # type: ignore[misc]
     """Credentials that are resolved anew once the files that name them have changed.
 
@@ -127,13 +152,15 @@ class _RereadCredentials(Credentials):  # type: ignore[misc]
     While the files cannot be read or name none, the last ones stay in use.
     """
 
-    def __init__(self, found: Credentials, core: botocore.session.Session) -> None:
+    def __init__(self, found: Credentials, profile: str | None, files: list[Path]) -> None:
         super().__init__("", "", method=found.method)
-        self._files = [core.get_config_variable(name) for name in _CREDENTIAL_FILES]
-        self._profile = core.profile
-        self._lock = threading.Lock()
-        self._found = found
+        self._found, self._profile, self._files = found, profile, files
+        self._lock = Lock()
         self._read = self._stamps()
+
+    def load_credentials(self) -> Credentials:
+        """Return itself, as botocore's chain of providers would."""
+        return self
 
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
         """Return the credentials to sign one request with."""
@@ -149,14 +176,16 @@ class _RereadCredentials(Credentials):  # type: ignore[misc]
             return self._found.get_frozen_credentials()
 
     def _stamps(self) -> list[tuple[int, int, int] | None]:
-        return [_stamp(Path(file).expanduser()) for file in self._files]
+        return [_stamp(file) for file in self._files]
 
 
 def _reread_credentials(core: botocore.session.Session) -> None:
     """Make a session read its credentials again once their files have changed."""
-    found = core.get_credentials()
+    found = botocore.session.Session(profile=core.profile).get_credentials()
     if found is not None and found.method != "env":
-        core._credentials = _RereadCredentials(found, core)
+        files = [Path(core.get_config_variable(name)).expanduser() for name in _CREDENTIAL_FILES]
+        reread = _RereadCredentials(found, core.profile, files)
+        core.register_component("credential_provider", reread)
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
@@ -167,64 +196,9 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-class _Connection(AWSHTTPConnection):  # type: ignore[misc]
-    sock: Any
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock = BoundedSocket(self.sock)
-
-
-class _TlsConnection(AWSHTTPSConnection):  # type: ignore[misc]
-    sock: Any
-
-    def connect(self) -> None:
-        super().connect()
-        self.sock = BoundedSocket(self.sock)
-
-
-class _Pool(AWSHTTPConnectionPool):  # type: ignore[misc]
-    ConnectionCls = _Connection
-
-    def urlopen(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return super().urlopen(*args, **{**kwargs, "redirect": False})
-
-
-class _TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
-    ConnectionCls = _TlsConnection
-
-    def urlopen(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        return super().urlopen(*args, **{**kwargs, "redirect": False})
-
-
-def bound_sockets(client: Client) -> None:
-    """Bind a client's connections to the deadlines of their calls; refuse redirects.
-
-    botocore has no setting for connection classes. If a later version keeps its connections
-    elsewhere, each read still has a timeout, but a server that trickles bytes can exceed a call's
-    deadline.
-    """
-    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
-    pools = getattr(session, "_pool_classes_by_scheme", None)
-    if isinstance(pools, dict):
-        pools.update(http=_Pool, https=_TlsPool)
-
-
-def tls_arguments() -> tuple[dict[str, Any], Config]:
-    """Return CAs and client certificate of the environment, as boto3 takes them.
-
-    ``AWS_CA_BUNDLE`` comes before ``SSL_CERT_FILE``.
-
-    Raises:
-        ConfigError: A file does not exist; see :class:`TlsFiles`.
-    """
-    files = TlsFiles.of(os.environ)
-    is_ours = files.ca_file is not None and not os.environ.get("AWS_CA_BUNDLE")
-    verify = {"verify": str(files.ca_file)} if is_ours else {}
-    return verify, Config(client_cert=files.client)
-
-
-def _tls(core: botocore.session.Session, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def _trusted(
+    core: botocore.session.Session, tls: TlsFiles, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the argument for the CAs, unless boto3's own settings name some.
 
     Raises:
@@ -232,7 +206,7 @@ def _tls(core: botocore.session.Session, arguments: Mapping[str, Any]) -> dict[s
     """
     bundle = core.get_config_variable("ca_bundle")
     if not bundle:
-        return tls_arguments()[0]
+        return {} if tls.ca_file is None else {"verify": str(tls.ca_file)}
     if "verify" not in arguments and not Path(bundle).is_file():
         raise ConfigError(
             f"the CAs for S3 are to be in {bundle}, which is no file",
@@ -247,48 +221,19 @@ def _loader() -> Any:  # noqa: ANN401 - untyped
     return botocore.session.Session().get_component("data_loader")
 
 
-def _config_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = dict(options.get("config_kwargs", {}))
-    if options.get("anon"):
-        arguments["signature_version"] = UNSIGNED
-    # A conditional write must know how often it was sent, so only the store retries.
-    arguments["retries"] = {"total_max_attempts": 1, "mode": "standard"}
-    return arguments
+def _plain_requests(core: botocore.session.Session) -> Config:
+    """Return the configuration without boto3's own checksums, unless the user asks for them.
 
-
-def _config(core: botocore.session.Session, *, own_endpoint: bool, deadline_s: float) -> Config:
-    config = Config(
-        connect_timeout=min(_CONNECT_S, deadline_s),
-        read_timeout=min(_READ_S, deadline_s),
-        max_pool_connections=_CONNECTIONS,
-        tcp_keepalive=True,
-        user_agent_extra="deltachain",
-    ).merge(tls_arguments()[1])
-    if not own_endpoint:
-        return config
-    # Many S3-compatible servers reject boto3's default checksums, or answer a range with the
-    # checksum of the whole object. Objects are verified by their own digests anyway.
+    Many S3-compatible servers reject these, or answer a range with the checksum of the whole
+    object. Objects are verified by their own digests anyway.
+    """
     profile = core.get_scoped_config()
-    asked: dict[str, Any] = {
+    unasked: dict[str, Any] = {
         name: "when_required"
         for name in _CHECKSUMS
         if not os.environ.get(f"AWS_{name.upper()}") and name not in profile
     }
-    return config.merge(Config(**asked))
-
-
-def _configures_endpoint(core: botocore.session.Session) -> bool:
-    """Return whether the environment or the profile sets an endpoint other than AWS."""
-    if core.get_config_variable("ignore_configured_endpoint_urls"):
-        return False
-    profile = core.get_scoped_config()
-    services = core.full_config.get("services", {}).get(profile.get("services", ""), {})
-    return bool(
-        os.environ.get("AWS_ENDPOINT_URL_S3")
-        or os.environ.get("AWS_ENDPOINT_URL")
-        or services.get("s3", {}).get("endpoint_url")
-        or profile.get("endpoint_url")
-    )
+    return Config(**unasked)
 
 
 def _check_endpoint(url: str | None) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import time
+from email.utils import formatdate
 from typing import Annotated
 from xml.sax.saxutils import escape
 
@@ -58,7 +59,8 @@ def make_routes(world: World) -> APIRouter:
             entry = _find(world, f"{namespace}/{name}", key)
         except _Refused as exc:
             return exc.reply
-        headers = {"ETag": f'"{entry.hash}"'}
+        written = formatdate(entry.uploaded, usegmt=True)
+        headers = {"ETag": f'"{entry.hash}"', "Last-Modified": written}
         if request.method == "HEAD":
             return Response(headers=headers | {"Content-Length": str(entry.size)})
         return Response(world.read(entry.hash, entry.size), headers=headers)

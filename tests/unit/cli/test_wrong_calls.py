@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from deltachain.cli.app import PANELS
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.file_reader import FileReader
-from deltachain.store import base as outage
+from deltachain.store import calls as outage
 from deltachain.store import open_store
 from tests.unit.cli.support import Pushed, invoke, ok, random_state, write_checkpoint
 

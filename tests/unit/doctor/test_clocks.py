@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.doctor import Finding, Grade, Role
 from deltachain.doctor.examine import SKEW_S, clocks, examine
-from deltachain.store.file.store import FileStore
+from deltachain.store.file import FileStore
 
 
 def examined(url: object) -> list[Finding]:

@@ -15,7 +15,7 @@ from deltachain.doctor.examine import examine, probe_writes
 from deltachain.errors import StorePermissionError
 from deltachain.store import open_store
 from deltachain.store.base import ObjectInfo
-from deltachain.store.file.store import FileStore
+from deltachain.store.file import FileStore
 from deltachain.types import Buffer
 from tests.support.seaweed import Seaweed
 

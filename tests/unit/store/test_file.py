@@ -295,7 +295,7 @@ def test_listing_while_objects_come_and_go(store: FileStore) -> None:
 def test_a_large_object_is_read_in_pieces_and_stays_as_it_was(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltachain.store.file.store._PIECE", 100)
+    monkeypatch.setattr("deltachain.store.file._PIECE", 100)
     content = bytes(range(256)) * 4
     store.put("large", content)
     found = store.read("large", nbytes=len(content))
@@ -310,7 +310,7 @@ def test_a_large_object_is_read_in_pieces_and_stays_as_it_was(
 def test_a_large_object_that_is_truncated_while_it_is_read_is_refused(
     store: FileStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltachain.store.file.store._PIECE", 100)
+    monkeypatch.setattr("deltachain.store.file._PIECE", 100)
     store.put("large", bytes(1024))
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(MalformedError, match="large"):

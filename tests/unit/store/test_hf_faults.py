@@ -16,7 +16,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import Store
-from deltachain.store import base as outage
+from deltachain.store import calls as outage
 from deltachain.testing.store import pattern
 from tests.support.hub.faults import RequestFault
 from tests.support.hub.server import HubServer
@@ -312,7 +312,7 @@ class TestGateway:
 
     def test_wrong_namespace_is_no_such_bucket(self, opened: Open, gateway: dict[str, str]) -> None:
         store = opened(**gateway | {"s3_endpoint": gateway["s3_endpoint"] + "-other"})
-        with pytest.raises(ConfigError, match="NoSuchBucket"):
+        with pytest.raises(ConfigError, match=r"gateway: the bucket .* does not exist"):
             store.put_if_absent("a", b"data")
 
     def test_gateway_that_stays_down_is_unavailable(

@@ -105,7 +105,9 @@ def test_answer_that_is_compressed_unasked_is_read() -> None:
     body = gzip.compress(json.dumps([ROW]).encode())
     with Stub(Answer(200, body=body, headers={"Content-Encoding": "gzip"})) as stub:
         assert opened(stub, 10).find("a") is not None
-    with Stub(Answer(200, body=body[:-9], headers={"Content-Encoding": "gzip"})) as stub:
+    with Stub(
+        Answer(200, body=body[: len(body) // 2], headers={"Content-Encoding": "gzip"})
+    ) as stub:
         took(lambda: opened(stub).find("a"))
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.store import Store, open_store
-from deltachain.store import base as outage
+from deltachain.store import calls as outage
 from tests.support.hub.server import HubServer
 
 Open = Callable[..., Store]

@@ -73,7 +73,7 @@ def test_endpoint_by_any_means_has_plain_requests(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    client, own = make_client({**KEYS, **options}, deadline_s=1)
+    client, own = make_client({**KEYS, **options})
     assert own
     assert client.meta.endpoint_url == SERVER
     assert checksums(client) == ("when_required", "when_required")
@@ -83,13 +83,13 @@ def test_endpoint_by_any_means_has_plain_requests(
 
 
 def test_aws_keeps_the_checksums_of_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, own = make_client(KEYS, deadline_s=1)
+    client, own = make_client(KEYS)
     assert not own
     assert checksums(client) == ("when_supported", "when_supported")
     assert client.meta.region_name == "eu-north-1"
     monkeypatch.setenv("AWS_ENDPOINT_URL", SERVER)
     monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
-    client, own = make_client(KEYS, deadline_s=1)
+    client, own = make_client(KEYS)
     assert not own
     assert ".amazonaws.com" in client.meta.endpoint_url
     assert checksums(client) == ("when_supported", "when_supported")
@@ -98,16 +98,16 @@ def test_aws_keeps_the_checksums_of_boto3(monkeypatch: pytest.MonkeyPatch) -> No
 def test_user_has_the_last_word_about_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {**KEYS, "endpoint_url": SERVER}
     monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
-    client, _ = make_client(options, deadline_s=1)
+    client, _ = make_client(options)
     assert checksums(client) == ("when_required", "when_supported")
     monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
-    client, _ = make_client(options, deadline_s=1)
+    client, _ = make_client(options)
     assert checksums(client) == ("when_supported", "when_supported")
     monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION")
-    client, _ = make_client({**KEYS, "profile": "asks"}, deadline_s=1)
+    client, _ = make_client({**KEYS, "profile": "asks"})
     assert checksums(client) == ("when_supported", "when_supported")
     options["config_kwargs"] = {"request_checksum_calculation": "when_supported"}
-    client, _ = make_client(options, deadline_s=1)
+    client, _ = make_client(options)
     assert checksums(client) == ("when_supported", "when_supported")
 
 
@@ -116,7 +116,7 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("AWS_REGION", "us-west-1")
     monkeypatch.setenv("AWS_PROFILE", "own")
     options = {**KEYS, "token": "t", "endpoint_url": SERVER, "region": "eu-west-1"}
-    client, _ = make_client(options, deadline_s=1)
+    client, _ = make_client(options)
     assert (client.meta.endpoint_url, client.meta.region_name) == (SERVER, "eu-west-1")
     found = client._request_signer._credentials
     assert (found.access_key, found.secret_key, found.token) == ("k", "s", "t")
@@ -125,7 +125,7 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 def test_credentials_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "from-environment")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    client, _ = make_client({}, deadline_s=1)
+    client, _ = make_client({})
     assert client._request_signer._credentials.access_key == "from-environment"
 
 
@@ -157,8 +157,8 @@ def test_credentials_of_a_file_are_read_again_once_it_is_replaced(
 
 def test_client_does_not_retry_whatever_the_user_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "9")
-    options = {**KEYS, "config_kwargs": {"retries": {"max_attempts": 7}, "proxies": {}}}
-    client, _ = make_client(options, deadline_s=2)
+    asked = {"retries": {"max_attempts": 7}, "proxies": {}}
+    client, _ = make_client({**KEYS, "config_kwargs": asked, "deadline_s": 2})
     assert client.meta.config.retries["total_max_attempts"] == 1
     assert client.meta.config.read_timeout == 2
 

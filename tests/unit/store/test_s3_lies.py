@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,7 +67,7 @@ def test_redirect_is_unavailable_and_says_where_it_leads(status: int) -> None:
             assert seconds < 4
 
 
-@pytest.mark.parametrize("status", [302, 303, 307])
+@pytest.mark.parametrize("status", [302, 307])
 def test_other_redirects_are_the_same(status: int) -> None:
     with Stub(to("https://portal.example", status)) as stub:
         error, _ = took(lambda: opened(stub).get("a"))
@@ -218,8 +217,7 @@ def test_compressed_body_is_not_inflated(encoding: str) -> None:
     bomb = gzip.compress(bytes(5 << 20))
     headers = {**LAST_MODIFIED, "Content-Encoding": encoding}
     with Stub(Answer(200, body=bomb, headers=headers)) as stub:
-        error, _ = took(lambda: opened(stub).get("a"))
-        assert encoding in str(error)
+        assert opened(stub).get("a") == bomb  # whose digest nobody expects
         assert {seen["accept-encoding"] for seen in stub.headers} == {"identity"}
         took(lambda: list(opened(stub).list()))
 
@@ -227,58 +225,23 @@ def test_compressed_body_is_not_inflated(encoding: str) -> None:
 # Writes that are answered by others
 
 
-def md5(data: bytes) -> str:
-    return f'"{hashlib.md5(data, usedforsecurity=False).hexdigest()}"'
-
-
-NO_ETAGS: list[Mapping[str, str]] = [{}, {"ETag": '"5f3-1a"'}]
-
-
-@pytest.mark.parametrize("headers", NO_ETAGS, ids=["none", "another"])
-def test_write_that_wrote_nothing_is_not_believed(headers: Mapping[str, str]) -> None:
-    absent = Answer(404)
-    with Stub(Answer(200, headers=headers), absent, OK, OK) as stub:
+def test_write_that_wrote_nothing_is_not_believed() -> None:
+    with Stub(Answer(200), Answer(200), OK) as stub:
         store = opened(stub, deadline_s=10)
         store.put("a", b"data")
-        assert [seen.split()[0] for seen in stub.seen] == ["PUT", "HEAD", "HEAD", "PUT"]
-    with Stub(Answer(200, headers=headers)) as stub:
+        assert [seen.split()[0] for seen in stub.seen] == ["PUT"] * 3
+    with Stub(Answer(200)) as stub:
         for call in (opened(stub).put, opened(stub).put_if_absent):
             took(lambda call=call: call("a", b"data"))  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("headers", NO_ETAGS, ids=["none", "another"])
-def test_write_that_proves_nothing_is_read_back(headers: Mapping[str, str]) -> None:
-    found = Answer(200, body=b"data", headers=LAST_MODIFIED)
-    with Stub(Answer(200, headers=headers), found, found, Answer(200, headers=headers)) as stub:
-        store = opened(stub, deadline_s=10)
-        store.put("a", b"data")
-        assert [seen.split()[0] for seen in stub.seen] == ["PUT", "HEAD", "GET"]
-        if headers:  # a server whose ETags are not MD5s is asked no more
-            store.put("b", b"data")
-            assert len(stub.seen) == 4
-
-
-@pytest.mark.parametrize("other", [b"DATA", b"longer"])
-def test_write_that_left_another_object_is_not_believed(other: bytes) -> None:
-    found = Answer(200, body=other, headers=LAST_MODIFIED)
-    with Stub(Answer(200), found) as stub:
-        took(lambda: opened(stub).put("a", b"data"))
-
-
-def test_conditional_write_that_proves_nothing_is_read_back() -> None:
-    found, taken = Answer(200, body=b"data", headers=LAST_MODIFIED), Answer(412, "Failed")
-    with Stub(Answer(200), found, found, taken) as stub:
-        opened(stub, deadline_s=10).put_if_absent("a", b"data")
-        assert [seen.split()[0] for seen in stub.seen] == ["PUT", "HEAD", "GET", "PUT"]
-
-
 def test_conditional_write_that_was_swallowed_and_then_lost_is_lost() -> None:
-    absent, taken = Answer(404), Answer(412, "Failed")
+    taken = Answer(412, "Failed")
     theirs = Answer(200, body=b"them", headers=LAST_MODIFIED)
-    with Stub(Answer(200), absent, OK, taken, theirs) as stub:
+    with Stub(Answer(200), taken, theirs) as stub:
         with pytest.raises(AlreadyExistsError):
             opened(stub, deadline_s=10).put_if_absent("a", b"data")
-        assert [seen.split()[0] for seen in stub.seen[:4]] == ["PUT", "HEAD", "HEAD", "PUT"]
+        assert [seen.split()[0] for seen in stub.seen[:3]] == ["PUT", "PUT", "HEAD"]
 
 
 def test_large_write_that_is_answered_by_others_is_not_believed() -> None:
@@ -295,12 +258,13 @@ def test_exception_of_the_library_is_typed(
 ) -> None:
     with Stub(OK) as stub:
         store = opened(stub)
-        client: Any = store._bucket._client
 
         def fail(*_: object, **__: object) -> None:
             raise error("said by the library")
 
-        monkeypatch.setattr(client, "_make_api_call", fail)
+        clients: list[Any] = [store._client, store._transfers]
+        for client in clients:
+            monkeypatch.setattr(client, "_make_api_call", fail)
         for call in calls_of(store):
             caught, seconds = took(call)
             assert isinstance(caught.__cause__, error)

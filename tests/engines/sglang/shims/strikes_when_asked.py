@@ -27,5 +27,5 @@ class _Finder(MetaPathFinder):
         return None
 
 
-if os.environ.get("DELTACHAIN_TEST_STRIKE"):
+if os.environ.get("TEST_DELTACHAIN_STRIKE"):
     sys.meta_path.insert(0, _Finder())

@@ -14,12 +14,12 @@ import secrets
 import stat
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -64,13 +64,12 @@ _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.E
 
 
 @contextmanager
-def open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> Iterator[int]:
+def _open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> Iterator[int]:
     """Open a folder below ``root`` without following symbolic links below the root.
 
     Raises:
-        FileNotFoundError: A folder does not exist, or was removed immediately after its creation.
-        NotADirectoryError: A path component is not a folder.
-        OSError: ELOOP for a symbolic link; any other error of the file system.
+        OSError: Of the file system: ELOOP for a symbolic link, ``FileNotFoundError`` also for a
+            folder that was removed right after its creation.
         ConfigError: The root is not a folder.
     """
     descriptor = _open_root(root, create=create)
@@ -84,47 +83,8 @@ def open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> 
         os.close(descriptor)
 
 
-class ReadRoot:
-    """Root of a store for reading: one that was there and is gone is an outage, not an empty store.
-
-    As on a shared file system that is not mounted any more.
-
-    Args:
-        root: Its path.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root, self._was_there = root, False
-
-    @contextmanager
-    def folder(self, folders: Sequence[str]) -> Iterator[int]:
-        """Open a folder below it as :func:`open_folder`.
-
-        Raises:
-            StoreUnavailableError: The root is gone.
-        """
-        try:
-            with open_folder(self._root, folders) as folder:
-                self._was_there = True
-                yield folder
-        except FileNotFoundError as exc:
-            if self._was_there and not self._root.exists():
-                url = self._root.as_uri()
-                raise StoreUnavailableError(
-                    f"{url}: the folder was there, and is not any more",
-                    url=url,
-                    hint="mount its file system again, or put the folder back",
-                ) from exc
-            raise
-
-
-def open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; the caller closes the descriptor.
-
-    Raises:
-        FileNotFoundError: The name does not exist or is not a regular file.
-        OSError: ELOOP for a symbolic link; any other error of the file system.
-    """
+def _open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading; any other kind is a ``FileNotFoundError``."""
     file = os.open(name, _READ, dir_fd=folder)
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
@@ -133,8 +93,7 @@ def open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
     return file, status
 
 
-def stat_file(name: str, folder: int) -> os.stat_result:
-    """Return the status of a regular file; raises as ``open_file``."""
+def _stat_file(name: str, folder: int) -> os.stat_result:
     status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     if stat.S_ISLNK(status.st_mode):
         raise _link_refused(name)
@@ -143,8 +102,7 @@ def stat_file(name: str, folder: int) -> os.stat_result:
     return status
 
 
-def is_same_file(name: str, other: str, folder: int) -> bool:
-    """Return whether two names in a folder are links to one file; false if either is absent."""
+def _is_same_file(name: str, other: str, folder: int) -> bool:
     try:
         return os.path.samestat(
             os.stat(name, dir_fd=folder, follow_symlinks=False),
@@ -155,7 +113,6 @@ def is_same_file(name: str, other: str, folder: int) -> bool:
 
 
 def _open_root(root: Path, *, create: bool) -> int:
-    """Open the root, which may itself be a symbolic link, as chosen by the user."""
     try:
         return os.open(root, _FOLDER)
     except FileNotFoundError:
@@ -170,7 +127,8 @@ def _open_root(root: Path, *, create: bool) -> int:
     for folder in reversed(missing):
         with suppress(FileExistsError):
             folder.mkdir()
-        _fsync_path(folder.parent)
+        with _open_folder(folder.parent, ()) as parent:
+            _fsync_folder(parent)
     return os.open(root, _FOLDER)
 
 
@@ -179,7 +137,6 @@ def _link_refused(name: str) -> OSError:
 
 
 def _enter(name: str, parent: int, *, create: bool) -> int:
-    """Open a subfolder; create it if it is absent and ``create`` is set."""
     try:
         return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
     except FileNotFoundError:
@@ -191,16 +148,13 @@ def _enter(name: str, parent: int, *, create: bool) -> int:
         raise
     with suppress(FileExistsError):
         os.mkdir(name, dir_fd=parent)
-    fsync_folder(parent)
+    _fsync_folder(parent)
     return os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
 
 
 @contextmanager
-def temporary_file(data: memoryview, folder: int) -> Iterator[str]:
-    """Write the bytes to a temporary file, durably; yield its name, and remove it at the end.
-
-    No key can have this name.
-    """
+def _temporary_file(data: memoryview, folder: int) -> Iterator[str]:
+    """Write a temporary file durably, under a name that no key can have; remove it at the end."""
     name = f".tmp-{secrets.token_hex(8)}"
     # Not mkstemp, whose files only their owner can read: followers may run as other users, so the
     # umask decides.
@@ -219,12 +173,11 @@ def temporary_file(data: memoryview, folder: int) -> Iterator[str]:
             os.unlink(name, dir_fd=folder)
 
 
-def sweep(folder: int) -> None:
+def _sweep(folder: int) -> None:
     """Remove temporary files of writers that were killed more than a day ago.
 
-    Call this after a change to the folder: its modification time is then the current time of the
-    file system, whose clock may differ from this machine's. Failures are ignored, since no reader
-    sees these files.
+    The folder has just been changed: its modification time is the current time of the file system,
+    whose clock may differ from this machine's. Failures are ignored: no reader sees these files.
     """
     with suppress(OSError):
         now = os.fstat(folder).st_mtime
@@ -237,11 +190,11 @@ def sweep(folder: int) -> None:
                     os.unlink(entry.name, dir_fd=folder)
 
 
-def scan(folder: int, prefix: str = "") -> list[str]:
-    """List the files and folders of a folder that begin with a prefix, folders with a slash.
+def _scan(folder: int, prefix: str = "") -> list[tuple[str, int, float]]:
+    """List name, size and time of files and folders that begin with a prefix, in the order of keys.
 
-    Names that no key can have are left out. The order is that of keys: "a.b" comes before "a/b".
-    Returns names only, which take little memory in a folder of a hundred thousand objects.
+    Names of folders end in a slash: "a.b" comes before "a/b". Names that no key can have are left
+    out.
     """
     found = []
     with os.scandir(folder) as entries:
@@ -249,15 +202,16 @@ def scan(folder: int, prefix: str = "") -> list[str]:
             if not (entry.name.startswith(prefix) and is_segment(entry.name)):
                 continue
             if entry.is_dir(follow_symlinks=False):
-                found.append(f"{entry.name}/")
+                found.append((f"{entry.name}/", 0, 0.0))
             elif entry.is_file(follow_symlinks=False):
-                found.append(entry.name)
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((entry.name, status.st_size, status.st_mtime))
     found.sort()
     return found
 
 
-def fsync_folder(folder: int) -> None:
-    """Make the entries of a folder durable, if the file system supports it."""
+def _fsync_folder(folder: int) -> None:
     try:
         os.fsync(folder)
     except OSError as exc:
@@ -265,20 +219,9 @@ def fsync_folder(folder: int) -> None:
             raise
 
 
-def _fsync_path(path: Path) -> None:
-    folder = os.open(path, _FOLDER)
-    try:
-        fsync_folder(folder)
-    finally:
-        os.close(folder)
-
-
 _T = TypeVar("_T")
 
 _CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, cheap_ranges=True)
-
-_STATS: Final = 512
-"""Files whose sizes a listing holds at a time."""
 
 _SWEPT: Final = 256
 """Folders written to last that are not swept again: every version has one of its own."""
@@ -289,9 +232,16 @@ _MAX_PRUNE_RACES: Final = 32
 _PIECE: Final = 1 << 25
 """Bytes of a large object that a thread reads at a time."""
 
-_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
+_REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
+_HINT_REFUSED: Final = "check who owns the folder, its permissions, and how it is mounted"
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_HINT_VANISHES: Final = "something keeps deleting it; stop that, then try again"
+_HINT_CREATE: Final = "name a folder of a file system in which folders can be created"
 _HINTS: Final = {
+    errno.EACCES: _HINT_REFUSED,
+    errno.EPERM: _HINT_REFUSED,
+    errno.EROFS: _HINT_REFUSED,
+    errno.ELOOP: "symbolic links inside a store are not followed; move the files instead",
     errno.ENOSPC: "the disk is full: free some space, then try again",
     errno.EDQUOT: "the disk quota is used up: free some space, then try again",
     errno.EFBIG: "the object is larger than a file may be here: see ulimit -f",
@@ -299,9 +249,6 @@ _HINTS: Final = {
     errno.EIO: "the disk or the file server failed: see the system log",
     errno.ESTALE: "the file server replaced the file meanwhile; try again",
 }
-
-_Commit: TypeAlias = Callable[[str, int], None]
-"""Function that makes a temporary file visible; arguments: its name, descriptor of its folder."""
 
 
 @guarded
@@ -319,7 +266,7 @@ class FileStore(SimpleStore):
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
-        self._reading = ReadRoot(self._root)
+        self._was_there = False
         self._swept: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._sweeping = Lock()
 
@@ -337,11 +284,8 @@ class FileStore(SimpleStore):
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        def replace(temporary: str, folder: int) -> None:
-            os.replace(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
-
         with self._errors_named(check_key(key)):
-            self._write(key, data, replace)
+            self._write(key, data, if_absent=False)
         return ""
 
     @override
@@ -352,20 +296,16 @@ class FileStore(SimpleStore):
             ConfigError: The file system has no hard links. A check followed by a write would let
                 two publishers win, so it is not done.
         """
-
-        def link(temporary: str, folder: int) -> None:
-            self._link(key, temporary, folder)
-
         with self._errors_named(check_key(key)):
-            self._write(key, data, link)
+            self._write(key, data, if_absent=True)
 
     @override
     def find(self, key: str) -> ObjectInfo | None:
         folders, leaf = _split(check_key(key))
         with self._errors_named(key):
             try:
-                with self._reading.folder(folders) as folder:
-                    status = stat_file(leaf, folder)
+                with self._folder(folders) as folder:
+                    status = _stat_file(leaf, folder)
             except (FileNotFoundError, NotADirectoryError):
                 return None
         return ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
@@ -388,24 +328,27 @@ class FileStore(SimpleStore):
         folders, leaf = _split(check_key(key))
         with self._errors_named(key):
             try:
-                with open_folder(self._root, folders) as folder:
+                with _open_folder(self._root, folders) as folder:
                     os.unlink(leaf, dir_fd=folder)
-                    sweep(folder)
+                    _sweep(folder)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
             self._prune(folders)
 
-    def _write(self, key: str, data: Buffer, commit: _Commit) -> None:
+    def _write(self, key: str, data: Buffer, *, if_absent: bool) -> None:
         view = bytes_view(data)
         folders, leaf = _split(key)
         for _ in range(_MAX_PRUNE_RACES):
             try:
-                with open_folder(self._root, folders, create=True) as folder:
-                    with temporary_file(view, folder) as temporary:
-                        commit(temporary, folder)
-                    fsync_folder(folder)
+                with _open_folder(self._root, folders, create=True) as folder:
+                    with _temporary_file(view, folder) as temporary:
+                        if if_absent:
+                            self._link(key, temporary, folder)
+                        else:
+                            os.replace(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder)
+                    _fsync_folder(folder)
                     if self._must_sweep(folders):
-                        sweep(folder)
+                        _sweep(folder)
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
             except (NotADirectoryError, IsADirectoryError) as exc:
@@ -414,19 +357,12 @@ class FileStore(SimpleStore):
                     "objects, or an object in the place of a folder"
                 ) from exc
             return
-        if not self._root.exists():
-            raise StoreUnavailableError(
-                f"{self.url}: the folder cannot be created",
-                key=key,
-                url=self.url,
-                hint="name a folder of a file system in which folders can be created",
-            )
-        raise StoreUnavailableError(
-            f"{self.url}: the folder of {key!r} kept vanishing while it was written to",
-            key=key,
-            url=self.url,
-            hint="something keeps deleting it; stop that, then try again",
+        said, hint = (
+            (f"the folder of {key!r} kept vanishing while it was written to", _HINT_VANISHES)
+            if self._root.exists()
+            else ("the folder cannot be created", _HINT_CREATE)
         )
+        raise StoreUnavailableError(f"{self.url}: {said}", key=key, url=self.url, hint=hint)
 
     def _must_sweep(self, folders: tuple[str, ...]) -> bool:
         """Return whether a folder was not written to before, or long ago."""
@@ -445,7 +381,7 @@ class FileStore(SimpleStore):
             # A file server may create the link and lose the reply; the repeated request then finds
             # our own link. The link count cannot tell: a backup may have linked the file too, and
             # an NFS client looks up the new name afresh but may have the old count cached.
-            if is_same_file(temporary, _leaf(key), folder):
+            if _is_same_file(temporary, _leaf(key), folder):
                 return
             if exc.errno == errno.EEXIST:
                 raise already_exists(key, self.url) from exc
@@ -501,12 +437,31 @@ class FileStore(SimpleStore):
         return view.toreadonly()
 
     @contextmanager
+    def _folder(self, folders: Sequence[str]) -> Iterator[int]:
+        """Open a folder for reading.
+
+        A root that was there and is gone is an outage, not an empty store: a shared file system
+        that is not mounted any more.
+        """
+        try:
+            with _open_folder(self._root, folders) as folder:
+                self._was_there = True
+                yield folder
+        except FileNotFoundError as exc:
+            if self._was_there and not self._root.exists():
+                raise StoreUnavailableError(
+                    f"{self.url}: the folder was there, and is not any more",
+                    url=self.url,
+                    hint="mount its file system again, or put the folder back",
+                ) from exc
+            raise
+
+    @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
-        """Open an object for reading; yield its descriptor and its size in bytes."""
         folders, leaf = _split(key)
         try:
-            with self._reading.folder(folders) as folder:
-                file, status = open_file(leaf, folder)
+            with self._folder(folders) as folder:
+                file, status = _open_file(leaf, folder)
         except (FileNotFoundError, NotADirectoryError) as exc:
             raise not_found(key, self.url) from exc
         try:
@@ -530,40 +485,23 @@ class FileStore(SimpleStore):
         """Yield the objects of a folder whose names begin with a prefix, and all of subfolders."""
         with self._errors_named("/".join(folders)):
             try:
-                with self._reading.folder(folders) as folder:
-                    names = scan(folder, prefix)
+                with self._folder(folders) as folder:
+                    found = _scan(folder, prefix)
             except (FileNotFoundError, NotADirectoryError):
                 return
-        for start in range(0, len(names), _STATS):
-            some = names[start : start + _STATS]
-            found = self._stat_all(folders, (name for name in some if not name.endswith("/")))
-            for name in some:
-                if name.endswith("/"):
-                    yield from self._walk((*folders, name[:-1]), "")
-                elif name in found:
-                    yield found[name]
-
-    def _stat_all(self, folders: Sequence[str], names: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Return the objects of a folder, by name; those that were deleted meanwhile are absent."""
-        found = {}
-        with (
-            self._errors_named("/".join(folders)),
-            suppress(FileNotFoundError, NotADirectoryError),
-            open_folder(self._root, folders) as folder,
-        ):
-            for name in names:
-                with suppress(FileNotFoundError):
-                    status, key = stat_file(name, folder), "/".join((*folders, name))
-                    size, at = status.st_size, status.st_mtime
-                    found[name] = ObjectInfo(key=key, nbytes=size, modified=at)
-        return found
+        for name, nbytes, modified in found:
+            if name.endswith("/"):
+                yield from self._walk((*folders, name[:-1]), "")
+            else:
+                key = "/".join((*folders, name))
+                yield ObjectInfo(key=key, nbytes=nbytes, modified=modified)
 
     def _prune(self, folders: Sequence[str]) -> None:
         """Remove a folder and its parents while they are empty."""
         # A failure means that a folder is in use or cannot be removed; an empty folder is harmless.
         with suppress(OSError):
             for depth in range(len(folders) - 1, -1, -1):
-                with open_folder(self._root, folders[:depth]) as parent:
+                with _open_folder(self._root, folders[:depth]) as parent:
                     os.rmdir(folders[depth], dir_fd=parent)
 
     @contextmanager
@@ -575,14 +513,9 @@ class FileStore(SimpleStore):
             raise
         except OSError as exc:
             message = f"object {key!r} in {self.url}: {exc.strerror or exc}"
-            if exc.errno == errno.ELOOP:
-                hint = "symbolic links inside a store are not followed; move the files instead"
-                raise StorePermissionError(message, key=key, url=self.url, hint=hint) from exc
-            if exc.errno in _REFUSED:
-                hint = "check who owns the folder, its permissions, and how it is mounted"
-                raise StorePermissionError(message, key=key, url=self.url, hint=hint) from exc
+            kind = StorePermissionError if exc.errno in _REFUSED else StoreUnavailableError
             hint = _HINTS.get(exc.errno or 0, "")
-            raise StoreUnavailableError(message, key=key, url=self.url, hint=hint) from exc
+            raise kind(message, key=key, url=self.url, hint=hint) from exc
 
 
 def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001

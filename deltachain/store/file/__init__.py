@@ -1,1 +1,0 @@
-"""Store in a folder of a file system."""
