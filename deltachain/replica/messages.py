@@ -72,12 +72,6 @@ class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
     wanted: tuple[dict[str, tuple[Count, Count]], ...] = ()
 
 
-class UnusedStateRequest(RankRequest, frozen=True, kw_only=True, tag="unused_state"):
-    """Request for digests of unused tensors, from the files that the engine loaded."""
-
-    names: tuple[str, ...]
-
-
 class CheckLoadsRequest(RankRequest, frozen=True, kw_only=True, tag="check"):
     """Request to load the host copies again, and to compare; blocks the engine."""
 
@@ -191,19 +185,19 @@ class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
-    """Classes of the requested tensors: unused, or refused."""
+    """Classes of the requested tensors: unused, or refused.
+
+    Attributes:
+        tensors: Class of each.
+        digests: State digests of those that are in the engine's checkpoint.
+    """
 
     tensors: dict[str, Classified]
+    digests: dict[str, StateDigest]
 
 
 class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"):
     """Confirmation that the rank has accepted the agreement."""
-
-
-class UnusedStateReply(RankReply, frozen=True, kw_only=True, tag="unused_state"):
-    """State digests of the requested tensors that are in the engine's checkpoint."""
-
-    digests: dict[str, StateDigest]
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):
@@ -286,7 +280,6 @@ AnyRequest: TypeAlias = (
     AttachRequest
     | FindUnusedRequest
     | AgreeRequest
-    | UnusedStateRequest
     | CheckLoadsRequest
     | StateRequest
     | FetchRequest
@@ -302,7 +295,6 @@ AnyReply: TypeAlias = (
     | AttachReply
     | FindUnusedReply
     | AgreeReply
-    | UnusedStateReply
     | CheckLoadsReply
     | StartedReply
     | PendingReply

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,15 +24,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
     ConfigError,
     DeltaChainError,
-    DigestMismatchError,
-    EngineDamagedError,
     LeaderReplacedError,
     PartialApplyError,
     PoisonedError,
@@ -43,6 +40,7 @@ from deltachain.format.keys import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.protocol import same_bits
 from deltachain.redact import redacted_url
+from deltachain.replica import messages as wire
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.fetcher import fill, folder_id, sees_probe
@@ -55,39 +53,6 @@ from deltachain.replica.layout.members import SavedBits, undisturbed
 from deltachain.replica.layout.model_state import LoadGroup, LoadMethod, ModelState, load_with
 from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.live_record import REPLACED, LateTies, LiveRecord, find_late_ties
-from deltachain.replica.messages import (
-    AgreeReply,
-    AgreeRequest,
-    AttachReply,
-    AttachRequest,
-    CheckLoadsReply,
-    CheckLoadsRequest,
-    FetchedReply,
-    FetchRequest,
-    FindUnusedReply,
-    FindUnusedRequest,
-    LastSwapRequest,
-    PendingReply,
-    PollRequest,
-    RankReply,
-    RankRequest,
-    Refusal,
-    StagedReply,
-    StageRequest,
-    StartedReply,
-    StateReply,
-    StateRequest,
-    StatusReply,
-    StatusRequest,
-    SwapReply,
-    SwapRequest,
-    UnusedStateReply,
-    UnusedStateRequest,
-    addressed,
-    call_id,
-    decode_request,
-    encode_reply,
-)
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import Spool
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
@@ -576,7 +541,7 @@ class Rank:
 # a thread, and ``poll`` returns its result.
 
 
-ATTACHING: Final = (FindUnusedRequest, AgreeRequest)
+ATTACHING: Final = (wire.FindUnusedRequest, wire.AgreeRequest)
 """Requests of a leader that is not in charge yet: any rank may still refuse it."""
 
 
@@ -615,7 +580,7 @@ class Attachments:
         else:
             self._next = attachment
 
-    def of(self, request: RankRequest) -> Lead:
+    def of(self, request: wire.RankRequest) -> Lead:
         """Return what the leader of a request has attached.
 
         Raises:
@@ -637,7 +602,7 @@ class Attachments:
 
 logger = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[Any], RankReply]
+Handler: TypeAlias = Callable[[Any], wire.RankReply]
 """Handler of the type of request for which it is registered."""
 
 REMEMBERED: Final = 16
@@ -662,26 +627,25 @@ class RankService:
         self._attachments = Attachments()
         self._attached = Lead()  # of the leader whose request is handled
         self._version: int | None = None
-        self._last_swap: RankReply | None = None
-        self._jobs: dict[int, Future[RankReply]] = {}
+        self._last_swap: wire.RankReply | None = None
+        self._jobs: dict[int, Future[wire.RankReply]] = {}
         self._thread = Pool(1, "deltachain-stage")
         self._fetching = Pool(1, "deltachain-fetch")
         self._settling = Event()
         self._spools: dict[str, Spool] = {}
         self._spool_names: dict[int, str] = {}
-        self._handlers: dict[type[RankRequest], Handler] = {
-            AttachRequest: self._attach,
-            FindUnusedRequest: self._find_unused,
-            AgreeRequest: self._agree,
-            UnusedStateRequest: self._unused_state,
-            CheckLoadsRequest: self._check_loads,
-            StateRequest: self._start_state,
-            FetchRequest: self._start_fetch,
-            StageRequest: self._start_stage,
-            PollRequest: self._poll,
-            SwapRequest: self._swap,
-            LastSwapRequest: self._take_last_swap,
-            StatusRequest: self._status,
+        self._handlers: dict[type[wire.RankRequest], Handler] = {
+            wire.AttachRequest: self._attach,
+            wire.FindUnusedRequest: self._find_unused,
+            wire.AgreeRequest: self._agree,
+            wire.CheckLoadsRequest: self._check_loads,
+            wire.StateRequest: self._start_state,
+            wire.FetchRequest: self._start_fetch,
+            wire.StageRequest: self._start_stage,
+            wire.PollRequest: self._poll,
+            wire.SwapRequest: self._swap,
+            wire.LastSwapRequest: self._take_last_swap,
+            wire.StatusRequest: self._status,
         }
 
     @property
@@ -693,44 +657,44 @@ class RankService:
 
     def answer(self, text: str | bytes) -> str:
         """Handle an encoded request; never raises."""
-        return encode_reply(self.respond(text))
+        return wire.encode_reply(self.respond(text))
 
-    def respond(self, text: str | bytes) -> RankReply:
+    def respond(self, text: str | bytes) -> wire.RankReply:
         """Handle an encoded request, and return a typed reply; never raises."""
         try:
-            request = decode_request(text)
+            request = wire.decode_request(text)
         except ConfigError as exc:
-            return addressed(self._refusal(exc), self.number, call_id(text))
+            return wire.addressed(self._refusal(exc), self.number, wire.call_id(text))
         return self.handle(request)
 
-    def handle(self, request: RankRequest) -> RankReply:
+    def handle(self, request: wire.RankRequest) -> wire.RankReply:
         """Handle a request; never raises. Refuse all leaders but one; see :class:`Attachments`."""
         reply = self._dispatch(request)
-        if reply.rank != self.number:  # the reply to an earlier swap is addressed already
-            reply = addressed(reply, self.number, request)
-        if isinstance(request, SwapRequest):
+        if reply.rank != self.number:  # the reply to an earlier swap is wire.addressed already
+            reply = wire.addressed(reply, self.number, request)
+        if isinstance(request, wire.SwapRequest):
             self._last_swap = reply
         return reply
 
-    def _dispatch(self, request: RankRequest) -> RankReply:
+    def _dispatch(self, request: wire.RankRequest) -> wire.RankReply:
         handler = self._handlers.get(type(request))
         if handler is None:
             return self._refusal(ConfigError(f"no handler for a {type(request).__name__}"))
         try:
-            if not isinstance(request, AttachRequest):
+            if not isinstance(request, wire.AttachRequest):
                 self._attached = self._attachments.of(request)
             return handler(request)
         except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
             return self._refusal(exc)
 
-    def _refusal(self, exc: Exception) -> Refusal:
+    def _refusal(self, exc: Exception) -> wire.Refusal:
         if isinstance(exc, DeltaChainError):
             error, message = type(exc).__name__, str(exc.args[0])
         else:
             logger.error("rank %d failed to handle a request", self.number, exc_info=exc)
             error, message = "ApplyError", f"{type(exc).__name__}: {exc}"
         hint = _encodable(str(getattr(exc, "hint", "")))
-        return Refusal(error=error, message=_encodable(message), hint=hint)
+        return wire.Refusal(error=error, message=_encodable(message), hint=hint)
 
     def settle(self) -> None:
         """Wait until all work on the weights in this rank's own thread is done.
@@ -743,7 +707,7 @@ class RankService:
         finally:
             self._settling.clear()
 
-    def _attach(self, request: AttachRequest) -> AttachReply:
+    def _attach(self, request: wire.AttachRequest) -> wire.AttachReply:
         if self._settings.url and request.url != self._settings.url:
             raise ConfigError(
                 f"this replica was started to follow {redacted_url(self._settings.url)}, "
@@ -756,7 +720,7 @@ class RankService:
             decode = self._settings.decode
             rank = Rank(self._model(), request.specs, request.aliases, decode=decode)
         self._attachments.add(Lead(request.leader, rank, request.url))
-        return AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
+        return wire.AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
 
     def _folder_id(self, name: str, word: str) -> str:
         """Return the id of this rank's folder of spools; empty if the leader's probe is in it."""
@@ -771,7 +735,7 @@ class RankService:
                 hint="let this user write to the folder of DELTACHAIN_SPOOL, or set another",
             ) from exc
 
-    def _agree(self, request: AgreeRequest) -> AgreeReply:
+    def _agree(self, request: wire.AgreeRequest) -> wire.AgreeReply:
         self.rank.agree(
             request.classes,
             request.holders[self.number],
@@ -779,42 +743,42 @@ class RankService:
             alone=len(request.holders) == 1,
         )
         self._attached.wanted = request.wanted[self.number] if request.wanted else {}
-        return AgreeReply()
+        return wire.AgreeReply()
 
-    def _find_unused(self, request: FindUnusedRequest) -> FindUnusedReply:
-        return FindUnusedReply(tensors=self.rank.find_unused(request.names))
+    def _find_unused(self, request: wire.FindUnusedRequest) -> wire.FindUnusedReply:
+        digests = self.rank.unused_state(request.names)
+        return wire.FindUnusedReply(tensors=self.rank.find_unused(request.names), digests=digests)
 
-    def _unused_state(self, request: UnusedStateRequest) -> UnusedStateReply:
-        return UnusedStateReply(digests=self.rank.unused_state(request.names))
+    def _check_loads(self, _: wire.CheckLoadsRequest) -> wire.CheckLoadsReply:
+        return wire.CheckLoadsReply(same=self.rank.loads_the_same())
 
-    def _check_loads(self, _: CheckLoadsRequest) -> CheckLoadsReply:
-        return CheckLoadsReply(same=self.rank.loads_the_same())
-
-    def _start_state(self, request: StateRequest) -> StartedReply:
+    def _start_state(self, request: wire.StateRequest) -> wire.StartedReply:
         rank = self.rank
         rank.check_addresses()
 
-        def job() -> StateReply:
+        def job() -> wire.StateReply:
             state = rank.state()
-            return StateReply(digests=tuple((who, digest) for (who, _), digest in state.items()))
+            return wire.StateReply(
+                digests=tuple((who, digest) for (who, _), digest in state.items())
+            )
 
         return self._start(request.ticket, job)
 
-    def _start_fetch(self, request: FetchRequest) -> StartedReply:
+    def _start_fetch(self, request: wire.FetchRequest) -> wire.StartedReply:
         name = request.spools[self.number]
         if not name:
-            return self._start(request.ticket, lambda: FetchedReply(nbytes=0), self._fetching)
+            return self._start(request.ticket, lambda: wire.FetchedReply(nbytes=0), self._fetching)
         self._spool_of(name)  # checks the name
         spool = self._spools[name] = Spool.create(self._settings.spool, request.index, name)
         attached = self._attached
 
-        def job() -> FetchedReply:
+        def job() -> wire.FetchedReply:
             fill(spool, request.index, attached.url, attached.wanted)
-            return FetchedReply(nbytes=spool.nbytes)
+            return wire.FetchedReply(nbytes=spool.nbytes)
 
         return self._start(request.ticket, job, self._fetching)
 
-    def _start_stage(self, request: StageRequest) -> StartedReply:
+    def _start_stage(self, request: wire.StageRequest) -> wire.StartedReply:
         name = request.spools[self.number]
         folder = self._spool_of(name)
         self._spool_names[request.ticket] = name
@@ -829,7 +793,7 @@ class RankService:
             """Whether the engine needs its weights, or no thread could be started for this job."""
             return self._settling.is_set() or get_ident() == handler
 
-        def job() -> StagedReply:
+        def job() -> wire.StagedReply:
             staged = rank.stage(
                 request.ticket,
                 folder,
@@ -837,7 +801,7 @@ class RankService:
                 threads=threads,
                 abandon=may_not_wait,
             )
-            return StagedReply(
+            return wire.StagedReply(
                 effects=tuple((who, effect) for (who, _), effect in staged.effects.items()),
                 nbytes=staged.nbytes,
                 can_undo=not staged.deferred,
@@ -858,9 +822,9 @@ class RankService:
         return self._settings.spool / name
 
     def _start(
-        self, ticket: int, job: Callable[[], RankReply], pool: Pool | None = None
-    ) -> StartedReply:
-        def guarded() -> RankReply:
+        self, ticket: int, job: Callable[[], wire.RankReply], pool: Pool | None = None
+    ) -> wire.StartedReply:
+        def guarded() -> wire.RankReply:
             try:
                 return job()
             except Exception as exc:  # noqa: BLE001 - top of a thread: the reply carries it
@@ -868,30 +832,32 @@ class RankService:
 
         recent = {number: job for number, job in self._jobs.items() if number > ticket - REMEMBERED}
         self._jobs = {**recent, ticket: (pool or self._thread).submit(guarded)}
-        return StartedReply()
+        return wire.StartedReply()
 
-    def _poll(self, request: PollRequest) -> RankReply:
+    def _poll(self, request: wire.PollRequest) -> wire.RankReply:
         job = self._jobs.get(request.ticket)
         if job is None:
             raise ApplyError(f"rank {self.number} knows nothing of ticket {request.ticket}")
-        return job.result() if job.done() else PendingReply()
+        return job.result() if job.done() else wire.PendingReply()
 
-    def _swap(self, request: SwapRequest) -> SwapReply:
+    def _swap(self, request: wire.SwapRequest) -> wire.SwapReply:
         seconds = self.rank.swap(request.ticket, request.version, back=request.back)
         self._version = request.version
         spool = self._spools.pop(self._spool_names.get(request.ticket, ""), None)
         if spool is not None:
             spool.close()  # what is read again lies in maps
-        return SwapReply(seconds=seconds, version=request.version, pid=os.getpid())
+        return wire.SwapReply(seconds=seconds, version=request.version, pid=os.getpid())
 
-    def _take_last_swap(self, _: LastSwapRequest) -> RankReply:
+    def _take_last_swap(self, _: wire.LastSwapRequest) -> wire.RankReply:
         last, self._last_swap = self._last_swap, None
         if last is None:
             raise ApplyError("no swap")
         return last
 
-    def _status(self, _: StatusRequest) -> StatusReply:
-        return StatusReply(pid=os.getpid(), version=self._version, staged=len(self.rank.staged))
+    def _status(self, _: wire.StatusRequest) -> wire.StatusReply:
+        return wire.StatusReply(
+            pid=os.getpid(), version=self._version, staged=len(self.rank.staged)
+        )
 
 
 class RankServices:
@@ -928,29 +894,3 @@ class RankServices:
 def _encodable(message: str) -> str:
     """Escape lone surrogates, which are allowed in file names but not in JSON."""
     return message.encode(errors="backslashreplace").decode()
-
-
-def error_of(refusal: Refusal, *, version: int | None = None) -> DeltaChainError:
-    """Return the error of a rank's refusal."""
-    kind = getattr(errors, refusal.error, None)
-    message = f"rank {refusal.rank}: {refusal.message}"
-    hint = refusal.hint
-    if isinstance(kind, type) and issubclass(kind, ApplyError):
-        return kind(message, version=version, hint=hint)
-    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
-        return ApplyError(message, version=version)  # a refusal lacks the digests for its own type
-    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
-        return kind(message, hint=hint)
-    return ApplyError(message, version=version, hint=hint)
-
-
-def raise_refusal(replies: Sequence[RankReply], *, version: int | None = None) -> None:
-    """Raise the error of the first refusal, if any.
-
-    Raises:
-        EngineDamagedError: A rank must not serve; raised before any other rank's error.
-        DeltaChainError: The error of the refusal; see :func:`error_of`.
-    """
-    errors = [error_of(reply, version=version) for reply in replies if isinstance(reply, Refusal)]
-    for error in sorted(errors, key=lambda error: not isinstance(error, EngineDamagedError)):
-        raise error
