@@ -31,11 +31,7 @@ class VersionRange:
     beyond: tuple[int, ...]
 
     def check(self, found: str) -> str:
-        """Return the given version, if it is in the range.
-
-        Raises:
-            EngineVersionError: The version is outside the range.
-        """
+        """Return the given version, or raise an :class:`EngineVersionError` for another."""
         pattern = r"\.".join([r"(\d+)"] * len(self.first))
         match = re.match(pattern, found)
         version = tuple(map(int, match.groups())) if match else ()

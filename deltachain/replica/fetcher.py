@@ -33,13 +33,8 @@ WORTH: Final = 0.8
 class ObjectFront:
     """Front of one object of a store, read by ranges.
 
-    Args:
-        store: The store.
-        ref: The object.
-
     Raises:
         DigestMismatchError: The object has another directory than the chain says.
-        MalformedError: The object violates FORMAT.md.
     """
 
     def __init__(self, store: Store, ref: ObjectRef) -> None:
@@ -56,11 +51,7 @@ class ObjectFront:
             )
 
     def ranges(self, wanted: Mapping[str, Range]) -> Sequence[Range] | None:
-        """Return the ranges of the object to read; ``None`` if the whole object is worth it.
-
-        Args:
-            wanted: Range of flat indices of each tensor to be read, by name.
-        """
+        """Return the ranges of the object to read; ``None`` if the whole object is worth it."""
         front = self._part.front_nbytes
         found = joined([(0, front), *stored_ranges(self._part, wanted)])
         whole = sum(stop - start for start, stop in found) > WORTH * self._ref.nbytes
@@ -69,11 +60,7 @@ class ObjectFront:
     def read(
         self, ranges: Sequence[Range], wanted: Mapping[str, Range]
     ) -> Sequence[tuple[int, Buffer]]:
-        """Read ranges, and verify the frames of what is wanted; return bytes with their offsets.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-        """
+        """Read ranges, and verify the frames of what is wanted; return bytes with their offsets."""
         self._read = [(start, self._read_at(start, stop - start)) for start, stop in ranges]
         check_ranges(self._part, wanted)
         return self._read
@@ -109,11 +96,7 @@ class Host:
 
 @contextmanager
 def shown(parent: Path) -> Iterator[tuple[str, str]]:
-    """Keep a probe in the folder of spools while open, and yield its name and content.
-
-    Raises:
-        ApplyError: The disk is full, or write permission is missing.
-    """
+    """Keep a probe in the folder of spools while open, and yield its name and content."""
     word = secrets.token_hex(16)
     probe = Spool.probe(parent, word)
     try:
@@ -131,11 +114,7 @@ def sees_probe(folder: Path, word: str) -> bool:
 
 
 def folder_id(parent: Path) -> str:
-    """Return an id of the folder of spools, equal for all processes of a machine that share it.
-
-    Raises:
-        OSError: The folder cannot be created, or is another user's.
-    """
+    """Return an id of the folder of spools, equal for all processes of a machine that share it."""
     make_folder(parent)
     there = parent.stat()
     try:
@@ -148,8 +127,7 @@ def folder_id(parent: Path) -> str:
 def hosts_of(found: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
     """Group ranks by host, the leader's first.
 
-    Args:
-        found: Host name and folder id of each rank; the id is empty for the leader's folder.
+    ``found`` has the host name and folder id of each rank; the id is empty for the leader's folder.
     """
     groups: dict[str, list[int]] = {}
     for number, (_, folder) in enumerate(found):
@@ -180,9 +158,6 @@ def fill(
         url: URL of the chain's store.
         wanted: Range of flat indices of each tensor that ranks of this host read, by name; empty
             for whole objects.
-
-    Raises:
-        DeltaChainError: An object cannot be fetched or written; see :func:`fetch_part`.
     """
     try:
         store = open_store(url)
@@ -229,11 +204,7 @@ def _ranges_of(
 
 
 def receive(spool: Spool, fetched: Fetched) -> None:
-    """Write every object of a plan into the leader's spool as it arrives; again does nothing.
-
-    Raises:
-        DeltaChainError: An object cannot be fetched or written; the ranks are told.
-    """
+    """Write every object of a plan into the leader's spool as it arrives; again does nothing."""
     try:
         for number, arrival in enumerate(fetched.arrivals):
             part = arrival.part.result()
@@ -247,9 +218,7 @@ def receive(spool: Spool, fetched: Fetched) -> None:
 def elements_of(fetched: Fetched, leave_out: Container[str]) -> int | None:
     """Return the number of elements that ranks must write; ``None`` if it is not known ahead.
 
-    Args:
-        fetched: Objects of the plan, all of which have arrived.
-        leave_out: Names of tensors that no rank holds.
+    ``leave_out`` are names of tensors that no rank holds.
     """
     if fetched.from_nothing:
         return sum(s.numel for s in fetched.specs.values() if s.name not in leave_out)
@@ -260,11 +229,7 @@ def elements_of(fetched: Fetched, leave_out: Container[str]) -> int | None:
 
 
 class Fetchers:
-    """The processes that fetch for a replica: the leader, and one rank of every other host.
-
-    Args:
-        hosts: Hosts of the replica.
-    """
+    """The processes that fetch for a replica: the leader, and one rank of every other host."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
@@ -283,7 +248,6 @@ class Fetchers:
         return sum(len(host.ranks) for host in self._hosts)
 
     def ranks_on_host(self) -> tuple[int, ...]:
-        """Return, for each rank, the number of ranks on its host."""
         sizes = {rank: len(host.ranks) for host in self._hosts for rank in host.ranks}
         return tuple(sizes[rank] for rank in range(self._count))
 
@@ -293,7 +257,6 @@ class Fetchers:
         classes: Mapping[str, TensorClass],
         specs: Mapping[str, TensorSpec],
     ) -> tuple[dict[str, Range], ...]:
-        """Return, for each rank, what its host reads of each tensor; see :func:`wanted_by`."""
         by_host = [
             {} if host.is_leaders else wanted_by([found[n] for n in host.ranks], classes, specs)
             for host in self._hosts
@@ -317,7 +280,7 @@ class Fetchers:
         """Replace fetchers that refused by other ranks of their hosts; return whether any did.
 
         Raises:
-            ApplyError: Every rank of a host has failed; the message names host and rank.
+            ApplyError: Every rank of a host has failed.
         """
         refusals = {reply.rank: reply for reply in replies if isinstance(reply, Refusal)}
         self._failed |= refusals.keys()

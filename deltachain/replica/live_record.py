@@ -53,11 +53,6 @@ def find_late_ties(
     """Find tensors that nothing follows, though others with their bits were loaded as well.
 
     Vectors whose elements are all equal, such as biases of zeros, are alike without being tied.
-
-    Args:
-        source: The checkpoint that the engine loaded.
-        ignored: Tensors that nothing in the engine follows.
-        followed: Tensors that the engine computes from.
     """
     wanted = [
         name
@@ -82,11 +77,7 @@ def _equal(source: LoadedCheckpoint, name: str, other: str) -> bool:
 
 
 class LateTies:
-    """The late ties of a rank, held against each plan.
-
-    Args:
-        ties: Ties of tensors whose bits are equal now.
-    """
+    """The late ties of a rank, held against each plan."""
 
     def __init__(self, ties: Iterable[LateTie] = ()) -> None:
         self._ties = tuple(ties)
@@ -95,7 +86,6 @@ class LateTies:
     def noted(
         self, plans: Iterable[TensorPlan], noted: dict[str, list[TensorPlan]]
     ) -> Iterator[TensorPlan]:
-        """Yield tensor plans, and note those of tied tensors."""
         for given in plans:
             if given.spec.name in self._names:
                 noted.setdefault(given.spec.name, []).append(given)
@@ -109,9 +99,6 @@ class LateTies:
         Args:
             plans: Tensor plans of tied tensors, by name.
             share_of: What the rank holds of a tensor, by name.
-
-        Raises:
-            TensorMismatchError: There are such tensors.
         """
         for tie in self._ties:
             if plans.keys().isdisjoint(tie):
@@ -208,7 +195,6 @@ class LiveRecord:
 
 
 def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return the bits of all maps from experts to slots, by name."""
     return {
         name: _bits(tensor)
         for name, tensor in tensors.items()
@@ -218,12 +204,7 @@ def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def slots_of(tensors: Mapping[str, Tensor], apart: Mapping[str, list[int]]) -> dict[str, bytes]:
-    """Return some bits of every slot of stacked parameters.
-
-    Args:
-        tensors: Live tensors by name.
-        apart: Flat positions in a slot of further elements to take, by name.
-    """
+    """Return some bits of every slot of stacked parameters, at some positions ``apart`` too."""
     return {name: _bits(_picked(tensor, apart.get(name, []))) for name, tensor in _stacked(tensors)}
 
 
@@ -275,7 +256,6 @@ def _picked(stacked: Tensor, apart: Sequence[int]) -> Tensor:
 
 
 def _flat(slot: Tensor) -> Tensor:
-    """Return the bits of a slot."""
     return bits_of(slot.contiguous())
 
 

@@ -65,13 +65,7 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 
 class HostCopies:
-    """Copies of the tensors that an engine does not hold as they are in the checkpoint.
-
-    Args:
-        model: Model of the engine.
-        source: The checkpoint that the engine loaded.
-        specs: Specs of the chain's tensors.
-    """
+    """Copies of the tensors that an engine does not hold as they are in the checkpoint."""
 
     def __init__(
         self, model: EngineModel, source: LoadedCheckpoint, specs: Mapping[str, TensorSpec]
@@ -87,7 +81,6 @@ class HostCopies:
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of all tensors that have a copy."""
         return frozenset(self._bits)
 
     def keep(self, names: Iterable[str]) -> None:
@@ -98,11 +91,7 @@ class HostCopies:
         }
 
     def load(self, layout: Layout, names: Collection[str]) -> None:
-        """Let the engine load changed copies, together with the rest of their groups.
-
-        Raises:
-            Exception: Any error of the engine.
-        """
+        """Let the engine load changed copies, together with the rest of their groups."""
         changed = _groups_of(layout, names)
         for way in dict.fromkeys(way for way, _ in changed):
             groups = [group for mine, group in changed if mine == way]
@@ -128,16 +117,7 @@ class HostCopies:
                     raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
     def load_old(self, layout: Layout, names: Collection[str], version: Version) -> None:
-        """Load copies that have the old bits again.
-
-        Args:
-            layout: Layout of the rank.
-            names: Tensors that a swap changed.
-            version: Version that could not be loaded, for the error message.
-
-        Raises:
-            PoisonedError: The engine cannot load them, either.
-        """
+        """Load copies that have the old bits again; a failure poisons the replica."""
         try:
             self.load(layout, names)
             self.read_back(layout, names)
@@ -148,19 +128,16 @@ class HostCopies:
             ) from exc
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors of copies under all names that the engine's checkpoint has for them."""
         for name in names:
             for here in self._source.names[name]:
                 yield here, tensor_of(self._specs[name], self._bits[name])
 
 
 def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
-    """Return the groups with one of the tensors, and the methods that load them."""
     return [(way, g) for way, g in layout.groups if not set(names).isdisjoint(g.names)]
 
 
 def settle() -> None:
-    """Wait until the device, if any, has finished all its work."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -191,12 +168,7 @@ class Rank:
     """A rank's share of the model.
 
     The constructor discovers its layout, which blocks the engine; see :func:`discover.discover`.
-
-    Args:
-        model: Model of the engine.
-        specs: Specs of the chain's tensors.
-        aliases: Other names of tied tensors.
-        decode: Where changes are decoded: ``host`` or ``device``; where the weights are by default.
+    Changes are decoded on the ``host`` or the ``device``, by default where the weights are.
     """
 
     def __init__(
@@ -229,11 +201,9 @@ class Rank:
         warm_up(self._specs.values())
 
     def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
-        """Return whether the rank was attached for these tensors."""
         return {spec.name: spec for spec in specs} == self._specs and aliases == self._aliases
 
     def report(self) -> dict[str, Classified]:
-        """Return the class of every tensor, for the leader."""
         return self._attached.report()
 
     def agree(
@@ -256,8 +226,7 @@ class Rank:
             alone: Whether there is no other rank.
 
         Raises:
-            TensorMismatchError: A tensor has a worse class on another rank, and this class is not
-                proven to work on this rank.
+            TensorMismatchError: A class of another rank is not proven to work on this rank.
         """
         self._require(classes)
         self._classes, self._holders, self._alone = classes, holders, alone
@@ -276,7 +245,6 @@ class Rank:
         self._device_stager()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
-        """Prove the classes that other ranks assigned to tensors of this rank."""
         mine = self._attached.classes
         other = {
             name: kind
@@ -296,10 +264,7 @@ class Rank:
         self._attached = found
 
     def find_unused(self, names: Iterable[str]) -> dict[str, Classified]:
-        """Test whether the engine uses tensors that no rank holds.
-
-        Blocks the engine, whose weights are the same afterwards.
-        """
+        """Test whether the engine uses tensors that no rank holds; blocks the engine."""
         model = self.model
         with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
             found = find_unused(ModelState(model, bits), self._source, self._attached, names)
@@ -311,7 +276,6 @@ class Rank:
         }
 
     def unused_state(self, names: Iterable[str]) -> dict[str, StateDigest]:
-        """Return the state digests of the given tensors that are in the engine's checkpoint."""
         return {
             name: host.digest(digest_key(self._specs[name]), self._source.copy(name))
             for name in names
@@ -319,7 +283,6 @@ class Rank:
         }
 
     def state(self) -> dict[HolderKey, StateDigest]:
-        """Return the state digests of this rank's elements, by the ranks that hold them."""
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
             if name in self._copies:
@@ -349,12 +312,6 @@ class Rank:
             budget: Bytes of old and new bits to keep.
             threads: Number of threads that inflate and decode.
             abandon: Called while an object is awaited; returns whether to stop.
-
-        Raises:
-            ApplyError: An object of the plan was not fetched.
-            BaseMismatchError: The engine was found meanwhile to have replaced live tensors.
-            TensorMismatchError: The plan changes a tensor that cannot be updated, or parts tensors
-                that the engine keeps as one.
         """
         attached = self._attached
         with own_stream(self.model):
@@ -443,12 +400,10 @@ class Rank:
         settle()  # include the device's work in the measured time
 
     def _unfinished(self, ticket: int, version: Version, why: str) -> UnfinishedSwapError:
-        """Return the error of a swap whose old bits are loaded by the request to undo it."""
         self._unloaded = ticket
         return UnfinishedSwapError(why, version=version)
 
     def _device_stager(self) -> DeviceStager | None:
-        """Return the stager of the tensors in place on a device; ``None`` if there are none."""
         if self._stager is None or self._stager[0] is not self._attached:
             places = {
                 name: [(slot, place) for place, slot in self._places(name) if self._decodes(place)]
@@ -461,16 +416,10 @@ class Rank:
         return stager if stager.tensors else None
 
     def _decodes(self, place: Placement) -> bool:
-        """Return whether changes of a place are decoded where it is, in batches."""
         where = "host" if device.on_host(place.live) else "device"
         return place.numel > 0 and (self._decode or where) == "device"
 
     def _share(self, name: str) -> Share:
-        """Return what this rank holds of a tensor.
-
-        Raises:
-            TensorMismatchError: The tensor cannot be updated.
-        """
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
         if name in self._copies:
@@ -509,7 +458,6 @@ class Rank:
         return True
 
     def _recorded(self, first: LiveRecord | None) -> LiveRecord:
-        """Return a record of the live tensors as they are, and of maps as they were at first."""
         placed = (place for places in self._attached.places.values() for place in places)
         storages = {one.live.untyped_storage().data_ptr() for one in placed}
         return LiveRecord(self.model, storages, first)
@@ -547,14 +495,7 @@ ATTACHING: Final = (wire.FindUnusedRequest, wire.AgreeRequest)
 
 @dataclass(slots=True)
 class Lead:
-    """What one leader has attached.
-
-    Attributes:
-        leader: Id of the leader; empty for none.
-        rank: The rank, laid out for the leader's chain; ``None`` before the first attach.
-        url: URL of the chain.
-        wanted: Elements of each tensor that this host needs; empty for all.
-    """
+    """What one leader has attached, and the elements that its host needs; empty for all."""
 
     leader: str = ""
     rank: Rank | None = None
@@ -574,18 +515,13 @@ class Attachments:
         self._next: Lead | None = None
 
     def add(self, attachment: Lead) -> None:
-        """Add the next leader; it is in charge at once if there was none."""
         if self._current.rank is None:
             self._current = attachment
         else:
             self._next = attachment
 
     def of(self, request: wire.RankRequest) -> Lead:
-        """Return what the leader of a request has attached.
-
-        Raises:
-            LeaderReplacedError: Another leader is in charge.
-        """
+        """Return what the leader of a request has attached, unless another one is in charge."""
         if self._next is not None and request.leader == self._next.leader:
             if isinstance(request, ATTACHING):
                 return self._next
@@ -595,7 +531,6 @@ class Attachments:
         return self._current
 
     def rank_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> Rank | None:
-        """Return a rank that is laid out for these tensors already; ``None`` for none."""
         ranks = [one.rank for one in (self._current, self._next) if one is not None]
         return next((rank for rank in ranks if rank and rank.is_for(specs, aliases)), None)
 
@@ -610,13 +545,7 @@ REMEMBERED: Final = 16
 
 
 class RankService:
-    """The service of one rank for the requests of a leader.
-
-    Args:
-        model: Factory of the wrapped model of the engine; called at the first attach.
-        number: Number of the rank.
-        settings: Settings of the rank.
-    """
+    """The service of one rank for the requests of a leader."""
 
     def __init__(
         self, model: Callable[[], EngineModel], number: int, settings: RankSettings
@@ -650,17 +579,14 @@ class RankService:
 
     @property
     def rank(self) -> Rank:
-        """The rank; an :class:`ApplyError` is raised before it is attached."""
         if self._attached.rank is None:
             raise ApplyError(f"rank {self.number} is not attached")
         return self._attached.rank
 
     def answer(self, text: str | bytes) -> str:
-        """Handle an encoded request; never raises."""
         return wire.encode_reply(self.respond(text))
 
     def respond(self, text: str | bytes) -> wire.RankReply:
-        """Handle an encoded request, and return a typed reply; never raises."""
         try:
             request = wire.decode_request(text)
         except ConfigError as exc:
@@ -810,7 +736,6 @@ class RankService:
         return self._start(request.ticket, job)
 
     def _keep(self, tickets: Iterable[int]) -> None:
-        """Drop everything staged under other tickets, and the spools that this rank wrote."""
         self.rank.keep(tickets)
         self._spool_names = {n: self._spool_names[n] for n in tickets if n in self._spool_names}
         for name in self._spools.keys() - set(self._spool_names.values()):
@@ -873,20 +798,12 @@ class RankServices:
     def of(
         self, model: nn.Module, wrap: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> RankService:
-        """Return the service of the rank with this model; the first call creates it.
-
-        Args:
-            model: Model of the engine.
-            wrap: Factory of the wrapped model; see :class:`RankService`.
-            number: Number of the rank.
-            settings: Settings of the rank.
-        """
+        """Return the service of the rank with this model; the first call creates it."""
         if model not in self._services:
             self._services[model] = RankService(wrap, number, settings)
         return self._services[model]
 
     def settle(self, model: nn.Module) -> None:
-        """Wait until no service thread reads this model."""
         if model in self._services:
             self._services[model].settle()
 

@@ -66,12 +66,7 @@ _R = TypeVar("_R", bound=wire.RankReply)
 class RankClient:
     """The connection of one leader to every rank of an engine.
 
-    Args:
-        engine: The replica.
-
-    Attributes:
-        engine: The replica.
-        count: Number of its ranks; 0 until known.
+    ``count`` is the number of ranks; 0 until known.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -97,7 +92,7 @@ class RankClient:
         found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
         ranks = range(self.count or len(replies))
         expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
-        known = (*kinds, wire.Refusal)
+        known: tuple[type[wire.RankReply], ...] = (*kinds, wire.Refusal)
         if found != expected or not all(isinstance(reply, known) for reply in replies):
             raise PoisonedError(
                 f"the engine mixed up its ranks' answers to {wire.name_of(request)!r}",
@@ -114,11 +109,7 @@ class RankClient:
     def settle(
         self, ticket: int, kind: type[_R], version: Version | None = None
     ) -> list[_R | wire.Refusal]:
-        """Wait until every rank is done with a ticket; return replies and refusals by rank.
-
-        Raises:
-            ApplyError: A rank is not done within ``STAGE_S``.
-        """
+        """Wait until every rank is done with a ticket; return replies and refusals by rank."""
         least, longest = POLL_S
         start = time.monotonic()
         done: dict[int, _R | wire.Refusal] = {}
@@ -168,16 +159,13 @@ class PreparedSwap:
 
     @property
     def ticket(self) -> int:
-        """Number under which every rank keeps its staged bits."""
         return self.lease.ticket
 
     def undo(self) -> PreparedSwap:
-        """Return the swap that undoes this one."""
         return replace(self, back=not self.back)
 
     @property
     def unused_after(self) -> UnusedState:
-        """Digests of the tensors that no rank holds, after the swap."""
         before, after = self.unused
         return before if self.back else after
 
@@ -204,11 +192,7 @@ def add_up(replies: Sequence[wire.StagedReply], fetched: Fetched) -> tuple[Effec
 
 
 def pause_mode(named: str, modes: Sequence[str]) -> str:
-    """Validate and return a pause mode; empty means the first one, the default.
-
-    Raises:
-        ConfigError: The engine has no such mode.
-    """
+    """Validate and return a pause mode; empty means the first one, the default."""
     if named and named not in modes:
         raise ConfigError(
             f"the pause mode is none of {', '.join(modes)}",
@@ -222,12 +206,6 @@ class PauseHolds:
 
     The engine resumes when no reason is left. If other clients paused it directly, it stays paused
     through a swap, until they or a caller of deltachain resume it.
-
-    Args:
-        engine: The replica.
-
-    Attributes:
-        paused: Whether a caller of deltachain paused it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -267,7 +245,6 @@ class PauseHolds:
         self.hold(in_doubt=True)
 
     def trust(self) -> None:
-        """End the doubt, after a successful swap."""
         self._in_doubt = False
 
     def hold(self, *, in_doubt: bool = False) -> None:
@@ -300,13 +277,7 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaTarget(Target):
-    """All ranks of an engine, as one target.
-
-    Args:
-        engine: The replica.
-        url: URL of the chain, as given to the ranks at their start.
-        spool: Folder shared by the leader and all ranks of the host.
-    """
+    """All ranks of an engine, as one target; they were started with the same URL."""
 
     def __init__(self, engine: Engine, url: str, spool: Path) -> None:
         self.agreement: Agreement | None = None
@@ -389,7 +360,6 @@ class ReplicaTarget(Target):
         logger.info("%s", summary(len(ranks), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of tensors and bytes of the chain, by class."""
         found: dict[str, dict[str, int]] = {}
         for name, kind in self.agreement.classes.items() if self.agreement else ():
             row = found.setdefault(kind, {"tensors": 0, "nbytes": 0})
@@ -401,27 +371,19 @@ class ReplicaTarget(Target):
         return self.agreement.classes if self.agreement else {}
 
     def on_host(self) -> dict[str, str]:
-        """Return the first tensors that are not written in place, with the reasons."""
         reasons = self.agreement.reasons if self.agreement else {}
         return dict(itertools.islice(reasons.items(), SHOWN))
 
     def name(self, version: Version) -> None:
-        """Label tokens with a version, unless they are already."""
         if version != self._named:
             self.engine.name_version(version)
             self._named = version
 
     def pause(self) -> None:
-        """Pause until ``resume``, regardless of swaps meanwhile.
-
-        Raises:
-            LeaderReplacedError: Another leader has attached the ranks since.
-        """
         self.check_leads()
         self._holds.pause()
 
     def resume(self) -> None:
-        """Resume generation; see :meth:`pause`."""
         self.check_leads()
         self._holds.resume()
 
@@ -430,26 +392,16 @@ class ReplicaTarget(Target):
         self._holds.doubt()
 
     def check_leads(self) -> None:
-        """Raise if another leader has the ranks, once this one had them.
-
-        Raises:
-            LeaderReplacedError: It has.
-        """
+        """Raise :class:`LeaderReplacedError` if another leader has the ranks that this one had."""
         if self._leads:
             self._client.ask(wire.StatusRequest(), wire.StatusReply)
 
     def look(self) -> None:
-        """Ask every rank and the scheduler for their state; for a thread of its own.
-
-        Raises:
-            LeaderReplacedError: Another leader has attached the ranks since.
-            ApplyError: The engine did not answer.
-        """
+        """Ask every rank and the scheduler for their state; for a thread of its own."""
         self.check_leads()
         self._holds.look()
 
     def held(self) -> HeldVersion | None:
-        """Return the version that the last swap wrote."""
         return self._held
 
     def state(self) -> StateDigest | None:
@@ -543,15 +495,10 @@ class ReplicaTarget(Target):
         )
 
     def _drop(self, lease: TicketLease) -> None:
-        """Let the ranks forget a stage at the next call."""
         self._leases.discard(lease)
 
     def _stage_everywhere(self, spool: Spool, fetched: Fetched, budget: int) -> TicketLease:
-        """Have every rank stage while every host fetches; return once all objects are there.
-
-        Raises:
-            ApplyError: No rank of a host could fetch.
-        """
+        """Have every rank stage while every host fetches; return once all objects are there."""
         while True:
             lease, fetching = self._start_stage(spool, fetched, budget)
             try:
@@ -569,11 +516,7 @@ class ReplicaTarget(Target):
     def _start_stage(
         self, spool: Spool, fetched: Fetched, budget: int
     ) -> tuple[TicketLease, int | None]:
-        """Ask the fetchers of other hosts to fetch, and every rank to stage.
-
-        Returns:
-            The lease of the ticket, and the ticket of the fetchers; ``None`` without other hosts.
-        """
+        """Ask the fetchers to fetch and every rank to stage; return the ticket of the former."""
         mine = spool.folder.name
         with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
             names, fetching = self._start_fetch(fetched)
@@ -594,11 +537,7 @@ class ReplicaTarget(Target):
         return lease, fetching
 
     def _start_fetch(self, fetched: Fetched) -> tuple[tuple[str, ...], int | None]:
-        """Ask the fetchers of other hosts to fetch; return the spools of all ranks, and a ticket.
-
-        Raises:
-            ApplyError: No rank of a host could begin.
-        """
+        """Ask the fetchers to fetch; return the spools of all ranks, and a ticket."""
         while any(names := self._fetchers.names()):
             ticket, writers = next(self._numbers), self._fetchers.writers(names)
             fetch = wire.FetchRequest(ticket=ticket, spools=writers, index=SpoolIndex.of(fetched))
@@ -645,8 +584,7 @@ class ReplicaTarget(Target):
         prepared.lease.spool.close()
         return seconds
 
-    def close(self) -> None:
-        """Do nothing: the engine keeps its weights; see :class:`Target`."""
+    def close(self) -> None: ...
 
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
         """Write on every rank; if one fails, undo the write on the others."""
@@ -700,12 +638,7 @@ def error_of(refusal: wire.Refusal, *, version: int | None = None) -> DeltaChain
 
 
 def raise_refusal(replies: Sequence[wire.RankReply], *, version: int | None = None) -> None:
-    """Raise the error of the first refusal, if any.
-
-    Raises:
-        EngineDamagedError: A rank must not serve; raised before any other rank's error.
-        DeltaChainError: The error of the refusal; see :func:`error_of`.
-    """
+    """Raise the error of the first refusal, if any; of a rank that must not serve before others."""
     refusals = [reply for reply in replies if isinstance(reply, wire.Refusal)]
     found = [error_of(refusal, version=version) for refusal in refusals]
     for error in sorted(found, key=lambda error: not isinstance(error, EngineDamagedError)):
