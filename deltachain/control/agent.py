@@ -39,15 +39,8 @@ LOOK_S: Final = 10.0
 class EngineClient(Http):
     """HTTP client of a stock vLLM or SGLang server.
 
-    Args:
-        url: Address of the server.
-        key: API key of the server, or a file of keys that is read again when it changes; empty for
-            none.
-        timeout_s: Timeout of a request, in seconds.
-        hint: Hint of errors when the server refuses.
-
-    Raises:
-        ConfigError: ``url`` is invalid, or ``key`` cannot be sent in a header.
+    ``key`` is its API key, or a file of keys that is read again when it changes; empty for none. A
+    refusal gets the ``hint``.
     """
 
     def __init__(self, url: str, *, key: str | Path, timeout_s: float, hint: str) -> None:
@@ -58,11 +51,7 @@ class EngineClient(Http):
     def tell(
         self, path: str, body: Mapping[str, object] | None = None, *, method: str = "POST"
     ) -> httpx.Response:
-        """Send a request; a GET is answered in ``LOOK_S``.
-
-        Raises:
-            ControlPlaneError: The server refused or did not answer; the same for all methods.
-        """
+        """Send a request; a GET is answered in ``LOOK_S``."""
         answer = self.request(method, path, body, timeout_s=LOOK_S if method == "GET" else None)
         if not answer.is_success:
             raise self._refused(path, answer)
@@ -190,7 +179,6 @@ class Agent(Closeable):
         return f"the server has not loaded version {held.version}"
 
     def _bring(self) -> None:
-        """Make the server load what the folder holds, unless it has loaded that already."""
         held, last = self.subscriber.held, self.subscriber.last
         if held is None:
             return
@@ -205,8 +193,6 @@ class Agent(Closeable):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What engines say of their weights, and SGLang of a load."""
-
     weight_version: str | None = None
     success: bool = False
     message: str = ""
@@ -295,8 +281,6 @@ class ReloadServer(Reader):
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """A model or adapter of vLLM, and the folder it was loaded from."""
-
     id: str
     root: str | None = None
 

@@ -57,12 +57,7 @@ class ReplicaRow:
 
 
 def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[ReplicaRow]:
-    """Return a row for each replica: the worst health first, then the largest lag.
-
-    Args:
-        answers: Answers, by address.
-        limits: Limits of a healthy replica.
-    """
+    """Return a row for each replica, by address: the worst health first, then the largest lag."""
     there = {url: status for url, one in answers.items() if (status := _status(one)) is not None}
     newest = {
         chain: newest_seen([one for one in there.values() if one.chain == chain])
@@ -100,7 +95,7 @@ def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> Rep
 
 
 def _natural(row: ReplicaRow) -> list[tuple[int, str]]:
-    """Return what sorts addresses as people do: ``r2`` before ``r10``."""
+    """Sort addresses as people do: ``r2`` before ``r10``."""
     words = re.split(r"(\d{1,9})", row.engine)
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
 
@@ -119,7 +114,7 @@ def newest_seen(statuses: Sequence[Status]) -> Version | None:
 def _doubts(
     there: Mapping[str, Status], newest: Mapping[str | None, Version | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return what is doubtful about each replica beside the others."""
+    """Return what is doubtful about each replica among the others."""
     chains = Counter(one.chain for one in there.values() if one.chain)
     manifests: dict[Version | None, Counter[str]] = {}
     for one in there.values():

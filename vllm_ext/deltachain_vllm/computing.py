@@ -85,7 +85,6 @@ def _has_no_weight(layer: nn.Module) -> bool:
 
 
 def _waits(layer: nn.Module) -> bool:
-    """Return whether a layer is configured to leave its weight to another."""
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
@@ -132,7 +131,6 @@ def _local_experts(layer: Any) -> list[int]:  # noqa: ANN401 - a layer of vLLM
 
 
 def _rows(count: int, width: int, dtype: torch.dtype, like: Any) -> Tensor:  # noqa: ANN401
-    """Return rows without zeros, all different."""
     device = like.device if isinstance(like, Tensor) else None
     row = torch.linspace(0.5, 1.5, count * width, device=device).to(dtype)
     return row.view(count, width)
@@ -173,7 +171,6 @@ class Columns:
     values: Tensor
 
     def read(self, layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
-        """Return the same columns from products of the packed layer."""
         count = len(self.chosen)
         rows = torch.zeros(count, self.width, dtype=self.values.dtype, device=self.values.device)
         rows[torch.arange(count, device=rows.device), self.chosen] = 1
@@ -186,9 +183,6 @@ def compared(model: nn.Module) -> Iterator[None]:
     """Compare layers that are packed while this is open with their raw weights.
 
     Only layers without a quantised weight, except those that leave their weight to another layer.
-
-    Raises:
-        TensorMismatchError: A layer multiplies by another weight.
     """
     names = {layer: name for name, layer in model.named_modules() if _is_plain(layer)}
     methods: set[Any] = {layer.quant_method for layer in names}
@@ -233,12 +227,10 @@ def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer is linear, or a head, and its weight is not quantised."""
     return isinstance(layer, linears()) and "Unquantized" in type(layer.quant_method).__name__
 
 
 def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> None:  # noqa: ANN401
-    """Save columns of a raw weight, then let its method pack it."""
     columns = _take(getattr(layer, "weight", None))
     if columns is not None:
         taken[layer] = columns

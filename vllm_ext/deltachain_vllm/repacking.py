@@ -86,7 +86,6 @@ def affected(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
 
 
 def _last(every: Iterable[nn.Module], chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the layers processed after all others that are, or contain, a chosen one."""
     return [one for one in every if acts_last(one) and not chosen.isdisjoint(one.modules())]
 
 
@@ -113,7 +112,6 @@ def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
 
 
 def _at(tensor: Tensor | None) -> int:
-    """Return the address of a tensor's elements; 0 if there are none."""
     return tensor.data_ptr() if tensor is not None and tensor.numel() and not tensor.is_meta else 0
 
 
@@ -128,7 +126,6 @@ class _View:
     shape: torch.Size
 
     def make(self) -> None:
-        """Make it a view of the present parameter."""
         raw = self.owner.get_parameter(self.parameter)
         self.holder.register_buffer(self.name, raw.data.view(self.shape), persistent=False)
 
@@ -254,7 +251,6 @@ class _Copies:
             copy_record(layer, one)
 
     def of(self, layer: nn.Module) -> nn.Module:
-        """Return the copy of a layer."""
         found: nn.Module = self._copies[id(layer)]
         return found
 
