@@ -58,7 +58,11 @@ class ReplicaRow:
 
 def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[ReplicaRow]:
     """Return a row for each replica, by address: the worst health first, then the largest lag."""
-    there = {url: status for url, one in answers.items() if (status := _status(one)) is not None}
+    there = {
+        url: one.status if isinstance(one, PresenceFound) else one
+        for url, one in answers.items()
+        if not isinstance(one, DeltaChainError)
+    }
     newest = {
         chain: newest_seen([one for one in there.values() if one.chain == chain])
         for chain in {one.chain for one in there.values()}
@@ -74,12 +78,6 @@ def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[
         rows.append(_present(row, answer, limits) if isinstance(answer, PresenceFound) else row)
     order = get_args(Health)
     return sorted(rows, key=lambda row: (order.index(row.health), -(row.lag or 0), _natural(row)))
-
-
-def _status(answer: ReplicaAnswer) -> Status | None:
-    if isinstance(answer, PresenceFound):
-        return answer.status
-    return answer if isinstance(answer, Status) else None
 
 
 def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> ReplicaRow:

@@ -83,12 +83,10 @@ class EngineWatch:
     def run(self, stop: Event) -> None:
         """Ask until ``stop`` is set, or another leader has attached the ranks."""
         self._ask()
-        while not stop.wait(self._wait_s):
+        while not stop.wait(
+            min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
+        ):
             self._ask()
-
-    @property
-    def _wait_s(self) -> float:
-        return min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
 
     def _ask(self) -> None:
         if self._is_asleep():

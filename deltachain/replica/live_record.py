@@ -63,17 +63,17 @@ def find_late_ties(
     for name in followed if wanted else ():
         if source.names[name]:
             alike[source.specs[name].dtype, source.specs[name].shape].append(name)
-    return tuple(
-        LateTie(name, other)
+    pairs = (
+        (name, other)
         for name in wanted
         for other in alike[source.specs[name].dtype, source.specs[name].shape]
-        if _equal(source, name, other)
     )
-
-
-def _equal(source: LoadedCheckpoint, name: str, other: str) -> bool:
-    one, two = source.bits(name), source.bits(other)
-    return same_bits(one[:PEEK], two[:PEEK]) and same_bits(one, two)
+    return tuple(
+        LateTie(name, other)
+        for name, other in pairs
+        if same_bits(source.bits(name)[:PEEK], source.bits(other)[:PEEK])
+        and same_bits(source.bits(name), source.bits(other))
+    )
 
 
 class LateTies:
@@ -224,9 +224,9 @@ def _apart(stacked: Tensor) -> list[int]:
     groups = _groups(range(len(stacked)), _picked(stacked, []))
     while groups:
         first, *others = groups.pop()
-        one = _flat(stacked[first])
+        one = bits_of(stacked[first].contiguous())
         for other in others:
-            if (differs := one != _flat(stacked[other])).any():
+            if (differs := one != bits_of(stacked[other].contiguous())).any():
                 positions.append(int(differs.byte().argmax()))
                 members = [first, *others]
                 groups += _groups(members, _picked(stacked, positions[-1:])[members])
@@ -253,10 +253,6 @@ def _picked(stacked: Tensor, apart: Sequence[int]) -> Tensor:
     where: Any = torch.unravel_index(at, inner)
     slots: Any = (slice(None), *(one.to(stacked.device) for one in where))
     return stacked[slots]
-
-
-def _flat(slot: Tensor) -> Tensor:
-    return bits_of(slot.contiguous())
 
 
 def _bits(tensor: Tensor) -> bytes:

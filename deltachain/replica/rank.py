@@ -406,7 +406,11 @@ class Rank:
     def _device_stager(self) -> DeviceStager | None:
         if self._stager is None or self._stager[0] is not self._attached:
             places = {
-                name: [(slot, place) for place, slot in self._places(name) if self._decodes(place)]
+                name: [
+                    (slot, place)
+                    for place, slot in self._places(name)
+                    if place.numel and self._decodes_on(place) == "device"
+                ]
                 for name in self._specs
                 if name not in self._copies
             }
@@ -415,9 +419,8 @@ class Rank:
         stager = self._stager[1]
         return stager if stager.tensors else None
 
-    def _decodes(self, place: Placement) -> bool:
-        where = "host" if device.on_host(place.live) else "device"
-        return place.numel > 0 and (self._decode or where) == "device"
+    def _decodes_on(self, place: Placement) -> str:
+        return self._decode or ("host" if device.on_host(place.live) else "device")
 
     def _share(self, name: str) -> Share:
         if self._classes[name] == "refused":
@@ -567,7 +570,7 @@ class RankService:
             wire.AttachRequest: self._attach,
             wire.FindUnusedRequest: self._find_unused,
             wire.AgreeRequest: self._agree,
-            wire.CheckLoadsRequest: self._check_loads,
+            wire.CheckLoadsRequest: lambda _: wire.CheckLoadsReply(same=self.rank.loads_the_same()),
             wire.StateRequest: self._start_state,
             wire.FetchRequest: self._start_fetch,
             wire.StageRequest: self._start_stage,
@@ -596,7 +599,7 @@ class RankService:
     def handle(self, request: wire.RankRequest) -> wire.RankReply:
         """Handle a request; never raises. Refuse all leaders but one; see :class:`Attachments`."""
         reply = self._dispatch(request)
-        if reply.rank != self.number:  # the reply to an earlier swap is wire.addressed already
+        if reply.rank != self.number:  # the reply to an earlier swap is addressed already
             reply = wire.addressed(reply, self.number, request)
         if isinstance(request, wire.SwapRequest):
             self._last_swap = reply
@@ -674,9 +677,6 @@ class RankService:
     def _find_unused(self, request: wire.FindUnusedRequest) -> wire.FindUnusedReply:
         digests = self.rank.unused_state(request.names)
         return wire.FindUnusedReply(tensors=self.rank.find_unused(request.names), digests=digests)
-
-    def _check_loads(self, _: wire.CheckLoadsRequest) -> wire.CheckLoadsReply:
-        return wire.CheckLoadsReply(same=self.rank.loads_the_same())
 
     def _start_state(self, request: wire.StateRequest) -> wire.StartedReply:
         rank = self.rank
@@ -785,27 +785,21 @@ class RankService:
         )
 
 
-class RankServices:
-    """The rank services of a process, by model.
-
-    An engine calls its plug-ins from several places with nothing in common but the model. A service
-    lives as long as its model.
-    """
-
-    def __init__(self) -> None:
-        self._services: WeakKeyDictionary[nn.Module, RankService] = WeakKeyDictionary()
+class RankServices(WeakKeyDictionary[nn.Module, RankService]):
+    """The rank services of a process, by model, which is all that calls of an engine share."""
 
     def of(
         self, model: nn.Module, wrap: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> RankService:
         """Return the service of the rank with this model; the first call creates it."""
-        if model not in self._services:
-            self._services[model] = RankService(wrap, number, settings)
-        return self._services[model]
+        if model not in self:
+            self[model] = RankService(wrap, number, settings)
+        return self[model]
 
     def settle(self, model: nn.Module) -> None:
-        if model in self._services:
-            self._services[model].settle()
+        """Wait until no service thread reads this model."""
+        if model in self:
+            self[model].settle()
 
 
 def _encodable(message: str) -> str:

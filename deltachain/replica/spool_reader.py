@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -212,9 +212,7 @@ class TensorPlan:
         name = self.spec.name
         if old is None or not part.needs_old(name):
             return part.read(name, near)
-        if self.from_nothing:
-            return part.read(name, near, old=old)
-        with bits_are_at_fault(name):
+        with nullcontext() if self.from_nothing else bits_are_at_fault(name):
             return part.read(name, near, old=old)
 
     def _before(
@@ -306,7 +304,8 @@ class SpoolReader:
     def _waits(self, part: Part, name: str) -> bool:
         """Return whether a tensor of a plan of one edge is decoded with those of later objects."""
         if self.from_nothing:
-            return not _gives_all(part, name)
+            row = part.rows[name]
+            return ENCODINGS.get(row.encoding).sparse or row.nnz != row.spec.numel
         return part.needs_old(name) and len(self._index.objects) > 1
 
     def _open(self, number: int, spooled: SpooledObject) -> Part:
@@ -339,9 +338,3 @@ class SpoolReader:
 def _empty(spec: TensorSpec) -> TensorDelta:
     values = np.empty(0, spec.bits_dtype)
     return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=values)
-
-
-def _gives_all(part: Part, name: str) -> bool:
-    """Return whether an object gives every element of a tensor, absolute."""
-    row = part.rows[name]
-    return not ENCODINGS.get(row.encoding).sparse and row.nnz == row.spec.numel

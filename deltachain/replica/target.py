@@ -367,9 +367,6 @@ class ReplicaTarget(Target):
             row["nbytes"] += self._specs[name].nbytes
         return found
 
-    def _agreed(self) -> Mapping[str, str]:
-        return self.agreement.classes if self.agreement else {}
-
     def on_host(self) -> dict[str, str]:
         reasons = self.agreement.reasons if self.agreement else {}
         return dict(itertools.islice(reasons.items(), SHOWN))
@@ -428,7 +425,7 @@ class ReplicaTarget(Target):
         return sum(digests.values(), self._unused.total)
 
     def _loads_the_same(self) -> bool:
-        if all(kind not in ON_HOST for kind in self._agreed().values()):
+        if self.agreement is None or ON_HOST.isdisjoint(self.agreement.classes.values()):
             return True
         checks = self._client.call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
         return all(isinstance(reply, wire.CheckLoadsReply) and reply.same for reply in checks)

@@ -192,17 +192,11 @@ def _block(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def computed(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
-    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run."""
-    return _computed(layer, dtype, None)
+def computed(layer: nn.Module, dtype: torch.dtype, seed: int | None = None) -> Tensor | None:
+    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run.
 
-
-def probe(layer: nn.Module, dtype: torch.dtype, seed: int) -> Tensor | None:
-    """Return the outputs of a layer for rows decided by a seed; ``None`` if it cannot be run."""
-    return _computed(layer, dtype, seed)
-
-
-def _computed(layer: nn.Module, dtype: torch.dtype, seed: int | None) -> Tensor | None:
+    With a seed, outputs for several rows.
+    """
     try:
         with torch.no_grad():
             if isinstance(layer, loading.experts()):
@@ -314,7 +308,7 @@ class SglangModel:
             yield found
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        return probe(layer, self._config.dtype, seed)
+        return computed(layer, self._config.dtype, seed)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Find layers by loading meta tensors into an unpacked second model, or else this one."""

@@ -23,27 +23,19 @@ WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")
 logger = logging.getLogger(__name__)
 
 
-def computed(layer: nn.Module) -> Tensor | None:
-    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run."""
+def computed(layer: nn.Module, seed: int | None = None) -> Tensor | None:
+    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run.
+
+    With a seed, outputs for several rows; without one, also what a plain layer keeps for others.
+    """
     try:
         with torch.no_grad():
-            if isinstance(layer, experts()):
-                return _with_others(_of_experts(layer), layer, ("w13_", "w2_"))
-            if isinstance(layer, linears()):
-                return _with_others(_of_linear(layer), layer, ("weight", "bias"))
-    except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
-        logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
-    return None
-
-
-def probe(layer: nn.Module, seed: int) -> Tensor | None:
-    """Return the outputs of a layer for rows decided by a seed; ``None`` if it cannot be run."""
-    try:
-        with torch.no_grad():
-            if isinstance(layer, experts()):
-                return _of_experts(layer)
-            if isinstance(layer, linears()):
-                return _of_linear(layer, seed)
+            is_experts = isinstance(layer, experts())
+            if not is_experts and not isinstance(layer, linears()):
+                return None
+            output = _of_experts(layer) if is_experts else _of_linear(layer, seed)
+            used = ("w13_", "w2_") if is_experts else ("weight", "bias")
+            return output if seed is not None else _with_others(output, layer, used)
     except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None

@@ -28,7 +28,7 @@ from deltachain_vllm.compat import (
     own_loader,
     process,
 )
-from deltachain_vllm.computing import compared, computed, is_compared, probe, taken_over
+from deltachain_vllm.computing import compared, computed, is_compared, taken_over
 from deltachain_vllm.repacking import loaded_apart, repack
 from deltachain_vllm.scales import owned, uncaptured
 
@@ -189,7 +189,7 @@ class VllmModel:
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
         with set_current_vllm_config(self.config):
-            return probe(layer, seed)
+            return computed(layer, seed)
 
     @contextmanager
     def _as_when_loading(self) -> Iterator[None]:

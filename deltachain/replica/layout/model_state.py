@@ -39,21 +39,6 @@ _RETURNING: Final = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "R
 """Instructions of a function that does nothing but return, in every Python since 3.11."""
 
 
-def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
-    """Return a linear layer's output for a fixed row; ``None`` if it does not accept one."""
-    bias = getattr(layer, "bias", None)
-    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
-    weight = getattr(layer, "weight", None)
-    if not width or not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return None
-    row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
-    try:
-        output: Tensor = layer.quant_method.apply(layer, row, bias)
-    except Exception:  # noqa: BLE001 - then only its parameters are compared
-        return None
-    return output.float()
-
-
 def probing_rows(row: Tensor, seed: int) -> Tensor:
     """Return a row, and rows with a single one each, at columns chosen by a seed.
 
