@@ -353,8 +353,8 @@ class ReplicaTarget(Target):
         )
         self.ranks = self._client.ask(agreed, wire.AgreeReply)
         self._client.count = len(ranks)
+        self._client.ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
         self._leads = True
-        self.check_leads()  # takes over from an earlier leader
         unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
         self._unused = unused_state(unused, more[0].digests if more else {})
         logger.info("%s", summary(len(ranks), self.classes()))
