@@ -14,7 +14,7 @@ from typing import Final
 from deltachain.chain.fetch import THREADS, Fetched, fetch_part
 from deltachain.codec import Part
 from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
-from deltachain.errors import ApplyError, DigestMismatchError, FormatError
+from deltachain.errors import ApplyError, FormatError
 from deltachain.format.documents import ObjectRef
 from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.messages import RankReply, Refusal
@@ -28,48 +28,6 @@ FRONT: Final = 1 << 20
 
 WORTH: Final = 0.8
 """Share of an object above which it is fetched whole: one request, and one digest for all."""
-
-
-class ObjectFront:
-    """Front of one object of a store, read by ranges.
-
-    Raises:
-        DigestMismatchError: The object has another directory than the chain says.
-    """
-
-    def __init__(self, store: Store, ref: ObjectRef) -> None:
-        self._store, self._ref = store, ref
-        self._read: Sequence[tuple[int, Buffer]] = ()
-        self._front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
-        self._part = Part(self._read_at, ref.nbytes, key=ref.key)
-        if self._part.digest != ref.directory:
-            raise DigestMismatchError(
-                f"{ref.key}: directory",
-                expected=ref.directory,
-                actual=self._part.digest,
-                key=ref.key,
-            )
-
-    def ranges(self, wanted: Mapping[str, Range]) -> Sequence[Range] | None:
-        """Return the ranges of the object to read; ``None`` if the whole object is worth it."""
-        front = self._part.front_nbytes
-        found = joined([(0, front), *stored_ranges(self._part, wanted)])
-        whole = sum(stop - start for start, stop in found) > WORTH * self._ref.nbytes
-        return None if whole else found
-
-    def read(
-        self, ranges: Sequence[Range], wanted: Mapping[str, Range]
-    ) -> Sequence[tuple[int, Buffer]]:
-        """Read ranges, and verify the frames of what is wanted; return bytes with their offsets."""
-        self._read = [(start, self._read_at(start, stop - start)) for start, stop in ranges]
-        check_ranges(self._part, wanted)
-        return self._read
-
-    def _read_at(self, start: int, length: int) -> Buffer:
-        for at, data in ((0, self._front), *self._read):
-            if at <= start and start + length <= at + len(data):
-                return memoryview(data)[start - at : start - at + length]
-        return self._store.get_range(self._ref.key, start, length)
 
 
 # The leader fetches for the ranks that see its own folder. Elsewhere one rank of each host does,
@@ -195,12 +153,28 @@ def _ranges_of(
     store: Store, ref: ObjectRef, wanted: Mapping[str, Range]
 ) -> Sequence[tuple[int, Buffer]] | None:
     """Fetch and verify what is wanted of an object; ``None`` if it is to be fetched whole."""
+    front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
+    read: list[tuple[int, Buffer]] = [(0, front)]
+
+    def read_at(start: int, length: int) -> Buffer:
+        for at, data in read:
+            if at <= start and start + length <= at + len(data):
+                return memoryview(data)[start - at : start - at + length]
+        return store.get_range(ref.key, start, length)
+
     try:
-        front = ObjectFront(store, ref)
-        ranges = front.ranges(wanted)
-        return None if ranges is None else front.read(ranges, wanted)
+        part = Part(read_at, ref.nbytes, key=ref.key)
+        if part.digest != ref.directory:
+            return None
+        ranges = joined([(0, part.front_nbytes), *stored_ranges(part, wanted)])
+        if sum(stop - start for start, stop in ranges) > WORTH * ref.nbytes:
+            return None
+        found = [(start, read_at(start, stop - start)) for start, stop in ranges]
+        read += found
+        check_ranges(part, wanted)
     except FormatError:
         return None  # corrupt at the first read: the whole object is proven by its digest
+    return found
 
 
 def receive(spool: Spool, fetched: Fetched) -> None:
