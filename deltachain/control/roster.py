@@ -1,4 +1,4 @@
-"""Roster of a fleet: asks all replicas at once, and returns answers as they come."""
+"""Roster of a fleet: who belongs to it, and what each answers, all asked at once."""
 
 from __future__ import annotations
 

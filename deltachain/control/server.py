@@ -1,4 +1,4 @@
-"""Startup of a replica: creates the leader of an engine and its authorization."""
+"""The server of a replica: its start, who may ask it, and how much at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a replica: stages and writes its share of each tensor.
+"""One rank of a replica, and its service: it stages and writes its share of each tensor.
 
 A rank decides nothing. The leader names the plan to stage, the rank replies with the effects on its
 bits, and writes them on request. A *ticket*, a number chosen by the leader, identifies each stage.

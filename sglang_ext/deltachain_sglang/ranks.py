@@ -31,9 +31,6 @@ from deltachain.replica.settings import RankSettings
 from deltachain_sglang import SCHEME, compat
 from deltachain_sglang.model import SglangModel
 
-# SGLang returns only the reply of its first scheduler, so this one contains the replies of all
-# ranks.
-
 
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
     """A request to all ranks; with ``flush``, caches are flushed once all have handled it."""

@@ -1,4 +1,4 @@
-"""An SGLang server as an engine: its tokenizer manager, called from the leader's thread."""
+"""Engines of SGLang: a server, called from the leader's thread, and one in this process."""
 
 from __future__ import annotations
 

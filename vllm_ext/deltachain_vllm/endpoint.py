@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
 
 
-# vLLM's routes for them are wrapped by deltachain's, as endpoint plugins may do. At level 1 vLLM
+# vLLM's routes for sleep are wrapped, as endpoint plugins may do. At level 1 vLLM
 # moves weights to the host and drops its cache, at level 2 it drops both; at level 0 it only stops
 # generating. The content of weights after a wake-up is unknown.
 

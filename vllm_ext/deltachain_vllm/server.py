@@ -1,4 +1,4 @@
-"""A vLLM server as an engine: its asynchronous client, called from the leader's thread."""
+"""Engines of vLLM: a server, called from the leader's thread, and an engine in this process."""
 
 from __future__ import annotations
 

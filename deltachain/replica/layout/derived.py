@@ -1,4 +1,9 @@
-"""Prove that an engine does not use some tensors of its checkpoint."""
+"""Live tensors that no checkpoint tensor is loaded into, and checkpoint tensors that nothing uses.
+
+Loading other bits, post-load processing included, changes derived tensors, but not constants. The
+sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its own
+module outwards.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +34,6 @@ from deltachain.replica.layout.model_state import (
 
 if TYPE_CHECKING:
     from deltachain.replica.layout.discover import Layout
-
-
-# Loading other bits, post-load processing included, changes derived tensors, but not constants. The
-# sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its
-# own module outwards.
 
 
 NEAR: Final = 512

@@ -1,4 +1,8 @@
-"""Methods by which an engine loads tensors again; live tensors keep their memory."""
+"""The model of an engine at one moment, and the methods by which it loads tensors again.
+
+Both engines build layers alike: a module with a ``weight`` and a ``quant_method``, which multiplies
+by the weight, by a packed copy of it, or by another form of it made after loading.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +31,6 @@ from deltachain.replica.layout.members import (
     same_number,
     storage_id,
 )
-
-# Both engines build layers alike: a module with a ``weight`` and a ``quant_method``, which
-# multiplies by the weight, by a packed copy of it, or by another form of it made after loading.
-
 
 COLUMNS: Final = 16
 """Number of columns of a weight that probing rows show."""
