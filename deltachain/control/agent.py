@@ -105,15 +105,9 @@ class Reader(Protocol):
 
 
 class Agent(Closeable):
-    """Follows a chain in a folder for a stock server.
+    """Follows a chain in a folder, which nothing else may use, for a stock server that loads it.
 
     Each version is fetched, decoded and verified in the folder while the server keeps serving.
-
-    Args:
-        config: Settings, or the URL alone.
-        folder: Folder of the newest version; must not be used by anything else.
-        server: The server that loads the folder.
-        store: The store; opened from the URL if ``None``.
     """
 
     def __init__(
@@ -132,12 +126,8 @@ class Agent(Closeable):
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
         """Update folder and server to a version or to the head.
 
-        Returns:
-            ``None`` if the folder held the version already.
-
-        Raises:
-            ControlPlaneError: The server did not load the version.
-            DeltaChainError: As :meth:`Subscriber.update`.
+        Returns ``None`` if the folder held the version already. Raises a :class:`ControlPlaneError`
+        if the server did not load the version, and whatever :meth:`Subscriber.update` does.
         """
         receipt = self.subscriber.update(version)
         self._bring()
@@ -151,12 +141,8 @@ class Agent(Closeable):
     ) -> Iterator[ApplyReceipt]:
         """Follow the head until ``stop`` is set; see :meth:`Subscriber.follow`.
 
-        Waits for a server that is down, and reloads one that has restarted.
-
-        Args:
-            stop: Ends the loop when set.
-            looked: Called after each iteration with the error to be retried, or ``None`` once the
-                server holds the version.
+        Waits for a server that is down, and reloads one that has restarted. After each iteration,
+        ``looked`` gets the error to be retried, or ``None`` once the server holds the version.
         """
 
         def after(trouble: DeltaChainError | None) -> None:
@@ -299,7 +285,7 @@ class AdapterServer(Reader):
         url: Address of the server, which must see ``folder``.
         name: Prefix of model names: version 7 of ``policy`` is ``policy-v7``.
         folder: Parent of one folder a version.
-        key: API key of the server, or a file of keys; see :class:`EngineClient`. Empty for none.
+        key: API key of the server, or a file of keys; empty for none.
         keep: Number of versions that stay loaded.
     """
 

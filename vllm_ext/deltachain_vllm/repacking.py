@@ -41,12 +41,8 @@ def repack(
 ) -> None:
     """Load into raw layers and pack them; new tensors then take the places of the old ones.
 
-    Args:
-        model: Model of the worker; not in use meanwhile.
-        layers: Names of the layers. Others that share a parameter with one of them are packed again
-            as well, and so are tensors made from theirs; such layers keep their tensors.
-        load: Function that calls the model's own loader.
-        dtype: Dtype of activations.
+    Layers that share a parameter with one of these are packed again as well, and so are tensors
+    made from theirs; such layers keep their tensors. ``dtype`` is that of activations.
     """
     every = list(model.modules())
     chosen = {model.get_submodule(name) for name in layers}
@@ -210,12 +206,6 @@ def loaded_apart(
 ) -> Mapping[str, nn.Module]:
     """Load layers into copies, and process these as for the first time; the model stays as it is.
 
-    Args:
-        model: Model of the worker; not in use meanwhile.
-        layers: Names of the layers.
-        load: Function that calls the model's own loader.
-        dtype: Dtype of activations.
-
     Returns:
         The copies, by the names of their layers, of all layers that a repack changes; empty if no
         layer is quantised.
@@ -236,11 +226,7 @@ def loaded_apart(
 
 
 class _Copies:
-    """Copies of layers, and of the objects that process them.
-
-    Args:
-        layers: Layers of the model.
-    """
+    """Copies of layers, and of the objects that process them."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._copies: dict[int, Any] = {}
