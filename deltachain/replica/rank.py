@@ -71,22 +71,12 @@ class HostCopies:
         self, model: EngineModel, source: LoadedCheckpoint, specs: Mapping[str, TensorSpec]
     ) -> None:
         self._model, self._source, self._specs = model, source, specs
-        self._bits: dict[str, npt.NDArray[Any]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._bits
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self._bits[name]
-
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._bits)
+        self.bits: dict[str, npt.NDArray[Any]] = {}
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
-        self._bits = {
-            name: self._bits[name] if name in self._bits else self._source.copy(name)
+        self.bits = {
+            name: self.bits[name] if name in self.bits else self._source.copy(name)
             for name in names
         }
 
@@ -98,7 +88,7 @@ class HostCopies:
             layers = frozenset().union(*(group.layers for group in groups))
             if not all(group.layers for group in groups):
                 layers = frozenset()
-            wanted = [name for group in groups for name in group.names if name in self._bits]
+            wanted = [name for group in groups for name in group.names if name in self.bits]
             load_with(self._model, way, layers, self.clones(wanted))
 
     def read_back(self, layout: Layout, names: Collection[str]) -> None:
@@ -113,7 +103,7 @@ class HostCopies:
         expect_fresh(self._model, fresh, self.clones, self._specs)
         for name in layout.readable.keys() & set(names):
             for place in layout.readable[name]:
-                if not same_bits(place.view, place.take(self._bits[name])):
+                if not same_bits(place.view, place.take(self.bits[name])):
                     raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
     def load_old(self, layout: Layout, names: Collection[str], version: Version) -> None:
@@ -130,7 +120,7 @@ class HostCopies:
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             for here in self._source.names[name]:
-                yield here, tensor_of(self._specs[name], self._bits[name])
+                yield here, tensor_of(self._specs[name], self.bits[name])
 
 
 def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
@@ -285,8 +275,8 @@ class Rank:
     def state(self) -> dict[HolderKey, StateDigest]:
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
-            if name in self._copies:
-                copy = WholeTensor(self._copies[name])
+            if name in self._copies.bits:
+                copy = WholeTensor(self._copies.bits[name])
                 total[self._holders[name][0], 0] += state_of(spec, copy)
                 continue
             for place, slot in self._places(name):
@@ -362,7 +352,7 @@ class Rank:
         with settled():
             try:
                 if is_done:
-                    changed = staged.names & self._copies.names
+                    changed = staged.names & self._copies.bits.keys()
                     self._copies.load_old(self._attached, changed, version)
                     self._unloaded = None
                 else:
@@ -373,7 +363,7 @@ class Rank:
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> None:
         self._unloaded = None
-        on_host = staged.names & self._copies.names
+        on_host = staged.names & self._copies.bits.keys()
         together = bool(on_host) and not self._alone  # ranks may exchange values while they load
         try:
             written = write_all(staged.undoes() if back else staged.writes(self._share), version)
@@ -412,7 +402,7 @@ class Rank:
                     if place.numel and self._decodes_on(place) == "device"
                 ]
                 for name in self._specs
-                if name not in self._copies
+                if name not in self._copies.bits
             }
             self._stager = self._attached, DeviceStager(places, self._specs)
             self._stager[1].warm_up()
@@ -425,8 +415,8 @@ class Rank:
     def _share(self, name: str) -> Share:
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
-        if name in self._copies:
-            copy = WholeTensor(self._copies[name])
+        if name in self._copies.bits:
+            copy = WholeTensor(self._copies.bits[name])
             return Share((((self._holders[name][0], 0), copy),), 0, self._specs[name].numel)
         places = [(slot, place) for place, slot in self._places(name) if place.numel]
         if not places:
@@ -451,11 +441,11 @@ class Rank:
         with settled():
             layers = self._attached.layers
             state = ModelState(self.model, SavedBits(self.model.tensors()), layers)
-            self._copies.load(self._attached, self._copies.names)
+            self._copies.load(self._attached, self._copies.bits)
             self._record = self._recorded(self._record)
             try:
                 state.expect_same()
-                self._copies.read_back(self._attached, self._copies.names)
+                self._copies.read_back(self._attached, self._copies.bits)
             except TensorMismatchError:
                 return False
         return True
