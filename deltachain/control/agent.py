@@ -37,15 +37,8 @@ LOOK_S: Final = 10.0
 class EngineClient(Http):
     """HTTP client of a stock vLLM or SGLang server.
 
-    Args:
-        url: Address of the server.
-        key: API key of the server, or a file of keys that is read again when it changes; empty for
-            none.
-        timeout_s: Timeout of a request, in seconds.
-        hint: Hint of errors when the server refuses.
-
-    Raises:
-        ConfigError: ``url`` is invalid, or ``key`` cannot be sent in a header.
+    ``key`` is its API key, or a file of keys that is read again when it changes; empty for none. A
+    refusal gets the ``hint``.
     """
 
     def __init__(self, url: str, *, key: str | Path, timeout_s: float, hint: str) -> None:
@@ -56,11 +49,7 @@ class EngineClient(Http):
     def tell(
         self, path: str, body: Mapping[str, object] | None = None, *, method: str = "POST"
     ) -> httpx.Response:
-        """Send a request; a GET is answered in ``LOOK_S``.
-
-        Raises:
-            ControlPlaneError: The server refused or did not answer; the same for all methods.
-        """
+        """Send a request; a GET is answered in ``LOOK_S``."""
         answer = self.request(method, path, body, timeout_s=LOOK_S if method == "GET" else None)
         if not answer.is_success:
             raise self._refused(path, answer)
@@ -114,15 +103,9 @@ class Reader(Protocol):
 
 
 class Agent(Closeable):
-    """Follows a chain in a folder for a stock server.
+    """Follows a chain in a folder, which nothing else may use, for a stock server that loads it.
 
     Each version is fetched, decoded and verified in the folder while the server keeps serving.
-
-    Args:
-        config: Settings, or the URL alone.
-        folder: Folder of the newest version; must not be used by anything else.
-        server: The server that loads the folder.
-        store: The store; opened from the URL if ``None``.
     """
 
     def __init__(
@@ -141,12 +124,8 @@ class Agent(Closeable):
     def update(self, version: Version | None = None) -> ApplyReceipt | None:
         """Update folder and server to a version or to the head.
 
-        Returns:
-            ``None`` if the folder held the version already.
-
-        Raises:
-            ControlPlaneError: The server did not load the version.
-            DeltaChainError: As :meth:`Subscriber.update`.
+        Returns ``None`` if the folder held the version already. Raises a :class:`ControlPlaneError`
+        if the server did not load the version, and whatever :meth:`Subscriber.update` does.
         """
         receipt = self.subscriber.update(version)
         self._bring()
@@ -160,12 +139,8 @@ class Agent(Closeable):
     ) -> Iterator[ApplyReceipt]:
         """Follow the head until ``stop`` is set; see :meth:`Subscriber.follow`.
 
-        Waits for a server that is down, and reloads one that has restarted.
-
-        Args:
-            stop: Ends the loop when set.
-            looked: Called after each iteration with the error to be retried, or ``None`` once the
-                server holds the version.
+        Waits for a server that is down, and reloads one that has restarted. After each iteration,
+        ``looked`` gets the error to be retried, or ``None`` once the server holds the version.
         """
 
         def after(trouble: DeltaChainError | None) -> None:
@@ -188,7 +163,6 @@ class Agent(Closeable):
         return f"the server has not loaded version {held.version}"
 
     def _bring(self) -> None:
-        """Make the server load what the folder holds, unless it has loaded that already."""
         held, last = self.subscriber.held, self.subscriber.last
         if held is None:
             return
@@ -203,8 +177,6 @@ class Agent(Closeable):
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What engines say of their weights, and SGLang of a load."""
-
     weight_version: str | None = None
     success: bool = False
     message: str = ""
@@ -293,8 +265,6 @@ class ReloadServer(Reader):
 
 
 class _Model(msgspec.Struct, frozen=True):
-    """A model or adapter of vLLM, and the folder it was loaded from."""
-
     id: str
     root: str | None = None
 
@@ -313,7 +283,7 @@ class AdapterServer(Reader):
         url: Address of the server, which must see ``folder``.
         name: Prefix of model names: version 7 of ``policy`` is ``policy-v7``.
         folder: Parent of one folder a version.
-        key: API key of the server, or a file of keys; see :class:`EngineClient`. Empty for none.
+        key: API key of the server, or a file of keys; empty for none.
         keep: Number of versions that stay loaded.
     """
 

@@ -57,13 +57,12 @@ class ReplicaRow:
 
 
 def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[ReplicaRow]:
-    """Return a row for each replica: the worst health first, then the largest lag.
-
-    Args:
-        answers: Answers, by address.
-        limits: Limits of a healthy replica.
-    """
-    there = {url: status for url, one in answers.items() if (status := _status(one)) is not None}
+    """Return a row for each replica, by address: the worst health first, then the largest lag."""
+    there = {
+        url: one.status if isinstance(one, PresenceFound) else one
+        for url, one in answers.items()
+        if not isinstance(one, DeltaChainError)
+    }
     newest = {
         chain: newest_seen([one for one in there.values() if one.chain == chain])
         for chain in {one.chain for one in there.values()}
@@ -81,12 +80,6 @@ def compare(answers: Mapping[str, ReplicaAnswer], limits: HealthLimits) -> list[
     return sorted(rows, key=lambda row: (order.index(row.health), -(row.lag or 0), _natural(row)))
 
 
-def _status(answer: ReplicaAnswer) -> Status | None:
-    if isinstance(answer, PresenceFound):
-        return answer.status
-    return answer if isinstance(answer, Status) else None
-
-
 def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> ReplicaRow:
     """Return the row of a replica that wrote of itself, and may have ended since."""
     row = replace(row, written_s=found.age_s)
@@ -100,7 +93,7 @@ def _present(row: ReplicaRow, found: PresenceFound, limits: HealthLimits) -> Rep
 
 
 def _natural(row: ReplicaRow) -> list[tuple[int, str]]:
-    """Return what sorts addresses as people do: ``r2`` before ``r10``."""
+    """Sort addresses as people do: ``r2`` before ``r10``."""
     words = re.split(r"(\d{1,9})", row.engine)
     return [(int(word), "") if word.isdecimal() else (-1, word) for word in words]
 
@@ -119,7 +112,7 @@ def newest_seen(statuses: Sequence[Status]) -> Version | None:
 def _doubts(
     there: Mapping[str, Status], newest: Mapping[str | None, Version | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return what is doubtful about each replica beside the others."""
+    """Return what is doubtful about each replica among the others."""
     chains = Counter(one.chain for one in there.values() if one.chain)
     manifests: dict[Version | None, Counter[str]] = {}
     for one in there.values():

@@ -52,7 +52,6 @@ class Announced:
         return tuple(url for url, held in self.held.items() if held is None or held < self.version)
 
     def __str__(self) -> str:
-        """Return one line for logs."""
         there = len(self.held) - len(self.stragglers)
         late = f", behind: {', '.join(self.stragglers)}" if self.stragglers else ""
         return f"version {self.version} on {there} of {len(self.held)}, {self.waited_s:.2f} s{late}"
@@ -60,8 +59,6 @@ class Announced:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """The announced version, and the digest of its manifest if known."""
-
     version: Version
     manifest: str
 
@@ -175,7 +172,6 @@ class Fleet(Closeable):
                 self.clients[url].close()
 
     def _serve(self) -> None:
-        """Start the missing threads; each ends with the fleet."""
         with self._changed:
             for url in self.clients.keys() - self._served:
                 thread = Thread(target=self._run, args=(url,), name=f"deltachain-{url}")
@@ -187,7 +183,6 @@ class Fleet(Closeable):
                     self._trouble[url] = "not announced: this process cannot start another thread"
 
     def _run(self, url: str) -> None:
-        """Announce versions to one replica until the fleet closes; runs in its thread."""
         failures, pause_s = 0, 0.0
         with self.clients[url] as client:
             while (wanted := self._next(url, pause_s)) is not None:

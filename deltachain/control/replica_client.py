@@ -51,12 +51,9 @@ class Http:
     the loopback interface. Certificates and keys for TLS are those of :class:`TlsFiles`.
 
     Args:
-        url: Address of the server; may have a user and a password.
+        url: Address of the server; may have a user and a password, which the attribute lacks.
         credentials: Ways to identify; the next one is tried if the server answers 401.
         timeout_s: Timeout of a request, in seconds, to its last byte.
-
-    Attributes:
-        url: Address of the server, without user and password.
 
     Raises:
         ConfigError: ``url``, a proxy or a file for TLS is invalid.
@@ -88,11 +85,7 @@ class Http:
     ) -> httpx.Response:
         """Send a request and read the whole response, whatever its status.
 
-        Args:
-            method: Method of the request.
-            path: Path below the address.
-            body: Body, sent as JSON; ``None`` for none.
-            timeout_s: Timeout of this request, if shorter than the client's.
+        A shorter ``timeout_s`` than the client's holds for this request.
 
         Raises:
             ControlPlaneError: The server did not answer, or the response is too large.
@@ -134,7 +127,6 @@ class Http:
         return httpx.Response(answer.status_code, content=content)
 
     def close(self) -> None:
-        """Close connections; idempotent."""
         self._client.close()
 
 
@@ -149,14 +141,7 @@ UNTRUSTED: Final = (
 
 
 def make_client(**arguments: Any) -> httpx.Client:  # noqa: ANN401 - as httpx takes them
-    """Return an HTTP client with the proxies and the TLS of the environment.
-
-    Args:
-        arguments: Further arguments of :class:`httpx.Client`.
-
-    Raises:
-        ConfigError: A proxy or a file for TLS is invalid.
-    """
+    """Return an HTTP client with the proxies and the TLS of the environment."""
     context = TlsFiles.of(os.environ).context()
     limits = httpx.Limits(keepalive_expiry=KEEPALIVE_S)
     local = {f"all://{host}": httpx.HTTPTransport(verify=context, limits=limits) for host in DIRECT}
@@ -171,7 +156,6 @@ def make_client(**arguments: Any) -> httpx.Client:  # noqa: ANN401 - as httpx ta
 
 
 def is_untrusted(exc: BaseException | None) -> bool:
-    """Return whether a request failed because the server's certificate is not trusted."""
     while exc is not None:
         if isinstance(exc, ssl.SSLCertVerificationError):
             return True
@@ -180,11 +164,7 @@ def is_untrusted(exc: BaseException | None) -> bool:
 
 
 def secret(given: str | Path, name: str) -> Tokens:
-    """Return tokens or keys, after a check that a header can carry them.
-
-    Raises:
-        ConfigError: They have characters that are invalid in a header, or the file is invalid.
-    """
+    """Return tokens or keys, after a check that a header can carry them."""
     tokens = Tokens(given)
     if not all(token.isascii() and token.isprintable() for token in tokens.current):
         raise ConfigError(f"the {name} has characters that are invalid in an HTTP header")
@@ -192,7 +172,6 @@ def secret(given: str | Path, name: str) -> Tokens:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the Authorization header for ``key``; empty without one."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 

@@ -1,4 +1,4 @@
-"""Roster of a fleet: asks all replicas at once, and returns answers as they come."""
+"""Roster of a fleet: who belongs to it, and what each answers, all asked at once."""
 
 from __future__ import annotations
 
@@ -37,11 +37,7 @@ _HINT: Final = (
 
 
 def parse_inventory(text: str) -> tuple[str, ...]:
-    """Parse a list of addresses with commas, or the path of a file with one a line.
-
-    Raises:
-        ConfigError: It names no address, or the file cannot be read.
-    """
+    """Parse a list of addresses with commas, or the path of a file with one a line."""
     if "://" in text:
         entries = tuple(part.strip() for part in text.split(",") if part.strip())
         return _checked(entries, "the list of engines")
@@ -49,11 +45,7 @@ def parse_inventory(text: str) -> tuple[str, ...]:
 
 
 def read_inventory(file: Path) -> tuple[str, ...]:
-    """Read a file with one address a line; empty lines and comments after ``#`` are left out.
-
-    Raises:
-        ConfigError: It cannot be read, names no address, or has a line that is none.
-    """
+    """Read a file with one address a line; empty lines and comments after ``#`` are left out."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as exc:
@@ -99,11 +91,6 @@ def _is_board(entry: str) -> bool:
 
 
 def parse_name(entry: str) -> tuple[str, int]:
-    """Parse ``dns://NAME:PORT``.
-
-    Raises:
-        ConfigError: It has no name, no port, or a user.
-    """
     name, _, port = entry.removeprefix(DNS).rpartition(":")
     is_port = port.isascii() and port.isdecimal() and int(port) < 1 << 16
     if not name or "@" in name or not is_port:
@@ -113,12 +100,7 @@ def parse_name(entry: str) -> tuple[str, int]:
 
 
 def resolve(entry: str) -> Sequence[str]:
-    """Look up the addresses behind ``dns://NAME:PORT``, in ascending order.
-
-    Raises:
-        ControlPlaneError: The name cannot be resolved.
-        ConfigError: It has no name, no port, or a user.
-    """
+    """Look up the addresses behind ``dns://NAME:PORT``, in ascending order."""
     name, port = parse_name(entry)
     try:
         found = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)
@@ -182,12 +164,10 @@ class Roster(Closeable):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Addresses, DNS names and boards of the replicas."""
         return (*self._clients, *self._names, *self._boards)
 
     @property
     def boards(self) -> tuple[str, ...]:
-        """URLs where the presence of replicas is read."""
         return tuple(self._boards)
 
     def ask(
@@ -198,9 +178,6 @@ class Roster(Closeable):
         The round ends after the timeout, whatever replicas do. A replica that has not answered the
         question of an earlier round is not asked again before it did. Boards are read whatever the
         question is.
-
-        Args:
-            question: Called with the client of each replica, in its thread.
         """
         found = dict(self._clients)
         looked_up = self._at_once({name: partial(resolve, name) for name in self._names})
@@ -232,7 +209,6 @@ class Roster(Closeable):
                 board.close()
 
     def _forget(self, known: Collection[str]) -> None:
-        """Close connections to addresses that no name stands for any more."""
         for url in [url for url in self._resolved if url not in known and url not in self._busy]:
             self._resolved.pop(url).close()
 

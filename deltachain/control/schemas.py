@@ -42,7 +42,6 @@ class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def number(self) -> Version | None:
-        """Return the requested version as an int; ``None`` for the default."""
         return None if self.version is None else int(self.version)
 
 
@@ -71,8 +70,6 @@ class Problem(Answer, frozen=True):
 
 
 class RefusedReply(Answer, frozen=True):
-    """Reply of a replica that failed."""
-
     error: Problem
 
 
@@ -92,12 +89,7 @@ def schema_of(kind: type) -> dict[str, Any]:
 def answers(
     *codes: int, kinds: Mapping[int, type | None] = MappingProxyType({})
 ) -> dict[int | str, dict[str, Any]]:
-    """Describe the responses of a route for OpenAPI: the replica's status, or an error.
-
-    Args:
-        codes: Status codes of further errors.
-        kinds: Body type by status code, beyond the defaults; ``None`` for a body without JSON.
-    """
+    """Describe the responses of a route for OpenAPI: a status, an error, or given types."""
     found: dict[int | str, dict[str, Any]] = {}
     for code in (200, 401, 403, 503, *codes):
         kind = kinds.get(code, _KINDS.get(code, RefusedReply))

@@ -1,4 +1,4 @@
-"""Startup of a replica: creates the leader of an engine and its authorization."""
+"""The server of a replica: its start, who may ask it, and how much at once."""
 
 from __future__ import annotations
 
@@ -43,11 +43,7 @@ _HOST: Final = re.compile(
 
 
 def host_of(request: Request) -> str:
-    """Return the host of a request, without its port.
-
-    Raises:
-        HTTPException: 400 for an invalid ``Host`` header, which proxies interpret differently.
-    """
+    """Return the host of a request; 400 for a header that proxies interpret differently."""
     given = request.headers.getlist("host")
     match = _HOST.fullmatch(given[0]) if len(given) == 1 else None
     if match is None:
@@ -96,9 +92,6 @@ class Control:
     Args:
         token: Required bearer token, or a file of tokens that are accepted; empty for none.
         is_open: Whether the server listens on the loopback interface alone.
-
-    Raises:
-        ConfigError: The file of tokens is invalid; see :class:`Tokens`.
     """
 
     def __init__(
@@ -120,7 +113,6 @@ class Control:
         self._free = {kind: asyncio.Semaphore(AT_ONCE) for kind in get_args(RequestKind)}
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the figures of the replica, from memory; none if the server follows no chain."""
         if self.leader is not None:
             yield from self.leader.figures()
         if self.presence is not None:
@@ -153,13 +145,13 @@ class Control:
 
         Args:
             action: Called with the leader.
-            request: The request it serves; the wait ends once its client disconnects.
+            request: The request it serves; the wait ends once its client disconnects, since a
+                server that shuts down waits for its requests.
             kind: Group of the concurrency limit: actions that wait for the store do not block
                 others.
 
         Raises:
-            HTTPException: 503 if the server follows no chain, or the client has disconnected, since
-                a server that shuts down waits for its requests.
+            HTTPException: 503 if the server follows no chain, or the client has disconnected.
         """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
@@ -176,7 +168,6 @@ class Control:
 
 
 async def _unless_left(work: asyncio.Future[Any], request: Request | None) -> None:
-    """Wait for ``work``; raise if the client disconnects before."""
     while not (await asyncio.wait({work}, timeout=LOOK_S))[0]:
         if request is not None and await request.is_disconnected() and not work.done():
             raise HTTPException(503, "client disconnected")
@@ -205,11 +196,7 @@ async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
 
 
 def control_of(request: Request) -> Control:
-    """Return the server's :class:`Control`.
-
-    Raises:
-        HTTPException: 503 while the engine is starting.
-    """
+    """Return the server's :class:`Control`; 503 while the engine is starting."""
     control: Control | None = getattr(request.app.state, "deltachain", None)
     if control is None:
         raise HTTPException(503, "the engine is starting")
@@ -225,8 +212,7 @@ async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) ->
 Allowed = Annotated[Control, Depends(_allowed)]
 
 
-class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Body of a request without parameters."""
+class _Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True): ...
 
 
 async def _asked(control: Allowed, request: Request) -> VersionRequest:
@@ -240,7 +226,6 @@ async def _nothing(control: Allowed, request: Request) -> None:
 
 
 async def _body(request: Request, kind: type[_T], expected: str) -> _T:
-    """Read and parse a small body, after the token was checked."""
     if request.url.query:
         raise HTTPException(422, "query parameters are not supported; send a JSON body")
     body = b""
@@ -266,27 +251,13 @@ NothingAsked = Annotated[None, Depends(_nothing)]
 
 
 def fall_asleep(leader: Leader, kinds: frozenset[str]) -> None:
-    """Wait for a running swap, then mark the replica as unready.
-
-    Args:
-        leader: Leader of the engine that is about to release memory.
-        kinds: Kinds of memory to be released, in the engine's terms.
-    """
+    """Wait for a running swap, then mark the replica as unready; kinds are the engine's terms."""
     with leader.subscriber.alone():
         leader.released |= kinds
 
 
 def wake_up(leader: Leader, kinds: frozenset[str], weights: str) -> None:
-    """Verify or heal restored weights, then mark the replica as ready.
-
-    Args:
-        leader: Leader of the engine that has allocated memory again.
-        kinds: Kinds of allocated memory, in the engine's terms.
-        weights: The engine's term for weights.
-
-    Raises:
-        DeltaChainError: Verification and healing failed; the replica is poisoned.
-    """
+    """Verify or heal restored weights, then mark the replica as ready."""
     try:
         if weights in kinds & leader.released:
             leader.scrub()
@@ -298,12 +269,7 @@ logger = logging.getLogger(__name__)
 
 
 class LedEngine(NamedTuple):
-    """An engine with its checkpoint.
-
-    Attributes:
-        engine: Ranks and scheduler of the engine.
-        checkpoint: Folder it was loaded from, used as base checkpoint of the chain.
-    """
+    """An engine, and the checkpoint that it was loaded from: base of the chain."""
 
     engine: Engine
     checkpoint: Path
@@ -365,11 +331,7 @@ async def lead(
 
 
 def leave_at_end(app: FastAPI) -> None:
-    """Make the end of a server's lifespan withdraw the presence of its replica, if it has one.
-
-    Args:
-        app: The server's app; its ``state.deltachain`` is a :class:`Control` by then, if ever.
-    """
+    """Make the end of a server's lifespan withdraw the presence of its replica, if it has one."""
     original = app.router.lifespan_context
 
     @asynccontextmanager
@@ -388,8 +350,7 @@ def leave_at_end(app: FastAPI) -> None:
 def join_registry(control: Control) -> None:
     """Add the figures of a leader to the process' own Prometheus registry, once.
 
-    An engine that serves that registry at its own ``/metrics`` then shows them there. Does nothing
-    without a leader or without ``prometheus_client``.
+    An engine that serves that registry at its own ``/metrics`` then shows them there.
     """
     if control.leader is None:
         return

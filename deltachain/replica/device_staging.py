@@ -52,13 +52,7 @@ ON_DEVICE: Final = frozenset({"step", "overwrite", MAX.name})
 
 @dataclass(frozen=True, slots=True)
 class DeviceWrite(StagedWrite):
-    """Changes of many tensors, staged on their device.
-
-    Attributes:
-        changes: Positions, old bits and new bits.
-        tensors: Names of the tensors.
-        back: Whether the write restores the old bits.
-    """
+    """Changes of many tensors, staged on their device; ``back`` restores the old bits."""
 
     changes: StagedChanges
     tensors: tuple[str, ...]
@@ -93,12 +87,7 @@ class DeviceWrite(StagedWrite):
 
 
 class DeviceStager(BatchStager):
-    """Stages tensor plans of tensors whose elements are all in place on one device.
-
-    Args:
-        placements: Placements of each tensor on this rank, each with its holders.
-        specs: Specs of these tensors.
-    """
+    """Stages tensor plans of tensors whose elements are all in place on one device."""
 
     def __init__(
         self,
@@ -154,7 +143,6 @@ class DeviceStager(BatchStager):
                 staging.write_(staging.stage(changes, place, [""]))
 
     def _tiles_of_nothing(self, width: int) -> ChangeBatch:
-        """Decode a tile of one element, which changes by one."""
         old = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
         table = np.full(2 * BINS, NEVER, np.uint8)
         table[0] = 0
@@ -179,8 +167,6 @@ class DeviceStager(BatchStager):
         """Verify and inflate the segments of a tensor plan near the elements ``[low, high)``.
 
         Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: An object violates FORMAT.md.
             OldBitsError: The elements of this rank cut a tile.
         """
         name = given.spec.name
@@ -206,12 +192,7 @@ class DeviceStager(BatchStager):
     def stage(
         self, plans: Sequence[PlanStreams]
     ) -> Iterator[tuple[DeviceWrite, Mapping[HolderKey, Effect]]]:
-        """Stage tensor plans of different tensors, one write for each element width.
-
-        Raises:
-            MalformedError: The streams of a tensor violate FORMAT.md.
-            BaseMismatchError: Tiles of a tensor cannot be decoded with its live bits.
-        """
+        """Stage tensor plans of different tensors, one write for each element width."""
         by_width: dict[int, list[PlanStreams]] = defaultdict(list)
         for one in plans:
             if one.versions:
@@ -257,7 +238,6 @@ class DeviceStager(BatchStager):
     def _old_bits(
         self, one: ObjectStreams, before: Sequence[tuple[Mapping[int, int], ChangeBatch]]
     ) -> Tensor:
-        """Return the bits of a tensor after all earlier edges."""
         tiles = cast("TensorTiles", one.streams)
         start, number = tiles.grid.start, tiles.tensor
         if not tiles.grid.mask:  # all elements are one class
@@ -270,12 +250,10 @@ class DeviceStager(BatchStager):
 
     @property
     def tensors(self) -> int:
-        """Number of tensors that can be staged."""
         return len(self._names)
 
     @property
     def device(self) -> torch.device:
-        """Device of the weights."""
         return self._device or torch.device("cpu")
 
     def _effects(self, staged: StagedChanges) -> Mapping[HolderKey, Effect]:
@@ -296,8 +274,6 @@ def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> Tenso
         elements: Elements of it whose old bits are known, or all if none are needed.
 
     Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: Rates and sizes break a rule of FORMAT.md 4.
         OldBitsError: The elements cut a tile.
     """
     data, table, grid, wanted = MAX.coded_tiles(reader, elements)
@@ -306,16 +282,7 @@ def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> Tenso
 
 
 def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:
-    """Verify and inflate the streams of segments, without decoding them.
-
-    Args:
-        reader: Reader of a tensor in the encoding ``step`` or ``overwrite``.
-        number: Number of the tensor in its batch.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: The padding bits of a stream are not zero.
-    """
+    """Verify and inflate the streams of a tensor in ``step`` or ``overwrite``, without decoding."""
     row, width = reader.row, reader.spec.itemsize
     absolute = row.encoding != "step"
     gaps = ("gap8",) if row.gap == 1 else ("gap16.0", "gap16.1")

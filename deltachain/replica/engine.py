@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -31,11 +31,7 @@ class VersionRange:
     beyond: tuple[int, ...]
 
     def check(self, found: str) -> str:
-        """Return the given version, if it is in the range.
-
-        Raises:
-            EngineVersionError: The version is outside the range.
-        """
+        """Return the given version, or raise an :class:`EngineVersionError` for another."""
         pattern = r"\.".join([r"(\d+)"] * len(self.first))
         match = re.match(pattern, found)
         version = tuple(map(int, match.groups())) if match else ()
@@ -64,7 +60,10 @@ def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) 
         ConfigError: The loop runs in this thread, which would wait for itself.
         ApplyError: The engine raised, or has ended.
     """
-    if _is_running_here(loop):
+    running: asyncio.AbstractEventLoop | None = None
+    with suppress(RuntimeError):
+        running = asyncio.get_running_loop()
+    if running is loop:
         coroutine.close()
         raise ConfigError(
             "this thread runs the event loop of the engine, and cannot wait for it",
@@ -76,13 +75,6 @@ def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) 
         raise
     except Exception as exc:  # engines raise plain exceptions, also when they are dead
         raise ApplyError(f"the engine did not answer: {exc}") from exc
-
-
-def _is_running_here(loop: asyncio.AbstractEventLoop) -> bool:
-    try:
-        return asyncio.get_running_loop() is loop
-    except RuntimeError:
-        return False
 
 
 class EngineModel(Protocol):

@@ -14,7 +14,7 @@ from typing import Final
 from deltachain.chain.fetch import THREADS, Fetched, fetch_part
 from deltachain.codec import Part
 from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
-from deltachain.errors import ApplyError, DigestMismatchError, FormatError
+from deltachain.errors import ApplyError, FormatError
 from deltachain.format.documents import ObjectRef
 from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.messages import RankReply, Refusal
@@ -28,61 +28,6 @@ FRONT: Final = 1 << 20
 
 WORTH: Final = 0.8
 """Share of an object above which it is fetched whole: one request, and one digest for all."""
-
-
-class ObjectFront:
-    """Front of one object of a store, read by ranges.
-
-    Args:
-        store: The store.
-        ref: The object.
-
-    Raises:
-        DigestMismatchError: The object has another directory than the chain says.
-        MalformedError: The object violates FORMAT.md.
-    """
-
-    def __init__(self, store: Store, ref: ObjectRef) -> None:
-        self._store, self._ref = store, ref
-        self._read: Sequence[tuple[int, Buffer]] = ()
-        self._front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
-        self._part = Part(self._read_at, ref.nbytes, key=ref.key)
-        if self._part.digest != ref.directory:
-            raise DigestMismatchError(
-                f"{ref.key}: directory",
-                expected=ref.directory,
-                actual=self._part.digest,
-                key=ref.key,
-            )
-
-    def ranges(self, wanted: Mapping[str, Range]) -> Sequence[Range] | None:
-        """Return the ranges of the object to read; ``None`` if the whole object is worth it.
-
-        Args:
-            wanted: Range of flat indices of each tensor to be read, by name.
-        """
-        front = self._part.front_nbytes
-        found = joined([(0, front), *stored_ranges(self._part, wanted)])
-        whole = sum(stop - start for start, stop in found) > WORTH * self._ref.nbytes
-        return None if whole else found
-
-    def read(
-        self, ranges: Sequence[Range], wanted: Mapping[str, Range]
-    ) -> Sequence[tuple[int, Buffer]]:
-        """Read ranges, and verify the frames of what is wanted; return bytes with their offsets.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-        """
-        self._read = [(start, self._read_at(start, stop - start)) for start, stop in ranges]
-        check_ranges(self._part, wanted)
-        return self._read
-
-    def _read_at(self, start: int, length: int) -> Buffer:
-        for at, data in ((0, self._front), *self._read):
-            if at <= start and start + length <= at + len(data):
-                return memoryview(data)[start - at : start - at + length]
-        return self._store.get_range(self._ref.key, start, length)
 
 
 # The leader fetches for the ranks that see its own folder. Elsewhere one rank of each host does,
@@ -109,11 +54,7 @@ class Host:
 
 @contextmanager
 def shown(parent: Path) -> Iterator[tuple[str, str]]:
-    """Keep a probe in the folder of spools while open, and yield its name and content.
-
-    Raises:
-        ApplyError: The disk is full, or write permission is missing.
-    """
+    """Keep a probe in the folder of spools while open, and yield its name and content."""
     word = secrets.token_hex(16)
     probe = Spool.probe(parent, word)
     try:
@@ -131,11 +72,7 @@ def sees_probe(folder: Path, word: str) -> bool:
 
 
 def folder_id(parent: Path) -> str:
-    """Return an id of the folder of spools, equal for all processes of a machine that share it.
-
-    Raises:
-        OSError: The folder cannot be created, or is another user's.
-    """
+    """Return an id of the folder of spools, equal for all processes of a machine that share it."""
     make_folder(parent)
     there = parent.stat()
     try:
@@ -148,8 +85,7 @@ def folder_id(parent: Path) -> str:
 def hosts_of(found: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
     """Group ranks by host, the leader's first.
 
-    Args:
-        found: Host name and folder id of each rank; the id is empty for the leader's folder.
+    ``found`` has the host name and folder id of each rank; the id is empty for the leader's folder.
     """
     groups: dict[str, list[int]] = {}
     for number, (_, folder) in enumerate(found):
@@ -180,9 +116,6 @@ def fill(
         url: URL of the chain's store.
         wanted: Range of flat indices of each tensor that ranks of this host read, by name; empty
             for whole objects.
-
-    Raises:
-        DeltaChainError: An object cannot be fetched or written; see :func:`fetch_part`.
     """
     try:
         store = open_store(url)
@@ -220,20 +153,32 @@ def _ranges_of(
     store: Store, ref: ObjectRef, wanted: Mapping[str, Range]
 ) -> Sequence[tuple[int, Buffer]] | None:
     """Fetch and verify what is wanted of an object; ``None`` if it is to be fetched whole."""
+    front = memoryview(store.get_range(ref.key, 0, min(FRONT, ref.nbytes)))
+    read: list[tuple[int, Buffer]] = [(0, front)]
+
+    def read_at(start: int, length: int) -> Buffer:
+        for at, data in read:
+            if at <= start and start + length <= at + len(data):
+                return memoryview(data)[start - at : start - at + length]
+        return store.get_range(ref.key, start, length)
+
     try:
-        front = ObjectFront(store, ref)
-        ranges = front.ranges(wanted)
-        return None if ranges is None else front.read(ranges, wanted)
+        part = Part(read_at, ref.nbytes, key=ref.key)
+        if part.digest != ref.directory:
+            return None
+        ranges = joined([(0, part.front_nbytes), *stored_ranges(part, wanted)])
+        if sum(stop - start for start, stop in ranges) > WORTH * ref.nbytes:
+            return None
+        found = [(start, read_at(start, stop - start)) for start, stop in ranges]
+        read += found
+        check_ranges(part, wanted)
     except FormatError:
         return None  # corrupt at the first read: the whole object is proven by its digest
+    return found
 
 
 def receive(spool: Spool, fetched: Fetched) -> None:
-    """Write every object of a plan into the leader's spool as it arrives; again does nothing.
-
-    Raises:
-        DeltaChainError: An object cannot be fetched or written; the ranks are told.
-    """
+    """Write every object of a plan into the leader's spool as it arrives; again does nothing."""
     try:
         for number, arrival in enumerate(fetched.arrivals):
             part = arrival.part.result()
@@ -247,9 +192,7 @@ def receive(spool: Spool, fetched: Fetched) -> None:
 def elements_of(fetched: Fetched, leave_out: Container[str]) -> int | None:
     """Return the number of elements that ranks must write; ``None`` if it is not known ahead.
 
-    Args:
-        fetched: Objects of the plan, all of which have arrived.
-        leave_out: Names of tensors that no rank holds.
+    ``leave_out`` are names of tensors that no rank holds.
     """
     if fetched.from_nothing:
         return sum(s.numel for s in fetched.specs.values() if s.name not in leave_out)
@@ -260,11 +203,7 @@ def elements_of(fetched: Fetched, leave_out: Container[str]) -> int | None:
 
 
 class Fetchers:
-    """The processes that fetch for a replica: the leader, and one rank of every other host.
-
-    Args:
-        hosts: Hosts of the replica.
-    """
+    """The processes that fetch for a replica: the leader, and one rank of every other host."""
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
@@ -283,7 +222,6 @@ class Fetchers:
         return sum(len(host.ranks) for host in self._hosts)
 
     def ranks_on_host(self) -> tuple[int, ...]:
-        """Return, for each rank, the number of ranks on its host."""
         sizes = {rank: len(host.ranks) for host in self._hosts for rank in host.ranks}
         return tuple(sizes[rank] for rank in range(self._count))
 
@@ -293,7 +231,6 @@ class Fetchers:
         classes: Mapping[str, TensorClass],
         specs: Mapping[str, TensorSpec],
     ) -> tuple[dict[str, Range], ...]:
-        """Return, for each rank, what its host reads of each tensor; see :func:`wanted_by`."""
         by_host = [
             {} if host.is_leaders else wanted_by([found[n] for n in host.ranks], classes, specs)
             for host in self._hosts
@@ -317,7 +254,7 @@ class Fetchers:
         """Replace fetchers that refused by other ranks of their hosts; return whether any did.
 
         Raises:
-            ApplyError: Every rank of a host has failed; the message names host and rank.
+            ApplyError: Every rank of a host has failed.
         """
         refusals = {reply.rank: reply for reply in replies if isinstance(reply, Refusal)}
         self._failed |= refusals.keys()

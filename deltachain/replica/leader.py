@@ -56,13 +56,7 @@ MAX_SILENCE_S: Final = 60.0
 
 
 class EngineWatch:
-    """Questions to an engine, in a thread of their own.
-
-    Args:
-        target: The ranks of the engine.
-        is_asleep: Returns whether the engine has released memory; it is not asked then.
-        every_s: Seconds between two questions.
-    """
+    """Questions to an engine, in a thread of their own; none while it has released memory."""
 
     def __init__(
         self, target: ReplicaTarget, is_asleep: Callable[[], bool], *, every_s: float = EVERY_S
@@ -84,18 +78,12 @@ class EngineWatch:
         return ""
 
     def run(self, stop: Event) -> None:
-        """Ask until ``stop`` is set.
-
-        Raises:
-            LeaderReplacedError: Another leader has attached the ranks since.
-        """
+        """Ask until ``stop`` is set, or another leader has attached the ranks."""
         self._ask()
-        while not stop.wait(self._wait_s):
+        while not stop.wait(
+            min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
+        ):
             self._ask()
-
-    @property
-    def _wait_s(self) -> float:
-        return min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
 
     def _ask(self) -> None:
         if self._is_asleep():
@@ -208,11 +196,8 @@ class Leader:
     def stage(self, version: Version | None = None) -> Version | None:
         """Fetch, prove and stage a version while the engine generates; ``update`` to it then swaps.
 
-        Args:
-            version: Version to stage; the head by default.
-
         Returns:
-            The staged version; ``None`` if there is nothing to do.
+            The staged version, by default the head; ``None`` if there is nothing to do.
 
         Raises:
             DeltaChainError: An error of :meth:`Subscriber.stage`. A poisoned replica generates
@@ -280,11 +265,7 @@ class Leader:
         return held
 
     def release(self) -> None:
-        """Follow the head again after a rollback, even if following has ended.
-
-        Raises:
-            ApplyError: No thread can be started.
-        """
+        """Follow the head again after a rollback, even if following has ended."""
         self.subscriber.release()
         if self._thread is not None and self._has_failed and not self._stop.is_set():
             self._thread.join()  # it is ending, and has recorded the reason
@@ -293,7 +274,6 @@ class Leader:
             self._thread = _in_a_thread(self._follow, "deltachain-follow")
 
     def notify(self) -> None:
-        """Look for a new version now."""
         self.subscriber.notify()
 
     def pause(self) -> None:
@@ -302,11 +282,7 @@ class Leader:
             self.target.pause()
 
     def resume(self) -> None:
-        """Resume generation.
-
-        Raises:
-            PoisonedError: The replica is poisoned: it cannot prove the version it holds.
-        """
+        """Resume generation, unless the replica cannot prove the version that it holds."""
         with self.subscriber.alone():  # never in the middle of a swap
             if self.subscriber.poisoned:
                 raise PoisonedError("this replica cannot prove what it holds; it stays paused")
@@ -316,9 +292,7 @@ class Leader:
         """Recompute the state digest of the live weights; heal the replica if it is wrong.
 
         A replica that follows is healed at the head, any other at the version it should hold.
-
-        Returns:
-            Whether the digest was right.
+        Returns whether the digest was right.
         """
         fine = self.subscriber.scrub()
         if not fine:
@@ -384,11 +358,7 @@ class Leader:
         return told if head is None else max(head, told)
 
     def follow(self) -> Iterator[ApplyReceipt]:
-        """Apply versions as they are committed, in the thread of the caller, until ``stop``.
-
-        Raises:
-            DeltaChainError: An error that only an operator can resolve.
-        """
+        """Apply versions as they are committed, in the thread of the caller, until ``stop``."""
         self._watch_engine()
         try:
             yield from self.subscriber.follow(stop=self._stop, looked=self._looked)
@@ -483,11 +453,6 @@ class Leader:
 
 
 def _in_a_thread(run: Callable[[], None], name: str) -> Thread:
-    """Start a thread of a leader.
-
-    Raises:
-        ApplyError: No thread can be started.
-    """
     thread = Thread(target=run, name=name, daemon=True)
     if not started(thread):
         raise ApplyError("no thread is left", hint="let this process have more (ulimit -u)")

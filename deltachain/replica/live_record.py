@@ -53,11 +53,6 @@ def find_late_ties(
     """Find tensors that nothing follows, though others with their bits were loaded as well.
 
     Vectors whose elements are all equal, such as biases of zeros, are alike without being tied.
-
-    Args:
-        source: The checkpoint that the engine loaded.
-        ignored: Tensors that nothing in the engine follows.
-        followed: Tensors that the engine computes from.
     """
     wanted = [
         name
@@ -68,25 +63,21 @@ def find_late_ties(
     for name in followed if wanted else ():
         if source.names[name]:
             alike[source.specs[name].dtype, source.specs[name].shape].append(name)
-    return tuple(
-        LateTie(name, other)
+    pairs = (
+        (name, other)
         for name in wanted
         for other in alike[source.specs[name].dtype, source.specs[name].shape]
-        if _equal(source, name, other)
+    )
+    return tuple(
+        LateTie(name, other)
+        for name, other in pairs
+        if same_bits(source.bits(name)[:PEEK], source.bits(other)[:PEEK])
+        and same_bits(source.bits(name), source.bits(other))
     )
 
 
-def _equal(source: LoadedCheckpoint, name: str, other: str) -> bool:
-    one, two = source.bits(name), source.bits(other)
-    return same_bits(one[:PEEK], two[:PEEK]) and same_bits(one, two)
-
-
 class LateTies:
-    """The late ties of a rank, held against each plan.
-
-    Args:
-        ties: Ties of tensors whose bits are equal now.
-    """
+    """The late ties of a rank, held against each plan."""
 
     def __init__(self, ties: Iterable[LateTie] = ()) -> None:
         self._ties = tuple(ties)
@@ -95,7 +86,6 @@ class LateTies:
     def noted(
         self, plans: Iterable[TensorPlan], noted: dict[str, list[TensorPlan]]
     ) -> Iterator[TensorPlan]:
-        """Yield tensor plans, and note those of tied tensors."""
         for given in plans:
             if given.spec.name in self._names:
                 noted.setdefault(given.spec.name, []).append(given)
@@ -109,9 +99,6 @@ class LateTies:
         Args:
             plans: Tensor plans of tied tensors, by name.
             share_of: What the rank holds of a tensor, by name.
-
-        Raises:
-            TensorMismatchError: There are such tensors.
         """
         for tie in self._ties:
             if plans.keys().isdisjoint(tie):
@@ -208,7 +195,6 @@ class LiveRecord:
 
 
 def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Return the bits of all maps from experts to slots, by name."""
     return {
         name: _bits(tensor)
         for name, tensor in tensors.items()
@@ -218,12 +204,7 @@ def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 
 def slots_of(tensors: Mapping[str, Tensor], apart: Mapping[str, list[int]]) -> dict[str, bytes]:
-    """Return some bits of every slot of stacked parameters.
-
-    Args:
-        tensors: Live tensors by name.
-        apart: Flat positions in a slot of further elements to take, by name.
-    """
+    """Return some bits of every slot of stacked parameters, at some positions ``apart`` too."""
     return {name: _bits(_picked(tensor, apart.get(name, []))) for name, tensor in _stacked(tensors)}
 
 
@@ -243,9 +224,9 @@ def _apart(stacked: Tensor) -> list[int]:
     groups = _groups(range(len(stacked)), _picked(stacked, []))
     while groups:
         first, *others = groups.pop()
-        one = _flat(stacked[first])
+        one = bits_of(stacked[first].contiguous())
         for other in others:
-            if (differs := one != _flat(stacked[other])).any():
+            if (differs := one != bits_of(stacked[other].contiguous())).any():
                 positions.append(int(differs.byte().argmax()))
                 members = [first, *others]
                 groups += _groups(members, _picked(stacked, positions[-1:])[members])
@@ -272,11 +253,6 @@ def _picked(stacked: Tensor, apart: Sequence[int]) -> Tensor:
     where: Any = torch.unravel_index(at, inner)
     slots: Any = (slice(None), *(one.to(stacked.device) for one in where))
     return stacked[slots]
-
-
-def _flat(slot: Tensor) -> Tensor:
-    """Return the bits of a slot."""
-    return bits_of(slot.contiguous())
 
 
 def _bits(tensor: Tensor) -> bytes:

@@ -22,12 +22,7 @@ SAME_VERSION: Final = "the leader and the engine must have the same version of d
 
 
 class RankRequest(Struct, frozen=True, kw_only=True, tag_field="call"):
-    """A request of the leader to every rank.
-
-    Attributes:
-        leader: Id of the leader; repeated in the reply.
-        sequence: Number of the call, counted by the leader; repeated in the reply.
-    """
+    """A request of the leader to every rank; its id and the number of the call are echoed."""
 
     leader: str = ""
     sequence: Count = 0
@@ -36,11 +31,7 @@ class RankRequest(Struct, frozen=True, kw_only=True, tag_field="call"):
 class AttachRequest(RankRequest, frozen=True, kw_only=True, tag="attach"):
     """Request to discover how tensors reach this rank's weights; blocks the engine.
 
-    Attributes:
-        url: URL of the chain.
-        specs: Specs of the chain's tensors.
-        aliases: Other names of tied tensors.
-        probe: Name and content of a file that the leader put into the spool folder.
+    ``probe`` is name and content of a file that the leader put into the spool folder.
     """
 
     url: str
@@ -72,12 +63,6 @@ class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
     wanted: tuple[dict[str, tuple[Count, Count]], ...] = ()
 
 
-class UnusedStateRequest(RankRequest, frozen=True, kw_only=True, tag="unused_state"):
-    """Request for digests of unused tensors, from the files that the engine loaded."""
-
-    names: tuple[str, ...]
-
-
 class CheckLoadsRequest(RankRequest, frozen=True, kw_only=True, tag="check"):
     """Request to load the host copies again, and to compare; blocks the engine."""
 
@@ -91,10 +76,7 @@ class StateRequest(RankRequest, frozen=True, kw_only=True, tag="state"):
 class FetchRequest(RankRequest, frozen=True, kw_only=True, tag="fetch"):
     """Request to start fetching a plan into the spools of hosts that the leader does not share.
 
-    Attributes:
-        ticket: Number under which the result is polled.
-        spools: Name of the spool to write, for each rank; empty for ranks that do not fetch.
-        index: Objects of the plan.
+    ``spools`` names the spool that each rank writes; empty for ranks that do not fetch.
     """
 
     ticket: Count
@@ -121,19 +103,11 @@ class StageRequest(RankRequest, frozen=True, kw_only=True, tag="stage"):
 
 
 class PollRequest(RankRequest, frozen=True, kw_only=True, tag="poll"):
-    """Request for the result of a ticket."""
-
     ticket: Count
 
 
 class SwapRequest(RankRequest, frozen=True, kw_only=True, tag="swap"):
-    """Request to write staged bits, or to undo that; the engine must be paused.
-
-    Attributes:
-        ticket: Ticket of the stage.
-        version: Version that the ranks hold afterwards.
-        back: Whether to undo the write.
-    """
+    """Request to write staged bits, or to undo that (``back``); the engine must be paused."""
 
     ticket: Count
     version: Count
@@ -149,13 +123,7 @@ class StatusRequest(RankRequest, frozen=True, kw_only=True, tag="status"):
 
 
 class RankReply(Struct, frozen=True, kw_only=True, tag_field="reply"):
-    """A rank's reply to a request.
-
-    Attributes:
-        rank: Number of the rank.
-        leader: Leader of the request.
-        sequence: Sequence number of the request.
-    """
+    """A rank's reply to a request, with the leader and the number of the request."""
 
     rank: int = -1
     leader: str = ""
@@ -163,13 +131,7 @@ class RankReply(Struct, frozen=True, kw_only=True, tag_field="reply"):
 
 
 class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults=True):
-    """An error in place of the requested reply.
-
-    Attributes:
-        error: Name of a class of :mod:`deltachain.errors`.
-        message: Message of the error.
-        hint: Hint of the error.
-    """
+    """An error of :mod:`deltachain.errors` in place of the requested reply."""
 
     error: str
     message: str
@@ -179,10 +141,7 @@ class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults
 class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
     """Classes of all tensors, as the rank found them.
 
-    Attributes:
-        tensors: Class of every tensor.
-        host: Host name of the rank.
-        folder: Id of the rank's folder of spools; empty if the leader's probe is in it.
+    ``folder`` is the id of its folder of spools; empty if the leader's probe is in it.
     """
 
     tensors: dict[str, Classified]
@@ -191,19 +150,19 @@ class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
-    """Classes of the requested tensors: unused, or refused."""
+    """Classes of the requested tensors: unused, or refused.
+
+    Attributes:
+        tensors: Class of each.
+        digests: State digests of those that are in the engine's checkpoint.
+    """
 
     tensors: dict[str, Classified]
+    digests: dict[str, StateDigest]
 
 
 class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"):
     """Confirmation that the rank has accepted the agreement."""
-
-
-class UnusedStateReply(RankReply, frozen=True, kw_only=True, tag="unused_state"):
-    """State digests of the requested tensors that are in the engine's checkpoint."""
-
-    digests: dict[str, StateDigest]
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):
@@ -227,22 +186,15 @@ class StateReply(RankReply, frozen=True, kw_only=True, tag="state"):
 
 
 class FetchedReply(RankReply, frozen=True, kw_only=True, tag="fetched"):
-    """Confirmation that every object is in the spool of the rank's host.
-
-    Attributes:
-        nbytes: Bytes fetched by this rank.
-    """
+    """Confirmation that every object is in the spool of the rank's host."""
 
     nbytes: Count
 
 
 class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
-    """Effects of a swap of this ticket.
+    """Effects of a swap of this ticket on the state digest, each with its holders.
 
-    Attributes:
-        effects: Effects on the state digest, each with the ranks that hold these elements.
-        nbytes: Bytes that the rank keeps.
-        can_undo: Whether the rank keeps every old bit.
+    ``nbytes`` are kept by the rank; with ``can_undo`` every old bit is among them.
     """
 
     effects: tuple[tuple[str, Effect], ...]
@@ -251,13 +203,7 @@ class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
 
 
 class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
-    """Confirmation that the rank has written.
-
-    Attributes:
-        seconds: Duration of the write.
-        version: Version that the rank now holds.
-        pid: Id of the rank's process.
-    """
+    """Confirmation that the rank has written, and holds the version now."""
 
     seconds: float
     version: Count
@@ -265,14 +211,7 @@ class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
 
 
 class StatusReply(RankReply, frozen=True, kw_only=True, tag="status"):
-    """The status of a rank.
-
-    Attributes:
-        pid: Id of the rank's process.
-        version: Version of the last swap; ``None`` before the first.
-        staged: Number of tickets that the rank keeps.
-        in_update_session: Whether a weight-update session of the engine's own is open.
-    """
+    """The status of a rank; ``in_update_session`` tells of a session of the engine's own."""
 
     pid: int
     version: Count | None
@@ -286,7 +225,6 @@ AnyRequest: TypeAlias = (
     AttachRequest
     | FindUnusedRequest
     | AgreeRequest
-    | UnusedStateRequest
     | CheckLoadsRequest
     | StateRequest
     | FetchRequest
@@ -302,7 +240,6 @@ AnyReply: TypeAlias = (
     | AttachReply
     | FindUnusedReply
     | AgreeReply
-    | UnusedStateReply
     | CheckLoadsReply
     | StartedReply
     | PendingReply
@@ -321,7 +258,6 @@ UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError
 
 
 def encode(message: RankRequest | RankReply) -> str:
-    """Encode a message as JSON text."""
     return msgspec.json.encode(message).decode()
 
 
@@ -338,11 +274,7 @@ def encode_reply(reply: RankReply) -> str:
 
 
 def decode_request(text: str | bytes) -> AnyRequest:
-    """Decode a request.
-
-    Raises:
-        ConfigError: ``text`` is not a request known to this version of deltachain.
-    """
+    """Decode a request, or raise a :class:`ConfigError`."""
     try:
         return _REQUESTS.decode(text)
     except UNREADABLE as exc:
@@ -350,11 +282,7 @@ def decode_request(text: str | bytes) -> AnyRequest:
 
 
 def decode_reply(text: str | bytes) -> AnyReply:
-    """Decode a reply.
-
-    Raises:
-        ApplyError: ``text`` is not a reply known to this version of deltachain.
-    """
+    """Decode a reply, or raise an :class:`ApplyError`."""
     try:
         return _REPLIES.decode(text)
     except UNREADABLE as exc:
@@ -362,12 +290,10 @@ def decode_reply(text: str | bytes) -> AnyReply:
 
 
 def name_of(message: RankRequest | RankReply) -> str:
-    """Return the name of a call, or of a kind of reply."""
     return str(message.__struct_config__.tag)
 
 
 def status_row(reply: RankReply) -> dict[str, Any]:
-    """Return a reply as a row of the status of a replica."""
     fields: dict[str, Any] = msgspec.to_builtins(reply)
     for name in ("reply", "leader", "sequence"):
         fields.pop(name, None)
@@ -375,13 +301,7 @@ def status_row(reply: RankReply) -> dict[str, Any]:
 
 
 class CallId(msgspec.Struct, frozen=True):
-    """Leader and sequence number of a request, without its other fields.
-
-    Attributes:
-        leader: Leader that sent it.
-        sequence: Number of the request.
-        request: The same of a request inside a message of an engine's own.
-    """
+    """Leader and number of a request, which may be inside a message of an engine's own."""
 
     leader: str = ""
     sequence: Count = 0
@@ -401,10 +321,7 @@ def call_id(text: str | bytes) -> CallId:
 
 
 def addressed(reply: _R, rank: int, request: RankRequest | RankReply | CallId) -> _R:
-    """Return a reply with its address: this rank, and leader and number of this request.
-
-    Given another reply, use its leader and number.
-    """
+    """Return a reply with its address: this rank, and leader and number of this request."""
     return msgspec.structs.replace(
         reply, rank=rank, leader=request.leader, sequence=request.sequence
     )

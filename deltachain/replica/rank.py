@@ -1,4 +1,4 @@
-"""One rank of a replica: stages and writes its share of each tensor.
+"""One rank of a replica, and its service: it stages and writes its share of each tensor.
 
 A rank decides nothing. The leader names the plan to stage, the rank replies with the effects on its
 bits, and writes them on request. A *ticket*, a number chosen by the leader, identifies each stage.
@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,15 +24,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
     ConfigError,
     DeltaChainError,
-    DigestMismatchError,
-    EngineDamagedError,
     LeaderReplacedError,
     PartialApplyError,
     PoisonedError,
@@ -43,6 +40,7 @@ from deltachain.format.keys import digest_key
 from deltachain.kernels import device, host
 from deltachain.kernels.protocol import same_bits
 from deltachain.redact import redacted_url
+from deltachain.replica import messages as wire
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
 from deltachain.replica.fetcher import fill, folder_id, sees_probe
@@ -55,39 +53,6 @@ from deltachain.replica.layout.members import SavedBits, undisturbed
 from deltachain.replica.layout.model_state import LoadGroup, LoadMethod, ModelState, load_with
 from deltachain.replica.layout.runtime_tables import RuntimeTables
 from deltachain.replica.live_record import REPLACED, LateTies, LiveRecord, find_late_ties
-from deltachain.replica.messages import (
-    AgreeReply,
-    AgreeRequest,
-    AttachReply,
-    AttachRequest,
-    CheckLoadsReply,
-    CheckLoadsRequest,
-    FetchedReply,
-    FetchRequest,
-    FindUnusedReply,
-    FindUnusedRequest,
-    LastSwapRequest,
-    PendingReply,
-    PollRequest,
-    RankReply,
-    RankRequest,
-    Refusal,
-    StagedReply,
-    StageRequest,
-    StartedReply,
-    StateReply,
-    StateRequest,
-    StatusReply,
-    StatusRequest,
-    SwapReply,
-    SwapRequest,
-    UnusedStateReply,
-    UnusedStateRequest,
-    addressed,
-    call_id,
-    decode_request,
-    encode_reply,
-)
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import Spool
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
@@ -100,51 +65,30 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 
 class HostCopies:
-    """Copies of the tensors that an engine does not hold as they are in the checkpoint.
-
-    Args:
-        model: Model of the engine.
-        source: The checkpoint that the engine loaded.
-        specs: Specs of the chain's tensors.
-    """
+    """Copies of the tensors that an engine does not hold as they are in the checkpoint."""
 
     def __init__(
         self, model: EngineModel, source: LoadedCheckpoint, specs: Mapping[str, TensorSpec]
     ) -> None:
         self._model, self._source, self._specs = model, source, specs
-        self._bits: dict[str, npt.NDArray[Any]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._bits
-
-    def __getitem__(self, name: str) -> npt.NDArray[Any]:
-        return self._bits[name]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors that have a copy."""
-        return frozenset(self._bits)
+        self.bits: dict[str, npt.NDArray[Any]] = {}
 
     def keep(self, names: Iterable[str]) -> None:
         """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
-        self._bits = {
-            name: self._bits[name] if name in self._bits else self._source.copy(name)
+        self.bits = {
+            name: self.bits[name] if name in self.bits else self._source.copy(name)
             for name in names
         }
 
     def load(self, layout: Layout, names: Collection[str]) -> None:
-        """Let the engine load changed copies, together with the rest of their groups.
-
-        Raises:
-            Exception: Any error of the engine.
-        """
+        """Let the engine load changed copies, together with the rest of their groups."""
         changed = _groups_of(layout, names)
         for way in dict.fromkeys(way for way, _ in changed):
             groups = [group for mine, group in changed if mine == way]
             layers = frozenset().union(*(group.layers for group in groups))
             if not all(group.layers for group in groups):
                 layers = frozenset()
-            wanted = [name for group in groups for name in group.names if name in self._bits]
+            wanted = [name for group in groups for name in group.names if name in self.bits]
             load_with(self._model, way, layers, self.clones(wanted))
 
     def read_back(self, layout: Layout, names: Collection[str]) -> None:
@@ -159,20 +103,11 @@ class HostCopies:
         expect_fresh(self._model, fresh, self.clones, self._specs)
         for name in layout.readable.keys() & set(names):
             for place in layout.readable[name]:
-                if not same_bits(place.view, place.take(self._bits[name])):
+                if not same_bits(place.view, place.take(self.bits[name])):
                     raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
 
     def load_old(self, layout: Layout, names: Collection[str], version: Version) -> None:
-        """Load copies that have the old bits again.
-
-        Args:
-            layout: Layout of the rank.
-            names: Tensors that a swap changed.
-            version: Version that could not be loaded, for the error message.
-
-        Raises:
-            PoisonedError: The engine cannot load them, either.
-        """
+        """Load copies that have the old bits again; a failure poisons the replica."""
         try:
             self.load(layout, names)
             self.read_back(layout, names)
@@ -183,19 +118,16 @@ class HostCopies:
             ) from exc
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors of copies under all names that the engine's checkpoint has for them."""
         for name in names:
             for here in self._source.names[name]:
-                yield here, tensor_of(self._specs[name], self._bits[name])
+                yield here, tensor_of(self._specs[name], self.bits[name])
 
 
 def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:
-    """Return the groups with one of the tensors, and the methods that load them."""
     return [(way, g) for way, g in layout.groups if not set(names).isdisjoint(g.names)]
 
 
 def settle() -> None:
-    """Wait until the device, if any, has finished all its work."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
@@ -226,12 +158,7 @@ class Rank:
     """A rank's share of the model.
 
     The constructor discovers its layout, which blocks the engine; see :func:`discover.discover`.
-
-    Args:
-        model: Model of the engine.
-        specs: Specs of the chain's tensors.
-        aliases: Other names of tied tensors.
-        decode: Where changes are decoded: ``host`` or ``device``; where the weights are by default.
+    Changes are decoded on the ``host`` or the ``device``, by default where the weights are.
     """
 
     def __init__(
@@ -264,11 +191,9 @@ class Rank:
         warm_up(self._specs.values())
 
     def is_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> bool:
-        """Return whether the rank was attached for these tensors."""
         return {spec.name: spec for spec in specs} == self._specs and aliases == self._aliases
 
     def report(self) -> dict[str, Classified]:
-        """Return the class of every tensor, for the leader."""
         return self._attached.report()
 
     def agree(
@@ -291,8 +216,7 @@ class Rank:
             alone: Whether there is no other rank.
 
         Raises:
-            TensorMismatchError: A tensor has a worse class on another rank, and this class is not
-                proven to work on this rank.
+            TensorMismatchError: A class of another rank is not proven to work on this rank.
         """
         self._require(classes)
         self._classes, self._holders, self._alone = classes, holders, alone
@@ -311,7 +235,6 @@ class Rank:
         self._device_stager()
 
     def _require(self, classes: Mapping[str, TensorClass]) -> None:
-        """Prove the classes that other ranks assigned to tensors of this rank."""
         mine = self._attached.classes
         other = {
             name: kind
@@ -331,10 +254,7 @@ class Rank:
         self._attached = found
 
     def find_unused(self, names: Iterable[str]) -> dict[str, Classified]:
-        """Test whether the engine uses tensors that no rank holds.
-
-        Blocks the engine, whose weights are the same afterwards.
-        """
+        """Test whether the engine uses tensors that no rank holds; blocks the engine."""
         model = self.model
         with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
             found = find_unused(ModelState(model, bits), self._source, self._attached, names)
@@ -346,7 +266,6 @@ class Rank:
         }
 
     def unused_state(self, names: Iterable[str]) -> dict[str, StateDigest]:
-        """Return the state digests of the given tensors that are in the engine's checkpoint."""
         return {
             name: host.digest(digest_key(self._specs[name]), self._source.copy(name))
             for name in names
@@ -354,11 +273,10 @@ class Rank:
         }
 
     def state(self) -> dict[HolderKey, StateDigest]:
-        """Return the state digests of this rank's elements, by the ranks that hold them."""
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
         for name, spec in self._specs.items():
-            if name in self._copies:
-                copy = WholeTensor(self._copies[name])
+            if name in self._copies.bits:
+                copy = WholeTensor(self._copies.bits[name])
                 total[self._holders[name][0], 0] += state_of(spec, copy)
                 continue
             for place, slot in self._places(name):
@@ -384,12 +302,6 @@ class Rank:
             budget: Bytes of old and new bits to keep.
             threads: Number of threads that inflate and decode.
             abandon: Called while an object is awaited; returns whether to stop.
-
-        Raises:
-            ApplyError: An object of the plan was not fetched.
-            BaseMismatchError: The engine was found meanwhile to have replaced live tensors.
-            TensorMismatchError: The plan changes a tensor that cannot be updated, or parts tensors
-                that the engine keeps as one.
         """
         attached = self._attached
         with own_stream(self.model):
@@ -440,7 +352,7 @@ class Rank:
         with settled():
             try:
                 if is_done:
-                    changed = staged.names & self._copies.names
+                    changed = staged.names & self._copies.bits.keys()
                     self._copies.load_old(self._attached, changed, version)
                     self._unloaded = None
                 else:
@@ -451,7 +363,7 @@ class Rank:
 
     def _swap(self, staged: RankStaged, ticket: int, version: Version, *, back: bool) -> None:
         self._unloaded = None
-        on_host = staged.names & self._copies.names
+        on_host = staged.names & self._copies.bits.keys()
         together = bool(on_host) and not self._alone  # ranks may exchange values while they load
         try:
             written = write_all(staged.undoes() if back else staged.writes(self._share), version)
@@ -478,38 +390,33 @@ class Rank:
         settle()  # include the device's work in the measured time
 
     def _unfinished(self, ticket: int, version: Version, why: str) -> UnfinishedSwapError:
-        """Return the error of a swap whose old bits are loaded by the request to undo it."""
         self._unloaded = ticket
         return UnfinishedSwapError(why, version=version)
 
     def _device_stager(self) -> DeviceStager | None:
-        """Return the stager of the tensors in place on a device; ``None`` if there are none."""
         if self._stager is None or self._stager[0] is not self._attached:
             places = {
-                name: [(slot, place) for place, slot in self._places(name) if self._decodes(place)]
+                name: [
+                    (slot, place)
+                    for place, slot in self._places(name)
+                    if place.numel and self._decodes_on(place) == "device"
+                ]
                 for name in self._specs
-                if name not in self._copies
+                if name not in self._copies.bits
             }
             self._stager = self._attached, DeviceStager(places, self._specs)
             self._stager[1].warm_up()
         stager = self._stager[1]
         return stager if stager.tensors else None
 
-    def _decodes(self, place: Placement) -> bool:
-        """Return whether changes of a place are decoded where it is, in batches."""
-        where = "host" if device.on_host(place.live) else "device"
-        return place.numel > 0 and (self._decode or where) == "device"
+    def _decodes_on(self, place: Placement) -> str:
+        return self._decode or ("host" if device.on_host(place.live) else "device")
 
     def _share(self, name: str) -> Share:
-        """Return what this rank holds of a tensor.
-
-        Raises:
-            TensorMismatchError: The tensor cannot be updated.
-        """
         if self._classes[name] == "refused":
             raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
-        if name in self._copies:
-            copy = WholeTensor(self._copies[name])
+        if name in self._copies.bits:
+            copy = WholeTensor(self._copies.bits[name])
             return Share((((self._holders[name][0], 0), copy),), 0, self._specs[name].numel)
         places = [(slot, place) for place, slot in self._places(name) if place.numel]
         if not places:
@@ -534,17 +441,16 @@ class Rank:
         with settled():
             layers = self._attached.layers
             state = ModelState(self.model, SavedBits(self.model.tensors()), layers)
-            self._copies.load(self._attached, self._copies.names)
+            self._copies.load(self._attached, self._copies.bits)
             self._record = self._recorded(self._record)
             try:
                 state.expect_same()
-                self._copies.read_back(self._attached, self._copies.names)
+                self._copies.read_back(self._attached, self._copies.bits)
             except TensorMismatchError:
                 return False
         return True
 
     def _recorded(self, first: LiveRecord | None) -> LiveRecord:
-        """Return a record of the live tensors as they are, and of maps as they were at first."""
         placed = (place for places in self._attached.places.values() for place in places)
         storages = {one.live.untyped_storage().data_ptr() for one in placed}
         return LiveRecord(self.model, storages, first)
@@ -576,20 +482,13 @@ class Rank:
 # a thread, and ``poll`` returns its result.
 
 
-ATTACHING: Final = (FindUnusedRequest, AgreeRequest)
+ATTACHING: Final = (wire.FindUnusedRequest, wire.AgreeRequest)
 """Requests of a leader that is not in charge yet: any rank may still refuse it."""
 
 
 @dataclass(slots=True)
 class Lead:
-    """What one leader has attached.
-
-    Attributes:
-        leader: Id of the leader; empty for none.
-        rank: The rank, laid out for the leader's chain; ``None`` before the first attach.
-        url: URL of the chain.
-        wanted: Elements of each tensor that this host needs; empty for all.
-    """
+    """What one leader has attached, and the elements that its host needs; empty for all."""
 
     leader: str = ""
     rank: Rank | None = None
@@ -609,18 +508,13 @@ class Attachments:
         self._next: Lead | None = None
 
     def add(self, attachment: Lead) -> None:
-        """Add the next leader; it is in charge at once if there was none."""
         if self._current.rank is None:
             self._current = attachment
         else:
             self._next = attachment
 
-    def of(self, request: RankRequest) -> Lead:
-        """Return what the leader of a request has attached.
-
-        Raises:
-            LeaderReplacedError: Another leader is in charge.
-        """
+    def of(self, request: wire.RankRequest) -> Lead:
+        """Return what the leader of a request has attached, unless another one is in charge."""
         if self._next is not None and request.leader == self._next.leader:
             if isinstance(request, ATTACHING):
                 return self._next
@@ -630,14 +524,13 @@ class Attachments:
         return self._current
 
     def rank_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> Rank | None:
-        """Return a rank that is laid out for these tensors already; ``None`` for none."""
         ranks = [one.rank for one in (self._current, self._next) if one is not None]
         return next((rank for rank in ranks if rank and rank.is_for(specs, aliases)), None)
 
 
 logger = logging.getLogger(__name__)
 
-Handler: TypeAlias = Callable[[Any], RankReply]
+Handler: TypeAlias = Callable[[Any], wire.RankReply]
 """Handler of the type of request for which it is registered."""
 
 REMEMBERED: Final = 16
@@ -645,13 +538,7 @@ REMEMBERED: Final = 16
 
 
 class RankService:
-    """The service of one rank for the requests of a leader.
-
-    Args:
-        model: Factory of the wrapped model of the engine; called at the first attach.
-        number: Number of the rank.
-        settings: Settings of the rank.
-    """
+    """The service of one rank for the requests of a leader."""
 
     def __init__(
         self, model: Callable[[], EngineModel], number: int, settings: RankSettings
@@ -662,75 +549,71 @@ class RankService:
         self._attachments = Attachments()
         self._attached = Lead()  # of the leader whose request is handled
         self._version: int | None = None
-        self._last_swap: RankReply | None = None
-        self._jobs: dict[int, Future[RankReply]] = {}
+        self._last_swap: wire.RankReply | None = None
+        self._jobs: dict[int, Future[wire.RankReply]] = {}
         self._thread = Pool(1, "deltachain-stage")
         self._fetching = Pool(1, "deltachain-fetch")
         self._settling = Event()
         self._spools: dict[str, Spool] = {}
         self._spool_names: dict[int, str] = {}
-        self._handlers: dict[type[RankRequest], Handler] = {
-            AttachRequest: self._attach,
-            FindUnusedRequest: self._find_unused,
-            AgreeRequest: self._agree,
-            UnusedStateRequest: self._unused_state,
-            CheckLoadsRequest: self._check_loads,
-            StateRequest: self._start_state,
-            FetchRequest: self._start_fetch,
-            StageRequest: self._start_stage,
-            PollRequest: self._poll,
-            SwapRequest: self._swap,
-            LastSwapRequest: self._take_last_swap,
-            StatusRequest: self._status,
+        self._handlers: dict[type[wire.RankRequest], Handler] = {
+            wire.AttachRequest: self._attach,
+            wire.FindUnusedRequest: self._find_unused,
+            wire.AgreeRequest: self._agree,
+            wire.CheckLoadsRequest: lambda _: wire.CheckLoadsReply(same=self.rank.loads_the_same()),
+            wire.StateRequest: self._start_state,
+            wire.FetchRequest: self._start_fetch,
+            wire.StageRequest: self._start_stage,
+            wire.PollRequest: self._poll,
+            wire.SwapRequest: self._swap,
+            wire.LastSwapRequest: self._take_last_swap,
+            wire.StatusRequest: self._status,
         }
 
     @property
     def rank(self) -> Rank:
-        """The rank; an :class:`ApplyError` is raised before it is attached."""
         if self._attached.rank is None:
             raise ApplyError(f"rank {self.number} is not attached")
         return self._attached.rank
 
     def answer(self, text: str | bytes) -> str:
-        """Handle an encoded request; never raises."""
-        return encode_reply(self.respond(text))
+        return wire.encode_reply(self.respond(text))
 
-    def respond(self, text: str | bytes) -> RankReply:
-        """Handle an encoded request, and return a typed reply; never raises."""
+    def respond(self, text: str | bytes) -> wire.RankReply:
         try:
-            request = decode_request(text)
+            request = wire.decode_request(text)
         except ConfigError as exc:
-            return addressed(self._refusal(exc), self.number, call_id(text))
+            return wire.addressed(self._refusal(exc), self.number, wire.call_id(text))
         return self.handle(request)
 
-    def handle(self, request: RankRequest) -> RankReply:
+    def handle(self, request: wire.RankRequest) -> wire.RankReply:
         """Handle a request; never raises. Refuse all leaders but one; see :class:`Attachments`."""
         reply = self._dispatch(request)
         if reply.rank != self.number:  # the reply to an earlier swap is addressed already
-            reply = addressed(reply, self.number, request)
-        if isinstance(request, SwapRequest):
+            reply = wire.addressed(reply, self.number, request)
+        if isinstance(request, wire.SwapRequest):
             self._last_swap = reply
         return reply
 
-    def _dispatch(self, request: RankRequest) -> RankReply:
+    def _dispatch(self, request: wire.RankRequest) -> wire.RankReply:
         handler = self._handlers.get(type(request))
         if handler is None:
             return self._refusal(ConfigError(f"no handler for a {type(request).__name__}"))
         try:
-            if not isinstance(request, AttachRequest):
+            if not isinstance(request, wire.AttachRequest):
                 self._attached = self._attachments.of(request)
             return handler(request)
         except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
             return self._refusal(exc)
 
-    def _refusal(self, exc: Exception) -> Refusal:
+    def _refusal(self, exc: Exception) -> wire.Refusal:
         if isinstance(exc, DeltaChainError):
             error, message = type(exc).__name__, str(exc.args[0])
         else:
             logger.error("rank %d failed to handle a request", self.number, exc_info=exc)
             error, message = "ApplyError", f"{type(exc).__name__}: {exc}"
         hint = _encodable(str(getattr(exc, "hint", "")))
-        return Refusal(error=error, message=_encodable(message), hint=hint)
+        return wire.Refusal(error=error, message=_encodable(message), hint=hint)
 
     def settle(self) -> None:
         """Wait until all work on the weights in this rank's own thread is done.
@@ -743,7 +626,7 @@ class RankService:
         finally:
             self._settling.clear()
 
-    def _attach(self, request: AttachRequest) -> AttachReply:
+    def _attach(self, request: wire.AttachRequest) -> wire.AttachReply:
         if self._settings.url and request.url != self._settings.url:
             raise ConfigError(
                 f"this replica was started to follow {redacted_url(self._settings.url)}, "
@@ -756,7 +639,7 @@ class RankService:
             decode = self._settings.decode
             rank = Rank(self._model(), request.specs, request.aliases, decode=decode)
         self._attachments.add(Lead(request.leader, rank, request.url))
-        return AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
+        return wire.AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
 
     def _folder_id(self, name: str, word: str) -> str:
         """Return the id of this rank's folder of spools; empty if the leader's probe is in it."""
@@ -771,7 +654,7 @@ class RankService:
                 hint="let this user write to the folder of DELTACHAIN_SPOOL, or set another",
             ) from exc
 
-    def _agree(self, request: AgreeRequest) -> AgreeReply:
+    def _agree(self, request: wire.AgreeRequest) -> wire.AgreeReply:
         self.rank.agree(
             request.classes,
             request.holders[self.number],
@@ -779,42 +662,39 @@ class RankService:
             alone=len(request.holders) == 1,
         )
         self._attached.wanted = request.wanted[self.number] if request.wanted else {}
-        return AgreeReply()
+        return wire.AgreeReply()
 
-    def _find_unused(self, request: FindUnusedRequest) -> FindUnusedReply:
-        return FindUnusedReply(tensors=self.rank.find_unused(request.names))
+    def _find_unused(self, request: wire.FindUnusedRequest) -> wire.FindUnusedReply:
+        digests = self.rank.unused_state(request.names)
+        return wire.FindUnusedReply(tensors=self.rank.find_unused(request.names), digests=digests)
 
-    def _unused_state(self, request: UnusedStateRequest) -> UnusedStateReply:
-        return UnusedStateReply(digests=self.rank.unused_state(request.names))
-
-    def _check_loads(self, _: CheckLoadsRequest) -> CheckLoadsReply:
-        return CheckLoadsReply(same=self.rank.loads_the_same())
-
-    def _start_state(self, request: StateRequest) -> StartedReply:
+    def _start_state(self, request: wire.StateRequest) -> wire.StartedReply:
         rank = self.rank
         rank.check_addresses()
 
-        def job() -> StateReply:
+        def job() -> wire.StateReply:
             state = rank.state()
-            return StateReply(digests=tuple((who, digest) for (who, _), digest in state.items()))
+            return wire.StateReply(
+                digests=tuple((who, digest) for (who, _), digest in state.items())
+            )
 
         return self._start(request.ticket, job)
 
-    def _start_fetch(self, request: FetchRequest) -> StartedReply:
+    def _start_fetch(self, request: wire.FetchRequest) -> wire.StartedReply:
         name = request.spools[self.number]
         if not name:
-            return self._start(request.ticket, lambda: FetchedReply(nbytes=0), self._fetching)
+            return self._start(request.ticket, lambda: wire.FetchedReply(nbytes=0), self._fetching)
         self._spool_of(name)  # checks the name
         spool = self._spools[name] = Spool.create(self._settings.spool, request.index, name)
         attached = self._attached
 
-        def job() -> FetchedReply:
+        def job() -> wire.FetchedReply:
             fill(spool, request.index, attached.url, attached.wanted)
-            return FetchedReply(nbytes=spool.nbytes)
+            return wire.FetchedReply(nbytes=spool.nbytes)
 
         return self._start(request.ticket, job, self._fetching)
 
-    def _start_stage(self, request: StageRequest) -> StartedReply:
+    def _start_stage(self, request: wire.StageRequest) -> wire.StartedReply:
         name = request.spools[self.number]
         folder = self._spool_of(name)
         self._spool_names[request.ticket] = name
@@ -829,7 +709,7 @@ class RankService:
             """Whether the engine needs its weights, or no thread could be started for this job."""
             return self._settling.is_set() or get_ident() == handler
 
-        def job() -> StagedReply:
+        def job() -> wire.StagedReply:
             staged = rank.stage(
                 request.ticket,
                 folder,
@@ -837,7 +717,7 @@ class RankService:
                 threads=threads,
                 abandon=may_not_wait,
             )
-            return StagedReply(
+            return wire.StagedReply(
                 effects=tuple((who, effect) for (who, _), effect in staged.effects.items()),
                 nbytes=staged.nbytes,
                 can_undo=not staged.deferred,
@@ -846,7 +726,6 @@ class RankService:
         return self._start(request.ticket, job)
 
     def _keep(self, tickets: Iterable[int]) -> None:
-        """Drop everything staged under other tickets, and the spools that this rank wrote."""
         self.rank.keep(tickets)
         self._spool_names = {n: self._spool_names[n] for n in tickets if n in self._spool_names}
         for name in self._spools.keys() - set(self._spool_names.values()):
@@ -858,9 +737,9 @@ class RankService:
         return self._settings.spool / name
 
     def _start(
-        self, ticket: int, job: Callable[[], RankReply], pool: Pool | None = None
-    ) -> StartedReply:
-        def guarded() -> RankReply:
+        self, ticket: int, job: Callable[[], wire.RankReply], pool: Pool | None = None
+    ) -> wire.StartedReply:
+        def guarded() -> wire.RankReply:
             try:
                 return job()
             except Exception as exc:  # noqa: BLE001 - top of a thread: the reply carries it
@@ -868,89 +747,51 @@ class RankService:
 
         recent = {number: job for number, job in self._jobs.items() if number > ticket - REMEMBERED}
         self._jobs = {**recent, ticket: (pool or self._thread).submit(guarded)}
-        return StartedReply()
+        return wire.StartedReply()
 
-    def _poll(self, request: PollRequest) -> RankReply:
+    def _poll(self, request: wire.PollRequest) -> wire.RankReply:
         job = self._jobs.get(request.ticket)
         if job is None:
             raise ApplyError(f"rank {self.number} knows nothing of ticket {request.ticket}")
-        return job.result() if job.done() else PendingReply()
+        return job.result() if job.done() else wire.PendingReply()
 
-    def _swap(self, request: SwapRequest) -> SwapReply:
+    def _swap(self, request: wire.SwapRequest) -> wire.SwapReply:
         seconds = self.rank.swap(request.ticket, request.version, back=request.back)
         self._version = request.version
         spool = self._spools.pop(self._spool_names.get(request.ticket, ""), None)
         if spool is not None:
             spool.close()  # what is read again lies in maps
-        return SwapReply(seconds=seconds, version=request.version, pid=os.getpid())
+        return wire.SwapReply(seconds=seconds, version=request.version, pid=os.getpid())
 
-    def _take_last_swap(self, _: LastSwapRequest) -> RankReply:
+    def _take_last_swap(self, _: wire.LastSwapRequest) -> wire.RankReply:
         last, self._last_swap = self._last_swap, None
         if last is None:
             raise ApplyError("no swap")
         return last
 
-    def _status(self, _: StatusRequest) -> StatusReply:
-        return StatusReply(pid=os.getpid(), version=self._version, staged=len(self.rank.staged))
+    def _status(self, _: wire.StatusRequest) -> wire.StatusReply:
+        return wire.StatusReply(
+            pid=os.getpid(), version=self._version, staged=len(self.rank.staged)
+        )
 
 
-class RankServices:
-    """The rank services of a process, by model.
-
-    An engine calls its plug-ins from several places with nothing in common but the model. A service
-    lives as long as its model.
-    """
-
-    def __init__(self) -> None:
-        self._services: WeakKeyDictionary[nn.Module, RankService] = WeakKeyDictionary()
+class RankServices(WeakKeyDictionary[nn.Module, RankService]):
+    """The rank services of a process, by model, which is all that calls of an engine share."""
 
     def of(
         self, model: nn.Module, wrap: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> RankService:
-        """Return the service of the rank with this model; the first call creates it.
-
-        Args:
-            model: Model of the engine.
-            wrap: Factory of the wrapped model; see :class:`RankService`.
-            number: Number of the rank.
-            settings: Settings of the rank.
-        """
-        if model not in self._services:
-            self._services[model] = RankService(wrap, number, settings)
-        return self._services[model]
+        """Return the service of the rank with this model; the first call creates it."""
+        if model not in self:
+            self[model] = RankService(wrap, number, settings)
+        return self[model]
 
     def settle(self, model: nn.Module) -> None:
         """Wait until no service thread reads this model."""
-        if model in self._services:
-            self._services[model].settle()
+        if model in self:
+            self[model].settle()
 
 
 def _encodable(message: str) -> str:
     """Escape lone surrogates, which are allowed in file names but not in JSON."""
     return message.encode(errors="backslashreplace").decode()
-
-
-def error_of(refusal: Refusal, *, version: int | None = None) -> DeltaChainError:
-    """Return the error of a rank's refusal."""
-    kind = getattr(errors, refusal.error, None)
-    message = f"rank {refusal.rank}: {refusal.message}"
-    hint = refusal.hint
-    if isinstance(kind, type) and issubclass(kind, ApplyError):
-        return kind(message, version=version, hint=hint)
-    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
-        return ApplyError(message, version=version)  # a refusal lacks the digests for its own type
-    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
-        return kind(message, hint=hint)
-    return ApplyError(message, version=version, hint=hint)
-
-
-def raise_refusal(replies: Sequence[RankReply], *, version: int | None = None) -> None:
-    """Raise the error of the first refusal, if any.
-
-    Raises:
-        EngineDamagedError: A rank must not serve; raised before any other rank's error.
-        DeltaChainError: The error of the refusal; see :func:`error_of`.
-    """
-    errors = [error_of(reply, version=version) for reply in replies if isinstance(reply, Refusal)]
-    for error in sorted(errors, key=lambda error: not isinstance(error, EngineDamagedError)):
-        raise error

@@ -18,7 +18,6 @@ from deltachain.subscribe.config import SubscribeConfig
 
 
 def spool_folder(environment: Mapping[str, str]) -> Path:
-    """Return the folder shared by leader and ranks: ``DELTACHAIN_SPOOL``, or the default."""
     given = environment.get("DELTACHAIN_SPOOL", "")
     return Path(given) if given else default_spool()
 
@@ -88,11 +87,7 @@ class ReplicaSettings:
     def in_process(
         cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
     ) -> ReplicaSettings:
-        """Return the settings of an engine that a program holds, which names the chain itself.
-
-        Raises:
-            ConfigError: A ``DELTACHAIN_*`` variable is unknown, or its value is invalid.
-        """
+        """Return the settings of an engine that a program holds, which names the chain itself."""
         given = read(environment)
         return cls(
             subscribe=SubscribeConfig.of(config),
@@ -103,12 +98,7 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:
-        """Read the settings from environment variables; ``None`` without ``DELTACHAIN_URL``.
-
-        Raises:
-            ConfigError: A ``DELTACHAIN_*`` variable is unknown, or its value is invalid; or the
-                presence would be written into the chain.
-        """
+        """Read the settings from environment variables; ``None`` without ``DELTACHAIN_URL``."""
         given = read(environment)
         if "URL" not in given:
             return None

@@ -39,12 +39,7 @@ PREFIX: Final = "deltachain-spool-"
 
 
 class SpooledObject(Struct, frozen=True, kw_only=True):
-    """One object of a plan.
-
-    Attributes:
-        ref: Key, size and digests of the object.
-        edge: Number of its edge in the plan.
-    """
+    """One object of a plan, and the number of its edge."""
 
     ref: ObjectRef
     edge: Count
@@ -53,10 +48,7 @@ class SpooledObject(Struct, frozen=True, kw_only=True):
 class SpoolIndex(Struct, frozen=True, kw_only=True):
     """Content of a spool, known before the first object has arrived.
 
-    Attributes:
-        from_nothing: Whether the plan needs no base bits.
-        base: Folder of the base checkpoint; empty for other plans.
-        objects: Objects in the order of the plan.
+    ``base`` is the folder of the base checkpoint; empty for other plans.
     """
 
     from_nothing: bool = False
@@ -65,7 +57,6 @@ class SpoolIndex(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, fetched: Fetched) -> SpoolIndex:
-        """Return the index of a plan's objects."""
         return cls(
             from_nothing=fetched.from_nothing,
             base=str(fetched.base.path) if fetched.base else "",
@@ -78,14 +69,9 @@ _INDEXES: Final = msgspec.json.Decoder(SpoolIndex)
 
 
 class Spool:
-    """Objects of one plan, in a folder of this host.
+    """Objects of one plan, in a folder of this host that is removed with this object.
 
-    Attributes:
-        folder: Folder of the spool.
-        nbytes: Bytes of the objects written so far.
-
-    Args:
-        folder: Folder of the spool; removed with this object, or by ``close``.
+    Methods that write raise an :class:`ApplyError` if the disk is full or permission is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,16 +87,7 @@ class Spool:
 
     @classmethod
     def create(cls, parent: Path, index: SpoolIndex, name: str = "") -> Spool:
-        """Create a spool without objects.
-
-        Args:
-            parent: Folder that ranks of the host can read; created if missing.
-            index: Objects to come.
-            name: Name of the spool, as of :func:`new_name`; a new one by default.
-
-        Raises:
-            ApplyError: The disk is full, or write permission is missing.
-        """
+        """Create a spool without objects, of a given or a new name."""
         with _explained(parent):
             spool = cls._new(parent, name or new_name())
             try:
@@ -122,15 +99,7 @@ class Spool:
 
     @classmethod
     def probe(cls, parent: Path, word: str) -> Spool:
-        """Create a spool that contains only a word, by which ranks recognise the folder.
-
-        Args:
-            parent: Folder that ranks of the host can read; created if missing.
-            word: Random content, which no other process would write.
-
-        Raises:
-            ApplyError: The disk is full, or write permission is missing.
-        """
+        """Create a spool that contains only a random word, by which ranks recognise the folder."""
         with _explained(parent):
             spool = cls._new(parent, new_name())
             try:
@@ -150,21 +119,13 @@ class Spool:
             return cls(folder)
 
     def put(self, number: int, data: Buffer) -> None:
-        """Write one object; ranks see it whole or not at all.
-
-        Raises:
-            ApplyError: The disk is full, or write permission is missing.
-        """
+        """Write one object; ranks see it whole or not at all."""
         with _explained(self.folder.parent):
             _put(object_file(self.folder, number), data)
         self.nbytes += len(data)
 
     def put_ranges(self, number: int, nbytes: int, pieces: Iterable[tuple[int, Buffer]]) -> None:
-        """Write ranges of one object of ``nbytes`` bytes; the rest of the file is a hole.
-
-        Raises:
-            ApplyError: The disk is full, or write permission is missing.
-        """
+        """Write ranges of one object of ``nbytes`` bytes; the rest of the file is a hole."""
         file = object_file(self.folder, number)
         unfinished = file.with_suffix(UNFINISHED)
         with _explained(self.folder.parent):
@@ -177,11 +138,7 @@ class Spool:
             unfinished.replace(file)
 
     def move(self, number: int, part: Part) -> None:
-        """Write one object, and let its part read the file from now on: memory has one copy.
-
-        Raises:
-            ApplyError: The disk is full, or write permission is missing.
-        """
+        """Write one object, and let its part read the file from now on: memory has one copy."""
         self.put(number, part.data)
         part.use_copy(map_file(object_file(self.folder, number)))
 
@@ -192,22 +149,18 @@ class Spool:
             _put(self.folder / FAILED, why.encode(errors="replace"))
 
     def close(self) -> None:
-        """Remove the spool; closing twice is allowed."""
         self._remove()
 
 
 def new_name() -> str:
-    """Return a new name for a spool."""
     return PREFIX + secrets.token_hex(8)
 
 
 def object_file(folder: Path, number: int) -> Path:
-    """Return the file of one object of a spool."""
     return folder / f"{number:05d}.safetensors"
 
 
 def read_index(folder: Path) -> SpoolIndex:
-    """Read the index of a spool."""
     return _INDEXES.decode((folder / INDEX).read_bytes())
 
 
@@ -224,11 +177,7 @@ def writer_is_gone(folder: Path) -> bool:
 
 
 def make_folder(parent: Path) -> None:
-    """Create the folder of spools, for this user only.
-
-    Raises:
-        PermissionError: It is another user's.
-    """
+    """Create the folder of spools, for this user only; refuse another user's."""
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     if {parent.stat().st_uid, parent.lstat().st_uid} != {os.getuid()}:
         raise PermissionError(errno.EACCES, "it is another user's")

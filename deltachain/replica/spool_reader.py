@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -68,11 +68,6 @@ def held_elements(places: Sequence[LiveElements], low: int, high: int) -> HeldEl
     """Return which of the elements ``[low, high)`` a rank holds; no live bits are read.
 
     Where those that it holds are consecutive, these are returned; else a mask of ``[low, high)``.
-
-    Args:
-        places: Live elements of the tensor, at least one, all in that range.
-        low: Flat index of the first element.
-        high: Flat index after the last one.
     """
     run = _run(places)
     if run is not None:
@@ -114,7 +109,6 @@ def device_bits(places: Sequence[LiveElements], elements: HeldElements) -> Tenso
 
 
 def _run(places: Sequence[LiveElements]) -> _Run | None:
-    """Return the elements of a rank if there is one place and they are consecutive."""
     first, *others = places
     if others:
         return None
@@ -172,7 +166,6 @@ class TensorPlan:
 
     @property
     def needs_old(self) -> bool:
-        """Whether the bits before the changes are needed to read them."""
         name = self.spec.name
         return not self.from_nothing and any(part.needs_old(name) for part in self.parts)
 
@@ -189,11 +182,9 @@ class TensorPlan:
 
         Returns:
             Some elements outside may be there too. From nothing: a run of exactly these elements,
-            or of more.
+                or of more.
 
         Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: An object violates FORMAT.md.
             BrokenChainError: A plan from nothing has only some of the elements.
             BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
             OldBitsError: An object needs old bits that are not held.
@@ -221,9 +212,7 @@ class TensorPlan:
         name = self.spec.name
         if old is None or not part.needs_old(name):
             return part.read(name, near)
-        if self.from_nothing:
-            return part.read(name, near, old=old)
-        with bits_are_at_fault(name):
+        with nullcontext() if self.from_nothing else bits_are_at_fault(name):
             return part.read(name, near, old=old)
 
     def _before(
@@ -233,7 +222,6 @@ class TensorPlan:
         high: int,
         old: Callable[[int, int], OldBits] | None,
     ) -> OldBits | None:
-        """Return the bits after some deltas, of all segments near some elements."""
         start, stop = near(self.spec, low, high)
         if old is not None and not self.from_nothing:
             before = old(start, stop)
@@ -250,11 +238,6 @@ class TensorPlan:
         """Return the reader of the segments near ``[low, high)`` if one object has steps of all.
 
         ``None`` for a tensor plan that has to be folded, or is stored otherwise.
-
-        Args:
-            low: Flat index of the first element.
-            high: Flat index after the last one.
-            old: See :meth:`read`.
         """
         (part, *more), name = self.parts or (None,), self.spec.name
         if part is None or more or self.base is not None or self.from_nothing:
@@ -283,12 +266,7 @@ def bits_are_at_fault(name: str) -> Iterator[None]:
 class SpoolReader:
     """Reader of a spool, for ranks; objects are mapped, and read where they lie.
 
-    Args:
-        folder: Folder of the spool.
-        abandon: Called while an object is awaited; returns whether to stop.
-
-    Raises:
-        ApplyError: The spool was removed.
+    ``abandon`` is called while an object is awaited, and returns whether to stop.
     """
 
     def __init__(self, folder: Path, abandon: Callable[[], bool] = lambda: False) -> None:
@@ -307,7 +285,6 @@ class SpoolReader:
         Raises:
             ApplyError: An object will not come.
             StageAbandonedError: An object has not arrived, and ``abandon`` says not to wait.
-            DigestMismatchError: An object has another directory than the chain says.
         """
         folds = self._base is not None or len({one.edge for one in self._index.objects}) > 1
         later: dict[str, list[tuple[int, Part]]] = {}
@@ -327,7 +304,8 @@ class SpoolReader:
     def _waits(self, part: Part, name: str) -> bool:
         """Return whether a tensor of a plan of one edge is decoded with those of later objects."""
         if self.from_nothing:
-            return not _gives_all(part, name)
+            row = part.rows[name]
+            return ENCODINGS.get(row.encoding).sparse or row.nnz != row.spec.numel
         return part.needs_old(name) and len(self._index.objects) > 1
 
     def _open(self, number: int, spooled: SpooledObject) -> Part:
@@ -341,11 +319,6 @@ class SpoolReader:
         return part
 
     def _await(self, file: Path, key: str) -> None:
-        """Wait until an object is there.
-
-        Raises:
-            ApplyError: It will not come, or staging is abandoned.
-        """
         wait, longest = POLL_S
         while not file.exists():
             ended = writer_is_gone(self._folder)  # looked at first: a writer may just have finished
@@ -365,9 +338,3 @@ class SpoolReader:
 def _empty(spec: TensorSpec) -> TensorDelta:
     values = np.empty(0, spec.bits_dtype)
     return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=values)
-
-
-def _gives_all(part: Part, name: str) -> bool:
-    """Return whether an object gives every element of a tensor, absolute."""
-    row = part.rows[name]
-    return not ENCODINGS.get(row.encoding).sparse and row.nnz == row.spec.numel

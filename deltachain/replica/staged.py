@@ -55,12 +55,9 @@ hundred megabytes."""
 
 
 class ObjectStreams(NamedTuple):
-    """Inflated streams of one tensor in one object.
+    """Inflated streams of one tensor in one object, and the number of its edge in the plan.
 
-    Attributes:
-        edge: Number of the object's edge in its plan.
-        layout: Layout of the streams; ``None`` for tiles.
-        streams: The streams.
+    ``layout`` is ``None`` for tiles.
     """
 
     edge: int
@@ -70,19 +67,13 @@ class ObjectStreams(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanStreams:
-    """Inflated streams of one tensor plan.
-
-    Attributes:
-        given: The tensor plan.
-        versions: Its streams in each object, oldest first.
-    """
+    """Inflated streams of one tensor plan, in each object, oldest first."""
 
     given: TensorPlan
     versions: tuple[ObjectStreams, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that staging needs for the streams."""
         return sum(one.streams.nbytes for one in self.versions)
 
 
@@ -102,13 +93,11 @@ class RankStaged:
 
     @property
     def names(self) -> set[str]:
-        """Names of the tensors to write."""
         placed = {name for one in self.placed for name in one.names}
         return placed | {given.spec.name for given in self.deferred}
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept by the writes."""
         return sum(placed.nbytes for placed in self.placed)
 
     def writes(self, share_of: Callable[[str], Share]) -> Iterator[StagedWrite]:
@@ -175,7 +164,6 @@ class _Stage:
         self._waiting_nbytes = 0
 
     def read(self, given: TensorPlan) -> _Read:
-        """Read a tensor plan, and compute its writes if everything is on the host."""
         share = self._share_of(given.spec.name)
         if not share.places:
             return _Read(given, share)
@@ -189,7 +177,6 @@ class _Stage:
         return _Read(given, share, delta=given.read(share.low, share.high))
 
     def take(self, found: _Read) -> None:
-        """Keep the writes of a tensor plan, or let it wait for others to be staged with."""
         if found.streams is not None:
             nbytes = found.streams.nbytes
             if self._waiting_nbytes + nbytes > BATCH:
@@ -204,7 +191,6 @@ class _Stage:
         self._add([found.given], writes, ((slot, one.patch.effect) for slot, one in placed))
 
     def result(self) -> RankStaged:
-        """Stage what still waits, and return everything."""
         self._stage_waiting()
         return RankStaged(tuple(self._kept), tuple(self._deferred), dict(self._effects))
 
@@ -247,9 +233,6 @@ def stage(
         threads: Number of threads that inflate and decode. Weights on a device are read by the
             caller alone, whose stream its kernels run on.
         batches: Stager of many tensors at once; ``None`` if all weights are on the host.
-
-    Raises:
-        DeltaChainError: A tensor plan cannot be read, or ``share_of`` refuses its tensor.
     """
     work = _Stage(share_of, budget, batches)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
@@ -259,7 +242,6 @@ def stage(
 
 
 def _prepared(given: TensorPlan, share: Share) -> list[tuple[HolderKey, Write]]:
-    """Read a tensor plan, and compute its writes at every place."""
     if not share.places:
         return []
     old = partial(host_bits, [place for _, place in share.places], given.spec)

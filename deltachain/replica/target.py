@@ -12,19 +12,22 @@ import logging
 import time
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import msgspec
 
+from deltachain import errors
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
     ConfigError,
+    DeltaChainError,
+    DigestMismatchError,
     EngineDamagedError,
     LeaderReplacedError,
     OldBitsError,
@@ -34,48 +37,15 @@ from deltachain.errors import (
     TensorMismatchError,
     UnfinishedSwapError,
 )
+from deltachain.replica import messages as wire
 from deltachain.replica.engine import Engine
 from deltachain.replica.fetcher import Fetchers, elements_of, hosts_of, receive, shown
 from deltachain.replica.layout.classes import ON_HOST, Agreement, agree, orphans, summary
-from deltachain.replica.messages import (
-    AgreeReply,
-    AgreeRequest,
-    AnyRequest,
-    AttachReply,
-    AttachRequest,
-    CheckLoadsReply,
-    CheckLoadsRequest,
-    FetchedReply,
-    FetchRequest,
-    FindUnusedReply,
-    FindUnusedRequest,
-    PendingReply,
-    PollRequest,
-    RankReply,
-    Refusal,
-    StagedReply,
-    StageRequest,
-    StartedReply,
-    StateReply,
-    StateRequest,
-    StatusReply,
-    StatusRequest,
-    SwapReply,
-    SwapRequest,
-    UnusedStateReply,
-    UnusedStateRequest,
-    name_of,
-)
-from deltachain.replica.rank import error_of, raise_refusal
 from deltachain.replica.spool import Spool, SpoolIndex
 from deltachain.replica.unused_state import UnusedState, unused_state
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.types import StateDigest, TensorSpec, Version
-
-if TYPE_CHECKING:
-    from deltachain.replica.engine import Engine
-
 
 POLL_S: Final = (0.002, 0.05)
 """Shortest and longest wait between two polls of the ranks, in seconds."""
@@ -90,18 +60,13 @@ asked rarely.
 STAGE_S: Final = 900.0
 """Timeout of staging in seconds; a rank that takes longer is considered dead."""
 
-_R = TypeVar("_R", bound=RankReply)
+_R = TypeVar("_R", bound=wire.RankReply)
 
 
 class RankClient:
     """The connection of one leader to every rank of an engine.
 
-    Args:
-        engine: The replica.
-
-    Attributes:
-        engine: The replica.
-        count: Number of its ranks; 0 until known.
+    ``count`` is the number of ranks; 0 until known.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -110,13 +75,13 @@ class RankClient:
         self._leader = uuid.uuid4().hex
         self._sequence = itertools.count(1)
 
-    def ask(self, request: AnyRequest, kind: type[_R]) -> list[_R]:
+    def ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
         """Return the replies of all ranks, of the given type; raise a refusal as its error."""
         replies = self.call(request, kind)
         raise_refusal(replies)
         return [reply for reply in replies if isinstance(reply, kind)]
 
-    def call(self, request: AnyRequest, *kinds: type[_R]) -> list[_R | Refusal]:
+    def call(self, request: wire.AnyRequest, *kinds: type[_R]) -> list[_R | wire.Refusal]:
         """Return the replies of all ranks: refusals, or replies of the given types.
 
         Raises:
@@ -127,12 +92,13 @@ class RankClient:
         found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
         ranks = range(self.count or len(replies))
         expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
-        if found != expected or not all(isinstance(reply, (*kinds, Refusal)) for reply in replies):
+        known: tuple[type[wire.RankReply], ...] = (*kinds, wire.Refusal)
+        if found != expected or not all(isinstance(reply, known) for reply in replies):
             raise PoisonedError(
-                f"the engine mixed up its ranks' answers to {name_of(request)!r}",
+                f"the engine mixed up its ranks' answers to {wire.name_of(request)!r}",
                 hint="a worker raised in some other call; restart the engine",
             )
-        return cast("list[_R | Refusal]", list(replies))
+        return cast("list[_R | wire.Refusal]", list(replies))
 
     def wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
         """Wait until every rank is done with a ticket; raise the first refusal as its error."""
@@ -142,19 +108,15 @@ class RankClient:
 
     def settle(
         self, ticket: int, kind: type[_R], version: Version | None = None
-    ) -> list[_R | Refusal]:
-        """Wait until every rank is done with a ticket; return replies and refusals by rank.
-
-        Raises:
-            ApplyError: A rank is not done within ``STAGE_S``.
-        """
+    ) -> list[_R | wire.Refusal]:
+        """Wait until every rank is done with a ticket; return replies and refusals by rank."""
         least, longest = POLL_S
         start = time.monotonic()
-        done: dict[int, _R | Refusal] = {}
+        done: dict[int, _R | wire.Refusal] = {}
         while True:
-            replies = self.call(PollRequest(ticket=ticket), kind, PendingReply)
+            replies = self.call(wire.PollRequest(ticket=ticket), kind, wire.PendingReply)
             for reply in replies:
-                if isinstance(reply, (kind, Refusal)):
+                if isinstance(reply, (kind, wire.Refusal)):
                     done.setdefault(reply.rank, reply)
             if len(done) == len(replies):
                 break
@@ -197,21 +159,18 @@ class PreparedSwap:
 
     @property
     def ticket(self) -> int:
-        """Number under which every rank keeps its staged bits."""
         return self.lease.ticket
 
     def undo(self) -> PreparedSwap:
-        """Return the swap that undoes this one."""
         return replace(self, back=not self.back)
 
     @property
     def unused_after(self) -> UnusedState:
-        """Digests of the tensors that no rank holds, after the swap."""
         before, after = self.unused
         return before if self.back else after
 
 
-def add_up(replies: Sequence[StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
+def add_up(replies: Sequence[wire.StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
     """Add up the effects of all ranks; return too whether ranks with equal elements had equal ones.
 
     Raises:
@@ -232,95 +191,8 @@ def add_up(replies: Sequence[StagedReply], fetched: Fetched) -> tuple[Effect, bo
     return sum(effects.values(), Effect()), alike
 
 
-class StageCalls:
-    """Stages of a replica, and the leases of what its ranks keep.
-
-    Args:
-        client: Connection to the ranks.
-        numbers: Numbers for tickets; none is used twice.
-
-    Attributes:
-        fetchers: Processes that fetch; set when the ranks are attached.
-    """
-
-    def __init__(self, client: RankClient, numbers: Iterator[int]) -> None:
-        self.fetchers = Fetchers(())
-        self._client, self._numbers = client, numbers
-        self._asking = Lock()
-        self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
-
-    def drop(self, lease: TicketLease) -> None:
-        """Let the ranks forget a stage at the next call."""
-        self._leases.discard(lease)
-
-    def everywhere(self, spool: Spool, fetched: Fetched, budget: int) -> TicketLease:
-        """Have every rank stage while every host fetches; return once all objects are there.
-
-        Raises:
-            ApplyError: No rank of a host could fetch.
-        """
-        while True:
-            lease, fetching = self._start_stage(spool, fetched, budget)
-            try:
-                receive(spool, fetched)
-                if fetching is None:
-                    return lease
-                failed = self._client.settle(fetching, FetchedReply, fetched.plan.target)
-                if not self.fetchers.replaced(failed, fetched.plan.target):
-                    return lease
-            except BaseException:
-                self.drop(lease)  # an error in flight would keep it
-                raise
-            self.drop(lease)
-
-    def _start_stage(
-        self, spool: Spool, fetched: Fetched, budget: int
-    ) -> tuple[TicketLease, int | None]:
-        """Ask the fetchers of other hosts to fetch, and every rank to stage.
-
-        Returns:
-            The lease of the ticket, and the ticket of the fetchers; ``None`` without other hosts.
-        """
-        mine = spool.folder.name
-        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
-            names, fetching = self._start_fetch(fetched)
-            lease = TicketLease(next(self._numbers), spool)
-            self._leases.add(lease)
-            request = StageRequest(
-                ticket=lease.ticket,
-                spools=tuple(name or mine for name in names),
-                ranks_on_host=self.fetchers.ranks_on_host(),
-                budget=budget,
-                keep=tuple(one.ticket for one in self._leases),
-            )
-            try:
-                self._client.ask(request, StartedReply)
-            except BaseException:
-                self.drop(lease)
-                raise
-        return lease, fetching
-
-    def _start_fetch(self, fetched: Fetched) -> tuple[tuple[str, ...], int | None]:
-        """Ask the fetchers of other hosts to fetch; return the spools of all ranks, and a ticket.
-
-        Raises:
-            ApplyError: No rank of a host could begin.
-        """
-        while any(names := self.fetchers.names()):
-            ticket, writers = next(self._numbers), self.fetchers.writers(names)
-            fetch = FetchRequest(ticket=ticket, spools=writers, index=SpoolIndex.of(fetched))
-            started = self._client.call(fetch, StartedReply)
-            if not self.fetchers.replaced(started, fetched.plan.target):
-                return names, ticket
-        return names, None
-
-
 def pause_mode(named: str, modes: Sequence[str]) -> str:
-    """Validate and return a pause mode; empty means the first one, the default.
-
-    Raises:
-        ConfigError: The engine has no such mode.
-    """
+    """Validate and return a pause mode; empty means the first one, the default."""
     if named and named not in modes:
         raise ConfigError(
             f"the pause mode is none of {', '.join(modes)}",
@@ -334,12 +206,6 @@ class PauseHolds:
 
     The engine resumes when no reason is left. If other clients paused it directly, it stays paused
     through a swap, until they or a caller of deltachain resume it.
-
-    Args:
-        engine: The replica.
-
-    Attributes:
-        paused: Whether a caller of deltachain paused it.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -379,7 +245,6 @@ class PauseHolds:
         self.hold(in_doubt=True)
 
     def trust(self) -> None:
-        """End the doubt, after a successful swap."""
         self._in_doubt = False
 
     def hold(self, *, in_doubt: bool = False) -> None:
@@ -412,25 +277,21 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaTarget(Target):
-    """All ranks of an engine, as one target.
-
-    Args:
-        engine: The replica.
-        url: URL of the chain, as given to the ranks at their start.
-        spool: Folder shared by the leader and all ranks of the host.
-    """
+    """All ranks of an engine, as one target; they were started with the same URL."""
 
     def __init__(self, engine: Engine, url: str, spool: Path) -> None:
         self.agreement: Agreement | None = None
         self._url = url
         self._spool = spool
         self._specs: Mapping[str, TensorSpec] = {}
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1)  # of tickets
         self._client = RankClient(engine)
-        self._stages = StageCalls(self._client, self._numbers)
+        self._fetchers = Fetchers(())
+        self._asking = Lock()
+        self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
         self._held: HeldVersion | None = None
         self._holds = PauseHolds(engine)
-        self.ranks: Sequence[RankReply] = ()
+        self.ranks: Sequence[wire.RankReply] = ()
         self._named: Version | None = None
         self._unused = UnusedState()
         self._leads = False
@@ -461,15 +322,15 @@ class ReplicaTarget(Target):
         """
         self._specs = specs
         with shown(self._spool) as probe:
-            request = AttachRequest(
+            request = wire.AttachRequest(
                 url=self._url, specs=tuple(specs.values()), aliases=dict(aliases), probe=probe
             )
-            attached = self._client.ask(request, AttachReply)
+            attached = self._client.ask(request, wire.AttachReply)
         ranks = [reply.tensors for reply in attached]
-        self._stages.fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
-        lost = tuple(orphans(specs, ranks))
+        self._fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
+        lost, more = tuple(orphans(specs, ranks)), list[wire.FindUnusedReply]()
         if lost:
-            more = self._client.ask(FindUnusedRequest(names=lost), FindUnusedReply)
+            more = self._client.ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
             ranks = [one | other.tensors for one, other in zip(ranks, more, strict=True)]
         agreement = self.agreement = agree(specs.values(), ranks)
         refused = agreement.refused
@@ -486,26 +347,19 @@ class ReplicaTarget(Target):
             {name: labels[number] for name, labels in agreement.holders.items()}
             for number in range(len(ranks))
         )
-        wanted = self._stages.fetchers.wanted(ranks, agreement.classes, specs)
-        agreed = AgreeRequest(
+        wanted = self._fetchers.wanted(ranks, agreement.classes, specs)
+        agreed = wire.AgreeRequest(
             classes=agreement.classes, holders=holders, compared=agreement.compared, wanted=wanted
         )
-        self.ranks = self._client.ask(agreed, AgreeReply)
+        self.ranks = self._client.ask(agreed, wire.AgreeReply)
         self._client.count = len(ranks)
-        self._client.ask(StatusRequest(), StatusReply)  # takes over from an earlier leader
+        self._client.ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
         self._leads = True
-        self._unused = self._state_of_unused()
+        unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
+        self._unused = unused_state(unused, more[0].digests if more else {})
         logger.info("%s", summary(len(ranks), self.classes()))
 
-    def _state_of_unused(self) -> UnusedState:
-        unused = tuple(name for name, kind in self._agreed().items() if kind == "unused")
-        if not unused:
-            return UnusedState()
-        first = self._client.ask(UnusedStateRequest(names=unused), UnusedStateReply)[0]
-        return unused_state(unused, first.digests)
-
     def classes(self) -> dict[str, dict[str, int]]:
-        """Return the numbers of tensors and bytes of the chain, by class."""
         found: dict[str, dict[str, int]] = {}
         for name, kind in self.agreement.classes.items() if self.agreement else ():
             row = found.setdefault(kind, {"tensors": 0, "nbytes": 0})
@@ -513,31 +367,20 @@ class ReplicaTarget(Target):
             row["nbytes"] += self._specs[name].nbytes
         return found
 
-    def _agreed(self) -> Mapping[str, str]:
-        return self.agreement.classes if self.agreement else {}
-
     def on_host(self) -> dict[str, str]:
-        """Return the first tensors that are not written in place, with the reasons."""
         reasons = self.agreement.reasons if self.agreement else {}
         return dict(itertools.islice(reasons.items(), SHOWN))
 
     def name(self, version: Version) -> None:
-        """Label tokens with a version, unless they are already."""
         if version != self._named:
             self.engine.name_version(version)
             self._named = version
 
     def pause(self) -> None:
-        """Pause until ``resume``, regardless of swaps meanwhile.
-
-        Raises:
-            LeaderReplacedError: Another leader has attached the ranks since.
-        """
         self.check_leads()
         self._holds.pause()
 
     def resume(self) -> None:
-        """Resume generation; see :meth:`pause`."""
         self.check_leads()
         self._holds.resume()
 
@@ -546,26 +389,16 @@ class ReplicaTarget(Target):
         self._holds.doubt()
 
     def check_leads(self) -> None:
-        """Raise if another leader has the ranks, once this one had them.
-
-        Raises:
-            LeaderReplacedError: It has.
-        """
+        """Raise :class:`LeaderReplacedError` if another leader has the ranks that this one had."""
         if self._leads:
-            self._client.ask(StatusRequest(), StatusReply)
+            self._client.ask(wire.StatusRequest(), wire.StatusReply)
 
     def look(self) -> None:
-        """Ask every rank and the scheduler for their state; for a thread of its own.
-
-        Raises:
-            LeaderReplacedError: Another leader has attached the ranks since.
-            ApplyError: The engine did not answer.
-        """
+        """Ask every rank and the scheduler for their state; for a thread of its own."""
         self.check_leads()
         self._holds.look()
 
     def held(self) -> HeldVersion | None:
-        """Return the version that the last swap wrote."""
         return self._held
 
     def state(self) -> StateDigest | None:
@@ -575,8 +408,8 @@ class ReplicaTarget(Target):
             return None  # another process wrote to loaded tensors, or the engine cannot load
         number = next(self._numbers)
         try:
-            self._client.ask(StateRequest(ticket=number), StartedReply)
-            found = self._client.wait(number, StateReply)
+            self._client.ask(wire.StateRequest(ticket=number), wire.StartedReply)
+            found = self._client.wait(number, wire.StateReply)
         except BaseMismatchError:
             return None  # the engine replaced its tensors, or others wrote to them
         except EngineDamagedError:
@@ -592,10 +425,10 @@ class ReplicaTarget(Target):
         return sum(digests.values(), self._unused.total)
 
     def _loads_the_same(self) -> bool:
-        if all(kind not in ON_HOST for kind in self._agreed().values()):
+        if self.agreement is None or ON_HOST.isdisjoint(self.agreement.classes.values()):
             return True
-        checks = self._client.call(CheckLoadsRequest(), CheckLoadsReply)
-        return all(isinstance(reply, CheckLoadsReply) and reply.same for reply in checks)
+        checks = self._client.call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
+        return all(isinstance(reply, wire.CheckLoadsReply) and reply.same for reply in checks)
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
@@ -620,15 +453,15 @@ class ReplicaTarget(Target):
         budget: int,
     ) -> PreparedSwap:
         version = fetched.plan.target
-        lease = self._stages.everywhere(spool, fetched, budget)
+        lease = self._stage_everywhere(spool, fetched, budget)
         check_whole(fetched)
         before, after = self._unused, self._unused.after(fetched)
         try:
-            replies = self._client.wait(lease.ticket, StagedReply, version)
+            replies = self._client.wait(lease.ticket, wire.StagedReply, version)
         except StageAbandonedError:  # every object is there now
-            self._stages.drop(lease)
-            lease = self._stages.everywhere(spool, fetched, budget)
-            replies = self._client.wait(lease.ticket, StagedReply, version)
+            self._drop(lease)
+            lease = self._stage_everywhere(spool, fetched, budget)
+            replies = self._client.wait(lease.ticket, wire.StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
         if spare is None and before.total is not None and after.shared_with_used:
@@ -657,6 +490,58 @@ class ReplicaTarget(Target):
             unused=(before, after),
             lease=lease,
         )
+
+    def _drop(self, lease: TicketLease) -> None:
+        self._leases.discard(lease)
+
+    def _stage_everywhere(self, spool: Spool, fetched: Fetched, budget: int) -> TicketLease:
+        """Have every rank stage while every host fetches; return once all objects are there."""
+        while True:
+            lease, fetching = self._start_stage(spool, fetched, budget)
+            try:
+                receive(spool, fetched)
+                if fetching is None:
+                    return lease
+                failed = self._client.settle(fetching, wire.FetchedReply, fetched.plan.target)
+                if not self._fetchers.replaced(failed, fetched.plan.target):
+                    return lease
+            except BaseException:
+                self._drop(lease)  # an error in flight would keep it
+                raise
+            self._drop(lease)
+
+    def _start_stage(
+        self, spool: Spool, fetched: Fetched, budget: int
+    ) -> tuple[TicketLease, int | None]:
+        """Ask the fetchers to fetch and every rank to stage; return the ticket of the former."""
+        mine = spool.folder.name
+        with self._asking:  # ranks must not be told to drop the ticket of a concurrent stage
+            names, fetching = self._start_fetch(fetched)
+            lease = TicketLease(next(self._numbers), spool)
+            self._leases.add(lease)
+            request = wire.StageRequest(
+                ticket=lease.ticket,
+                spools=tuple(name or mine for name in names),
+                ranks_on_host=self._fetchers.ranks_on_host(),
+                budget=budget,
+                keep=tuple(one.ticket for one in self._leases),
+            )
+            try:
+                self._client.ask(request, wire.StartedReply)
+            except BaseException:
+                self._drop(lease)
+                raise
+        return lease, fetching
+
+    def _start_fetch(self, fetched: Fetched) -> tuple[tuple[str, ...], int | None]:
+        """Ask the fetchers to fetch; return the spools of all ranks, and a ticket."""
+        while any(names := self._fetchers.names()):
+            ticket, writers = next(self._numbers), self._fetchers.writers(names)
+            fetch = wire.FetchRequest(ticket=ticket, spools=writers, index=SpoolIndex.of(fetched))
+            started = self._client.call(fetch, wire.StartedReply)
+            if not self._fetchers.replaced(started, fetched.plan.target):
+                return names, ticket
+        return names, None
 
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         """Pause, write on every rank or on none, name the version, resume; see :class:`Target`.
@@ -696,15 +581,14 @@ class ReplicaTarget(Target):
         prepared.lease.spool.close()
         return seconds
 
-    def close(self) -> None:
-        """Do nothing: the engine keeps its weights; see :class:`Target`."""
+    def close(self) -> None: ...
 
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
         """Write on every rank; if one fails, undo the write on the others."""
-        request = SwapRequest(ticket=prepared.ticket, version=version, back=prepared.back)
-        replies = self.ranks = self._client.call(request, SwapReply)
-        failed = [reply for reply in replies if isinstance(reply, Refusal)]
-        done = [reply for reply in replies if isinstance(reply, SwapReply)]
+        request = wire.SwapRequest(ticket=prepared.ticket, version=version, back=prepared.back)
+        replies = self.ranks = self._client.call(request, wire.SwapReply)
+        failed = [reply for reply in replies if isinstance(reply, wire.Refusal)]
+        done = [reply for reply in replies if isinstance(reply, wire.SwapReply)]
         if not failed:
             return max(reply.seconds for reply in done)
         cause = error_of(failed[0], version=version)
@@ -723,14 +607,36 @@ class ReplicaTarget(Target):
             ) from cause
         raise PartialApplyError(f"{told}; every rank has its old bits", version=version) from cause
 
-    def _take_back(self, request: SwapRequest, to_undo: Sequence[RankReply]) -> str:
+    def _take_back(self, request: wire.SwapRequest, to_undo: Sequence[wire.RankReply]) -> str:
         """Undo a swap on some ranks; return the reason if that failed on one of them."""
         if not to_undo:
             return ""
         back = msgspec.structs.replace(request, back=not request.back)
         try:
-            again = self._client.call(back, SwapReply)
+            again = self._client.call(back, wire.SwapReply)
         except PartialApplyError as exc:
             return str(exc.args[0])
         replies = [again[reply.rank] for reply in to_undo]
-        return next((reply.message for reply in replies if isinstance(reply, Refusal)), "")
+        return next((reply.message for reply in replies if isinstance(reply, wire.Refusal)), "")
+
+
+def error_of(refusal: wire.Refusal, *, version: int | None = None) -> DeltaChainError:
+    """Return the error of a rank's refusal."""
+    kind = getattr(errors, refusal.error, None)
+    message = f"rank {refusal.rank}: {refusal.message}"
+    hint = refusal.hint
+    if isinstance(kind, type) and issubclass(kind, ApplyError):
+        return kind(message, version=version, hint=hint)
+    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
+        return ApplyError(message, version=version)  # a refusal lacks the digests for its own type
+    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
+        return kind(message, hint=hint)
+    return ApplyError(message, version=version, hint=hint)
+
+
+def raise_refusal(replies: Sequence[wire.RankReply], *, version: int | None = None) -> None:
+    """Raise the error of the first refusal, if any; of a rank that must not serve before others."""
+    refusals = [reply for reply in replies if isinstance(reply, wire.Refusal)]
+    found = [error_of(refusal, version=version) for refusal in refusals]
+    for error in sorted(found, key=lambda error: not isinstance(error, EngineDamagedError)):
+        raise error

@@ -41,7 +41,6 @@ class UnusedState:
         return sum(known, StateDigest()) if len(known) == len(self.digests) else None
 
     def after(self, fetched: Fetched) -> UnusedState:
-        """Return the digests after a plan."""
         held, joint = dict(self.digests), set(self.joint)
         if fetched.base is not None:
             joint.clear()
@@ -69,14 +68,12 @@ class UnusedState:
 
 
 def unused_state(names: Iterable[str], known: Mapping[str, StateDigest]) -> UnusedState:
-    """Return the state of tensors from the known digests; the others are unknown."""
     return UnusedState({name: known.get(name) for name in names})
 
 
 def _add_row(
     held: dict[str, StateDigest | None], joint: set[str], row: TensorRow, numel: int
 ) -> None:
-    """Count a row with a digest of its own."""
     digest, change = held[row.name], StateDigest.parse(row.digest)
     if ENCODINGS.get(row.encoding).sparse:
         held[row.name] = None if digest is None else digest + change

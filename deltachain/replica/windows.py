@@ -28,13 +28,7 @@ BLOCK: Final = 1 << 20
 
 
 class Dim(NamedTuple):
-    """One dimension of a window: its size, and its strides in checkpoint tensor and live storage.
-
-    Attributes:
-        size: Number of elements.
-        there: Stride in the flat checkpoint tensor.
-        live: Stride in the live storage.
-    """
+    """One dimension of a window: its size, and its strides in tensor and storage."""
 
     size: int
     there: int
@@ -59,7 +53,6 @@ class Window:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.size)
 
 
@@ -90,13 +83,11 @@ class Placement(LiveElements):
 
     @cached_property
     def window(self) -> Window:
-        """The elements of the checkpoint tensor."""
         dims = _joined([Dim(d.size, d.there, d.there) for d in self.dims])
         return Window(self.offset, tuple(d.size for d in dims), tuple(d.there for d in dims))
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.live.numel()
 
     @cached_property
@@ -124,12 +115,7 @@ class Placement(LiveElements):
         return kernels_for(self.storage).receive(self.cut(full, start), self.storage)
 
     def cut(self, full: LiveBits, start: int = 0) -> LiveBits:
-        """Return the window's elements of flat bits, in the shape of the view.
-
-        Args:
-            full: Bits of consecutive elements of the tensor, this window's among them.
-            start: Flat index of the first of them.
-        """
+        """Return the window's elements of flat bits from ``start`` on, in the shape of the view."""
         return self._strided(full, self.offset - start, [d.there for d in self.dims])
 
     def _strided(self, flat: LiveBits, offset: int, stride: list[int]) -> LiveBits:
@@ -148,7 +134,6 @@ class Placement(LiveElements):
 
     @property
     def _is_run(self) -> bool:
-        """Whether the elements are contiguous in the checkpoint tensor."""
         return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
 
     @override

@@ -15,7 +15,7 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from deltachain_sglang.offline import subscribe
+    from deltachain_sglang.server import subscribe
 
 __all__ = ["PREFIX", "SCHEME", "register", "subscribe"]
 
@@ -67,4 +67,4 @@ def speak() -> None:
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name != "subscribe":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("deltachain_sglang.offline").subscribe
+    return import_module("deltachain_sglang.server").subscribe

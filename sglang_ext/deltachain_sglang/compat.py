@@ -56,11 +56,7 @@ ENGINE: Final = "sglang.srt.entrypoints.engine.Engine._ensure_event_loop"
 
 
 def check_version() -> str:
-    """Return the version of the installed SGLang.
-
-    Raises:
-        EngineVersionError: This version was not tested.
-    """
+    """Return the version of the installed SGLang, if it was tested."""
     import sglang
 
     return TESTED.check(sglang.__version__)
@@ -75,14 +71,12 @@ def hook(target: str, function: Callable[..., Any]) -> None:
 
 
 def check_reply(text: str) -> Any:  # noqa: ANN401 - SGLang's message
-    """Return a scheduler's reply to a check of its weights."""
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
     return CheckWeightsReqOutput(success=True, message=text)
 
 
 def gather(mine: object) -> list[Any]:
-    """Gather one object from every rank of this scheduler's group, in their order."""
     from sglang.srt.runtime_context import get_parallel
 
     group = get_parallel().tp_group
@@ -135,10 +129,6 @@ def credit(scheduler: Any, version: str) -> None:  # noqa: ANN401
 
     A scheduler computes one step ahead of the tokens that it returns, and would label those that it
     returns after a change of the version with the new one.
-
-    Args:
-        scheduler: The paused scheduler.
-        version: Version of the weights that computed the tokens.
     """
     from sglang.srt.utils.weight_versions import WeightVersionEvent
 
@@ -161,33 +151,28 @@ def kinds(tags: Sequence[str] | None) -> frozenset[str]:
 
 
 def has_weights(manager: Any) -> bool:  # noqa: ANN401
-    """Return whether this scheduler's weights are in memory: they are not released."""
     return WEIGHTS not in manager.offload_tags
 
 
 def named() -> str:
-    """Return the version that labels this scheduler's tokens."""
     from sglang.srt.runtime_context import get_serving
 
     return str(get_serving().weight_version)
 
 
 def rank_of() -> int:
-    """Return the number of this scheduler in its group."""
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().tp_group.rank_in_group)
 
 
 def app() -> Any:  # noqa: ANN401
-    """Return SGLang's FastAPI application."""
     from sglang.srt.entrypoints.http_server import app as found
 
     return found
 
 
 def manager() -> Any:  # noqa: ANN401
-    """Return the ``TokenizerManager`` of this server."""
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
@@ -222,7 +207,6 @@ def serve(router: APIRouter, prefix: str) -> None:
 
 
 def end_children() -> None:
-    """End all processes that this one has started."""
     from sglang.srt.utils import kill_process_tree
 
     kill_process_tree(os.getpid(), include_parent=False)
@@ -236,18 +220,13 @@ def end(why: SystemExit) -> NoReturn:
 
 
 def front_ends() -> int:
-    """Return the number of processes that accept requests for this server."""
     from sglang.srt.runtime_context import get_serving
 
     return int(get_serving().tokenizer_worker_num)
 
 
 def check_layout(*, keep_cache: bool) -> None:
-    """Refuse arrangements of ranks, models and caches that one leader cannot update together.
-
-    Raises:
-        ConfigError: This server has such an arrangement.
-    """
+    """Refuse arrangements of ranks, models and caches that one leader cannot update."""
     from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_spec
 
     if get_parallel().nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
@@ -279,11 +258,7 @@ def check_layout(*, keep_cache: bool) -> None:
 
 
 def check_experts() -> None:
-    """Refuse experts in other slots than in the checkpoint, copied, or moved while SGLang serves.
-
-    Raises:
-        ConfigError: This server has such experts.
-    """
+    """Refuse experts that are copied, moved, or in other slots than in the checkpoint."""
     from sglang.srt.runtime_context import get_exec
 
     moe = get_exec().moe
@@ -317,7 +292,6 @@ class Server:
         self._manager = manager
 
     async def check_weights(self, action: str) -> str:
-        """Send a check of weights to every scheduler; return the message of the first reply."""
         from sglang.srt.managers.io_struct import CheckWeightsReqInput
 
         self._manager.auto_create_handle_loop()
@@ -334,7 +308,6 @@ class Server:
         return self._manager.gracefully_exit or not all(one.is_alive() for one in processes)
 
     def is_paused(self) -> bool:
-        """Return whether any client has paused it."""
         return bool(self._manager.is_pause)
 
     async def pause(self, mode: str) -> None:
@@ -358,14 +331,12 @@ class Server:
                 await asyncio.sleep(ABORT_LOOK_S)
 
     async def resume(self) -> None:
-        """Resume generation."""
         from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
         request = ContinueGenerationReqInput(torch_empty_cache=False)
         await self._manager.continue_generation(request)
 
     async def name(self, version: str) -> None:
-        """Set the version of the weights, for running requests from now on."""
         from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
 
         request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)

@@ -19,11 +19,7 @@ from deltachain.errors import UnsupportedEngineError
 
 
 def guard(model: nn.Module) -> None:
-    """Refuse models that SGLang itself refuses to update: others share or derive from its weights.
-
-    Raises:
-        ConfigError: SGLang would refuse this model.
-    """
+    """Refuse models that SGLang itself refuses to update: others share their weights."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
     from sglang.srt.runtime_context import get_model
 
@@ -39,7 +35,6 @@ def guard(model: nn.Module) -> None:
 
 
 def in_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
-    """Return the context in which SGLang calls loaders."""
     from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     context: AbstractContextManager[None] = set_default_torch_dtype(dtype)
@@ -78,7 +73,6 @@ def restore(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def process(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Pack loaded weights."""
     from sglang.srt.model_loader.loader import device_loading_context
 
     for module, method in acting(modules):
@@ -101,11 +95,7 @@ def is_reloadable(model: nn.Module) -> bool:
 
 
 def raw(config: Any) -> nn.Module:  # noqa: ANN401
-    """Create a second model of the same kind on the meta device, as SGLang does before loading.
-
-    Raises:
-        Exception: SGLang cannot create this model without memory.
-    """
+    """Create a second model of the same kind on the meta device, as SGLang does before loading."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import loader
 
@@ -147,27 +137,23 @@ def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401
 
 
 def _parts(value: Any) -> list[int]:  # noqa: ANN401
-    """Return the identities of a container's items."""
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     return [id(part) for part in inner]
 
 
 def linears() -> tuple[type[nn.Module], ...]:
-    """Return the classes of layers that multiply by a parameter ``weight``."""
     from sglang.srt.layers.linear import LinearBase
 
     return (LinearBase,)
 
 
 def heads() -> tuple[type[nn.Module], ...]:
-    """Return the classes of layers that compute logits."""
     from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 
     return (ParallelLMHead,)
 
 
 def experts() -> tuple[type[nn.Module], ...]:
-    """Return the classes of layers with several experts."""
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 
     return (FusedMoE,)
@@ -191,7 +177,6 @@ def logits(head: Any, rows: Tensor) -> Tensor | None:  # noqa: ANN401 - a layer 
 
 
 def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of SGLang
-    """Return the outputs of experts, each for one of the rows."""
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -211,8 +196,7 @@ def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of
 def checkpoint(config: Any = None) -> Path:  # noqa: ANN401
     """Return the folder that SGLang loaded; for a repository name, its folder in the Hub's cache.
 
-    Args:
-        config: Configuration of a rank, which includes later loads; the server's by default.
+    ``config`` is that of a rank, which includes later loads; the server's by default.
     """
     from sglang.srt.runtime_context import get_model
 

@@ -32,14 +32,7 @@ Made: TypeAlias = list[tuple[str, str, Tensor]]
 
 
 class Shadow:
-    """The second model.
-
-    Args:
-        raw: Model on the meta device, as SGLang creates it before loading.
-        live: Model in service.
-        dtype: Dtype of activations.
-        device: Device of the live model.
-    """
+    """The second model."""
 
     def __init__(
         self, raw: nn.Module, live: nn.Module, dtype: torch.dtype, device: torch.device
@@ -59,9 +52,6 @@ class Shadow:
         """Return the live layers that each checkpoint tensor is loaded into, tied ones included.
 
         A layer that SGLang drops after loading is replaced by its parent.
-
-        Args:
-            names: Meta tensors in the checkpoint's shapes and dtypes, by name.
         """
         members = {name: Members([module]) for name, module in self._modules.items()}
         try:
@@ -78,15 +68,7 @@ class Shadow:
         }
 
     def repack(self, layers: frozenset[str], tensors: NamedTensors) -> None:
-        """Load layers from nothing, pack them, and copy the results into the live model.
-
-        Args:
-            layers: Names of the layers.
-            tensors: All tensors that are loaded into them.
-
-        Raises:
-            TensorMismatchError: The results do not have the form of the live tensors.
-        """
+        """Load layers from nothing, pack them, and copy the results into the live model."""
         with self._loaded(layers, tensors) as made:
             for live, tensor in [self._pair(*one) for one in made]:
                 live.copy_(tensor)
@@ -97,12 +79,7 @@ class Shadow:
     ) -> Iterator[Mapping[str, nn.Module]]:
         """Load layers from nothing and pack them, for as long as this is open.
 
-        Args:
-            layers: Names of the layers.
-            tensors: All tensors that are loaded into them.
-
-        Yields:
-            The modules with the results, by the names of those of the live model.
+        The modules with the results have the names of those of the live model.
         """
         with self._loaded(layers, tensors) as made:
             yield {name: self._modules[name] for name, _, _ in made if name in self._live}
@@ -127,7 +104,6 @@ class Shadow:
             members.put_back()
 
     def _nearest(self, name: str) -> str:
-        """Return the nearest live module around a module, or itself."""
         while name and name not in self._live:
             name = name.rpartition(".")[0]
         return name
@@ -191,7 +167,6 @@ class Shadow:
 
 
 def _real(scope: Modules) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the tensors with memory in some modules: module, path in it, tensor."""
     for name, module in scope.items():
         for path, tensor in tensors_in(module):
             if not tensor.is_meta and tensor.numel():
@@ -199,7 +174,6 @@ def _real(scope: Modules) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _zeros_like(raw: Tensor, device: torch.device) -> Tensor:
-    """Return zeros with all other attributes of a tensor."""
     made: Any = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype, device=device).zero_()
     made.__class__ = raw.__class__
     made.__dict__ = dict(vars(raw))
@@ -218,22 +192,11 @@ def _block(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def computed(layer: nn.Module, dtype: torch.dtype) -> Tensor | None:
+def computed(layer: nn.Module, dtype: torch.dtype, seed: int | None = None) -> Tensor | None:
     """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run.
 
-    Args:
-        layer: Layer of the model.
-        dtype: Dtype of activations.
+    With a seed, outputs for several rows.
     """
-    return _computed(layer, dtype, None)
-
-
-def probe(layer: nn.Module, dtype: torch.dtype, seed: int) -> Tensor | None:
-    """Return the outputs of a layer for rows decided by a seed; ``None`` if it cannot be run."""
-    return _computed(layer, dtype, seed)
-
-
-def _computed(layer: nn.Module, dtype: torch.dtype, seed: int | None) -> Tensor | None:
     try:
         with torch.no_grad():
             if isinstance(layer, loading.experts()):
@@ -272,13 +235,11 @@ def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN40
 
 
 def _probing(width: int, dtype: torch.dtype, layer: nn.Module, seed: int | None) -> Tensor:
-    """Return a row without zeros; with a seed, others that show columns as well."""
     row = _rows(1, width, dtype, layer)
     return row if seed is None else probing_rows(row, seed)
 
 
 def _rows(count: int, width: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
-    """Return rows without zeros, all different."""
     device = next(layer.parameters()).device
     row = torch.linspace(0.5, 1.5, count * width, device=device)
     return row.to(dtype).view(count, width)
@@ -288,17 +249,7 @@ logger = logging.getLogger(__name__)
 
 
 class SglangModel:
-    """A rank's model as :class:`deltachain.replica.engine.EngineModel`.
-
-    Args:
-        model: Model as SGLang loaded it.
-        config: ``ModelConfig`` of SGLang.
-        device: Device of the model.
-
-    Raises:
-        EngineVersionError: This SGLang was not tested.
-        ConfigError: The model's weights must not be written, or the server moves experts.
-    """
+    """A rank's model as :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(self, model: nn.Module, config: Any, device: str) -> None:  # noqa: ANN401
         compat.check_version()
@@ -311,15 +262,12 @@ class SglangModel:
         self.checkpoint = loading.checkpoint(config)
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Return every module; one with several names only once."""
         return dict(self.model.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return every live tensor."""
         return live_tensors(self.model)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Call the model's own ``load_weights``."""
         with loading.in_dtype(self._config.dtype):
             loading.load(self.model, tensors, self._device)
 
@@ -341,7 +289,6 @@ class SglangModel:
             loading.process([modules[n] for n in modules if n in unpacked], self._device)
 
     def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load and pack layers in a second model, and copy the results into this one."""
         if self._shadow is None:
             raise EngineVersionError(f"SGLang makes no {type(self.model).__name__} without memory")
         self._shadow.repack(layers, tensors)
@@ -361,8 +308,7 @@ class SglangModel:
             yield found
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Return the outputs of a linear layer, a head or experts for several rows."""
-        return probe(layer, self._config.dtype, seed)
+        return computed(layer, self._config.dtype, seed)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Find layers by loading meta tensors into an unpacked second model, or else this one."""
@@ -372,21 +318,17 @@ class SglangModel:
         return {name: self._known[name] for name in names if self._known[name]}
 
     def processed(self) -> frozenset[str]:
-        """Return the layers with post-load processing."""
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
-        """Return tables created by running; see :mod:`deltachain.replica.layout.runtime_tables`."""
         return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
-        """Return whether a layer is plain; only linear layers can be."""
         found = self.model.get_submodule(layer)
         with torch.no_grad():
             return isinstance(found, loading.linears()) and is_plain(found)
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """Return the outputs of the linear layers, heads and experts among these layers."""
         dtype = self._config.dtype
         found = {
             name: computed(layer, dtype) for name, layer in self.modules().items() if name in layers

@@ -9,22 +9,79 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import msgspec
+
+from deltachain.errors import ApplyError
+from deltachain.format.documents import Struct
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.messages import Refusal, SwapRequest, decode_reply, encode_reply
+from deltachain.replica.messages import (
+    SAME_VERSION,
+    UNREADABLE,
+    AnyReply,
+    AnyRequest,
+    Refusal,
+    SwapRequest,
+    decode_reply,
+    encode_reply,
+)
 from deltachain.replica.rank import RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain_sglang import SCHEME, compat
-from deltachain_sglang.messages import SchedulerReply, decode_scheduler_request, encode_message
 from deltachain_sglang.model import SglangModel
+
+
+class SchedulerRequest(Struct, frozen=True, kw_only=True):
+    """A request to all ranks; with ``flush``, caches are flushed once all have handled it."""
+
+    request: AnyRequest
+    flush: bool = False
+
+
+class SchedulerReply(Struct, frozen=True, kw_only=True):
+    """The replies of all ranks.
+
+    Attributes:
+        status: ``busy`` if running requests prevent a flush of their cache, ``asleep`` if the
+            weights are released. In both cases nothing was done.
+        replies: Replies in the order of the ranks.
+    """
+
+    status: Literal["answered", "busy", "asleep"] = "answered"
+    replies: tuple[AnyReply, ...] = ()
+
+
+_REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)
+_REPLIES: Final = msgspec.json.Decoder(SchedulerReply)
+
+
+def encode_message(message: SchedulerRequest | SchedulerReply) -> str:
+    return msgspec.json.encode(message).decode()
+
+
+def decode_scheduler_request(text: str) -> SchedulerRequest | None:
+    try:
+        return _REQUESTS.decode(text)
+    except UNREADABLE:
+        return None
+
+
+def decode_scheduler_reply(text: str) -> SchedulerReply:
+    """Decode the reply of the schedulers, or raise an error of SGLang's own as an ApplyError."""
+    try:
+        return _REPLIES.decode(text)
+    except UNREADABLE as exc:
+        raise ApplyError(
+            f"cannot read the schedulers' reply: {exc}: {text[:200]!r}", hint=SAME_VERSION
+        ) from exc
+
 
 _SERVICES: Final = RankServices()
 """Services of this process: calls of SGLang's hooks share only the model."""
 
 
 def hook_schedulers() -> None:
-    """Make every scheduler of this process handle deltachain's requests."""
     compat.hook(compat.LOADED, on_load)
     compat.hook(compat.ASKED, on_request)
     compat.hook(compat.RELEASED, on_release)
@@ -102,5 +159,4 @@ def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
 
 
 def _gathered(mine: str) -> SchedulerReply:
-    """Return the encoded replies of this rank and of the others."""
     return SchedulerReply(replies=tuple(decode_reply(text) for text in compat.gather(mine)))

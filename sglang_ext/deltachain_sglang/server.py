@@ -1,19 +1,23 @@
-"""An SGLang server as an engine: its tokenizer manager, called from the leader's thread."""
+"""Engines of SGLang: a server, called from the leader's thread, and one in this process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, TypeVar
 
-from deltachain.errors import ApplyError, PartialApplyError
+from typing_extensions import override
+
+from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
 from deltachain.replica.engine import run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.target import pause_mode
+from deltachain.replica.target import ReplicaTarget, pause_mode
+from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain_sglang import SCHEME, compat
-from deltachain_sglang.messages import SchedulerRequest, decode_scheduler_reply, encode_message
+from deltachain_sglang.ranks import SchedulerRequest, decode_scheduler_reply, encode_message
 from deltachain_sglang.start_check import PAUSES
 
 BUSY_S: Final = 5.0
@@ -25,20 +29,7 @@ _T = TypeVar("_T")
 
 
 class SglangEngine:
-    """An SGLang server as :class:`deltachain.replica.engine.Engine`; not for the loop's own thread.
-
-    Args:
-        server: ``TokenizerManager`` of SGLang.
-        loop: Event loop of the ``TokenizerManager``.
-        settings: Settings of the replica.
-
-    Raises:
-        ConfigError: deltachain does not support the server's configuration.
-        EngineVersionError: This SGLang was not tested.
-
-    Attributes:
-        software: Name and version of the engine.
-    """
+    """An SGLang server as an engine; its methods are not for the thread of its event loop."""
 
     def __init__(
         self,
@@ -59,7 +50,6 @@ class SglangEngine:
 
         Raises:
             PartialApplyError: Aborted requests do not end; nothing was written.
-            ApplyError: The server has released its weights, or does not reply.
         """
         flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
         action = SCHEME + encode_message(SchedulerRequest(request=request, flush=flush))
@@ -78,11 +68,9 @@ class SglangEngine:
             time.sleep(BUSY_POLL_S)
 
     def is_dead(self) -> bool:
-        """Return whether a process of the engine has ended, or the server is about to."""
         return self._server.is_dead()
 
     def is_paused(self) -> bool:
-        """Return whether generation is paused, by any client."""
         return self._server.is_paused()
 
     def pause(self, *, in_doubt: bool = False) -> None:
@@ -92,7 +80,6 @@ class SglangEngine:
         self._wait(self._server.pause("retract" if keeps else self.mode))
 
     def resume(self) -> None:
-        """Resume generation."""
         self._wait(self._server.resume())
 
     def name_version(self, version: int) -> None:
@@ -102,3 +89,42 @@ class SglangEngine:
 
     def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return run_on(self._loop, coroutine)
+
+
+class InProcessEngine(SglangEngine):
+    """An ``Engine`` of SGLang, whose event loop may run only during its calls."""
+
+    @override
+    def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
+        if self._loop.is_running():
+            return super()._wait(coroutine)
+        return self._loop.run_until_complete(coroutine)
+
+
+def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:  # noqa: ANN401 - SGLang's
+    """Return a subscriber whose target is an ``Engine`` in this process.
+
+    >>> engine = sglang.Engine(model_path=model)                          # doctest: +SKIP
+    >>> deltachain_sglang.subscribe(engine, "s3://bucket/run").update()   # doctest: +SKIP
+
+    Call the subscriber between the calls of the engine, in the same thread; or, if the engine
+    was created in a running event loop, in another thread.
+
+    Args:
+        engine: Engine, which SGLang started with the plugin ``deltachain``.
+        config: Settings, or the URL alone.
+
+    Raises:
+        ConfigError: deltachain does not support the engine's configuration, or a
+            ``DELTACHAIN_*`` variable is invalid.
+        EngineVersionError: This SGLang was not tested.
+    """
+    settings = ReplicaSettings.in_process(config, os.environ)
+    if compat.front_ends() > 1:
+        raise UnsupportedEngineError(
+            f"this engine has {compat.front_ends()} tokenizer workers",
+            hint="create it with tokenizer_worker_num=1",
+        )
+    replica = InProcessEngine(engine.tokenizer_manager, engine.loop, settings)
+    target = ReplicaTarget(replica, settings.subscribe.url, settings.spool)
+    return Subscriber(settings.subscribe, target)

@@ -16,12 +16,7 @@ PAUSES: Final = ("retract", "in_place", "abort")
 
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Yield what keeps a server from following the chain of ``DELTACHAIN_URL``.
-
-    Args:
-        installed: Version of the installed SGLang.
-        environment: Environment variables.
-    """
+    """Yield what keeps a server from following the chain of ``DELTACHAIN_URL``."""
     try:
         TESTED.check(installed)
     except ConfigError as exc:

@@ -18,9 +18,6 @@ def check_start() -> None:
     """Exit if this server is configured to follow a chain, but its SGLang was not tested.
 
     Otherwise a difference would only cause a logged error, while the server serves what it loaded.
-
-    Raises:
-        SystemExit: This SGLang was not tested; the reason is logged.
     """
     try:
         compat.check_version()
@@ -30,16 +27,11 @@ def check_start() -> None:
 
 
 def hook_engine() -> None:
-    """Make an ``Engine`` in process say that it follows nothing by itself."""
     compat.hook(compat.ENGINE, on_engine)
 
 
 def on_engine(original: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - SGLang's
-    """Wrap the end of an engine's construction: without a server there is no leader.
-
-    Raises:
-        ConfigError: The engine is configured to follow a chain.
-    """
+    """Wrap the end of an engine's construction: without a server there is no leader."""
     if os.environ.get("DELTACHAIN_URL"):
         exc = UnsupportedEngineError(
             "DELTACHAIN_URL is set, but an Engine in process follows nothing by itself",

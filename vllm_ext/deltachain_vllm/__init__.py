@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from deltachain_vllm.endpoint import EndpointPlugin
     from deltachain_vllm.extension import WorkerExtension
-    from deltachain_vllm.offline import subscribe
+    from deltachain_vllm.server import subscribe
 
 __all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
 
@@ -28,7 +28,7 @@ HANDLE: Final = "deltachain_handle"
 _HOMES: Final = {
     "EndpointPlugin": "deltachain_vllm.endpoint",
     "WorkerExtension": "deltachain_vllm.extension",
-    "subscribe": "deltachain_vllm.offline",
+    "subscribe": "deltachain_vllm.server",
 }
 
 logger = logging.getLogger(__name__)

@@ -46,11 +46,9 @@ class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Do nothing: there is no connection to open."""
+    def init_transfer_engine(self, init_info: InitInfo) -> None: ...
 
-    def start_weight_update(self) -> None:
-        """Do nothing: weights are written in place."""
+    def start_weight_update(self) -> None: ...
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Write the staged bits, and keep the reply."""
@@ -61,8 +59,6 @@ class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ign
             return
         worker_service(self.model, self.vllm_config, self.parallel_config.rank).handle(request)
 
-    def finish_weight_update(self) -> None:
-        """Do nothing: the write is complete."""
+    def finish_weight_update(self) -> None: ...
 
-    def shutdown(self) -> None:
-        """Do nothing: there is no connection to close."""
+    def shutdown(self) -> None: ...

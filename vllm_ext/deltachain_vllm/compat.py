@@ -18,11 +18,7 @@ from deltachain_vllm.start_check import TESTED
 
 
 def check_version() -> str:
-    """Return the version of the installed vLLM.
-
-    Raises:
-        EngineVersionError: This version was not tested.
-    """
+    """Return the version of the installed vLLM, if it was tested."""
     import vllm  # noqa: PLC0415
 
     return TESTED.check(vllm.__version__)
@@ -31,14 +27,7 @@ def check_version() -> str:
 def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - vLLM's client
     """Refuse a server with several engines or front ends, or whose experts move.
 
-    Several engines imply several such processes by default, so the engines are reported first.
-
-    Args:
-        client: Client of the server's engine.
-        arguments: Arguments of the server's command line.
-
-    Raises:
-        ConfigError: The server has several engines or front ends, or moves experts.
+    Several engines imply several front ends by default, so the engines are reported first.
     """
     config = getattr(client, "vllm_config", None)
     check_counts(
@@ -49,7 +38,6 @@ def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - v
 
 
 def check_counts(engines: int, front_ends: int) -> None:
-    """Refuse several engines, or several front ends; see :func:`check_layout`."""
     if engines > 1:
         raise UnsupportedEngineError(
             f"this server has {engines} data-parallel engines, a replica has one",
@@ -63,11 +51,7 @@ def check_counts(engines: int, front_ends: int) -> None:
 
 
 def check_experts(config: Any) -> None:  # noqa: ANN401 - a VllmConfig
-    """Refuse experts that vLLM moves between slots, or spreads over ranks as a whole.
-
-    Raises:
-        ConfigError: The engine is configured so.
-    """
+    """Refuse experts that vLLM moves between slots, or spreads over ranks as a whole."""
     parallel: Any = getattr(config, "parallel_config", None)
     for name in ("enable_eplb", "enable_elastic_ep"):
         if getattr(parallel, name, False):
@@ -91,10 +75,8 @@ _CHECKS: Final = "deltachain_checks"
 def check_configured(check: Callable[[int, int], None]) -> None:
     """Hook the configuration of a server's first process, before it starts others; idempotent.
 
-    vLLM's first process turns the exit code of a front end that it started into 1.
-
-    Args:
-        check: Called with the numbers of engines and of front ends.
+    ``check`` gets the numbers of engines and of front ends. vLLM's first process turns the exit
+    code of a front end that it started into 1.
     """
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
 
@@ -114,11 +96,6 @@ def check_configured(check: Callable[[int, int], None]) -> None:
 
 
 def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
-    """Return vLLM's module for layerwise reloads.
-
-    Raises:
-        EngineVersionError: This vLLM has no known one.
-    """
     try:
         from vllm.model_executor.model_loader.reload import layerwise as module  # noqa: PLC0415
     except ImportError as exc:
@@ -149,7 +126,6 @@ def remember_loaded() -> None:
 
 
 def linears() -> tuple[type, ...]:
-    """Return the classes of layers that multiply by a parameter ``weight``."""
     from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
     from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: PLC0415
         VocabParallelEmbedding,
@@ -159,7 +135,6 @@ def linears() -> tuple[type, ...]:
 
 
 def experts() -> type:
-    """Return the class of layers with the weights of routed experts."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: PLC0415
 
     found: type = RoutedExperts
@@ -303,11 +278,6 @@ async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401
     vLLM's own ``pause_generation`` does this and then sleeps for 20 ms, so that clients of aborted
     requests get their replies first. That is not needed here, and the sleep was half of the time of
     a swap in a server.
-
-    Args:
-        client: vLLM's ``AsyncLLM``, or any other ``EngineClient``.
-        mode: Pause mode of vLLM.
-        clear: Whether to drop cached prefixes.
     """
     scheduler = getattr(getattr(client, "engine_core", None), "pause_scheduler_async", None)
     front = getattr(getattr(client, "renderer", None), "clear_mm_cache_async", None)

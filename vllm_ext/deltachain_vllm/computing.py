@@ -23,27 +23,19 @@ WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")
 logger = logging.getLogger(__name__)
 
 
-def computed(layer: nn.Module) -> Tensor | None:
-    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run."""
+def computed(layer: nn.Module, seed: int | None = None) -> Tensor | None:
+    """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run.
+
+    With a seed, outputs for several rows; without one, also what a plain layer keeps for others.
+    """
     try:
         with torch.no_grad():
-            if isinstance(layer, experts()):
-                return _with_others(_of_experts(layer), layer, ("w13_", "w2_"))
-            if isinstance(layer, linears()):
-                return _with_others(_of_linear(layer), layer, ("weight", "bias"))
-    except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
-        logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
-    return None
-
-
-def probe(layer: nn.Module, seed: int) -> Tensor | None:
-    """Return the outputs of a layer for rows decided by a seed; ``None`` if it cannot be run."""
-    try:
-        with torch.no_grad():
-            if isinstance(layer, experts()):
-                return _of_experts(layer)
-            if isinstance(layer, linears()):
-                return _of_linear(layer, seed)
+            is_experts = isinstance(layer, experts())
+            if not is_experts and not isinstance(layer, linears()):
+                return None
+            output = _of_experts(layer) if is_experts else _of_linear(layer, seed)
+            used = ("w13_", "w2_") if is_experts else ("weight", "bias")
+            return output if seed is not None else _with_others(output, layer, used)
     except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
@@ -85,7 +77,6 @@ def _has_no_weight(layer: nn.Module) -> bool:
 
 
 def _waits(layer: nn.Module) -> bool:
-    """Return whether a layer is configured to leave its weight to another."""
     return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
 
 
@@ -132,7 +123,6 @@ def _local_experts(layer: Any) -> list[int]:  # noqa: ANN401 - a layer of vLLM
 
 
 def _rows(count: int, width: int, dtype: torch.dtype, like: Any) -> Tensor:  # noqa: ANN401
-    """Return rows without zeros, all different."""
     device = like.device if isinstance(like, Tensor) else None
     row = torch.linspace(0.5, 1.5, count * width, device=device).to(dtype)
     return row.view(count, width)
@@ -173,7 +163,6 @@ class Columns:
     values: Tensor
 
     def read(self, layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
-        """Return the same columns from products of the packed layer."""
         count = len(self.chosen)
         rows = torch.zeros(count, self.width, dtype=self.values.dtype, device=self.values.device)
         rows[torch.arange(count, device=rows.device), self.chosen] = 1
@@ -186,9 +175,6 @@ def compared(model: nn.Module) -> Iterator[None]:
     """Compare layers that are packed while this is open with their raw weights.
 
     Only layers without a quantised weight, except those that leave their weight to another layer.
-
-    Raises:
-        TensorMismatchError: A layer multiplies by another weight.
     """
     names = {layer: name for name, layer in model.named_modules() if _is_plain(layer)}
     methods: set[Any] = {layer.quant_method for layer in names}
@@ -233,12 +219,10 @@ def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Return whether a layer is linear, or a head, and its weight is not quantised."""
     return isinstance(layer, linears()) and "Unquantized" in type(layer.quant_method).__name__
 
 
 def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> None:  # noqa: ANN401
-    """Save columns of a raw weight, then let its method pack it."""
     columns = _take(getattr(layer, "weight", None))
     if columns is not None:
         taken[layer] = columns

@@ -59,15 +59,7 @@ class WorkerExtension:
 
 
 def check_extension(config: Any, option: str) -> None:  # noqa: ANN401 - vLLM's
-    """Refuse an engine whose workers have neither :class:`WorkerExtension` nor a subclass of it.
-
-    Args:
-        config: Configuration of the engine.
-        option: Option or argument that names the extension.
-
-    Raises:
-        ConfigError: Its workers have another extension, or none.
-    """
+    """Refuse an engine whose workers have neither :class:`WorkerExtension` nor a subclass of it."""
     named = config.parallel_config.worker_extension_cls
     if _has_extension(named):
         return

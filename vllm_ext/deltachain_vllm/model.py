@@ -28,7 +28,7 @@ from deltachain_vllm.compat import (
     own_loader,
     process,
 )
-from deltachain_vllm.computing import compared, computed, is_compared, probe, taken_over
+from deltachain_vllm.computing import compared, computed, is_compared, taken_over
 from deltachain_vllm.repacking import loaded_apart, repack
 from deltachain_vllm.scales import owned, uncaptured
 
@@ -41,13 +41,7 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  # noqa: ANN401
-    """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded.
-
-    Args:
-        model: Model of the worker; not in use meanwhile.
-        load: Function that calls the model's own loader.
-        config: vLLM's configuration of the model.
-    """
+    """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded."""
     steps = layerwise()
     with _silent(), _absent_kept(model), _finished(model, steps):
         steps.initialize_layerwise_reload(model)
@@ -63,7 +57,6 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  
 
 
 def _is_touched(steps: Any, layer: nn.Module) -> bool:  # noqa: ANN401
-    """Return whether any tensor was loaded into a layer, including finished layers."""
     info = steps.get_layerwise_info(layer)
     return not info.can_load() or info.load_numel > 0
 
@@ -138,17 +131,7 @@ def checkpoint_of(config: VllmConfig) -> Path:
 
 
 class VllmModel:
-    """A worker's model as :class:`deltachain.replica.engine.EngineModel`.
-
-    Args:
-        model: Model as vLLM loaded it.
-        config: Configuration of the worker.
-        draft: Model that drafts tokens for it, if any; nothing is loaded into it.
-
-    Raises:
-        EngineVersionError: This vLLM was not tested.
-        ConfigError: It moves experts while it serves.
-    """
+    """A worker's model as an ``EngineModel``; nothing is loaded into its draft."""
 
     def __init__(
         self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
@@ -161,7 +144,6 @@ class VllmModel:
 
     @property
     def checkpoint(self) -> Path:
-        """Folder of the checkpoint that vLLM loaded."""
         return checkpoint_of(self.config)
 
     def modules(self) -> Mapping[str, nn.Module]:
@@ -174,7 +156,6 @@ class VllmModel:
         return found
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return every live tensor except the KV cache."""
         return {
             f"{name}.{path}" if name else path: tensor
             for name, module in self.modules().items()
@@ -183,17 +164,14 @@ class VllmModel:
         }
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> object:
-        """Call the model's own ``load_weights``."""
         with set_current_vllm_config(self.config):
             return self.model.load_weights(tensors)  # type: ignore[operator]
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Reload whole layers; see :mod:`deltachain_vllm.model`."""
         with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load and pack layers from nothing; see :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
         with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
@@ -203,7 +181,6 @@ class VllmModel:
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Load layers into copies of them; see :mod:`deltachain_vllm.repacking`."""
         known = dict(self.model.named_modules())
         mine = [name for name in layers if name in known]
         dtype = self.config.model_config.dtype
@@ -211,9 +188,8 @@ class VllmModel:
             yield loaded_apart(self.model, mine, partial(self.load, tensors), dtype)
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Return the outputs of a linear layer or of experts for several rows."""
         with set_current_vllm_config(self.config):
-            return probe(layer, seed)
+            return computed(layer, seed)
 
     @contextmanager
     def _as_when_loading(self) -> Iterator[None]:
@@ -251,7 +227,6 @@ class VllmModel:
             kept.put_back()
 
     def processed(self) -> frozenset[str]:
-        """Return the layers with post-load processing."""
         return processed(self.model)
 
     def made_by_running(self) -> frozenset[str]:
@@ -259,13 +234,11 @@ class VllmModel:
         return made_by_running(self.model)
 
     def is_plain(self, layer: str) -> bool:
-        """Return whether a layer is plain; only linear layers can be."""
         found = self.model.get_submodule(layer)
         with set_current_vllm_config(self.config), torch.no_grad():
             return isinstance(found, linears()) and (is_plain(found) or is_compared(found))
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """Return the outputs of layers; see :mod:`deltachain_vllm.computing`."""
         modules = self.modules()
         with set_current_vllm_config(self.config):
             outputs = {n: computed(m) for n, m in modules.items() if n in layers}
@@ -274,6 +247,5 @@ class VllmModel:
 
 
 def _known(owner: Mapping[int, str], tensor: Tensor) -> frozenset[str]:
-    """Return the layer that a tensor's storage belongs to."""
     found = owner.get(storage_id(tensor))
     return frozenset() if found is None else frozenset([found])

@@ -41,12 +41,8 @@ def repack(
 ) -> None:
     """Load into raw layers and pack them; new tensors then take the places of the old ones.
 
-    Args:
-        model: Model of the worker; not in use meanwhile.
-        layers: Names of the layers. Others that share a parameter with one of them are packed again
-            as well, and so are tensors made from theirs; such layers keep their tensors.
-        load: Function that calls the model's own loader.
-        dtype: Dtype of activations.
+    Layers that share a parameter with one of these are packed again as well, and so are tensors
+    made from theirs; such layers keep their tensors. ``dtype`` is that of activations.
     """
     every = list(model.modules())
     chosen = {model.get_submodule(name) for name in layers}
@@ -86,7 +82,6 @@ def affected(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
 
 
 def _last(every: Iterable[nn.Module], chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the layers processed after all others that are, or contain, a chosen one."""
     return [one for one in every if acts_last(one) and not chosen.isdisjoint(one.modules())]
 
 
@@ -113,7 +108,6 @@ def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
 
 
 def _at(tensor: Tensor | None) -> int:
-    """Return the address of a tensor's elements; 0 if there are none."""
     return tensor.data_ptr() if tensor is not None and tensor.numel() and not tensor.is_meta else 0
 
 
@@ -128,7 +122,6 @@ class _View:
     shape: torch.Size
 
     def make(self) -> None:
-        """Make it a view of the present parameter."""
         raw = self.owner.get_parameter(self.parameter)
         self.holder.register_buffer(self.name, raw.data.view(self.shape), persistent=False)
 
@@ -213,12 +206,6 @@ def loaded_apart(
 ) -> Mapping[str, nn.Module]:
     """Load layers into copies, and process these as for the first time; the model stays as it is.
 
-    Args:
-        model: Model of the worker; not in use meanwhile.
-        layers: Names of the layers.
-        load: Function that calls the model's own loader.
-        dtype: Dtype of activations.
-
     Returns:
         The copies, by the names of their layers, of all layers that a repack changes; empty if no
         layer is quantised.
@@ -239,11 +226,7 @@ def loaded_apart(
 
 
 class _Copies:
-    """Copies of layers, and of the objects that process them.
-
-    Args:
-        layers: Layers of the model.
-    """
+    """Copies of layers, and of the objects that process them."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._copies: dict[int, Any] = {}
@@ -254,7 +237,6 @@ class _Copies:
             copy_record(layer, one)
 
     def of(self, layer: nn.Module) -> nn.Module:
-        """Return the copy of a layer."""
         found: nn.Module = self._copies[id(layer)]
         return found
 

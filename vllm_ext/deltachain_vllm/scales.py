@@ -22,15 +22,7 @@ NUMBER: Final = "_scale_float"
 
 @contextmanager
 def uncaptured(model: nn.Module, config: Any) -> Iterator[None]:  # noqa: ANN401 - vLLM's
-    """Refuse a load that changes numbers which captured graphs have.
-
-    Args:
-        model: Model of the worker.
-        config: ``VllmConfig`` of the worker.
-
-    Raises:
-        TensorMismatchError: The load changed such a number.
-    """
+    """Refuse a load that changes numbers which captured graphs have."""
     layers = _captured(model) if _captures_attention(config) else {}
     before = {name: _numbers(layer) for name, layer in layers.items()}
     yield

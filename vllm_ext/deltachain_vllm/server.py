@@ -1,16 +1,18 @@
-"""A vLLM server as an engine: its asynchronous client, called from the leader's thread."""
+"""Engines of vLLM: a server, called from the leader's thread, and an engine in this process."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+from argparse import Namespace
 from collections.abc import Coroutine, Sequence
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
-from deltachain.errors import ApplyError, PartialApplyError
+from deltachain.errors import ApplyError, ConfigError, PartialApplyError
 from deltachain.replica.engine import run_on
 from deltachain.replica.messages import (
     LastSwapRequest,
@@ -20,13 +22,19 @@ from deltachain.replica.messages import (
     SwapRequest,
     decode_reply,
     encode,
+    name_of,
 )
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.target import pause_mode
+from deltachain.replica.target import ReplicaTarget, pause_mode
+from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain_vllm import BACKEND, HANDLE
-from deltachain_vllm.compat import check_version, mode_in_doubt, pause
+from deltachain_vllm.compat import check_experts, check_layout, check_version, mode_in_doubt, pause
 from deltachain_vllm.extension import check_extension
 from deltachain_vllm.start_check import PAUSES
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
 
 OPTION: Final = "--worker-extension-cls"
 """Option that names the extension of a server's workers."""
@@ -35,20 +43,9 @@ _T = TypeVar("_T")
 
 
 class VllmEngine:
-    """A vLLM server as :class:`deltachain.replica.engine.Engine`; not for the loop's own thread.
+    """A vLLM server as an engine; its methods are not for the thread of its event loop.
 
-    Args:
-        client: Engine client of the server.
-        loop: Event loop of the client.
-        settings: Settings of the replica.
-
-    Raises:
-        ConfigError: deltachain does not support the server's configuration.
-        EngineVersionError: This vLLM was not tested.
-
-    Attributes:
-        asleep: Whether the weights are released.
-        software: Name and version of the engine.
+    ``asleep`` is set while its weights are released.
     """
 
     def __init__(
@@ -65,12 +62,7 @@ class VllmEngine:
         self._clear, self._doubted = not settings.keep_cache, False
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
-        """Send a request to every worker, a swap in vLLM's own update session if configured.
-
-        Raises:
-            PartialApplyError: Another client has an open update session; nothing was written.
-            ApplyError: The server has released its weights, or does not reply.
-        """
+        """Send a request to every worker, a swap in vLLM's own update session if configured."""
         if self.asleep:
             raise ApplyError("the engine has released its weights", hint="POST /wake_up wakes it")
         if isinstance(request, SwapRequest) and self._in_session:
@@ -86,25 +78,20 @@ class VllmEngine:
         return replies
 
     def is_dead(self) -> bool:
-        """Return whether the engine has ended, as the server's own ``/health`` does."""
         return bool(self._client.errored)
 
     def is_paused(self) -> bool:
-        """Return whether the scheduler is paused."""
         return bool(self._wait(self._client.is_paused()))
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Pause the scheduler in the replica's mode; drop cached prefixes, unless they are kept."""
         self._doubted |= in_doubt
         mode = mode_in_doubt(self.mode) if in_doubt else self.mode
         self._wait(pause(self._client, mode, clear=self._clear or self._doubted))
 
     def resume(self) -> None:
-        """Resume the scheduler."""
         self._wait(self._client.resume_generation())
 
     def name_version(self, version: int) -> None:
-        """Label tokens with this version; drop older cached prefixes, unless they are kept."""
         self._wait(self._name(version))
 
     def fall_asleep(self) -> None:
@@ -146,3 +133,86 @@ class VllmEngine:
 
     def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return run_on(self._loop, coroutine)
+
+
+ARGUMENT: Final = "worker_extension_cls"
+"""Argument that names the extension of an engine's workers."""
+
+
+class OfflineEngine:
+    """An offline ``LLM`` as an engine; idle between its calls, where nothing is generated."""
+
+    software = "vllm"
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        try:
+            texts = self.llm.collective_rpc(HANDLE, args=(encode(request),))
+        except Exception as exc:
+            raise ApplyError(f"the engine did not answer {name_of(request)!r}: {exc}") from exc
+        return [decode_reply(text) for text in texts]
+
+    def is_dead(self) -> bool:
+        return False
+
+    def is_paused(self) -> bool:
+        return False
+
+    def pause(self, *, in_doubt: bool = False) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def name_version(self, version: int) -> None:
+        if not self.llm.reset_prefix_cache():
+            raise ApplyError("the prefix cache could not be reset", version=version)
+        self.llm.llm_engine.set_weight_version(str(version))
+
+
+def subscribe(llm: LLM | EngineClient, config: SubscribeConfig | str) -> Subscriber:
+    """Return a subscriber whose target is an engine in this process.
+
+    >>> llm = LLM(model, worker_extension_cls="deltachain_vllm.WorkerExtension")  # doctest: +SKIP
+    >>> deltachain_vllm.subscribe(llm, "s3://bucket/run").update()                # doctest: +SKIP
+
+    An ``AsyncLLM`` goes on generating, and is paused for swaps as a server is. Call this in its
+    event loop, and the methods of the subscriber in other threads.
+
+    Args:
+        llm: ``LLM``, between its calls, or ``AsyncLLM``.
+        config: Settings, or the URL alone.
+
+    Raises:
+        ConfigError: The engine was created without the extension, is none of vLLM's, or has no
+            event loop yet; or a ``DELTACHAIN_*`` variable is invalid.
+    """
+    settings = ReplicaSettings.in_process(config, os.environ)
+    engine: OfflineEngine | VllmEngine
+    if isinstance(llm, EngineClient):
+        check_extension(llm.vllm_config, ARGUMENT)
+        check_layout(llm, Namespace())
+        engine = VllmEngine(llm, _loop_of(llm), settings)
+    elif hasattr(llm, "llm_engine"):
+        check_extension(llm.llm_engine.vllm_config, ARGUMENT)
+        check_experts(llm.llm_engine.vllm_config)
+        engine = OfflineEngine(llm)
+    else:
+        raise ConfigError(
+            f"{type(llm).__name__} is no engine to subscribe", hint="pass an LLM or an AsyncLLM"
+        )
+    target = ReplicaTarget(engine, settings.subscribe.url, settings.spool)
+    return Subscriber(settings.subscribe, target)
+
+
+def _loop_of(client: Any) -> asyncio.AbstractEventLoop:  # noqa: ANN401 - vLLM's client
+    handler = getattr(client, "output_handler", None)
+    if handler is not None:
+        loop: asyncio.AbstractEventLoop = handler.get_loop()
+        return loop
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError as exc:
+        raise ConfigError(
+            "the event loop of this engine is not known", hint="call subscribe() in that loop"
+        ) from exc

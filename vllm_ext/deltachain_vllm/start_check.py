@@ -20,12 +20,7 @@ ROUTES: Final = "deltachain_http"
 
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
-    """Yield what a server would refuse that follows the chain of ``DELTACHAIN_URL``.
-
-    Args:
-        installed: Version of the installed vLLM.
-        environment: Environment variables.
-    """
+    """Yield what a server would refuse that follows the chain of ``DELTACHAIN_URL``."""
     try:
         TESTED.check(installed)
     except ConfigError as exc:
@@ -42,14 +37,7 @@ def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigErro
 
 
 def check_listed(named: str) -> None:
-    """Refuse a list of plugins without our routes.
-
-    Args:
-        named: Value of ``VLLM_PLUGINS``; endpoint plugins are loaded only if listed there.
-
-    Raises:
-        ConfigError: The routes are not listed.
-    """
+    """Refuse a list of plugins without our routes: vLLM's endpoint plugins must be listed."""
     if ROUTES not in named.split(","):
         raise UnsupportedEngineError(
             f"vLLM loads no routes of deltachain: VLLM_PLUGINS is {named!r}",

@@ -18,11 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_start() -> None:
-    """Exit if this server is configured to follow a chain, but would start without a leader.
-
-    Raises:
-        SystemExit: There would be no leader; the reason is logged.
-    """
+    """Exit if this server is to follow a chain, but would have no leader; log the reason."""
     try:
         if is_server(sys.argv):
             check_version()
@@ -49,7 +45,6 @@ def _check_counts(engines: int, front_ends: int) -> None:
 
 
 def is_server(command: Sequence[str]) -> bool:
-    """Return whether a command line starts a server that accepts requests."""
     if "--headless" in command:
         return False  # the server runs on another node
     program = PurePath(command[0]).name if command else ""
@@ -58,15 +53,7 @@ def is_server(command: Sequence[str]) -> bool:
 
 
 def check_front(command: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Refuse a server whose requests arrive where vLLM loads no plugins.
-
-    Args:
-        command: Command line of the server.
-        environment: Environment variables.
-
-    Raises:
-        ConfigError: The server has such a front end.
-    """
+    """Refuse a server whose requests arrive where vLLM loads no plugins."""
     rust = environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false")
     option = "VLLM_USE_RUST_FRONTEND" if rust else "--grpc" if "--grpc" in command else ""
     if option:
@@ -77,14 +64,7 @@ def check_front(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def check_plugins(named: str) -> None:
-    """Refuse a server whose vLLM does not load deltachain's routes, which bring the leader.
-
-    Args:
-        named: Value of ``VLLM_PLUGINS``; endpoint plugins are loaded only if listed there.
-
-    Raises:
-        ConfigError: The routes are not listed.
-    """
+    """Refuse a server whose vLLM does not load deltachain's routes, which bring the leader."""
     check_listed(named)
     if find_spec("vllm.plugins.endpoint_plugins") is None:
         raise UnsupportedEngineError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Final, Literal, TypeAlias, get_args
 
 from deltachain.disjoint_sets import join_sets
@@ -22,7 +23,7 @@ the engine's own reload does not repeat its packing. ``unused``: no member or ou
 follows it. ``refused``: nothing is proven. ``absent``: this rank has none of it.
 """
 
-ON_HOST: Final = ("loaded", "reloaded", "repacked")
+ON_HOST: Final = frozenset(("loaded", "reloaded", "repacked"))
 """Classes of tensors with a copy on the host of the rank."""
 
 ORDER: Final[dict[str, int]] = {kind: number for number, kind in enumerate(get_args(TensorClass))}
@@ -116,7 +117,7 @@ def _worst(spec: TensorSpec, found: Sequence[Classified]) -> tuple[TensorClass, 
     worst = max(present, key=lambda one: ORDER[one.kind])
     if worst.kind != "in_place":
         return worst.kind, worst.reason
-    held = sum(_numel(form) for form in {form for one in present for form in one.windows})
+    held = sum(prod(size) for _, size, _ in {form for one in present for form in one.windows})
     if held != spec.numel:
         return "refused", f"the ranks hold {held:,} of its {spec.numel:,} elements"
     return "in_place", ""
@@ -132,13 +133,6 @@ def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, 
         for form in one.windows:
             who[form].append(str(number))
     return tuple(tuple(",".join(who[form]) for form in one.windows) for one in found)
-
-
-def _numel(form: Form) -> int:
-    numel = 1
-    for size in form[1]:
-        numel *= size
-    return numel
 
 
 def summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:

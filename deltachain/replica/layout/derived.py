@@ -1,4 +1,9 @@
-"""Prove that an engine does not use some tensors of its checkpoint."""
+"""Live tensors that no checkpoint tensor is loaded into, and checkpoint tensors that nothing uses.
+
+Loading other bits, post-load processing included, changes derived tensors, but not constants. The
+sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its own
+module outwards.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +34,6 @@ from deltachain.replica.layout.model_state import (
 
 if TYPE_CHECKING:
     from deltachain.replica.layout.discover import Layout
-
-
-# Loading other bits, post-load processing included, changes derived tensors, but not constants. The
-# sources of a derived tensor are found in the same way, one checkpoint tensor at a time, from its
-# own module outwards.
 
 
 NEAR: Final = 512
@@ -115,7 +115,8 @@ class _Search:
         self.missing: set[LoadMethod] = set()
         self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
-        self.beyond = _beyond(state, self.all_links)
+        loaded = all_layers(self.all_links, self.all_links)
+        self.beyond = (frozenset(state.outputs) & state.processed) - loaded
         self.uncovered = _uncovered(state, findings, self.all_links)
 
     def ignore_unstable(self) -> None:
@@ -180,7 +181,10 @@ class _Search:
         packing = [self._follow(method, groups, changed) for method in RELOADS]
         seen = [found for found in packing if found is not None]
         plain = self._follow("loaded", groups, changed)
-        untried = self.uncovered if plain is None else self._uncovered_packed()
+        untried = self.uncovered
+        if plain is not None:  # a load alone processes no layer
+            processed = self.state.model.processed()
+            untried = frozenset(n for n in untried if _module(self.state, n) in processed)
         if untried and not seen:
             raise TensorMismatchError(
                 f"the engine's {min(untried)} is loaded from no tensor of the chain, "
@@ -239,10 +243,6 @@ class _Search:
         finally:
             state.put_back(partial(load, source.clones(source.present)))
 
-    def _uncovered_packed(self) -> frozenset[str]:
-        processed = self.state.model.processed()
-        return frozenset(n for n in self.uncovered if _module(self.state, n) in processed)
-
     def _load(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
@@ -265,10 +265,6 @@ class _Search:
             return None
         finally:
             state.put_back(partial(load_with, state.model, method, layers, source.clones(names)))
-
-
-def _beyond(state: ModelState, links: Links) -> frozenset[str]:
-    return (frozenset(state.outputs) & state.processed) - all_layers(links, links)
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
@@ -299,7 +295,10 @@ def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str,
                 name
                 for name in search.source.specs
                 if name not in tried[live]
-                and (not prefix or any(_is_in(layer, prefix) for layer in search.all_links[name]))
+                and (
+                    not prefix
+                    or any(f"{layer}.".startswith(f"{prefix}.") for layer in search.all_links[name])
+                )
             ]
             tried[live].update(inside)
             if inside and len(inside) <= NEAR:
@@ -312,10 +311,6 @@ def _module(state: ModelState, live: str) -> str:
     if live.endswith("()"):
         return live.removesuffix("()")
     return layer_of(live, state.modules)
-
-
-def _is_in(layer: str, prefix: str) -> bool:
-    return not prefix or layer == prefix or layer.startswith(f"{prefix}.")
 
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Links from checkpoint tensors to layers that must follow them, and groups to load together."""
+"""Findings of discovery about each checkpoint tensor, and the layers that must follow it."""
 
 from __future__ import annotations
 

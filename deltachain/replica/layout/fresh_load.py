@@ -111,22 +111,19 @@ def _compare(model: EngineModel, groups: Sequence[LoadGroup], weights: WeightsFa
             if why:
                 raise TensorMismatchError(
                     f"{name} is not what a fresh load of the same weights gives: {why}",
-                    tensor=_tensor_of(name, groups),
+                    tensor=next((g for g in groups if name in g.layers), groups[0]).names[0],
                     hint="restart the engine; if it happens again, report it with the engine's "
                     "version",
                 )
         return bool(fresh)
 
 
-def _tensor_of(layer: str, groups: Sequence[LoadGroup]) -> str:
-    return next((g for g in groups if layer in g.layers), groups[0]).names[0]
-
-
 def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int) -> str:
     """Return how a layer differs from the fresh one; empty if it does not."""
     mine = dict(tensors_in(live))
-    for path, tensor in _with_elements(fresh):
-        if path not in mine or not _same(mine[path], tensor):
+    for path, tensor in tensors_in(fresh):
+        is_weight = tensor.numel() and not tensor.is_meta and KV not in path
+        if is_weight and (path not in mine or not _same(mine[path], tensor)):
             return f"{path} differs"
     numbers = dict(numbers_in(live))
     for path, number in numbers_in(fresh):
@@ -141,12 +138,6 @@ def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int
     if not _same(found, wanted):
         return "it computes something else"
     return ""
-
-
-def _with_elements(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for path, tensor in tensors_in(module):
-        if tensor.numel() and not tensor.is_meta and KV not in path:
-            yield path, tensor
 
 
 def _same(one: Tensor, other: Tensor) -> bool:

@@ -1,4 +1,8 @@
-"""Methods by which an engine loads tensors again; live tensors keep their memory."""
+"""The model of an engine at one moment, and the methods by which it loads tensors again.
+
+Both engines build layers alike: a module with a ``weight`` and a ``quant_method``, which multiplies
+by the weight, by a packed copy of it, or by another form of it made after loading.
+"""
 
 from __future__ import annotations
 
@@ -28,30 +32,11 @@ from deltachain.replica.layout.members import (
     storage_id,
 )
 
-# Both engines build layers alike: a module with a ``weight`` and a ``quant_method``, which
-# multiplies by the weight, by a packed copy of it, or by another form of it made after loading.
-
-
 COLUMNS: Final = 16
 """Number of columns of a weight that probing rows show."""
 
 _RETURNING: Final = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"})
 """Instructions of a function that does nothing but return, in every Python since 3.11."""
-
-
-def output_of(layer: Any) -> Tensor | None:  # noqa: ANN401 - a layer of an engine
-    """Return a linear layer's output for a fixed row; ``None`` if it does not accept one."""
-    bias = getattr(layer, "bias", None)
-    width = getattr(layer, "input_size_per_partition", getattr(layer, "embedding_dim", 0))
-    weight = getattr(layer, "weight", None)
-    if not width or not isinstance(weight, Tensor) or not weight.is_floating_point():
-        return None
-    row = torch.linspace(0.5, 1.5, width, device=weight.device, dtype=weight.dtype)[None]
-    try:
-        output: Tensor = layer.quant_method.apply(layer, row, bias)
-    except Exception:  # noqa: BLE001 - then only its parameters are compared
-        return None
-    return output.float()
 
 
 def probing_rows(row: Tensor, seed: int) -> Tensor:

@@ -392,7 +392,14 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
     doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
     if not doubtful:
         return findings
-    _refuse_opaque(state, links, doubtful)
+    for layer in sorted(doubtful & state.opaque):
+        name = min(name for name in links if layer in links[name])
+        raise TensorMismatchError(
+            f"{layer} keeps its weights where they can be neither inspected nor tested: "
+            f"{name!r} cannot be written",
+            tensor=name,
+            hint="set linear and MoE backends that keep weights in tensors",
+        )
     names = [name for name in links if links[name] & doubtful]
     scope = state.memory.tied(all_layers(links, names))
     untestable = _opaque_after_reload(state, source, names, scope, doubtful)
@@ -402,17 +409,6 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
         if links[name] & untestable
     }
     return replace(findings.only_reloaded(reasons), untestable=untestable)
-
-
-def _refuse_opaque(state: ModelState, links: Links, doubtful: frozenset[str]) -> None:
-    for layer in sorted(doubtful & state.opaque):
-        name = min(name for name in links if layer in links[name])
-        raise TensorMismatchError(
-            f"{layer} keeps its weights where they can be neither inspected nor tested: "
-            f"{name!r} cannot be written",
-            tensor=name,
-            hint="set linear and MoE backends that keep weights in tensors",
-        )
 
 
 def _opaque_after_reload(
@@ -459,7 +455,8 @@ def try_reloading(state: ModelState, source: LoadedCheckpoint, findings: Finding
         left = [
             group
             for group in testable
-            if group.names[0] not in findings.classes and _is_allowed(findings, method, group)
+            if group.names[0] not in findings.classes
+            and all(ORDER[findings.required.get(n, method)] <= ORDER[method] for n in group.names)
         ]
         findings, refused = _try(state, source, findings, method, left)
         for name, reason in refused.items():
@@ -504,10 +501,6 @@ def _obstacle(findings: Findings, group: LoadGroup) -> str:
     if group.layers & findings.untestable:
         return "and its layer cannot be tested"
     return "" if group.layers else "the layers it is loaded into are unknown"
-
-
-def _is_allowed(findings: Findings, method: LoadMethod, group: LoadGroup) -> bool:
-    return all(ORDER[findings.required.get(name, method)] <= ORDER[method] for name in group.names)
 
 
 def _decided(findings: Findings, groups: Sequence[LoadGroup], why: Mapping[str, str]) -> Findings:
@@ -644,7 +637,12 @@ def _trial(
         vectors={name for name in links if len(source.specs[name].shape) < 2},
         placed={name for name, found in findings.placements.items() if found},
         displaced=partial(_displaced, source, findings),
-        untouched=_untouched(state, source, findings, links),
+        untouched=Untouched(
+            state.model,
+            source,
+            {name: findings.placements[name] for name in findings.in_place() if name not in links},
+            [one for one in findings.groups if links.keys().isdisjoint(one[1].names)],
+        ),
     )
 
 
@@ -658,17 +656,6 @@ def _displaced(
             findings.placements[name],
             source.other(name) if name in others else source.bits(name),
         )
-    )
-
-
-def _untouched(
-    state: ModelState, source: LoadedCheckpoint, findings: Findings, loaded: Container[str]
-) -> Untouched:
-    return Untouched(
-        state.model,
-        source,
-        {name: findings.placements[name] for name in findings.in_place() if name not in loaded},
-        [one for one in findings.groups if not any(name in loaded for name in one[1].names)],
     )
 
 

@@ -50,7 +50,6 @@ from deltachain.replica.messages import (
     StatusReply,
     StatusRequest,
     SwapRequest,
-    UnusedStateRequest,
     decode_reply,
     encode,
     name_of,
@@ -60,10 +59,9 @@ from deltachain.replica.rank import (
     Handler,
     RankService,
     RankServices,
-    error_of,
-    raise_refusal,
 )
 from deltachain.replica.settings import RankSettings
+from deltachain.replica.target import error_of, raise_refusal
 from tests.support.engine import FakeModel
 from tests.support.sharding import Sharding, save, trained
 
@@ -72,7 +70,6 @@ URL = "s3://bucket/run"
 REQUESTS: list[RankRequest] = [
     AgreeRequest(classes={}, holders=({},), compared=frozenset()),
     FindUnusedRequest(names=()),
-    UnusedStateRequest(names=()),
     CheckLoadsRequest(),
     StateRequest(ticket=1),
     StageRequest(ticket=1, spools=("a",), ranks_on_host=(1,), budget=0, keep=()),

@@ -26,7 +26,7 @@ from deltachain.replica.messages import (
 )
 from deltachain.replica.target import pause_mode
 from deltachain_sglang import compat, front, ranks
-from deltachain_sglang.messages import (
+from deltachain_sglang.ranks import (
     SchedulerReply,
     SchedulerRequest,
     decode_scheduler_reply,

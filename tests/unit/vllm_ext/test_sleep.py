@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from deltachain.control.server import Control
 from deltachain.replica.leader import Leader
-from deltachain_vllm.sleep import attach_sleep
+from deltachain_vllm.endpoint import attach_sleep
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.replica.replicas import Followed
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.members import MemoryIndex
-from deltachain.replica.layout.model_state import idle, is_plain, output_of, processed
+from deltachain.replica.layout.model_state import idle, is_plain, processed
 
 
 class Method:
@@ -37,32 +37,6 @@ class Linear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
         self.input_size_per_partition = 8
         self.quant_method: Any = Method(self.weight.data.clone() if packed else None)
-
-
-def test_a_layer_that_raises_is_left_out() -> None:
-    layer = Linear()
-    layer.quant_method = object()
-    assert output_of(layer) is None
-
-
-def test_an_output_has_the_bias_in_it() -> None:
-    layer = Linear()
-    before = output_of(layer)
-    layer.bias.data.fill_(1)
-    after = output_of(layer)
-    assert before is not None
-    assert after is not None
-    assert not torch.equal(before, after)
-
-
-def test_an_output_shows_a_hidden_copy_that_changed() -> None:
-    layer = Linear(packed=True)
-    before = output_of(layer)
-    assert before is not None
-    layer.quant_method.packed += 1
-    after = output_of(layer)
-    assert after is not None
-    assert not torch.equal(before, after)
 
 
 def test_a_layer_is_plain_if_it_multiplies_by_any_pattern() -> None:
