@@ -19,25 +19,20 @@ from deltachain.cli.options import (
     Out,
     Poll,
     TrustRemoteCode,
+    Url,
     secret,
 )
 from deltachain.cli.serving import shown_follower
 from deltachain.cli.stopping import end, stopping
-from deltachain.errors import ConfigError
 
 
 def agent(  # noqa: PLR0913 - one argument an option
-    url: Annotated[
-        str | None, typer.Argument(metavar="URL", help="The chain; or give it as --chain.")
-    ] = None,
+    url: Url,
     *,
     engine: Annotated[
         str, typer.Option(metavar="URL", help="Address of the server, which must see --out.")
     ],
     out: Out,
-    chain: Annotated[
-        str | None, typer.Option(metavar="URL", help="The chain, in place of the argument URL.")
-    ] = None,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -68,10 +63,8 @@ def agent(  # noqa: PLR0913 - one argument an option
     from deltachain.control.agent import AdapterServer, Agent, ReloadServer
     from deltachain.subscribe import SubscribeConfig
 
-    if (url is None) == (chain is None):
-        raise ConfigError("no chain given", hint="give its URL: deltachain agent URL --engine ...")
     config = SubscribeConfig(
-        url=url or chain or "",
+        url=url,
         base=base,
         poll_s=poll,
         undo_applies=0,
