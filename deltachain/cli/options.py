@@ -55,16 +55,6 @@ Encode: TypeAlias = Annotated[
         "opens in any safetensors reader. Installed packages add more.",
     ),
 ]
-EncodeOrAuto: TypeAlias = Annotated[
-    str,
-    typer.Option(
-        metavar="<step|overwrite|raw|max|auto>",
-        help="**step** is the default; **max** is smaller and slower to decode; **auto** chooses "
-        "one of these two by the speed of the link, where every reader can read `max`; "
-        "**overwrite** carries new bits instead of steps; **raw** opens in any safetensors reader. "
-        "Installed packages add more.",
-    ),
-]
 Base: TypeAlias = Annotated[
     Path | None,
     typer.Option(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, EncodeOrAuto, TrustRemoteCode, Url
+from deltachain.cli.options import AsJson, Encode, TrustRemoteCode, Url
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def push(  # noqa: PLR0913 - one argument an option
     step: Annotated[
         int | None, typer.Option(metavar="N", help="The trainer's step, recorded in the manifest.")
     ] = None,
-    encoding: EncodeOrAuto = "step",
+    encoding: Encode = "step",
     quantization: Annotated[
         str | None,
         typer.Option(
@@ -131,7 +131,7 @@ def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization 
 
 
 def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
-    anchor, chosen = pushed.anchor, pushed.encoding
+    anchor = pushed.anchor
     return {
         "url": pushed.chain.store.url,
         "chain": pushed.chain.identity.chain,
@@ -140,8 +140,6 @@ def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
         "state": pushed.head.manifest.state,
         "committed": [_version(committed) for committed in pushed.committed],
         "anchor": None if anchor is None else {"version": anchor.version, "nbytes": anchor.nbytes},
-        "encoding": None if chosen is None else chosen.encoding,
-        "encoding_reason": None if chosen is None else chosen.reason,
         "seconds": round(seconds, 3),
     }
 
@@ -178,7 +176,5 @@ def _show(pushed: Pushed, report: dict[str, Any]) -> None:
             markup=True,
             soft_wrap=True,
         )
-        if version["kind"] == "delta" and report["encoding"]:
-            out.print(f"   {report['encoding']}: {report['encoding_reason']}", soft_wrap=True)
     if report["anchor"]:
         out.print(f"   and an anchor for newcomers, {c.nbytes(report['anchor']['nbytes'])}")

@@ -20,8 +20,6 @@ from deltachain.types import WIRE_DTYPES
 
 _FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF")))
 
-AUTO: Final = "auto"
-
 AS_IN_MODEL: Final = "model"
 """Value of ``PublishConfig.dtype`` for the dtypes of the model, whatever its checkpoint has."""
 
@@ -53,8 +51,7 @@ class PublishConfig:
     encoding: str = "step"
     """Encoding of deltas: ``step`` is the default; ``overwrite`` stores new bits instead of steps;
     ``raw`` opens in any safetensors reader; ``max`` takes a quarter less than ``step`` at 1 % and a
-    third less at 0.1 %, for slow links; ``auto`` chooses ``step`` or ``max``; or an encoding of an
-    installed package.
+    third less at 0.1 %, for slow links; or an encoding of an installed package.
 
     ``max`` reads and writes with the old bits of all elements. It takes several times as long to
     decode; readers of earlier releases leave it out. So do engines of which a rank's share cuts a
@@ -62,14 +59,7 @@ class PublishConfig:
     refuse what has none. Matrices are divided so that 2 ranks cut no tile, nor 4 with 128 KiB of
     weights in each, nor 6, 8, 12 or 16 with 256 KiB. Vectors of up to 65,536 elements and scales
     need no old bits. Larger int8 matrices, and matrices of which a trainer's rank holds no
-    consecutive elements, are stored as ``step``.
-
-    ``auto`` begins with ``step``. Once an upload of at least 1 MiB, or the download of a chain that
-    is continued, has shown the speed of the link, rank 0 encodes and decodes one changed tensor,
-    and takes the encoding that is uploaded, downloaded and decoded first. It takes subscribers to
-    have a link and cores like its own. A choice holds for 16 versions, and changes only for at
-    least 10 % less time. A publisher cannot know who reads the chain: set ``auto`` only where every
-    reader can read ``max``. The receipt and the log give choice and reason."""
+    consecutive elements, are stored as ``step``."""
 
     dtype: str | None = None
     """Wire dtype of floating point weights, as safetensors names it (``BF16``); a torch dtype, such
@@ -201,8 +191,7 @@ class PublishConfig:
         object.__setattr__(self, "dtype", _wire_name(self.dtype))
         check_kinds(self)
         _check_metadata(self.metadata)
-        if self.encoding != AUTO:
-            ENCODINGS.chosen(self.encoding)
+        ENCODINGS.chosen(self.encoding)
         Quantization.chosen(self.quantization)
         parse_address(self.metrics or "0")
         if self.quantization is not None and self.base is not None:

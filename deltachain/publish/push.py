@@ -34,7 +34,6 @@ from deltachain.kernels import host
 from deltachain.kernels.lane import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.encoding_choice import EncodingChoice
 from deltachain.publish.model.described import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
 from deltachain.publish.model.refusals import refuse_specs
@@ -68,14 +67,12 @@ class Pushed:
         head: The newest version after the push.
         committed: The added versions; none if the head already had these bits.
         anchor: The added anchor, if one was due.
-        encoding: Choice of the encoding of changes; ``None`` unless the link decides.
     """
 
     chain: Chain
     head: Committed
     committed: tuple[Committed, ...]
     anchor: EdgeSummary | None
-    encoding: EncodingChoice | None = None
 
 
 _Base: TypeAlias = tuple[ModelTensors, Snapshot]
@@ -128,7 +125,6 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
         head=last,
         committed=committed,
         anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
-        encoding=session.encoding.present if session.encoding.is_auto else None,
     )
 
 

@@ -29,9 +29,7 @@ class PublishReceipt:
             seconds; of the slowest rank.
         kernel: Name of the kernels of the diff.
         restored: Keys of the chain's documents that were missing in the store and were restored.
-        encoding: Name of the encoding of changes, as configured or chosen; empty without a delta.
-        encoding_reason: What decided it: speed of the link, and nanoseconds until a subscriber has
-            a change, by encoding; empty unless ``encoding="auto"``.
+        encoding: Name of the encoding of changes, as configured; empty without a delta.
         kept_nbytes: Size of the old bits that rank 0 keeps for an anchor on its way, in bytes.
 
     Examples:
@@ -59,7 +57,6 @@ class PublishReceipt:
     manifest: str = ""
     kept_nbytes: int = 0
     encoding: str = ""
-    encoding_reason: str = ""
     upload_s: float = 0.0
 
     @property
@@ -111,8 +108,7 @@ class PublishReceipt:
 
     def __str__(self) -> str:
         seconds = self.diff_s + self.encode_s + self.commit_s
-        chosen = f", {self.encoding}: {self.encoding_reason}" if self.encoding_reason else ""
         return (
             f"version {self.version} {self.kind} nnz {self.nnz:,} density {self.density:.3%} "
-            f"{self.nbytes:,} B in {seconds:.3f} s{chosen}"
+            f"{self.nbytes:,} B in {seconds:.3f} s"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
@@ -15,7 +14,6 @@ import numpy as np
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.trust import Trust
-from deltachain.chain.upload import MeasuredTransfer
 from deltachain.checkpoint import weights_file
 from deltachain.errors import (
     BrokenChainError,
@@ -273,7 +271,7 @@ def _weigh(session: Session, diff: Diff | None) -> RankDifference:
     """Compute size and digest of this rank's difference."""
     if diff is None:
         return RankDifference(session.snapshot.state)
-    encoding = session.encoding.encoding
+    encoding = session.encoding
     sizes = (encoding.estimate(one.spec, one.changes) for one in diff.by_tensor)
     return RankDifference(session.snapshot.state, diff.digest, sum(sizes))
 
@@ -298,10 +296,7 @@ def _difference(session: Session, head: Committed) -> Diff | None:
     """Compute the snapshot's difference from the newest version; ``None`` if unreadable."""
     chain, config = session.writer.chain, session.config
     try:
-        plan, start = chain.plan(None, head), time.perf_counter()
-        fetched = fetch(chain, plan, base=config.base)
-        if fetched.base is None:  # its files do not cross the link
-            session.encoding.add(MeasuredTransfer(fetched.nbytes, time.perf_counter() - start))
+        fetched = fetch(chain, chain.plan(None, head), base=config.base)
         changes = dict(_compare(fetched, session.source, session.snapshot))
     except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
         logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)

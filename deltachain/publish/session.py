@@ -15,13 +15,12 @@ import msgspec
 from deltachain.chain.plan import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.checkpoint import Checkpoint
-from deltachain.codec.encodings import Encoding
+from deltachain.codec.encodings import ENCODINGS, Encoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError, DeltaChainError, UnsupportedModelError
 from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import PayloadKind
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.encoding_choice import EncodingChoice, VersionEncoding
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.ranks.channel import Ranks
 from deltachain.publish.ranks.collectives import Collective
@@ -172,7 +171,7 @@ class Session:
         self.config, self.ranks, self.anchor_ranks = config, ranks, ranks
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
         self._late: list[LateAnchor] = []
-        self.encoding = VersionEncoding(config.encoding)
+        self.encoding = ENCODINGS.chosen(config.encoding)
         self.head = writer.parent.version if writer.parent else -1
 
     @cached_property
@@ -251,7 +250,6 @@ class Session:
         start = time.perf_counter()
         keys = self.keys("anchor" if attempt.diff is None else "delta", self.head + 1)
         with Collective(self.ranks, attempt.topic) as collective:
-            self._choose_encoding(attempt)
             share = self.put_share(keys, attempt)
             shares = collective.gather(share, EdgeShare)
             conclusion = None
@@ -261,15 +259,6 @@ class Session:
             conclusion = collective.broadcast(conclusion, Conclusion)
         self.head = conclusion.receipt.version
         return conclusion
-
-    def _choose_encoding(self, attempt: Attempt) -> None:
-        """Let rank 0 choose the encoding of a version for all ranks, if the link decides."""
-        if attempt.diff is None or not self.encoding.is_auto:
-            return
-        with Collective(self.ranks, f"{attempt.topic}/encoding") as collective:
-            leads = self.ranks.leads
-            choice = self.encoding.choose(attempt.diff, self._held) if leads else None
-            self.encoding.present = collective.broadcast(choice, EncodingChoice)
 
     def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
         """Upload this rank's parts of an edge, which no document names yet.
@@ -281,7 +270,7 @@ class Session:
         if attempt.failure is not None:
             raise attempt.failure
         diff, store = attempt.diff, self.writer.chain.store
-        requests, encoding = store.requests, self.encoding.encoding
+        requests, encoding = store.requests, self.encoding
         raw = encoding.own_arrays
         part_nbytes = self.config.part_nbytes
         if diff is None:
@@ -292,13 +281,12 @@ class Session:
             elif attempt.base is None:
                 self._add_all_bits(upload, attempt.bits)
             edge = upload.finish()
-        self.encoding.add(upload.transfer)
         return EdgeShare(
             edge=edge,
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
-            upload_s=upload.transfer.seconds,
+            upload_s=upload.seconds,
         )
 
     def conclude(
@@ -317,7 +305,7 @@ class Session:
         edge = revealed(store, shares)
         if attempt.base is not None:
             edge = base_edge(attempt.base, self.source.specs, state)
-        nnz, choice = sum(share.nnz for share in shares), self.encoding.present
+        nnz = sum(share.nnz for share in shares)
         upload_s = max(share.upload_s for share in shares)
         draft = self.writer.draft(
             keys.commit_id,
@@ -343,8 +331,7 @@ class Session:
             commit_s=time.perf_counter() - start,
             upload_s=upload_s,
             kernel=self.snapshot.kernel,
-            encoding=choice.encoding if edge.kind == "delta" else "",
-            encoding_reason=choice.reason if self.encoding.is_auto and edge.kind == "delta" else "",
+            encoding=self.encoding.name if edge.kind == "delta" else "",
             restored=self.writer.chain.take_restored(),
             kept_nbytes=self.kept_nbytes,
             manifest=committed.digest,

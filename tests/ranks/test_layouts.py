@@ -69,9 +69,9 @@ def test_a_restart_in_another_layout_from_another_state_publishes_the_difference
     assert chain.read(5).manifest.nnz > 0
 
 
-def test_rank_0_chooses_the_encoding_of_all_ranks(tmp_path: Path) -> None:
+def test_ranks_publish_max_together(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
-    run("tests.ranks.trials:one_encoding", 2, url, str(tmp_path))
+    run("tests.ranks.trials:publishes_max", 2, url, str(tmp_path))
     store = open_store(url)
     chain = Chain.open(store)
     for committed in chain.history(1, 2):

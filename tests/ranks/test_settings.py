@@ -60,7 +60,7 @@ def test_a_restart_with_another_recipe_on_one_rank_spoils_no_chain(tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
-        ("encoding", "step", "auto"),
+        ("encoding", "step", "max"),
         ("encoding", "raw", "step"),
         ("dtype", "BF16", None),
         ("when_busy", "cover", "wait"),

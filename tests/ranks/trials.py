@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -26,9 +25,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.errors import ConfigError, RankError
 from deltachain.kernels.device import bits_of
-from deltachain.publish import PublishConfig, Publisher, encoding_choice
-from deltachain.publish import encoding_choice as version_encoding
-from deltachain.publish.encoding_choice import EncodingCost
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
 from deltachain.types import BITS_DTYPES
@@ -65,22 +62,11 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
             check(rank, receipt.version, model, url, folder)
 
 
-def one_encoding(rank: int, url: str, folder: str) -> None:
-    """Publish with ``auto``, where the last rank would choose another encoding than rank 0."""
-    chosen = "step" if rank else "max"
-
-    def cost(name: str, *_: object, **__: object) -> EncodingCost:
-        nbytes = 1.0 if name == chosen else 2.0
-        return EncodingCost(encoding=name, nbytes=nbytes, encode_ns=0.0, decode_ns=0.0)
-
+def publishes_max(rank: int, url: str, folder: str) -> None:
     model = LAYOUTS["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
-    config = PublishConfig(url=url, dtype="BF16", encoding="auto", when_busy="wait")
-    with (
-        mock.patch.object(version_encoding, "try_encoding", cost),
-        mock.patch.object(encoding_choice, "SMALLEST_TRANSFER", 1),
-        Publisher(config).attach(model) as publisher,
-    ):
+    config = PublishConfig(url=url, dtype="BF16", encoding="max", when_busy="wait")
+    with Publisher(config).attach(model) as publisher:
         for number in range(2):
             train_step("rows", model, optimizer, number)
             receipt = publisher.publish(step=number).result(60)
