@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +59,6 @@ INT_DTYPES: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
 }
 """Integer dtype of the bits, by element size in bytes."""
-
-
-class DeviceChanges(NamedTuple):
-    """Changed elements as three ``(nnz,)`` tensors: int64 indices, old bits and new bits."""
-
-    indices: Tensor
-    old: Tensor
-    new: Tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -166,23 +158,6 @@ def address(bits: Tensor) -> int:
     return bits.data_ptr()
 
 
-def diff(snapshot: Tensor, current: Tensor) -> DeviceChanges:
-    """Find the elements of ``current`` that differ from ``snapshot``; writes nothing."""
-    found = []
-    for at in range(0, max(snapshot.numel(), 1), CHUNK):
-        old, new = snapshot[at : at + CHUNK], current[at : at + CHUNK]
-        indices = (old != new).nonzero().view(-1)
-        found.append(DeviceChanges(indices + at, old[indices], new[indices]))
-    return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))
-
-
-def diff_(snapshot: Tensor, current: Tensor) -> DeviceChanges:
-    """Find the elements of ``current`` that differ from ``snapshot``, and copy them there."""
-    changed = diff(snapshot, current)
-    scatter_(snapshot, changed.indices, changed.new)
-    return changed
-
-
 def cast_bf16(master: Tensor) -> Tensor:
     """Cast fp32 bits, as int32, to bf16 bits: round to nearest even; a NaN becomes quiet."""
     # Torch's own cast gives every NaN the same bits, others on each device.
@@ -190,16 +165,6 @@ def cast_bf16(master: Tensor) -> Tensor:
     rounded = (master + 0x7FFF + (high & 1)) >> 16
     is_nan = (master & 0x7FFFFFFF) > 0x7F800000
     return torch.where(is_nan, high | 0x40, rounded).to(torch.int16)
-
-
-def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
-    """Find and copy the bf16 changes of fp32 ``master``: round to nearest even."""
-    found = []
-    for at in range(0, max(snapshot.numel(), 1), CHUNK):
-        current = cast_bf16(bits_of(master[at : at + CHUNK]))
-        part = diff_(snapshot[at : at + CHUNK], current)
-        found.append(part._replace(indices=part.indices + at))
-    return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))
 
 
 def gather(weights: Tensor, indices: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltachain.kernels.blocks import BLOCK
-from deltachain.kernels.compact import Arena, Placed
+from deltachain.kernels.device_diff import BLOCK, Arena, Placed
 from deltachain.kernels.factors import Quantising
 from deltachain.kernels.fused_rounding import NONE, codes_of
 from deltachain.kernels.quantised import KINDS

@@ -1,4 +1,4 @@
-"""Kernels on the host: numba if installed, numpy otherwise.
+"""Kernels on the host: numba if installed, the reference otherwise.
 
 The same contract test compares both with ``reference``, bit for bit; ``NAME`` is the one in use,
 for receipts. They are imported on first use: numba is slow to import, and vLLM 0.32 cannot start
@@ -22,14 +22,14 @@ from numpy.lib.stride_tricks import as_strided
 from deltachain.kernels import reference
 
 if TYPE_CHECKING:
-    from deltachain.kernels.twolevel import *  # noqa: F403 - the same names, whichever is chosen
+    from deltachain.kernels.reference import *  # noqa: F403 - the same names, whichever is chosen
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name != "NAME" and not (name.islower() and callable(getattr(reference, name, None))):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # The names in the reference are the only list of kernels.
-    chosen = "jit" if find_spec("numba") is not None else "twolevel"
+    chosen = "jit" if find_spec("numba") is not None else "reference"
     kernel = getattr(import_module(f"deltachain.kernels.{chosen}"), name)
     globals()[name] = kernel
     return kernel

@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.kernels.tiles import (
-    TileGrid,
     TileStreams,
     count_bins,
     decode_tiles,
@@ -22,13 +21,31 @@ from deltachain.kernels.tiles import (
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 __all__ = [
-    "TileGrid",
-    "TileStreams",
+    "NAME",
+    "cast_bf16",
+    "cast_diff_",
+    "copy_plane_",
     "count_bins",
+    "decode_gaps",
+    "decode_steps",
     "decode_tiles",
+    "diff_",
+    "digest",
+    "digest_at",
+    "encode_gaps",
     "encode_tiles",
-]  # defined in a module of their own
+    "exchange_",
+    "gather",
+    "join_planes",
+    "join_steps",
+    "scatter_",
+    "split_steps",
+    "stage_steps",
+    "stage_tiles",
+]
+"""Kernels of the host."""
 
+NAME: Final = "numpy"
 PHI: Final = 0x9E3779B97F4A7C15
 """Odd multiplier of the element's position (2**64 divided by the golden ratio)."""
 MIX_A: Final = 0xD6E8FEB86659FD93

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -163,16 +163,19 @@ class SegmentBatch:
         columns = (Column.FIRST, Column.GAP, Column.EXCEPTION, Column.WIDE)
         return BatchTotals(*(int(self.table[-1, column]) for column in columns))
 
-    def streams(self, buffer: Any) -> list[Any]:  # noqa: ANN401 - an array of either kind
-        """Return views of all streams in a copy of the buffer, on any device.
-
-        Order: ``gap`` planes, ``sign``, ``exception``, ``magnitude``, ``width`` value planes.
-        """
-        return [buffer[a:b] for a, b in zip(self.offsets, self.offsets[1:], strict=False)]
-
     def spans(self) -> Table:
-        """Return the given elements of each tensor; see :func:`spans_of`."""
-        return spans_of(self.table)
+        """Return the given elements of each tensor: rows of tensor, first and count, and bound.
+
+        The bound is greater than every index of the tensor in this batch.
+        """
+        table = self.table
+        tensor = table[:-1, Column.TENSOR]
+        begins = np.flatnonzero(np.diff(tensor, prepend=-1))
+        first = table[begins, Column.FIRST]
+        ends = np.append(first[1:], table[-1, Column.FIRST])
+        bound = table[:-1, Column.START] + table[:-1, Column.LENGTH]
+        bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
+        return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
 
     def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
         """Raise the error of the first malformed segment, if any.
@@ -190,23 +193,6 @@ class SegmentBatch:
             name, start = names[int(row[Column.TENSOR])], int(row[Column.START])
             why = MESSAGES[Reason(int(verdict[bad[0]]))]
             raise MalformedError(f"{name!r}, segment at {start}: {why}")
-
-
-def spans_of(table: Table) -> Table:
-    """Return the given elements of each tensor: rows of tensor, first and count, and bound.
-
-    The bound is greater than every index of the tensor in this batch.
-
-    Args:
-        table: ``(segments + 1, 8)``, see :class:`Column`.
-    """
-    tensor = table[:-1, Column.TENSOR]
-    begins = np.flatnonzero(np.diff(tensor, prepend=-1))
-    first = table[begins, Column.FIRST]
-    ends = np.append(first[1:], table[-1, Column.FIRST])
-    bound = table[:-1, Column.START] + table[:-1, Column.LENGTH]
-    bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
-    return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
 
 
 def pack(
@@ -415,13 +401,6 @@ class PlacementTable:
         return np.stack([number, spans[span, 1], spans[span, 2]], axis=1)
 
 
-class Checked(Protocol):
-    """Segments whose decoding may have failed."""
-
-    def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
-        """Raise the error of the first segment with a reason, if any; see :class:`ChangeBatch`."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangeBatch:
     """Decoded changes of many tensors on one device; the verdict is not read yet.
@@ -435,7 +414,7 @@ class ChangeBatch:
         kept: ``(n,)`` bool, false for entries without a change; ``None`` if there are none.
         spans: Rows of tensor, first change, count and bound of the indices.
         verdicts: Batches that the changes come from, each with an ``(segments,)`` int32 tensor of
-            :class:`.segments.Reason` or :class:`.tile_batch.TileReason`.
+            :class:`.segments.Reason`.
     """
 
     indices: Tensor
@@ -443,7 +422,7 @@ class ChangeBatch:
     absolute: bool | Tensor
     kept: Tensor | None
     spans: Table
-    verdicts: tuple[tuple[Checked, Tensor], ...]
+    verdicts: tuple[tuple[SegmentBatch, Tensor], ...]
 
     def check(self, verdicts: Table, names: Sequence[str]) -> None:
         """Raise the error of the first malformed segment, if any.
@@ -454,7 +433,6 @@ class ChangeBatch:
 
         Raises:
             MalformedError: A segment is malformed.
-            BaseMismatchError: Tiles cannot be decoded with the old bits.
         """
         at = 0
         for batch, verdict in self.verdicts:
@@ -482,30 +460,29 @@ class StagedChanges:
     """Changes that are ready to write: positions in live storages, old and new bits.
 
     Attributes:
-        positions: ``(n,)`` int64 positions in the storages, grouped by run.
+        positions: ``(n,)`` int64 positions in the storages, grouped by block.
         old: ``(n,)`` old bits.
         new: ``(n,)`` new bits.
-        runs: ``(runs, 3)`` int64 on the host: placement, first position and end of each run.
         sums: ``(slots, 5)`` int64 on the device: lanes of the new and of the old bits, and the
             number of elements.
         blocks: ``(blocks, 3)`` int64 on the device: address, first position and count of each block
-            of a fused write; ``None`` if the kernels are torch operations.
+            of a write.
         placements: Table of the placements.
     """
 
     positions: Tensor
     old: Tensor
     new: Tensor
-    runs: Table
     sums: Tensor
-    blocks: Tensor | None
+    blocks: Tensor
     placements: PlacementTable
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        kept = [self.positions, self.old, self.new, self.sums]
-        return sum(one.nbytes for one in kept) + (0 if self.blocks is None else self.blocks.nbytes)
+        return sum(
+            one.nbytes for one in (self.positions, self.old, self.new, self.sums, self.blocks)
+        )
 
 
 def effects(sums: Tensor) -> list[SlotEffect]:

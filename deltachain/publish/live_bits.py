@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import device, host
-from deltachain.kernels.lane import Compared
+from deltachain.kernels.device_diff import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.refusals import refuse_tensor
 from deltachain.publish.model.source import Weight

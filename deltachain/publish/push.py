@@ -31,7 +31,7 @@ from deltachain.errors import (
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
 from deltachain.kernels import host
-from deltachain.kernels.lane import Compared
+from deltachain.kernels.device_diff import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.described import refuse_other_folder

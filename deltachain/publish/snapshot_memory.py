@@ -8,9 +8,8 @@ from typing import Final, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from deltachain.kernels.copy_stream import CopyStream
 from deltachain.kernels.device import INT_DTYPES, pin_
-from deltachain.kernels.lane import ALIGNMENT
+from deltachain.kernels.device_diff import ALIGNMENT, CopyStream
 
 SnapshotPlace: TypeAlias = Literal["host", "device"]
 """Where a snapshot of weights on a device is: in pinned host memory, or on that device."""

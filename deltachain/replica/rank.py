@@ -27,7 +27,7 @@ from deltachain.errors import (
     UnfinishedSwapError,
 )
 from deltachain.format.keys import digest_key
-from deltachain.kernels import device, host
+from deltachain.kernels import device, host, staging
 from deltachain.kernels.protocol import same_bits
 from deltachain.replica.device_staging import DeviceStager
 from deltachain.replica.engine import EngineModel
@@ -447,8 +447,8 @@ class Rank:
 
     def _decodes(self, place: Placement) -> bool:
         """Return whether changes of a place are decoded where it is, in batches."""
-        where = "host" if device.on_host(place.live) else "device"
-        return place.numel > 0 and (self._decode or where) == "device"
+        wanted = self._decode or ("host" if device.on_host(place.live) else "device")
+        return place.numel > 0 and wanted == "device" and staging.decodes_on(place.live.device)
 
     def _share(self, name: str) -> Share:
         """Return what this rank holds of a tensor.

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, Final
 
 from deltachain.kernels import fused_diff, fused_rounding
-from deltachain.kernels.blocks import BLOCK
+from deltachain.kernels.device_diff import BLOCK
 from deltachain.kernels.quantised import KINDS, Rounding
 from tests.contract.compile import compile_for
 

@@ -16,13 +16,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device_diff import DeviceDiff, disagreements
 from deltachain.kernels.factors import Quantising
-from deltachain.kernels.proven import disagreements
 from tests.contract.arms import CrossingArm
 from tests.contract.interpreted import Guards, before_a_wall
 from tests.contract.kernels import DIFF_CHECKS
-from tests.contract.many_tensors import FUSED_CHECKS, MANY_CHECKS, settle
+from tests.contract.many_tensors import MANY_CHECKS, settle
 from tests.contract.quantised_diff import QUANTISED_CHECKS, ROUNDINGS, Windows
 
 
@@ -36,7 +35,7 @@ def check_walls() -> None:
         windows.factors = [
             one._replace(values=walled(one.values.contiguous())) for one in windows.factors
         ]
-        diff = DeviceDiff(torch.device("cpu"), fused=True)
+        diff = DeviceDiff(torch.device("cpu"))
         windows.add_to(diff)
         windows.check(settle(diff))
 
@@ -51,18 +50,15 @@ def main() -> int:
     """Run every check; the first that fails ends the process."""
     for resident in (False, True):
         for check in DIFF_CHECKS:
-            check(CrossingArm("cpu", resident=resident, fused=True))
+            check(CrossingArm("cpu", resident=resident))
             sys.stdout.write(f"{check.__name__} resident={resident}\n")
     for many in MANY_CHECKS:
-        many("cpu", True)
+        many("cpu")
         sys.stdout.write(f"{many.__name__}\n")
-    for fused in FUSED_CHECKS:
-        fused("cpu")
-        sys.stdout.write(f"{fused.__name__}\n")
     for quantised in QUANTISED_CHECKS:
         guards = Guards()
         with mock.patch.object(torch, "empty", guards.empty):
-            quantised("cpu", True)
+            quantised("cpu")
         guards.check()
         sys.stdout.write(f"{quantised.__name__}\n")
     check_walls()

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import reference
-from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device_diff import Compared, DeviceDiff
 from deltachain.kernels.factors import BlockShape, Factors, Quantising, codes_by_factors
-from deltachain.kernels.lane import Compared
 from deltachain.kernels.quantised import Rounding
 from deltachain.kernels.reference import Changes
 from tests.contract.many_tensors import settle
@@ -130,7 +129,7 @@ class Windows:
         np.testing.assert_array_equal(self.kept.cpu().numpy(), after)
 
 
-def check_codes(where: str, fused: bool) -> None:
+def check_codes(where: str) -> None:
     """Every rounding, block and source, snapshots on both sides, batches of one block and of all.
 
     A second diff finds nothing.
@@ -138,38 +137,38 @@ def check_codes(where: str, fused: bool) -> None:
     cases = product(ROUNDINGS, BLOCKS, (False, True), (False, True))
     for number, (rounding, block, master, resident) in enumerate(cases):
         nbytes = 1 if number % 4 == 0 else 1 << 20
-        with patch("deltachain.kernels.blocks.BATCH_NBYTES", nbytes):
+        with patch("deltachain.kernels.device_diff.BATCH_NBYTES", nbytes):
             how = Quantising(rounding, block)
             windows = Windows(where, how, master=master, resident=resident)
-            diff = DeviceDiff(torch.device(where), fused=fused)
+            diff = DeviceDiff(torch.device(where))
             windows.add_to(diff)
             windows.check(settle(diff))
             windows.add_to(diff)
             assert settle(diff) == {}
 
 
-def check_odd_addresses(where: str, fused: bool) -> None:
+def check_odd_addresses(where: str) -> None:
     """Windows that begin anywhere in memory, as rows of a fused weight do."""
     for master in (False, True):
         how = Quantising("fp8-multiply", (128, 128))
         windows = Windows(where, how, master=master, resident=True)
         windows.live = [torch.cat([one[:1], one])[1:] for one in windows.live]
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         windows.add_to(diff)
         windows.check(settle(diff))
 
 
-def check_dense_blocks(where: str, fused: bool) -> None:
+def check_dense_blocks(where: str) -> None:
     """All codes of all windows changed, as those of a block whose scale moved."""
     for resident in (False, True):
         how = Quantising("int8-divide", (1, 0))
         windows = Windows(where, how, master=True, resident=resident, density=1.0)
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         windows.add_to(diff)
         windows.check(settle(diff))
 
 
-def check_refused_blocks(where: str, fused: bool) -> None:
+def check_refused_blocks(where: str) -> None:
     """A factor of 0 and weights that are not finite give any codes, and nothing else goes wrong."""
     for rounding, master in product(ROUNDINGS, (False, True)):
         how = Quantising(rounding, (128, 128))
@@ -177,7 +176,7 @@ def check_refused_blocks(where: str, fused: bool) -> None:
         windows.live[0][::977] = torch.nan
         windows.live[0][1::977] = torch.inf
         windows.factors[0].values[0, 0] = 0.0
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         windows.add_to(diff)
         found = settle(diff)["w0"]
         start, numel = windows.starts[0], windows.codes[0].size
@@ -188,7 +187,7 @@ def check_refused_blocks(where: str, fused: bool) -> None:
         np.testing.assert_array_equal(after, windows.before)
 
 
-QUANTISED_CHECKS: tuple[Callable[[str, bool], None], ...] = (
+QUANTISED_CHECKS: tuple[Callable[[str], None], ...] = (
     check_codes,
     check_odd_addresses,
     check_dense_blocks,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -125,7 +126,7 @@ def _values(batch: SegmentBatch, row: Any, following: Any) -> tuple[Any, Reason]
     planes = range(gap + 3, gap + 3 + layout.width)
     if layout.absolute:
         return _from_planes(batch, planes, row, following, Column.FIRST), Reason.NONE
-    streams = batch.streams(batch.buffer)
+    streams = _streams(batch)
     nnz = following[Column.FIRST] - row[Column.FIRST]
     bits = slice(row[Column.BIT], row[Column.BIT] + nnz)
     negative, exception = (
@@ -151,7 +152,7 @@ def _values(batch: SegmentBatch, row: Any, following: Any) -> tuple[Any, Reason]
 def _from_planes(
     batch: SegmentBatch, numbers: Sequence[int], row: Any, following: Any, column: Column
 ) -> Bits:
-    streams = batch.streams(batch.buffer)
+    streams = _streams(batch)
     mine = [streams[k][row[column] : following[column]] for k in numbers]
     stacked = np.ascontiguousarray(np.stack(mine, axis=1))
     return stacked.view(BITS_DTYPES[len(mine)]).reshape(-1)
@@ -172,3 +173,8 @@ def _bits(flags: list[Any], bit: int) -> Any:
     packed = _joined(flags, np.dtype(np.bool_))
     # Bits of another tensor come before: ones, so that reading them shows.
     return np.packbits(np.concatenate([np.ones(bit, np.bool_), packed]), bitorder="little")
+
+
+def _streams(batch: SegmentBatch) -> list[Any]:
+    """Gap planes, ``sign``, ``exception``, ``magnitude`` and value planes."""
+    return [batch.buffer[a:b] for a, b in pairwise(batch.offsets)]

@@ -24,6 +24,7 @@ from deltachain.delta import ABSOLUTE, TensorDelta, changes
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
 from deltachain.format.keys import PayloadKind, digest_key, payload_key
 from deltachain.kernels import reference
+from deltachain.kernels.tiles import TileGrid
 from deltachain.kernels.tiles import bins as tile_bins
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
@@ -137,7 +138,7 @@ def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
     new[[0, 7, 8, 20, 47]] += np.array([1, 0xFFFF, 3, 0x8000, 40], np.uint16)
     indices = np.flatnonzero(new != old)
     pieces = take_apart(encode_part([as_max(spec, old, new)]).data)
-    grid = reference.TileGrid(6, cuts, 7, 255)
+    grid = TileGrid(6, cuts, 7, 255)
     table = np.full(512, 255, np.uint8)
     bins = np.unique(tile_bins(old, grid.shift, grid.mask)).astype(np.int64)
     table[bins], table[256 + bins] = 1 + bins % 3, 2 + bins % 2

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device_diff import Compared, DeviceDiff
 from deltachain.kernels.factors import Factors, Quantising
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.proven import fused_is_proven
 from deltachain.kernels.reference import Changes
 from tests.gpu.diff import floors
 
@@ -85,24 +83,21 @@ def bench_quantised(where: str, divisor: int | None = None) -> dict[str, Any]:
     """
     known = floors(where)
     figures: dict[str, Any] = {"floors": known}
-    kernels = {"fused": True} if fused_is_proven(torch.device(where)) else {}
     for (scheme, how), master in product(SCHEMES.items(), (True, False)):
         matrices = Matrices(how, master=master, where=where, divisor=divisor or 1)
-        for name, fused in ({"torch": False} | kernels).items():
-            taken, changes = _times(matrices, where, fused=fused)
-            nbytes = (5 if master else 3) * matrices.numel
-            source = "fp32" if master else "bf16"
-            figures[f"{scheme} of {source}, {name}"] = {
-                "numel": matrices.numel,
-                "seconds": taken,
-                "changes": changes,
-                "floor_over_ours": nbytes / (1e9 * known["device_copy_gbps"]) / taken,
-            }
+        taken, changes = _times(matrices, where)
+        nbytes = (5 if master else 3) * matrices.numel
+        figures[f"{scheme} of {'fp32' if master else 'bf16'}"] = {
+            "numel": matrices.numel,
+            "seconds": taken,
+            "changes": changes,
+            "floor_over_ours": nbytes / (1e9 * known["device_copy_gbps"]) / taken,
+        }
     return figures
 
 
-def _times(matrices: Matrices, where: str, *, fused: bool) -> tuple[float, int]:
-    diff, seconds, changes = DeviceDiff(torch.device(where), fused=fused), [], 0
+def _times(matrices: Matrices, where: str) -> tuple[float, int]:
+    diff, seconds, changes = DeviceDiff(torch.device(where)), [], 0
     matrices.find(diff)  # the snapshot is made equal
     for number in range(REPEATS + 1):
         changes = matrices.change()

@@ -17,7 +17,7 @@ from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.encodings.tile_table import BinCounts, table_of
-from deltachain.codec.old_bits import HeldElements, OldBits
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError, OldBitsError
@@ -88,22 +88,6 @@ class Tiling(NamedTuple):
 
     band: int
     cuts: int
-
-
-class StoredTiles(NamedTuple):
-    """Tiles of a tensor's segments as a part has them.
-
-    Attributes:
-        data: The bytes of all segments, end to end; untrusted.
-        table: ``(512,)`` rates and sizes, canonical.
-        grid: The tiles; positions count from the first element that the decoder has.
-        wanted: ``(segments, cuts)`` bool: tiles of which it has all elements; ``None`` for all.
-    """
-
-    data: Bytes
-    table: Bytes
-    grid: TileGrid
-    wanted: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,28 +202,17 @@ class MaxEncoding(Encoding):
                 "hand here",
                 hint="publish with encoding='step'",
             )
-        data, table, grid, wanted = self.coded_tiles(tensor, old.elements)
+        grid, wanted = _grid(tensor.spec, tensor.row.gap, old.start), None
+        data, table = np.empty(0, np.uint8), _UNUSED
+        if tensor.segments:
+            first, last = tensor.segments[0], tensor.segments[-1]
+            if first.start < old.start or last.start + last.length > old.stop:
+                raise _cut(tensor)
+            data, table = tensor.units("tile"), tensor.units("class")
+            if not _is_canonical(table, grid.mask):
+                raise tensor.malformed("rates and sizes are not canonical")
+            wanted = None if old.held is None else _wanted(tensor, grid, old.held)
         return tensor.table, TileStreams(data, old.bits, table, grid, wanted)
-
-    def coded_tiles(self, tensor: TensorReader, elements: HeldElements) -> StoredTiles:
-        """Return the tiles of a tensor's segments, for a decoder with the bits of some elements.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: Rates and sizes break a rule of FORMAT.md 4.
-            OldBitsError: The elements are a part of a tile only.
-        """
-        grid = _grid(tensor.spec, tensor.row.gap, elements.start)
-        if not tensor.segments:
-            return StoredTiles(np.empty(0, np.uint8), _UNUSED, grid)
-        first, last = tensor.segments[0], tensor.segments[-1]
-        if first.start < elements.start or last.start + last.length > elements.stop:
-            raise _cut(tensor)
-        table = tensor.units("class")
-        if not _is_canonical(table, grid.mask):
-            raise tensor.malformed("rates and sizes are not canonical")
-        wanted = None if elements.held is None else _wanted(tensor, grid, elements.held)
-        return StoredTiles(tensor.units("tile"), table, grid, wanted)
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
-from deltachain.kernels.lane import Compared
+from deltachain.kernels.device_diff import Compared
 from deltachain.kernels.reference import Changes
 from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model.conversion import Conversion, Destination, conversions

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
+from deltachain.kernels.device_diff import Compared, compares_on
 from deltachain.kernels.factors import Factors, Quantising, codes_by_factors
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.proven import fused_is_proven
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Pending, Weight, specs_of
@@ -170,7 +169,7 @@ PIECE: Final = 1 << 22
 
 def can_wait(where: torch.device) -> bool:
     """Return whether kernels quantise weights there while they compare them."""
-    return fused_is_proven(where) if where.type == "cuda" else host_codes.can_make(where)
+    return compares_on(where) if where.type == "cuda" else host_codes.can_make(where)
 
 
 @dataclass(slots=True)
