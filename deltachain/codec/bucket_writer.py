@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec.frames import BytePlane, FlatArray, StreamPiece
+from deltachain.codec.old_bits import OldBits
 from deltachain.types import Bits
-
-if TYPE_CHECKING:
-    from deltachain.codec.encodings.tile_table import BinCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +31,22 @@ class OwnArray:
     data: npt.NDArray[np.uint8]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BucketWriter:
     """Collector of the stream contents of a bucket's tensors.
 
     Attributes:
         pieces: Contents by stream, in the order of the tensors.
         arrays: Arrays that belong to single tensors.
-        counts: Changes so far of the tensors of ``max`` that choose tables together: those of one
-            dtype and mask of bins.
+        notes: What an encoding keeps of the tensors before.
+        old: Consecutive elements of the tensor before the change, all changed ones among them, for
+            an encoding that needs them; ``None`` if the caller has none.
     """
 
     pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
     arrays: list[OwnArray] = field(default_factory=list)
-    counts: dict[tuple[str, int], BinCounts] = field(default_factory=dict)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    old: OldBits | None = None
 
     def lengths(self) -> dict[str, int]:
         """Return the number of pieces of each stream."""

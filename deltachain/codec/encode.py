@@ -16,14 +16,13 @@ from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import write_header
 from deltachain.codec.encodings import EncodedTensor, Encoding
 from deltachain.codec.encodings.dense import DenseEncoding
-from deltachain.codec.encodings.max import MaxEncoding
 from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
 from deltachain.codec.encodings.sparse import OverwriteEncoding
 from deltachain.codec.encodings.step import StepEncoding
 from deltachain.codec.frames import StoredFrame, StreamContent, deflate_directory, largest_frame
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import share
-from deltachain.codec.short_rows import with_short_rows
+from deltachain.codec.short_rows import is_compact, with_short_rows
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest
@@ -41,7 +40,7 @@ TURNS: Final = 8
 """Changes of the element width from tensor to tensor above which a width has one bucket."""
 
 MAX_TURNS: Final = 1
-"""The same in parts with the encoding ``max``, for the fewest bytes."""
+"""The same in parts with an encoding that is compact."""
 
 SMALL: Final = 1 << 22
 """Bytes of a part before compression below which threads cost more than they save."""
@@ -137,15 +136,15 @@ def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]
 
     Tensors of a bucket are consecutive. Where codes and scales take turns, as in a quantised model,
     a bucket for each turn would cost more than the changes: there, one bucket a width is filled at
-    a time, and one of all widths for ``max``. Tensors of a raw part share nothing.
+    a time, and one of all widths for compact encodings. Tensors of a raw part share nothing.
     """
-    is_max = [isinstance(change.encoding, MaxEncoding) for change in changes]
+    compact = [bool(change.encoding and change.encoding.compact) for change in changes]
     widths = [
-        0 if of_max else change.delta.spec.itemsize
-        for change, of_max in zip(changes, is_max, strict=True)
+        0 if of_all else change.delta.spec.itemsize
+        for change, of_all in zip(changes, compact, strict=True)
     ]
     turns = [0, *accumulate(one != other for one, other in pairwise(widths))]
-    most = MAX_TURNS if any(is_max) else TURNS
+    most = MAX_TURNS if any(compact) else TURNS
     groups = widths if turns[-1] > most and not raw else turns
     buckets: list[list[Change]] = []
     numbers: list[int] = []
@@ -186,8 +185,8 @@ def _encode_change(
 ) -> tuple[Encoding, EncodedTensor]:
     """Append a change to a bucket; return the encoding that was used."""
     before = out.lengths()
-    old = change.old() if encoding.needs_old and change.old else None
-    tensor = encoding.encode(change.delta, out, old)
+    out.old = change.old() if encoding.needs_old and change.old else None
+    tensor = encoding.encode(change.delta, out)
     if not (encoding.needs_old and change.may_be_step):
         return encoding, tensor
     alone = BucketWriter()
@@ -354,7 +353,7 @@ def _stored(document: bytes, directory: d.Directory, *, compress: bool) -> bytes
     """Return a directory as it is stored; where bytes matter more than time, in fewer bytes."""
     if not compress:
         return document + b" " * (-len(document) % 8)
-    smallest = any(row.encoding == MaxEncoding.name for row in directory.tensors)
+    smallest = any(map(is_compact, directory.tensors))
     return deflate_directory(document, smallest=smallest)
 
 

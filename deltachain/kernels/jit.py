@@ -27,24 +27,17 @@ from deltachain.kernels.reading import (
     stage_steps,
 )
 from deltachain.kernels.reference import Changes, SplitSteps
-from deltachain.kernels.tile_classes import count_bins
-from deltachain.kernels.tile_decoder import decode_tiles
-from deltachain.kernels.tile_encoder import encode_tiles
-from deltachain.kernels.tile_steps import stage_tiles
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
 __all__ = [
     "cast_bf16",
     "cast_diff_",
-    "count_bins",
     "decode_gaps",
     "decode_steps",
-    "decode_tiles",
     "diff_",
     "digest",
     "digest_at",
     "encode_gaps",
-    "encode_tiles",
     "exchange_",
     "gather",
     "join_planes",
@@ -52,7 +45,6 @@ __all__ = [
     "scatter_",
     "split_steps",
     "stage_steps",
-    "stage_tiles",
 ]
 
 NAME: Final = "numba"

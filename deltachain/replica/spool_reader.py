@@ -44,7 +44,7 @@ from deltachain.replica.spool import (
     read_index,
     writer_is_gone,
 )
-from deltachain.subscribe.targets.patch import STAGED, LiveElements
+from deltachain.subscribe.targets.patch import LiveElements
 from deltachain.types import TensorSpec
 
 
@@ -228,7 +228,7 @@ class TensorPlan:
         (part, *more), name = self.parts or (None,), self.spec.name
         if part is None or more or self.base is not None or self.from_nothing:
             return None
-        if part.rows[name].encoding not in STAGED:
+        if not ENCODINGS.get(part.rows[name].encoding).stages:
             return None
         before = self._before((), low, high, old) if part.needs_old(name) else None
         return part.reader(name, (low, high), old=before)

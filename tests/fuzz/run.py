@@ -27,13 +27,11 @@ with atheris.instrument_imports(
             "emitting",
             "jit",
             "reading",
-            "tile_classes",
-            "tile_decoder",
-            "tile_encoder",
-            "tile_ranks",
-            "tile_steps",
-            "words",
         )
+    ]
+    + [
+        f"deltachain.codec.encodings.max.{name}"
+        for name in ("classes", "decoder", "encoder", "ranks", "steps", "words")
     ],
 ):
     from tests.fuzz.mutate import MUTATORS

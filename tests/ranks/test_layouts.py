@@ -6,7 +6,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.codec import Part
-from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.codec.encodings.max.encoding import MaxEncoding
 from deltachain.store import open_store
 from deltachain.verify import verify
 from tests.ranks.spawn import run

@@ -12,7 +12,6 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, TensorDelta
 
@@ -38,9 +37,7 @@ class DenseEncoding(Encoding):
         return {f"dense.{k}": nnz for k in range(row.itemsize)}
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         out.put_planes("dense", delta.values)
         segments = []
         for start, stop in _runs(delta):

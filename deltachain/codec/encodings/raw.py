@@ -12,7 +12,6 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import ConfigError
@@ -36,9 +35,7 @@ class PlainEncoding(Encoding):
         return {row.name: (row.dtype, row.shape)}
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is not None:
             raise ConfigError(f"{spec.name}: windows are not written raw")
@@ -71,9 +68,7 @@ class RawEncoding(Encoding):
         }
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         spec = delta.spec
         if delta.indices is None or delta.absolute.ndim or not delta.absolute:
             raise ConfigError(f"{spec.name}: raw deltas carry absolute bits, not steps")

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from deltachain.codec.encodings.base import Encoding
 from deltachain.codec.encodings.dense import DenseEncoding
-from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.codec.encodings.max.encoding import MaxEncoding
 from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
 from deltachain.codec.encodings.sparse import OverwriteEncoding
 from deltachain.codec.encodings.step import StepEncoding

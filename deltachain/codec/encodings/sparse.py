@@ -13,7 +13,6 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
@@ -75,9 +74,7 @@ class SparseEncoding(Encoding):
         return {**gaps, **self.value_streams(row, segments)}
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         indices, numel = delta.indices, delta.spec.numel
         if delta.absolute.ndim:
             raise ConfigError(f"{delta.spec.name}: steps and absolute bits do not mix in one part")

@@ -16,7 +16,7 @@ from deltachain.codec.encodings.sparse import SparseEncoding, read_gaps
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.kernels import host
-from deltachain.kernels.reference import Changes, StepStreams
+from deltachain.kernels.reference import Changes, StagedSteps, StepStreams, WindowPlace
 from deltachain.types import Bits, TensorSpec
 
 
@@ -32,6 +32,7 @@ class StepEncoding(SparseEncoding):
     absolute: ClassVar[bool] = False
     has_exceptions: ClassVar[bool] = True
     checked: ClassVar[bool] = True
+    stages: ClassVar[bool] = True
 
     @override
     def estimate(self, spec: TensorSpec, changes: Changes) -> int:
@@ -85,6 +86,16 @@ class StepEncoding(SparseEncoding):
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
+
+    @override
+    def stage(
+        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
+    ) -> StagedSteps:
+        segments, streams = self.streams_of(tensor)
+        try:
+            return host.stage_steps(segments, streams, box, weights, key)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
 
     @override
     def read_values(self, tensor: TensorReader) -> Bits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -50,7 +51,14 @@ class OnDevice(Followed):
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter decodes here, as a card does elsewhere."""
+    """Triton's interpreter decodes here, as a card does elsewhere; one launch at a time."""
+    turn, launch = Lock(), staging.launch
+
+    def launched(*arguments: Any, **constants: Any) -> None:
+        with turn:
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(staging, "launch", launched)
     monkeypatch.setattr(staging, "decodes_on", lambda _: True)
 
 

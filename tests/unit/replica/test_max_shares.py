@@ -210,7 +210,7 @@ SMALL = {"SMALL_TILES": ((2, 64), (4, 1 << 16)), "VOCABULARY": 32, "PADDED_TO": 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
-        monkeypatch.setattr(f"deltachain.codec.encodings.max.{name}", value)
+        monkeypatch.setattr(f"deltachain.codec.encodings.max.encoding.{name}", value)
 
 
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2", "untied tp2"])

@@ -9,9 +9,9 @@ from typing import Any, Final
 
 import numpy as np
 
+from deltachain.codec.encodings.max.tiles import ESCAPE, NEVER
+from deltachain.codec.encodings.max.words import WORD, load_word, lowest
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.tiles import ESCAPE, NEVER
-from deltachain.kernels.words import WORD, load_word, lowest
 
 _U = np.uint64
 _ALL: Final = _U(0xFFFFFFFFFFFFFFFF)

@@ -15,15 +15,9 @@ from typing_extensions import override
 from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.encodings.tile_table import BinCounts, table_of
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.tensor_reader import TensorReader
-from deltachain.delta import TensorDelta
-from deltachain.errors import ConfigError, OldBitsError
-from deltachain.kernels import host
-from deltachain.kernels.reference import Changes
-from deltachain.kernels.tiles import (
+from deltachain.codec.encodings.max import host
+from deltachain.codec.encodings.max.table import BinCounts, table_of
+from deltachain.codec.encodings.max.tiles import (
     BINS,
     MAX_CUTS,
     MAX_RATE,
@@ -34,7 +28,13 @@ from deltachain.kernels.tiles import (
     TileStreams,
     most_nbytes,
 )
-from deltachain.types import TensorSpec
+from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.old_bits import OldBits
+from deltachain.codec.tensor_reader import TensorReader
+from deltachain.delta import TensorDelta
+from deltachain.errors import ConfigError, OldBitsError
+from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace
+from deltachain.types import Bits, TensorSpec
 
 ROW_FACTORS: Final = (2, 2, 2, 3, 2)
 COLUMN_FACTORS: Final = (2, 2, 2, 2)
@@ -104,6 +104,8 @@ class MaxEncoding(Encoding):
     absolute: ClassVar[bool] = False
     checked: ClassVar[bool] = True
     needs_old: ClassVar[bool] = True
+    compact: ClassVar[bool] = True
+    stages: ClassVar[bool] = True
     shared: ClassVar[frozenset[str]] = frozenset(["class"])
 
     @override
@@ -154,10 +156,8 @@ class MaxEncoding(Encoding):
         return {"class": 2 * BINS if row.segments else 0, "tile": sum(s.gaps for s in segments)}
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
-        spec, indices = delta.spec, delta.indices
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        spec, indices, old = delta.spec, delta.indices, out.old
         if indices is None or delta.absolute.any():
             raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
         if old is not None:
@@ -175,8 +175,9 @@ class MaxEncoding(Encoding):
         grid = _grid(spec, cuts, old.start)
         stored: Any = out.pieces.get("class", ())
         own = BinCounts.of(old, delta, grid)
-        so_far = out.counts.get((spec.dtype, grid.mask))
-        so_far = out.counts[spec.dtype, grid.mask] = own if so_far is None else so_far + own
+        alike = self.name, spec.dtype, grid.mask
+        so_far = out.notes.get(alike)
+        so_far = out.notes[alike] = own if so_far is None else so_far + own
         table = table_of(spec, own, grid, so_far, stored)
         coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
@@ -222,6 +223,16 @@ class MaxEncoding(Encoding):
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
+
+    @override
+    def stage(
+        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
+    ) -> StagedSteps:
+        segments, streams = self.streams_of(tensor)
+        try:
+            return host.stage_tiles(segments, streams, box, weights, key)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
 
 
 def _wanted(

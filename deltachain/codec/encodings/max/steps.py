@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.codec.encodings.max.classes import thread_scratch
+from deltachain.codec.encodings.max.decoder import BROKEN, arguments, decode_segment
+from deltachain.codec.encodings.max.tiles import TileStreams
 from deltachain.kernels.compiling import compiled
 from deltachain.kernels.reading import locate, move, run_stage
 from deltachain.kernels.reference import StagedSteps, WindowPlace
-from deltachain.kernels.tile_classes import thread_scratch
-from deltachain.kernels.tile_decoder import BROKEN, arguments, decode_segment
-from deltachain.kernels.tiles import TileStreams
 from deltachain.types import Bits
 
 

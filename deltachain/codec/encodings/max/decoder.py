@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain import threads as slab
-from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.tile_classes import (
+from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
     SegmentScratch,
@@ -25,9 +24,9 @@ from deltachain.kernels.tile_classes import (
     rule_of,
     thread_scratch,
 )
-from deltachain.kernels.tile_ranks import MARGIN, enter_class, peek, read_ranks
-from deltachain.kernels.tiles import ENDS, MAGNITUDES, RANKS, TileStreams
-from deltachain.kernels.words import (
+from deltachain.codec.encodings.max.ranks import MARGIN, enter_class, peek, read_ranks
+from deltachain.codec.encodings.max.tiles import ENDS, MAGNITUDES, RANKS, TileStreams
+from deltachain.codec.encodings.max.words import (
     HAS_DEPOSIT,
     WORD,
     count_up_to,
@@ -36,6 +35,7 @@ from deltachain.kernels.words import (
     nonzero_words,
     popcount,
 )
+from deltachain.kernels.compiling import compiled, inlined
 from deltachain.types import Bits, Indices
 
 _U = np.uint64
