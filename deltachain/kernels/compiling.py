@@ -26,10 +26,10 @@ ROOM: Final = 1 << 20
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _njit: Final[Any] = numba.njit  # untyped up to numba 0.67, too narrow since
-_Listener: Final[Any] = event.Listener  # also untyped
+_event: Final[Any] = event  # also untyped
 
 
-class _Told(_Listener):  # type: ignore[misc]  # see there
+class _Told(_event.Listener):  # type: ignore[misc]  # see there
     """Says once in a process that kernels are compiled."""
 
     @override
@@ -46,7 +46,7 @@ def _tell() -> None:
     logger.info("compiling kernels, which takes seconds once on this machine")
 
 
-event.register("numba:compile", _Told())
+_event.register("numba:compile", _Told())
 
 
 @cache
