@@ -14,7 +14,7 @@ from typing import Final
 from deltachain.checkpoint import Checkpoint, creating, sync, sync_folder
 from deltachain.codec import ENCODINGS, Change, EncodedPart, Part, encode_part
 from deltachain.codec.encodings import Encoding
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta

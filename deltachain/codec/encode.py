@@ -12,14 +12,17 @@ import msgspec
 import numpy as np
 
 from deltachain.codec import container as d
-from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import write_header
 from deltachain.codec.encodings import EncodedTensor, Encoding
-from deltachain.codec.encodings.dense import DenseEncoding
-from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
-from deltachain.codec.encodings.sparse import OverwriteEncoding
-from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.frames import StoredFrame, StreamContent, deflate_directory, largest_frame
+from deltachain.codec.encodings.dense import DenseEncoding, PlainEncoding, RawEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
+from deltachain.codec.frames import (
+    BucketWriter,
+    StoredFrame,
+    StreamContent,
+    deflate_directory,
+    largest_frame,
+)
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import share
 from deltachain.codec.short_rows import is_compact, with_short_rows

@@ -16,7 +16,7 @@ from numba import types
 from numba.extending import intrinsic, overload
 
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.emitting import BLOCK, drive, emit, emit_rest
+from deltachain.kernels.jit import BLOCK, drive, emit, emit_rest
 from deltachain.kernels.quantised import KINDS, Rounding, WindowBlocks
 from deltachain.kernels.reference import Changes
 

@@ -12,8 +12,7 @@ import numpy as np
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.codec import Change
 from deltachain.codec.encodings import Encoding
-from deltachain.codec.encodings.sparse import OverwriteEncoding
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.keys import digest_key

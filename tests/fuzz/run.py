@@ -24,14 +24,13 @@ with atheris.instrument_imports(
             "bitcasts",
             "codes",
             "codes_diff",
-            "emitting",
             "jit",
             "reading",
         )
     ]
     + [
         f"deltachain.codec.encodings.max.{name}"
-        for name in ("classes", "decoder", "encoder", "ranks", "steps", "words")
+        for name in ("classes", "decoder", "encoder", "words")
     ],
 ):
     from tests.fuzz.mutate import MUTATORS

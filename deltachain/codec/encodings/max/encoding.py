@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.max import host
@@ -28,7 +27,8 @@ from deltachain.codec.encodings.max.tiles import (
     TileStreams,
     most_nbytes,
 )
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import StepEncoding
+from deltachain.codec.frames import BucketWriter
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta

@@ -19,7 +19,7 @@ _HOMES = {
     "count_bins": "classes",
     "decode_tiles": "decoder",
     "encode_tiles": "encoder",
-    "stage_tiles": "steps",
+    "stage_tiles": "decoder",
 }
 
 __all__ = ["count_bins", "decode_tiles", "encode_tiles", "stage_tiles"]
