@@ -2,8 +2,9 @@
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
 and add; ``bits_of`` returns such a view of any dtype. Sums wrap as in the reference. Work is done
-in chunks, so that temporaries stay small for a 600 M element embedding. Only torch and numpy are
-needed. Writes use ``index_copy_``, since ``scatter_`` costs as much as its whole destination.
+in chunks, so that temporaries stay small for a 600 M element embedding. Functions without
+a docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_``, since
+``scatter_`` costs as much as its whole destination.
 """
 
 from __future__ import annotations
@@ -122,39 +123,32 @@ def receive(array: LiveBits, live: Tensor) -> Tensor:
 
 
 def overwrite_(weights: Tensor, bits: Tensor) -> None:
-    """Write all bits, in any shape and strides."""
     weights.copy_(bits)
 
 
 def copy(bits: Tensor) -> Tensor:
-    """Copy bits to new memory."""
     return bits.clone()
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have equal bits."""
     return one.equal(other)
 
 
 def flat(bits: Tensor) -> Tensor:
-    """Return bits of any shape as a contiguous one-dimensional tensor."""
     return bits.reshape(-1)
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return a view in another shape; offset and strides count elements."""
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 def bounds(indices: Tensor, low: int, high: int) -> tuple[int, int]:
-    """Return the range of positions of the increasing indices in ``[low, high)``."""
     edges = torch.tensor([low, high], device=indices.device)
     first, last = torch.searchsorted(indices, edges).tolist()
     return first, last
 
 
 def address(bits: Tensor) -> int:
-    """Return the address of the first element."""
     return bits.data_ptr()
 
 
@@ -168,17 +162,14 @@ def cast_bf16(master: Tensor) -> Tensor:
 
 
 def gather(weights: Tensor, indices: Tensor) -> Tensor:
-    """Return the bits at ``(nnz,)`` indices."""
     return weights.index_select(0, indices)
 
 
 def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
     weights.index_copy_(0, indices, bits)
 
 
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
-    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
     total = StateDigest()
     for at in range(0, indices.numel(), CHUNK):
         total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
@@ -186,7 +177,6 @@ def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDiges
 
 
 def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
-    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
     total = StateDigest()
     for at in range(0, bits.numel(), CHUNK):
         window = bits[at : at + CHUNK]

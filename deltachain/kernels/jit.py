@@ -1,4 +1,4 @@
-"""Reference kernels as numba loops: one core, no GIL, compiled once and cached on disk.
+"""The kernels of :mod:`.reference` as numba loops: one core, no GIL, cached on disk.
 
 Slices instead of offsets make index expressions provably non-negative; otherwise numba adds a
 wraparound test to each access, which prevents vectorisation.
@@ -21,7 +21,6 @@ from deltachain.kernels.reading import (
     exchange_,
     gather,
     join_planes,
-    join_steps,
     scatter_,
     stage_steps,
 )
@@ -125,7 +124,6 @@ __all__ = [
     "exchange_",
     "gather",
     "join_planes",
-    "join_steps",
     "scatter_",
     "split_steps",
     "stage_steps",
@@ -182,22 +180,18 @@ def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, i
 def _drive(
     kernel: Callable[..., tuple[int, int]], snapshot: Bits, current: npt.NDArray[Any]
 ) -> Changes:
-    """Run a diff kernel to the end."""
     return drive(lambda at, out: kernel(snapshot, current, at, out), snapshot)[0]
 
 
 def diff_(snapshot: Bits, current: Bits) -> Changes:
-    """Find the elements of ``current`` that differ from ``snapshot``, and copy them there."""
     return _drive(_diff, snapshot, current)
 
 
 def cast_diff_(snapshot: Bits, master: npt.NDArray[np.float32]) -> Changes:
-    """Find and copy the bf16 changes of ``master``, in one pass."""
     return _drive(_cast_diff, snapshot, master.view(np.uint32))
 
 
 def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
-    """Cast fp32 values to bf16 bits: round to nearest even; a NaN becomes a quiet NaN."""
     out = np.empty(master.size, np.uint16)
     _cast(master.view(np.uint32), out)
     return out
@@ -228,7 +222,6 @@ def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:  # noqa: ANN401
 
 
 def encode_gaps(offsets: Indices, width: int) -> Bits:
-    """Encode the distances between changes of one segment, in ``width`` bytes each."""
     limit = (1 << 8 * width) - 1
     out = np.empty(_count_gaps(offsets, limit), BITS_DTYPES[width])
     _fill_gaps(offsets, limit, out)
@@ -255,7 +248,6 @@ def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:  # noqa: ANN401
 
 
 def split_steps(steps: Bits) -> SplitSteps:
-    """Split wrapping steps into sign, magnitude and exceptions (FORMAT.md 4)."""
     n = steps.size
     negative, exception = np.empty(n, np.bool_), np.empty(n, np.bool_)
     magnitude, wide = np.empty(n + 1, np.uint8), np.empty(n + 1, steps.dtype)

@@ -85,9 +85,9 @@ class StreamLayout(NamedTuple):
 
     Attributes:
         width: Bytes of an element: 1, 2, 4 or 8.
-        gap: Bytes of a gap entry: 1 or 2; 0 if every element of a segment is given (``dense``).
-        absolute: Whether ``planes`` has the new bits of every given element (``overwrite`` and
-            ``dense``); otherwise changes are steps, and it has the wide ones (``step``).
+        gap: Bytes of a gap entry: 1 or 2.
+        absolute: Whether ``planes`` has the new bits of every given element (``overwrite``);
+            otherwise changes are steps, and it has the wide ones (``step``).
     """
 
     width: int
@@ -124,7 +124,7 @@ class TensorStreams:
     numel: int
     segments: Table
     planes: Sequence[Plane]
-    gaps: Sequence[Plane] = ()
+    gaps: Sequence[Plane]
     sign: Plane = field(default_factory=lambda: empty_bytes(0))
     exception: Plane = field(default_factory=lambda: empty_bytes(0))
     magnitude: Plane = field(default_factory=lambda: empty_bytes(0))
@@ -243,10 +243,7 @@ def _table(layout: StreamLayout, tensors: Sequence[TensorStreams]) -> Table:
     fits &= (nnz > 0) & (nnz <= length) & (wide >= 0) & (wide <= exceptions)
     fits &= exceptions <= (0 if layout.absolute else nnz)
     fits[1:] &= (start[1:] >= start[:-1] + length[:-1]) | (owner[1:] != owner[:-1])
-    if layout.gap:
-        fits &= (nnz <= gaps) & (gaps <= nnz + length // ((1 << 8 * layout.gap) - 1))
-    else:
-        fits &= (gaps == 0) & (nnz == length)
+    fits &= (nnz <= gaps) & (gaps <= nnz + length // ((1 << 8 * layout.gap) - 1))
     ends = np.cumsum([0, *tensors_of])
     sums = np.concatenate([np.zeros((1, 6), np.int64), np.cumsum(segments, axis=0)])
     totals = sums[ends[1:]] - sums[ends[:-1]]

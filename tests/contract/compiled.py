@@ -42,7 +42,7 @@ Case = tuple[Any, int, dict[str, Any]]
 def cases() -> Iterator[Case]:
     """Every specialisation that :mod:`.staging` launches."""
     for width in ELEMENTS:
-        for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True)):
+        for gap, absolute in ((1, False), (2, False), (1, True), (2, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
             yield programs.decode_segment, width, constants
         for masked, kind in ((False, 0), (False, 1), (True, 0), (True, 2)):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltachain.kernels import reference
-from deltachain.kernels.reference import Changes, SplitSteps
+from deltachain.kernels.reference import Changes
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
@@ -42,8 +42,6 @@ class Arm(DiffArm, LiveArm, Protocol):
     """The kernels of the host."""
 
     def decode_gaps(self, gaps: Bits) -> Indices: ...
-
-    def join_steps(self, split: SplitSteps) -> Bits: ...
 
 
 def check_diff(arm: DiffArm) -> None:
@@ -93,17 +91,6 @@ def check_gaps(arm: Arm) -> None:
             _equal((offsets,), (arm.decode_gaps(reference.encode_gaps(offsets, width)),))
 
 
-def check_steps(arm: Arm) -> None:
-    """Every width, and the steps at the edges: the top bit alone, 254, 255, the largest."""
-    rng = np.random.default_rng(7)
-    for width, dtype in BITS_DTYPES.items():
-        top = 1 << (8 * width - 1)
-        edges = [1, 2 * top - 1, 2, 254 % (2 * top), 255, top, top - 1, top + 1]
-        steps = rng.choice(np.array(edges, dtype), 4_000)
-        steps = np.concatenate((steps, rng.integers(1, 2 * top - 1, 1_000, dtype, endpoint=True)))
-        _equal((steps,), (arm.join_steps(reference.split_steps(steps)),))
-
-
 def check_digest(arm: LiveArm) -> None:
     """Whole and in pieces, every width."""
     for snapshot, current in pairs():
@@ -139,7 +126,7 @@ DIFF_CHECKS: tuple[Callable[[DiffArm], None], ...] = (
 LIVE_CHECKS: tuple[Callable[[LiveArm], None], ...] = (check_digest, check_apply)
 """What kernels of live bits promise, on the host and on a device."""
 
-CHECKS: tuple[Callable[[Arm], None], ...] = (*DIFF_CHECKS, check_gaps, check_steps, *LIVE_CHECKS)
+CHECKS: tuple[Callable[[Arm], None], ...] = (*DIFF_CHECKS, check_gaps, *LIVE_CHECKS)
 """What kernels of the host promise."""
 
 

@@ -114,6 +114,7 @@ def test_encoders_equal_the_reference() -> None:
         for one, other in zip(reference.split_steps(steps), jit.split_steps(steps), strict=True):
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, other)
+        np.testing.assert_array_equal(reference.join_steps(jit.split_steps(steps)), steps)
 
 
 def test_cast_keeps_nans_quiet_and_signed() -> None:
