@@ -202,7 +202,6 @@ def _encode_change(
 
 
 def _streams(number: int, out: BucketWriter) -> Iterator[StreamContent]:
-    """Yield the streams of a bucket that are not empty, by name."""
     for name, pieces in sorted(out.pieces.items()):
         full = d.stream_name(number, name)
         stream = StreamContent.join(full, pieces, in_bits=d.in_bits(name))
@@ -211,13 +210,11 @@ def _streams(number: int, out: BucketWriter) -> Iterator[StreamContent]:
 
 
 def _stored_nbytes(out: BucketWriter) -> int:
-    """Return the compressed size of all streams of a bucket."""
     pairs = ((stream, number) for stream in _streams(0, out) for number in range(len(stream.sizes)))
     return sum(len(stream.frame(number, compress=True).stored) for stream, number in pairs)
 
 
 def _fitting(change: Change, *, raw: bool) -> Encoding:
-    """Return the encoding of a change, by default the one that fits its delta."""
     delta = change.delta
     if delta.indices is None or change.windows:
         return _PLAIN if raw else _DENSE
@@ -244,7 +241,6 @@ def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor)
 def _in_order(
     encoded: Sequence[_Encoded], numbers: Sequence[int]
 ) -> tuple[list[d.TensorRow], list[d.Segment]]:
-    """Return the rows of all buckets in the order of the changes, and their segments."""
     rest = [(iter(bucket.rows), iter(bucket.segments)) for bucket in encoded]
     rows: list[d.TensorRow] = []
     segments: list[d.Segment] = []

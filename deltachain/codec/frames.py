@@ -176,7 +176,6 @@ class StreamReader:
 
     @property
     def nbytes(self) -> int:
-        """Inflated size of the stream, in bytes."""
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
@@ -270,7 +269,7 @@ class _Compressors:
 
 
 def _compressors() -> _Compressors:
-    """Return this thread's compressors: a context is expensive to create and not thread-safe."""
+    # Of this thread: a context is expensive to create and not thread-safe.
     if not hasattr(_local, "compressors"):
         parameters = zstandard.ZstdCompressionParameters(**STREAM_PARAMETERS, write_content_size=1)
         _local.compressors = _Compressors(
@@ -316,13 +315,7 @@ StreamPiece: TypeAlias = FlatArray | BytePlane
 
 
 class StoredFrame(NamedTuple):
-    """One frame as stored in a part.
-
-    Attributes:
-        stored: Its bytes.
-        nbytes: Its inflated size, in bytes.
-        digest: blake3 of ``stored``.
-    """
+    """One frame as stored in a part: its bytes, their inflated size, and their blake3."""
 
     stored: Buffer
     nbytes: int
@@ -371,7 +364,6 @@ class StreamContent:
 
     @property
     def nbytes(self) -> int:
-        """Size of the content, in bytes."""
         return sum(self.sizes)
 
     def frame(self, number: int, *, compress: bool) -> StoredFrame:

@@ -42,19 +42,13 @@ BATCH_NBYTES: Final = 64 << 20
 
 
 class Span(NamedTuple):
-    """Consecutive elements of one tensor, all in one batch.
-
-    Attributes:
-        start: Flat index of the first element, a multiple of ``BLOCK``.
-        numel: Number of elements, at least one.
-    """
+    """Consecutive elements of one tensor in one batch; ``start`` is a multiple of ``BLOCK``."""
 
     start: int
     numel: int
 
     @property
     def blocks(self) -> int:
-        """Number of blocks; the last one may be short."""
         return -(-self.numel // BLOCK)
 
 
@@ -73,7 +67,6 @@ class BlockTable(NamedTuple):
 
 
 def batch_blocks(width: int) -> int:
-    """Return the largest number of blocks in a batch of elements of ``width`` bytes."""
     return max(1, BATCH_NBYTES // (width * BLOCK))
 
 
@@ -141,7 +134,6 @@ class CopyStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """Enqueue what is done within on the copying stream."""
         if self._copies is None:
             yield
             return
@@ -149,24 +141,20 @@ class CopyStream:
             yield
 
     def copies_follow(self, event: torch.cuda.Event | None) -> None:
-        """Let later copies start after an event."""
         if self._copies is not None and event is not None:
             self._copies.wait_event(event)
 
     def computing_follows(self, event: torch.cuda.Event | None) -> None:
-        """Let later kernels start after an event."""
         if event is not None:
             torch.cuda.current_stream(self.where).wait_event(event)
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return an event after all that was enqueued on the caller's stream."""
         if self._copies is None:
             return None
         event: torch.cuda.Event = torch.cuda.current_stream(self.where).record_event()
         return event
 
     def mark_copies(self) -> torch.cuda.Event | None:
-        """Return an event after all that was enqueued on the copying stream."""
         return None if self._copies is None else self._copies.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
@@ -223,7 +211,6 @@ class Arena(NamedTuple):
 
     @classmethod
     def empty(cls, capacity: int, dtype: torch.dtype, where: torch.device, *, old: bool) -> Arena:
-        """Return room for ``capacity`` changes of bits of ``dtype``."""
         offsets = torch.empty(capacity, dtype=torch.int16, device=where)
         new = torch.empty(capacity, dtype=dtype, device=where)
         return cls(offsets, new, torch.empty_like(new) if old else new)
@@ -302,7 +289,6 @@ class Compared(NamedTuple):
 
     @property
     def kind(self) -> LaneKind:
-        """The lane that this tensor takes."""
         how = None if self.factors is None else self.factors.how
         narrows = self.dtype == torch.bfloat16 or how is not None
         master = self.current.dtype == torch.float32 and narrows
@@ -314,8 +300,6 @@ class Compared(NamedTuple):
 
 
 class TensorSpan(NamedTuple):
-    """A span of a tensor, with the tensor."""
-
     tensor: Compared
     span: Span
 
@@ -326,14 +310,7 @@ class TensorSpan(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Spans of a batch that lie side by side in the snapshot.
-
-    Attributes:
-        kept: Flat bits of the snapshot.
-        start: Position of the first element there.
-        stop: Position after the last element.
-        spans: Number of spans.
-    """
+    """Spans of a batch that lie side by side in ``kept``, the flat bits of the snapshot."""
 
     kept: Tensor
     start: int
@@ -342,14 +319,7 @@ class Run(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """A batch whose comparison is enqueued.
-
-    Attributes:
-        lane: Its lane.
-        spans: Spans of tensors in the batch; their weights stay referenced.
-        table: Its blocks.
-        placed: Where its changes are.
-    """
+    """A batch whose comparison is enqueued; the weights of its spans stay referenced."""
 
     lane: Lane
     spans: Sequence[TensorSpan]
@@ -372,8 +342,8 @@ class Lane:
     Attributes:
         kind: What the tensors have in common.
         streams: Streams of the device.
-        numel: Number of elements that are expected.
-        copies: Number of copies of snapshot bits to the device since the lane was made.
+        numel: Number of elements that are expected, for which room is made.
+        copies: Number of copies of snapshot bits to the device so far.
     """
 
     kind: LaneKind
@@ -390,7 +360,6 @@ class Lane:
 
     @property
     def limit(self) -> int:
-        """Largest number of blocks in a batch."""
         return batch_blocks(self.kind.width)
 
     def add(self, tensor: Compared) -> None:
@@ -402,7 +371,6 @@ class Lane:
                 self.flush()
 
     def flush(self) -> None:
-        """Enqueue the open batch, if there is one."""
         spans, self._open, self._used = self._open, [], 0
         if not spans:
             return
@@ -417,7 +385,6 @@ class Lane:
         return self._enqueue(batch.spans, self._room(nnz), None)
 
     def drop(self) -> None:
-        """Forget the open batch."""
         self._open, self._used = [], 0
 
     def take(self) -> list[Launched]:
@@ -704,7 +671,6 @@ def _update_host(
 
 
 def _joined(several: Sequence[Changes]) -> Changes:
-    """Join the changes of the spans of a tensor, in order."""
     ordered = sorted(several, key=lambda changes: int(changes.indices[0]))
     return Changes(*(np.concatenate(column) for column in zip(*ordered, strict=True)))
 

@@ -27,7 +27,6 @@ MAX_LENGTH: Final = 1 << 20
 
 
 def empty_bytes(nbytes: int) -> Plane:
-    """Return memory of some bytes, of any content."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -96,8 +95,6 @@ class StreamLayout(NamedTuple):
 
 
 class BatchTotals(NamedTuple):
-    """Totals of a batch: given elements, gap entries, exceptions and wide steps."""
-
     nnz: int
     gaps: int
     exceptions: int
@@ -132,7 +129,6 @@ class TensorStreams:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all streams."""
         arrays = (*self.planes, *self.gaps, self.sign, self.exception, self.magnitude)
         return sum(array.nbytes for array in arrays)
 
@@ -159,7 +155,6 @@ class SegmentBatch:
 
     @property
     def totals(self) -> BatchTotals:
-        """Totals of the batch."""
         columns = (Column.FIRST, Column.GAP, Column.EXCEPTION, Column.WIDE)
         return BatchTotals(*(int(self.table[-1, column]) for column in columns))
 
@@ -183,9 +178,6 @@ class SegmentBatch:
         Args:
             verdict: A :class:`Reason` for each segment.
             names: Names of the tensors, by number.
-
-        Raises:
-            MalformedError: A segment is malformed.
         """
         bad = np.flatnonzero(verdict)
         if bad.size:
@@ -422,14 +414,9 @@ class ChangeBatch:
     verdicts: tuple[tuple[SegmentBatch, Tensor], ...]
 
     def check(self, verdicts: Table, names: Sequence[str]) -> None:
-        """Raise the error of the first malformed segment, if any.
+        """Raise the error of the first malformed segment, if any; see :meth:`SegmentBatch.check`.
 
-        Args:
-            verdicts: All verdicts end to end, on the host.
-            names: Names of the tensors, by number.
-
-        Raises:
-            MalformedError: A segment is malformed.
+        ``verdicts`` has those of all batches end to end, on the host.
         """
         at = 0
         for batch, verdict in self.verdicts:
@@ -439,13 +426,7 @@ class ChangeBatch:
 
 @dataclass(frozen=True, slots=True)
 class SlotEffect:
-    """Effect of staged changes on the state digest, in one slot.
-
-    Attributes:
-        added: State digest of the new bits.
-        removed: State digest of the old bits.
-        nnz: Number of elements.
-    """
+    """Effect of ``nnz`` staged changes on the state digest, in one slot."""
 
     added: StateDigest
     removed: StateDigest
@@ -476,7 +457,6 @@ class StagedChanges:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
         return sum(
             one.nbytes for one in (self.positions, self.old, self.new, self.sums, self.blocks)
         )
