@@ -25,7 +25,6 @@ from deltachain.chain.reachable import check_write_access, plan_present
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.encodings import Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
 from deltachain.errors import (
     BrokenChainError,
@@ -128,7 +127,7 @@ def _tensor(
     )
     if not changes.indices.size:
         return back
-    change = sparse_change(back, lambda: bits, encoding=encoding, held=lambda: OldBits(bits))
+    change = sparse_change(back, lambda: bits, encoding=encoding, run=lambda: (bits, 0))
     return TensorBack(spec=spec, changes=changes, digest=back.digest, older=digest, change=change)
 
 

@@ -16,7 +16,6 @@ from deltachain.chain.plan import anchor_due
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec.encodings import ENCODINGS, Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError, DeltaChainError, UnsupportedModelError
 from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import PayloadKind
@@ -406,14 +405,14 @@ class Session:
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
         for found in diff.by_tensor:
-            held = self._held(found) if encoding.needs_old else None
-            upload.add(sparse_change(found, self._all_of(found), encoding=encoding, held=held))
+            run = self._run_of(found) if encoding.needs_old else None
+            upload.add(sparse_change(found, self._all_of(found), encoding=encoding, run=run))
 
-    def _held(self, found: CheckpointChanges) -> Callable[[], OldBits] | None:
+    def _run_of(self, found: CheckpointChanges) -> Callable[[], tuple[Bits, int]] | None:
         """Return what reads the elements of a changed tensor on this rank, if they are one run."""
         if (run := found.weight.element_map.run_of(found.spec)) is None:
             return None
-        return lambda: OldBits(self.snapshot.bits(found.weight)[run[0]], run[1])
+        return lambda: (self.snapshot.bits(found.weight)[run[0]], run[1])
 
     def _all_of(self, found: CheckpointChanges) -> Callable[[], Bits] | None:
         """Return what reads all bits of a changed tensor, unless other ranks have some of them."""
