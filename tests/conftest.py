@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -25,6 +26,10 @@ os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 # Read when torch is imported. Tests run in as many processes as there are cores, and threads of
 # OpenMP that wait for one another on cores that others use take a hundred times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Read when Triton is imported: kernels of a device run on the host in its interpreter, but where an
+# engine has kernels of its own.
+if not any(find_spec(engine) for engine in ("vllm", "sglang")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _NUMBERS = itertools.count()
 

@@ -19,14 +19,8 @@ from deltachain.threads import Pool
 from deltachain.types import Version
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredTransfer:
-    nbytes: int
-    seconds: float
-
-
 class UploadClock:
-    """Measures uploads: their bytes, and the time in which at least one is under way.
+    """Measures the time in which at least one upload is under way.
 
     Thread-safe. Uploads that run at the same time share the link, so their times do not add up.
     """
@@ -35,30 +29,26 @@ class UploadClock:
         self._lock = Lock()
         self._running = 0
         self._since = 0.0
-        self._nbytes, self._seconds = 0, 0.0
+        self._seconds = 0.0
 
     @contextmanager
-    def upload(self, nbytes: int) -> Iterator[None]:
-        """Measure one upload of ``nbytes``; one that fails counts for time alone."""
+    def upload(self) -> Iterator[None]:
         with self._lock:
             if not self._running:
                 self._since = time.perf_counter()
             self._running += 1
-        sent = 0
         try:
             yield
-            sent = nbytes
         finally:
             with self._lock:
                 self._running -= 1
-                self._nbytes += sent
                 if not self._running:
                     self._seconds += time.perf_counter() - self._since
 
     @property
-    def total(self) -> MeasuredTransfer:
+    def seconds(self) -> float:
         with self._lock:
-            return MeasuredTransfer(self._nbytes, self._seconds)
+            return self._seconds
 
 
 DENSE_SHARE: Final = 0.67
@@ -120,8 +110,9 @@ class EdgeUpload:
         self._clock = UploadClock()
 
     @property
-    def transfer(self) -> MeasuredTransfer:
-        return self._clock.total
+    def seconds(self) -> float:
+        """Time in which at least one part was uploaded."""
+        return self._clock.seconds
 
     def add(self, change: Change) -> None:
         """Add a change; first pass the current part on if it is full or has the same tensor."""
@@ -208,7 +199,7 @@ class EdgeUpload:
     def _put(self, key: str, part: EncodedPart, digest: str) -> ObjectRef:
         if self._failure is not None:
             raise self._failure
-        with self._clock.upload(len(part.content)):
+        with self._clock.upload():
             pin = self._write(key, part.content)
         return ObjectRef(
             key=key,

@@ -57,12 +57,10 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
     @property
     def spec(self) -> TensorSpec:
-        """Spec of the tensor."""
         return TensorSpec(self.name, self.dtype, self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Size of an element, in bytes."""
         return WIRE_DTYPES[self.dtype]
 
 
@@ -135,7 +133,7 @@ def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
 
 
 def segments_near(segments: Sequence[Segment], low: int, high: int) -> tuple[int, int]:
-    """Return the range of the segments with elements in ``[low, high)``."""
+    """Return which segments, first and behind the last, have elements in ``[low, high)``."""
     first = bisect_right(segments, low, key=lambda s: s.start + s.length)
     last = bisect_left(segments, high, key=lambda s: s.start)
     return first, max(first, last)
@@ -149,7 +147,6 @@ def is_inside(segment: Segment, numel: int) -> bool:
 
 
 def columns_of(segments: list[Segment]) -> SegmentColumns:
-    """Turn rows into columns."""
     fields = ("start", "length", "nnz", "gaps", "exceptions", "wide")
     return SegmentColumns(**{f: tuple(getattr(s, f) for s in segments) for f in fields})
 
@@ -183,7 +180,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Size of the array, in bytes."""
         return self.stop - self.start
 
 
@@ -203,7 +199,6 @@ class Header:
 
     @property
     def file_nbytes(self) -> int:
-        """Size of the whole file, in bytes."""
         return max((entry.stop for entry in self.entries.values()), default=self.nbytes)
 
 
@@ -301,6 +296,5 @@ def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
 
 
 def reader_of(data: Buffer) -> ReadAt:
-    """Return a reader of an object in memory or a memory map, without copies."""
     view = memoryview(data)
     return lambda start, length: view[start : start + length]

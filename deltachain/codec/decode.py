@@ -49,13 +49,10 @@ class _Tensor:
 
 
 class _Source:
-    """Bytes of an object, in memory or in a memory map."""
-
     def __init__(self, data: Buffer) -> None:
         self.data: Buffer = memoryview(data)
 
     def read_at(self, start: int, length: int) -> Buffer:
-        """Return a view of a range of the bytes."""
         return self.data[start : start + length]
 
 
@@ -123,7 +120,6 @@ class Part:
 
     @property
     def nnz(self) -> int:
-        """Number of stored elements."""
         return sum(row.nnz for row in self.rows.values())
 
     def verify(self) -> None:
@@ -307,7 +303,6 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
 
 
 def _check_row(row: d.TensorRow, encoding: Encoding, key: str) -> TensorSpec:
-    """Check one row except its segments; return its tensor."""
     try:
         spec = row.spec
     except ConfigError as exc:
@@ -347,7 +342,6 @@ def _inconsistent(row: d.TensorRow, key: str) -> MalformedError:
 def _frames(
     directory: d.Directory, header: Header, *, compressed: bool, key: str
 ) -> Iterator[tuple[d.StreamRow, Frames]]:
-    """Pair every stream row with its entry, in file order."""
     entries = list(header.entries.values())[2:]
     if [entry.name for entry in entries] != [row.name for row in directory.streams]:
         raise MalformedError(f"{key}: directory and header list different streams", key=key)
@@ -387,12 +381,10 @@ def _check_streams(
 
 
 def _nbytes(name: str, units: int) -> int:
-    """Return the size of a bucket's stream, in bytes."""
     return (units + 7) // 8 if d.in_bits(name.partition(".")[2]) else units
 
 
 def _bucket_streams(tensors: Iterable[_Tensor]) -> dict[str, int]:
-    """Return the length of every non-empty stream, in its unit."""
     ends: dict[str, int] = {}
     for tensor in tensors:
         for stream, units in tensor.lengths.items():

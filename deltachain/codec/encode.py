@@ -12,18 +12,20 @@ import msgspec
 import numpy as np
 
 from deltachain.codec import container as d
-from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import write_header
 from deltachain.codec.encodings import EncodedTensor, Encoding
-from deltachain.codec.encodings.dense import DenseEncoding
-from deltachain.codec.encodings.max import MaxEncoding
-from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
-from deltachain.codec.encodings.sparse import OverwriteEncoding
-from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.frames import StoredFrame, StreamContent, deflate_directory, largest_frame
+from deltachain.codec.encodings.dense import DenseEncoding, PlainEncoding, RawEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
+from deltachain.codec.frames import (
+    BucketWriter,
+    StoredFrame,
+    StreamContent,
+    deflate_directory,
+    largest_frame,
+)
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import share
-from deltachain.codec.short_rows import with_short_rows
+from deltachain.codec.short_rows import is_compact, with_short_rows
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest
@@ -41,7 +43,7 @@ TURNS: Final = 8
 """Changes of the element width from tensor to tensor above which a width has one bucket."""
 
 MAX_TURNS: Final = 1
-"""The same in parts with the encoding ``max``, for the fewest bytes."""
+"""The same in parts with an encoding that is compact."""
 
 SMALL: Final = 1 << 22
 """Bytes of a part before compression below which threads cost more than they save."""
@@ -137,15 +139,15 @@ def _buckets(changes: Sequence[Change], *, raw: bool) -> tuple[list[list[Change]
 
     Tensors of a bucket are consecutive. Where codes and scales take turns, as in a quantised model,
     a bucket for each turn would cost more than the changes: there, one bucket a width is filled at
-    a time, and one of all widths for ``max``. Tensors of a raw part share nothing.
+    a time, and one of all widths for compact encodings. Tensors of a raw part share nothing.
     """
-    is_max = [isinstance(change.encoding, MaxEncoding) for change in changes]
+    compact = [bool(change.encoding and change.encoding.compact) for change in changes]
     widths = [
-        0 if of_max else change.delta.spec.itemsize
-        for change, of_max in zip(changes, is_max, strict=True)
+        0 if of_all else change.delta.spec.itemsize
+        for change, of_all in zip(changes, compact, strict=True)
     ]
     turns = [0, *accumulate(one != other for one, other in pairwise(widths))]
-    most = MAX_TURNS if any(is_max) else TURNS
+    most = MAX_TURNS if any(compact) else TURNS
     groups = widths if turns[-1] > most and not raw else turns
     buckets: list[list[Change]] = []
     numbers: list[int] = []
@@ -186,8 +188,8 @@ def _encode_change(
 ) -> tuple[Encoding, EncodedTensor]:
     """Append a change to a bucket; return the encoding that was used."""
     before = out.lengths()
-    old = change.old() if encoding.needs_old and change.old else None
-    tensor = encoding.encode(change.delta, out, old)
+    out.old = change.old() if encoding.needs_old and change.old else None
+    tensor = encoding.encode(change.delta, out)
     if not (encoding.needs_old and change.may_be_step):
         return encoding, tensor
     alone = BucketWriter()
@@ -200,7 +202,6 @@ def _encode_change(
 
 
 def _streams(number: int, out: BucketWriter) -> Iterator[StreamContent]:
-    """Yield the streams of a bucket that are not empty, by name."""
     for name, pieces in sorted(out.pieces.items()):
         full = d.stream_name(number, name)
         stream = StreamContent.join(full, pieces, in_bits=d.in_bits(name))
@@ -209,13 +210,11 @@ def _streams(number: int, out: BucketWriter) -> Iterator[StreamContent]:
 
 
 def _stored_nbytes(out: BucketWriter) -> int:
-    """Return the compressed size of all streams of a bucket."""
     pairs = ((stream, number) for stream in _streams(0, out) for number in range(len(stream.sizes)))
     return sum(len(stream.frame(number, compress=True).stored) for stream, number in pairs)
 
 
 def _fitting(change: Change, *, raw: bool) -> Encoding:
-    """Return the encoding of a change, by default the one that fits its delta."""
     delta = change.delta
     if delta.indices is None or change.windows:
         return _PLAIN if raw else _DENSE
@@ -242,7 +241,6 @@ def _row(change: Change, encoding: Encoding, bucket: int, tensor: EncodedTensor)
 def _in_order(
     encoded: Sequence[_Encoded], numbers: Sequence[int]
 ) -> tuple[list[d.TensorRow], list[d.Segment]]:
-    """Return the rows of all buckets in the order of the changes, and their segments."""
     rest = [(iter(bucket.rows), iter(bucket.segments)) for bucket in encoded]
     rows: list[d.TensorRow] = []
     segments: list[d.Segment] = []
@@ -354,7 +352,7 @@ def _stored(document: bytes, directory: d.Directory, *, compress: bool) -> bytes
     """Return a directory as it is stored; where bytes matter more than time, in fewer bytes."""
     if not compress:
         return document + b" " * (-len(document) % 8)
-    smallest = any(row.encoding == MaxEncoding.name for row in directory.tensors)
+    smallest = any(map(is_compact, directory.tensors))
     return deflate_directory(document, smallest=smallest)
 
 

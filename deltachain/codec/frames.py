@@ -10,7 +10,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import zstandard
 
 from deltachain.codec.container import ReadAt
+from deltachain.codec.old_bits import OldBits
 from deltachain.errors import DigestMismatchError, MalformedError
 from deltachain.format.keys import object_digest
 from deltachain.kernels import host
@@ -175,7 +176,6 @@ class StreamReader:
 
     @property
     def nbytes(self) -> int:
-        """Inflated size of the stream, in bytes."""
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
@@ -269,7 +269,7 @@ class _Compressors:
 
 
 def _compressors() -> _Compressors:
-    """Return this thread's compressors: a context is expensive to create and not thread-safe."""
+    # Of this thread: a context is expensive to create and not thread-safe.
     if not hasattr(_local, "compressors"):
         parameters = zstandard.ZstdCompressionParameters(**STREAM_PARAMETERS, write_content_size=1)
         _local.compressors = _Compressors(
@@ -315,13 +315,7 @@ StreamPiece: TypeAlias = FlatArray | BytePlane
 
 
 class StoredFrame(NamedTuple):
-    """One frame as stored in a part.
-
-    Attributes:
-        stored: Its bytes.
-        nbytes: Its inflated size, in bytes.
-        digest: blake3 of ``stored``.
-    """
+    """One frame as stored in a part: its bytes, their inflated size, and their blake3."""
 
     stored: Buffer
     nbytes: int
@@ -370,7 +364,6 @@ class StreamContent:
 
     @property
     def nbytes(self) -> int:
-        """Size of the content, in bytes."""
         return sum(self.sizes)
 
     def frame(self, number: int, *, compress: bool) -> StoredFrame:
@@ -422,3 +415,65 @@ def _part(piece: StreamPiece, low: int, high: int) -> StreamPiece:
     if isinstance(piece, BytePlane):
         return BytePlane(piece.values[low:high], piece.k)
     return piece[low:high]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnArray:
+    """A safetensors array that belongs to one tensor.
+
+    Attributes:
+        name: Name of the entry in the file.
+        dtype: Wire dtype.
+        shape: Dimensions.
+        data: Bytes of the array.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8]
+
+
+@dataclass(slots=True)
+class BucketWriter:
+    """Collector of the stream contents of a bucket's tensors.
+
+    Attributes:
+        pieces: Contents by stream, in the order of the tensors.
+        arrays: Arrays that belong to single tensors.
+        notes: What an encoding keeps of the tensors before.
+        old: Consecutive elements of the tensor before the change, all changed ones among them, for
+            an encoding that needs them; ``None`` if the caller has none.
+    """
+
+    pieces: dict[str, list[StreamPiece]] = field(default_factory=dict)
+    arrays: list[OwnArray] = field(default_factory=list)
+    notes: dict[Any, Any] = field(default_factory=dict)
+    old: OldBits | None = None
+
+    def lengths(self) -> dict[str, int]:
+        """Return the number of pieces of each stream."""
+        return {stream: len(pieces) for stream, pieces in self.pieces.items()}
+
+    def cut(self, lengths: Mapping[str, int]) -> None:
+        """Remove the pieces that were put since :meth:`lengths` returned these."""
+        for stream, pieces in self.pieces.items():
+            del pieces[lengths.get(stream, 0) :]
+
+    def extend(self, other: BucketWriter) -> None:
+        """Append all streams of another writer."""
+        for stream, pieces in other.pieces.items():
+            self.pieces.setdefault(stream, []).extend(pieces)
+
+    def put(self, stream: str, piece: FlatArray) -> None:
+        """Append bytes to a stream, or booleans to a stream of bits."""
+        self.pieces.setdefault(stream, []).append(piece)
+
+    def put_planes(self, stream: str, values: Bits) -> None:
+        """Append byte ``k`` of every element to ``stream.k``, since byte planes compress better."""
+        for k in range(values.itemsize):
+            self.pieces.setdefault(f"{stream}.{k}", []).append(BytePlane(values, k))
+
+    def put_array(self, name: str, dtype: str, shape: tuple[int, ...], values: FlatArray) -> None:
+        """Store an array as a separate entry."""
+        self.arrays.append(OwnArray(name, dtype, shape, values.view(np.uint8)))

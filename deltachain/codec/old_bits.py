@@ -13,21 +13,6 @@ from deltachain.types import Bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeldElements:
-    """Consecutive elements of a tensor, and which of their bits are known.
-
-    Attributes:
-        start: Flat index of the first one.
-        stop: Flat index after the last one.
-        held: ``(stop - start,)`` bool, whether the bits of an element are known; ``None`` for all.
-    """
-
-    start: int
-    stop: int
-    held: npt.NDArray[np.bool_] | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class OldBits:
     """Bits of consecutive elements of a tensor before a change.
 
@@ -47,11 +32,6 @@ class OldBits:
     def stop(self) -> int:
         """Flat index after the last one."""
         return self.start + int(self.bits.size)
-
-    @property
-    def elements(self) -> HeldElements:
-        """The elements."""
-        return HeldElements(self.start, self.stop, self.held)
 
     def after(self, deltas: Sequence[TensorDelta]) -> OldBits:
         """Return the bits after some deltas: these themselves, unless they are shared."""

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from deltachain.codec.container import TensorRow
-from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.codec.encodings.registry import ENCODINGS
+from deltachain.codec.short_rows import is_compact
 from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError
 from deltachain.types import StateDigest
@@ -40,7 +41,7 @@ def may_share(row: TensorRow) -> bool:
 
     Rows without old bits may not: those are read also where some tensors of a layer are not held.
     """
-    return row.encoding == MaxEncoding.name and row.gap > 0
+    return is_compact(row) and ENCODINGS.get(row.encoding).decodes_with_old(row)
 
 
 def check_digests(rows: Iterable[TensorRow]) -> None:

@@ -2,8 +2,9 @@
 
 Bits are signed integer tensors of the element's width, which every torch device can compare, index
 and add; ``bits_of`` returns such a view of any dtype. Sums wrap as in the reference. Work is done
-in chunks, so that temporaries stay small for a 600 M element embedding. Only torch and numpy are
-needed. Writes use ``index_copy_``, since ``scatter_`` costs as much as its whole destination.
+in chunks, so that temporaries stay small for a 600 M element embedding. Functions without
+a docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_``, since
+``scatter_`` costs as much as its whole destination.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +60,6 @@ INT_DTYPES: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
 }
 """Integer dtype of the bits, by element size in bytes."""
-
-
-class DeviceChanges(NamedTuple):
-    """Changed elements as three ``(nnz,)`` tensors: int64 indices, old bits and new bits."""
-
-    indices: Tensor
-    old: Tensor
-    new: Tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -130,57 +123,33 @@ def receive(array: LiveBits, live: Tensor) -> Tensor:
 
 
 def overwrite_(weights: Tensor, bits: Tensor) -> None:
-    """Write all bits, in any shape and strides."""
     weights.copy_(bits)
 
 
 def copy(bits: Tensor) -> Tensor:
-    """Copy bits to new memory."""
     return bits.clone()
 
 
 def equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have equal bits."""
     return one.equal(other)
 
 
 def flat(bits: Tensor) -> Tensor:
-    """Return bits of any shape as a contiguous one-dimensional tensor."""
     return bits.reshape(-1)
 
 
 def strided(flat: Tensor, offset: int, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """Return a view in another shape; offset and strides count elements."""
     return flat.as_strided(shape, stride, flat.storage_offset() + offset)
 
 
 def bounds(indices: Tensor, low: int, high: int) -> tuple[int, int]:
-    """Return the range of positions of the increasing indices in ``[low, high)``."""
     edges = torch.tensor([low, high], device=indices.device)
     first, last = torch.searchsorted(indices, edges).tolist()
     return first, last
 
 
 def address(bits: Tensor) -> int:
-    """Return the address of the first element."""
     return bits.data_ptr()
-
-
-def diff(snapshot: Tensor, current: Tensor) -> DeviceChanges:
-    """Find the elements of ``current`` that differ from ``snapshot``; writes nothing."""
-    found = []
-    for at in range(0, max(snapshot.numel(), 1), CHUNK):
-        old, new = snapshot[at : at + CHUNK], current[at : at + CHUNK]
-        indices = (old != new).nonzero().view(-1)
-        found.append(DeviceChanges(indices + at, old[indices], new[indices]))
-    return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))
-
-
-def diff_(snapshot: Tensor, current: Tensor) -> DeviceChanges:
-    """Find the elements of ``current`` that differ from ``snapshot``, and copy them there."""
-    changed = diff(snapshot, current)
-    scatter_(snapshot, changed.indices, changed.new)
-    return changed
 
 
 def cast_bf16(master: Tensor) -> Tensor:
@@ -192,28 +161,15 @@ def cast_bf16(master: Tensor) -> Tensor:
     return torch.where(is_nan, high | 0x40, rounded).to(torch.int16)
 
 
-def cast_diff_(snapshot: Tensor, master: Tensor) -> DeviceChanges:
-    """Find and copy the bf16 changes of fp32 ``master``: round to nearest even."""
-    found = []
-    for at in range(0, max(snapshot.numel(), 1), CHUNK):
-        current = cast_bf16(bits_of(master[at : at + CHUNK]))
-        part = diff_(snapshot[at : at + CHUNK], current)
-        found.append(part._replace(indices=part.indices + at))
-    return DeviceChanges(*(torch.cat(column) for column in zip(*found, strict=True)))
-
-
 def gather(weights: Tensor, indices: Tensor) -> Tensor:
-    """Return the bits at ``(nnz,)`` indices."""
     return weights.index_select(0, indices)
 
 
 def scatter_(weights: Tensor, indices: Tensor, bits: Tensor) -> None:
-    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
     weights.index_copy_(0, indices, bits)
 
 
 def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDigest:
-    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
     total = StateDigest()
     for at in range(0, indices.numel(), CHUNK):
         total += _digest(key, indices[at : at + CHUNK], bits[at : at + CHUNK])
@@ -221,7 +177,6 @@ def digest_at(key: tuple[int, int], indices: Tensor, bits: Tensor) -> StateDiges
 
 
 def digest(key: tuple[int, int], bits: Tensor, start: int = 0) -> StateDigest:
-    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
     total = StateDigest()
     for at in range(0, bits.numel(), CHUNK):
         window = bits[at : at + CHUNK]

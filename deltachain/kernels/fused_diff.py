@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltachain.kernels.blocks import BLOCK
-from deltachain.kernels.compact import Arena, Placed
+from deltachain.kernels.device_diff import BLOCK, Arena, Placed
 
 STEP: Final = 2048
 """Counts summed at a time by ``place_kernel``."""

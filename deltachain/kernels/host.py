@@ -1,10 +1,10 @@
-"""Kernels on the host: numba if installed, numpy otherwise.
+"""Kernels on the host: numba if installed, the reference otherwise.
 
 The same contract test compares both with ``reference``, bit for bit; ``NAME`` is the one in use,
 for receipts. They are imported on first use: numba is slow to import, and vLLM 0.32 cannot start
 an engine in a process that has imported it (its scan for Triton kernels mistakes llvmlite's
 library object for one). The functions below need numpy only; together they are the
-:class:`.protocol.BitKernels` of the host.
+:class:`.protocol.BitKernels` of the host, which says what they do.
 """
 
 from __future__ import annotations
@@ -22,31 +22,28 @@ from numpy.lib.stride_tricks import as_strided
 from deltachain.kernels import reference
 
 if TYPE_CHECKING:
-    from deltachain.kernels.twolevel import *  # noqa: F403 - the same names, whichever is chosen
+    from deltachain.kernels.reference import *  # noqa: F403 - the same names, whichever is chosen
 
 
 def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name != "NAME" and not (name.islower() and callable(getattr(reference, name, None))):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # The names in the reference are the only list of kernels.
-    chosen = "jit" if find_spec("numba") is not None else "twolevel"
+    chosen = "jit" if find_spec("numba") is not None else "reference"
     kernel = getattr(import_module(f"deltachain.kernels.{chosen}"), name)
     globals()[name] = kernel
     return kernel
 
 
 def overwrite_(weights: npt.NDArray[Any], bits: npt.NDArray[Any]) -> None:
-    """Write all bits, in any shape and strides."""
     weights[...] = bits
 
 
 def copy(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Copy bits to new memory."""
     return bits.copy()
 
 
 def equal(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
-    """Return whether two arrays have equal bits."""
     return bool((one == other).all())
 
 
@@ -59,14 +56,12 @@ def receive(array: Any, live: npt.NDArray[Any]) -> npt.NDArray[Any]:  # noqa: AN
 
 
 def flat(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return bits of any shape as a contiguous one-dimensional array."""
     return np.ascontiguousarray(bits).reshape(-1)
 
 
 def strided(
     flat: npt.NDArray[Any], offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> npt.NDArray[Any]:
-    """Return a view in another shape; offset and strides count elements."""
     if not prod(shape):
         return np.empty(shape, flat.dtype)
     steps = [step * flat.itemsize for step in stride]
@@ -75,11 +70,9 @@ def strided(
 
 
 def bounds(indices: npt.NDArray[Any], low: int, high: int) -> tuple[int, int]:
-    """Return the range of positions of the increasing indices in ``[low, high)``."""
     first, last = np.searchsorted(indices, [low, high]).tolist()
     return first, last
 
 
 def address(bits: npt.NDArray[Any]) -> int:
-    """Return the address of the first element."""
     return int(bits.ctypes.data)

@@ -103,17 +103,6 @@ def _offsets(buffer, row, indices, gap_at, gap_stride, GAP: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def _all_offsets(row, indices, BLOCK: tl.constexpr):
-    """Number the elements of a segment that gives all of them."""
-    start, nnz = tl.load(row + _START), _count(row, _FIRST)
-    out = indices + tl.load(row + _FIRST)
-    for begin in range(0, nnz, BLOCK):
-        lane = begin + tl.arange(0, BLOCK)
-        tl.store(out + lane, start + lane, mask=lane < nnz)
-    return nnz - nnz
-
-
-@triton.jit
 def _absolute(
     buffer, row, values, plane_at, plane_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -213,10 +202,7 @@ def decode_segment(
     """
     segment = tl.program_id(0)
     row = rows + segment * _COLUMNS
-    if GAP:
-        reason = _offsets(buffer, row, indices, gap_at, gap_stride, GAP, BLOCK)
-    else:
-        reason = _all_offsets(row, indices, BLOCK)
+    reason = _offsets(buffer, row, indices, gap_at, gap_stride, GAP, BLOCK)
     if ABSOLUTE:
         _absolute(buffer, row, values, plane_at, plane_stride, WIDTH, BLOCK)
     else:

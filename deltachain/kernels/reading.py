@@ -1,4 +1,4 @@
-"""Compiled kernels of a reader: they decode, digest, and write into weights."""
+"""Compiled kernels of a reader, which do what :mod:`.reference` says: decode, digest, write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from deltachain.kernels.reference import (
     MIX_A,
     MIX_B,
     PHI,
-    SplitSteps,
     StagedSteps,
     StepStreams,
     WindowPlace,
@@ -58,13 +57,11 @@ def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]
 
 
 def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
-    """Compute the state digest of ``(n,)`` consecutive elements, the first at index ``start``."""
     lane0, lane1 = _digest(_U(key[0]), _U(key[1]), bits, _U(start))
     return StateDigest(int(lane0), int(lane1))
 
 
 def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
-    """Compute the state digest of ``(nnz,)`` elements at flat indices."""
     lane0, lane1 = _digest_at(_U(key[0]), _U(key[1]), indices, bits)
     return StateDigest(int(lane0), int(lane1))
 
@@ -83,32 +80,9 @@ def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:  # noqa: ANN401
 
 
 def decode_gaps(gaps: Bits) -> Indices:
-    """Decode gaps to the ``(nnz,)`` int64 offsets of the changes."""
     out = np.empty(gaps.size + 1, np.int64)
     count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
     return out[:count]
-
-
-@compiled
-def _join(negative: Any, exception: Any, magnitude: Any, wide: Any, out: Any) -> None:  # noqa: ANN401
-    e, w = 0, 0
-    for i in range(out.shape[0]):
-        size = _U(1)
-        if exception[i]:
-            size = _U(magnitude[e])
-            e += 1
-            if size == _U(255):
-                out[i] = wide[w]
-                w += 1
-                continue
-        out[i] = (~size + _U(1)) if negative[i] else size
-
-
-def join_steps(split: SplitSteps) -> Bits:
-    """Join steps split by :func:`split_steps`."""
-    out = np.empty(split.negative.size, split.wide.dtype)
-    _join(*split, out)
-    return out
 
 
 @compiled
@@ -187,7 +161,6 @@ def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values
 
 
 def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
-    """Decode the segments of one tensor in the encoding ``step``; see the reference."""
     nnz = int(segments[:, 2].sum())
     indices, values = slab.empty(nnz, np.int64), slab.empty(nnz, streams.wide.dtype)
     firsts = _U(streams.sign_at), _U(streams.exception_at)
@@ -352,7 +325,6 @@ def _join4(planes: Any, out: Any) -> None:  # noqa: ANN401
 
 
 def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
-    """Join ``(n,)`` byte planes, lowest byte first, into the ``(n,)`` elements of ``out``."""
     if out.itemsize == 2:
         _join2(planes[0], planes[1], out)
     elif out.itemsize == 4:
@@ -369,7 +341,6 @@ def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
 
 
 def gather(weights: Bits, indices: Indices) -> Bits:
-    """Return the bits at ``(nnz,)`` indices."""
     out = np.empty(indices.size, weights.dtype)
     _gather(weights, indices, out)
     return out
@@ -377,7 +348,6 @@ def gather(weights: Bits, indices: Indices) -> Bits:
 
 @compiled
 def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
-    """Exchange the elements of two ``(n,)`` arrays between positions ``done[0]`` and ``end``."""
     first, last = min(done[0], end), max(done[0], end)
     mine, yours = one[first:last], other[first:last]
     for i in range(mine.shape[0]):
@@ -389,6 +359,5 @@ def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
 
 @compiled
 def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
-    """Write ``(nnz,)`` bits at ``(nnz,)`` distinct indices."""
     for i in range(indices.shape[0]):
         weights[indices[i]] = bits[i]

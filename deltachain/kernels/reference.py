@@ -12,23 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.tiles import (
-    TileGrid,
-    TileStreams,
-    count_bins,
-    decode_tiles,
-    encode_tiles,
-)
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
-__all__ = [
-    "TileGrid",
-    "TileStreams",
-    "count_bins",
-    "decode_tiles",
-    "encode_tiles",
-]  # defined in a module of their own
-
+NAME: Final = "numpy"
 PHI: Final = 0x9E3779B97F4A7C15
 """Odd multiplier of the element's position (2**64 divided by the golden ratio)."""
 MIX_A: Final = 0xD6E8FEB86659FD93
@@ -326,34 +312,13 @@ def stage_steps(
     Raises:
         ValueError: The streams break a rule of FORMAT.md 4.
     """
-    return _staged(*decode_steps(segments, streams), box, weights, key)
+    return stage_changes(*decode_steps(segments, streams), box, weights, key)
 
 
-def stage_tiles(
-    segments: npt.NDArray[np.int64],
-    streams: TileStreams,
-    box: WindowPlace,
-    weights: Bits,
-    key: tuple[int, int],
-) -> StagedSteps:
-    """Decode tiles as :func:`decode_tiles`, and stage the steps of the elements of a box.
-
-    Args:
-        segments: See :func:`decode_tiles`.
-        streams: Their tiles; the old bits may be a part of ``weights``.
-        box: Elements held, and their positions in ``weights``.
-        weights: ``(n,)`` live bits; not written.
-        key: Digest key of the tensor.
-
-    Raises:
-        ValueError: The tiles break a rule of FORMAT.md 4.
-    """
-    return _staged(*decode_tiles(segments, streams), box, weights, key)
-
-
-def _staged(
+def stage_changes(
     indices: Indices, steps: Bits, box: WindowPlace, weights: Bits, key: tuple[int, int]
 ) -> StagedSteps:
+    """Stage decoded steps of the elements of a box."""
     rest, positions = indices - box.offset, np.full(indices.size, box.at)
     inside = rest >= 0
     for size, there, live in box.dims.tolist():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,6 @@ MAX_LENGTH: Final = 1 << 20
 
 
 def empty_bytes(nbytes: int) -> Plane:
-    """Return memory of some bytes, of any content."""
     return np.empty(nbytes, np.uint8)
 
 
@@ -85,9 +84,9 @@ class StreamLayout(NamedTuple):
 
     Attributes:
         width: Bytes of an element: 1, 2, 4 or 8.
-        gap: Bytes of a gap entry: 1 or 2; 0 if every element of a segment is given (``dense``).
-        absolute: Whether ``planes`` has the new bits of every given element (``overwrite`` and
-            ``dense``); otherwise changes are steps, and it has the wide ones (``step``).
+        gap: Bytes of a gap entry: 1 or 2.
+        absolute: Whether ``planes`` has the new bits of every given element (``overwrite``);
+            otherwise changes are steps, and it has the wide ones (``step``).
     """
 
     width: int
@@ -96,8 +95,6 @@ class StreamLayout(NamedTuple):
 
 
 class BatchTotals(NamedTuple):
-    """Totals of a batch: given elements, gap entries, exceptions and wide steps."""
-
     nnz: int
     gaps: int
     exceptions: int
@@ -124,7 +121,7 @@ class TensorStreams:
     numel: int
     segments: Table
     planes: Sequence[Plane]
-    gaps: Sequence[Plane] = ()
+    gaps: Sequence[Plane]
     sign: Plane = field(default_factory=lambda: empty_bytes(0))
     exception: Plane = field(default_factory=lambda: empty_bytes(0))
     magnitude: Plane = field(default_factory=lambda: empty_bytes(0))
@@ -132,7 +129,6 @@ class TensorStreams:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all streams."""
         arrays = (*self.planes, *self.gaps, self.sign, self.exception, self.magnitude)
         return sum(array.nbytes for array in arrays)
 
@@ -159,20 +155,22 @@ class SegmentBatch:
 
     @property
     def totals(self) -> BatchTotals:
-        """Totals of the batch."""
         columns = (Column.FIRST, Column.GAP, Column.EXCEPTION, Column.WIDE)
         return BatchTotals(*(int(self.table[-1, column]) for column in columns))
 
-    def streams(self, buffer: Any) -> list[Any]:  # noqa: ANN401 - an array of either kind
-        """Return views of all streams in a copy of the buffer, on any device.
-
-        Order: ``gap`` planes, ``sign``, ``exception``, ``magnitude``, ``width`` value planes.
-        """
-        return [buffer[a:b] for a, b in zip(self.offsets, self.offsets[1:], strict=False)]
-
     def spans(self) -> Table:
-        """Return the given elements of each tensor; see :func:`spans_of`."""
-        return spans_of(self.table)
+        """Return the given elements of each tensor: rows of tensor, first and count, and bound.
+
+        The bound is greater than every index of the tensor in this batch.
+        """
+        table = self.table
+        tensor = table[:-1, Column.TENSOR]
+        begins = np.flatnonzero(np.diff(tensor, prepend=-1))
+        first = table[begins, Column.FIRST]
+        ends = np.append(first[1:], table[-1, Column.FIRST])
+        bound = table[:-1, Column.START] + table[:-1, Column.LENGTH]
+        bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
+        return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
 
     def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
         """Raise the error of the first malformed segment, if any.
@@ -180,9 +178,6 @@ class SegmentBatch:
         Args:
             verdict: A :class:`Reason` for each segment.
             names: Names of the tensors, by number.
-
-        Raises:
-            MalformedError: A segment is malformed.
         """
         bad = np.flatnonzero(verdict)
         if bad.size:
@@ -190,23 +185,6 @@ class SegmentBatch:
             name, start = names[int(row[Column.TENSOR])], int(row[Column.START])
             why = MESSAGES[Reason(int(verdict[bad[0]]))]
             raise MalformedError(f"{name!r}, segment at {start}: {why}")
-
-
-def spans_of(table: Table) -> Table:
-    """Return the given elements of each tensor: rows of tensor, first and count, and bound.
-
-    The bound is greater than every index of the tensor in this batch.
-
-    Args:
-        table: ``(segments + 1, 8)``, see :class:`Column`.
-    """
-    tensor = table[:-1, Column.TENSOR]
-    begins = np.flatnonzero(np.diff(tensor, prepend=-1))
-    first = table[begins, Column.FIRST]
-    ends = np.append(first[1:], table[-1, Column.FIRST])
-    bound = table[:-1, Column.START] + table[:-1, Column.LENGTH]
-    bounds = np.maximum.reduceat(bound, begins) if begins.size else bound
-    return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
 
 
 def pack(
@@ -257,10 +235,7 @@ def _table(layout: StreamLayout, tensors: Sequence[TensorStreams]) -> Table:
     fits &= (nnz > 0) & (nnz <= length) & (wide >= 0) & (wide <= exceptions)
     fits &= exceptions <= (0 if layout.absolute else nnz)
     fits[1:] &= (start[1:] >= start[:-1] + length[:-1]) | (owner[1:] != owner[:-1])
-    if layout.gap:
-        fits &= (nnz <= gaps) & (gaps <= nnz + length // ((1 << 8 * layout.gap) - 1))
-    else:
-        fits &= (gaps == 0) & (nnz == length)
+    fits &= (nnz <= gaps) & (gaps <= nnz + length // ((1 << 8 * layout.gap) - 1))
     ends = np.cumsum([0, *tensors_of])
     sums = np.concatenate([np.zeros((1, 6), np.int64), np.cumsum(segments, axis=0)])
     totals = sums[ends[1:]] - sums[ends[:-1]]
@@ -415,13 +390,6 @@ class PlacementTable:
         return np.stack([number, spans[span, 1], spans[span, 2]], axis=1)
 
 
-class Checked(Protocol):
-    """Segments whose decoding may have failed."""
-
-    def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
-        """Raise the error of the first segment with a reason, if any; see :class:`ChangeBatch`."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ChangeBatch:
     """Decoded changes of many tensors on one device; the verdict is not read yet.
@@ -435,7 +403,7 @@ class ChangeBatch:
         kept: ``(n,)`` bool, false for entries without a change; ``None`` if there are none.
         spans: Rows of tensor, first change, count and bound of the indices.
         verdicts: Batches that the changes come from, each with an ``(segments,)`` int32 tensor of
-            :class:`.segments.Reason` or :class:`.tile_batch.TileReason`.
+            :class:`.segments.Reason`.
     """
 
     indices: Tensor
@@ -443,18 +411,12 @@ class ChangeBatch:
     absolute: bool | Tensor
     kept: Tensor | None
     spans: Table
-    verdicts: tuple[tuple[Checked, Tensor], ...]
+    verdicts: tuple[tuple[SegmentBatch, Tensor], ...]
 
     def check(self, verdicts: Table, names: Sequence[str]) -> None:
-        """Raise the error of the first malformed segment, if any.
+        """Raise the error of the first malformed segment, if any; see :meth:`SegmentBatch.check`.
 
-        Args:
-            verdicts: All verdicts end to end, on the host.
-            names: Names of the tensors, by number.
-
-        Raises:
-            MalformedError: A segment is malformed.
-            BaseMismatchError: Tiles cannot be decoded with the old bits.
+        ``verdicts`` has those of all batches end to end, on the host.
         """
         at = 0
         for batch, verdict in self.verdicts:
@@ -464,13 +426,7 @@ class ChangeBatch:
 
 @dataclass(frozen=True, slots=True)
 class SlotEffect:
-    """Effect of staged changes on the state digest, in one slot.
-
-    Attributes:
-        added: State digest of the new bits.
-        removed: State digest of the old bits.
-        nnz: Number of elements.
-    """
+    """Effect of ``nnz`` staged changes on the state digest, in one slot."""
 
     added: StateDigest
     removed: StateDigest
@@ -482,30 +438,28 @@ class StagedChanges:
     """Changes that are ready to write: positions in live storages, old and new bits.
 
     Attributes:
-        positions: ``(n,)`` int64 positions in the storages, grouped by run.
+        positions: ``(n,)`` int64 positions in the storages, grouped by block.
         old: ``(n,)`` old bits.
         new: ``(n,)`` new bits.
-        runs: ``(runs, 3)`` int64 on the host: placement, first position and end of each run.
         sums: ``(slots, 5)`` int64 on the device: lanes of the new and of the old bits, and the
             number of elements.
         blocks: ``(blocks, 3)`` int64 on the device: address, first position and count of each block
-            of a fused write; ``None`` if the kernels are torch operations.
+            of a write.
         placements: Table of the placements.
     """
 
     positions: Tensor
     old: Tensor
     new: Tensor
-    runs: Table
     sums: Tensor
-    blocks: Tensor | None
+    blocks: Tensor
     placements: PlacementTable
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the device."""
-        kept = [self.positions, self.old, self.new, self.sums]
-        return sum(one.nbytes for one in kept) + (0 if self.blocks is None else self.blocks.nbytes)
+        return sum(
+            one.nbytes for one in (self.positions, self.old, self.new, self.sums, self.blocks)
+        )
 
 
 def effects(sums: Tensor) -> list[SlotEffect]:

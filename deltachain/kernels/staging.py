@@ -1,9 +1,9 @@
-"""From inflated streams of many tensors to changes that are staged for live weights.
+"""From inflated streams of many tensors to changes that are staged for live weights, in Triton.
 
 The order of calls: :func:`.segments.pack` and :func:`upload` for each batch, :func:`decode`,
 :func:`fold` if there are several versions, :func:`stage`; then :func:`write_`, and :func:`undo_` to
-take it back. Weights on a CUDA device are served by Triton kernels if triton is installed, all
-others by torch operations; results are equal bit for bit.
+take it back. A batch is decoded by one launch and staged by two; one more writes it. Live bits of
+different storages are reached through a table of addresses.
 """
 
 from __future__ import annotations
@@ -11,63 +11,52 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import Protocol, cast
+from importlib.util import find_spec
+from typing import Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import batched
-from deltachain.kernels.batched import after, fold, upload
+from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.segments import (
     ChangeBatch,
     PlacementTable,
     Plane,
     SegmentBatch,
     StagedChanges,
+    Table,
 )
-from deltachain.kernels.tile_batch import TileBatch
 
-__all__ = [
-    "after",
-    "allocator",
-    "decode",
-    "decode_tiles",
-    "fold",
-    "stage",
-    "undo_",
-    "upload",
-    "write_",
-]
+BLOCK: Final = 512
+"""Elements that a program works on at a time."""
+WARPS: Final = 16
+"""Warps of a program, one thread an element: with more of them a thread, ptxas spills registers."""
+_BLOCKS: Final = {"BLOCK": BLOCK, "num_warps": WARPS}
 
 
-class StagingKernels(Protocol):
-    """Kernels of one implementation: :mod:`.batched` in torch, :mod:`.fused` in Triton."""
-
-    def decode(self, batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
-        """See :func:`decode`."""
-
-    def stage(
-        self, changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
-    ) -> StagedChanges:
-        """See :func:`stage`."""
-
-    def write_(self, staged: StagedChanges, bits: Tensor) -> None:
-        """Write ``(n,)`` bits at the staged positions."""
-
-
-def kernels_of(device: torch.device) -> StagingKernels:
-    """Return the kernels for a device."""
-    return _fused() if device.type == "cuda" else batched
+def decodes_on(device: torch.device) -> bool:
+    """Return whether changes are decoded on a device; on others, the host decodes them."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 @cache
-def _fused() -> StagingKernels:
-    """Return the kernels in Triton, or those in torch where triton cannot be imported."""
-    try:
-        return cast("StagingKernels", import_module("deltachain.kernels.fused"))
-    except ImportError:
-        return batched
+def _programs() -> Any:  # noqa: ANN401 - needs Triton
+    return import_module("deltachain.kernels.programs")
+
+
+def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # noqa: ANN401
+    """Launch a Triton program ``grid`` times; every launch goes through here.
+
+    Args:
+        program: Program of :mod:`.programs`.
+        grid: Number of instances; with 0, nothing is launched.
+        args: Arguments of every instance.
+        constants: Compile-time arguments, and the number of warps of an instance.
+    """
+    if grid:
+        with torch.cuda.device_of(args[0]):
+            program[(grid,)](*args, **constants)
 
 
 def allocator(device: torch.device) -> Callable[[int], Plane]:
@@ -84,6 +73,17 @@ def _plain(nbytes: int) -> Plane:
     return np.empty(nbytes, np.uint8)
 
 
+def upload(batch: SegmentBatch, device: torch.device) -> Tensor:
+    """Copy a batch to a device, in one copy; it is asynchronous if the buffer is page-locked."""
+    return torch.from_numpy(batch.buffer).to(device, non_blocking=True)
+
+
+def _send(array: Table, device: torch.device) -> Tensor:
+    """Copy a small table to a device, behind the work that is queued there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
     """Decode all segments of a batch.
 
@@ -95,40 +95,95 @@ def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
         The changes in the order of the table. Errors are not raised yet: :func:`stage` reads the
         verdict.
     """
-    return kernels_of(buffer.device).decode(batch, buffer)
+    layout, device = batch.layout, buffer.device
+    rows = buffer[: batch.table.nbytes].view(torch.int64).view(batch.table.shape)
+    segments, nnz = len(rows) - 1, batch.totals.nnz
+    indices = torch.empty(nnz, dtype=torch.int64, device=device)
+    values = torch.empty(nnz, dtype=INT_DTYPES[layout.width], device=device)
+    verdict = torch.empty(segments, dtype=torch.int32, device=device)
+    at = batch.offsets
+    sign = layout.gap
+    planes = sign + 3
+    launch(
+        _programs().decode_segment,
+        segments,
+        *(buffer, rows, indices, values, verdict),
+        *(at[0], at[1] - at[0], at[sign], at[sign + 1], at[sign + 2]),
+        *(at[planes], at[planes + 1] - at[planes]),
+        WIDTH=layout.width,
+        GAP=layout.gap,
+        ABSOLUTE=layout.absolute,
+        **_BLOCKS,
+    )
+    return ChangeBatch(
+        indices=indices,
+        values=values,
+        absolute=layout.absolute,
+        kept=None,
+        spans=batch.spans(),
+        verdicts=((batch, verdict),),
+    )
 
 
-class TileKernels(Protocol):
-    """Kernels of one implementation: :mod:`.tile_launch` in Triton, or :mod:`.tile_fallback`."""
+def fold(changes: Sequence[ChangeBatch]) -> ChangeBatch:
+    """Combine the changes of several versions, the oldest first, as :func:`deltachain.delta.fold`.
 
-    def decode_tiles(self, batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> ChangeBatch:
-        """See :func:`decode_tiles`."""
-
-
-@cache
-def _tiles(kind: str) -> TileKernels:
-    """Return the kernels for a kind of device, such as ``cuda``."""
-    try:
-        name = "tile_launch" if kind == "cuda" else "tile_fallback"
-        return cast("TileKernels", import_module(f"deltachain.kernels.{name}"))
-    except ImportError:
-        return _tiles("cpu")
-
-
-def decode_tiles(batch: TileBatch, buffer: Tensor, olds: Sequence[Tensor]) -> ChangeBatch:
-    """Decode all tiles of a batch: in Triton on a CUDA device, on the host for all others.
-
-    Args:
-        batch: The batch.
-        buffer: Its buffer on a device, from :func:`upload`.
-        olds: ``(n,)`` contiguous old bits of each tensor of the batch, on that device, from flat
-            index ``grid.start`` to ``stop``.
-
-    Returns:
-        The changes; those of a segment in any order. Errors are not raised yet: :func:`stage` reads
-        the verdict.
+    Tensors are numbered alike in all of them. Indices ascend in each tensor.
     """
-    return _tiles(buffer.device.type).decode_tiles(batch, buffer, olds)
+    if len(changes) == 1:
+        return changes[0]
+    spans = np.concatenate([one.spans for one in changes])
+    merged, bases = _merged(spans)
+    base = _send(bases, changes[0].indices.device)
+    counts = _send(spans[:, 2], base.device)
+    total = int(spans[:, 2].sum())
+    indices = torch.cat([one.indices for one in changes])
+    keys, order = torch.sort(
+        indices + base.repeat_interleave(counts, output_size=total), stable=True
+    )
+    values = torch.cat([one.values for one in changes])
+    absolute = torch.cat([_mask(one) for one in changes])[order]
+    kept = torch.cat([_kept(one) for one in changes])[order]
+    sums = torch.cumsum(torch.where(kept, values[order].to(torch.int64), 0), 0)
+    edge = keys[1:] != keys[:-1]
+    position = torch.arange(total, device=keys.device)
+    one = edge.new_ones(min(total, 1))
+    begin = torch.where(torch.cat([one, edge]), position, 0).cummax(0).values
+    newest = torch.where(absolute & kept, position, -1).cummax(0).values
+    since = torch.maximum(begin, newest)
+    before = torch.cat([sums.new_zeros(1), sums])[since]
+    folded = (sums - before).to(values.dtype)
+    whole = newest >= begin
+    return ChangeBatch(
+        indices=indices[order],
+        values=folded,
+        absolute=whole,
+        kept=torch.cat([edge, one]) & (whole | (folded != 0)),
+        spans=merged,
+        verdicts=tuple(pair for one in changes for pair in one.verdicts),
+    )
+
+
+def _merged(spans: Table) -> tuple[Table, Table]:
+    """Return the spans of all versions together, and the key of each span's first element."""
+    tensors, which = np.unique(spans[:, 0], return_inverse=True)
+    counts = np.bincount(which, spans[:, 2], tensors.size).astype(np.int64)
+    bounds = np.zeros(tensors.size, np.int64)
+    np.maximum.at(bounds, which, spans[:, 3])
+    merged = np.stack([tensors, np.cumsum(counts) - counts, counts, bounds], axis=1)
+    return merged, (np.cumsum(bounds) - bounds)[which]
+
+
+def _mask(changes: ChangeBatch) -> Tensor:
+    if isinstance(changes.absolute, Tensor):
+        return changes.absolute
+    return torch.full(changes.indices.shape, changes.absolute, device=changes.indices.device)
+
+
+def _kept(changes: ChangeBatch) -> Tensor:
+    if changes.kept is not None:
+        return changes.kept
+    return torch.ones(changes.indices.shape, dtype=torch.bool, device=changes.indices.device)
 
 
 def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]) -> StagedChanges:
@@ -143,16 +198,69 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
 
     Raises:
         MalformedError: A segment is malformed.
-        BaseMismatchError: Tiles cannot be decoded with the old bits.
     """
-    return kernels_of(changes.indices.device).stage(changes, placements, names)
+    visits = placements.visits(changes.spans, changes.values.dtype)
+    cut = _blocks(visits)
+    device, grid = changes.indices.device, len(cut)
+    blocks = _send(cut, device)
+    counts = torch.empty(grid, dtype=torch.int64, device=device)
+    kept = changes.indices if changes.kept is None else changes.kept
+    given = (blocks, placements.rows, changes.indices, kept)
+    masked, ndim = changes.kept is not None, placements.ndim
+    launch(_programs().count_block, grid, *given, counts, ndim, MASKED=masked, **_BLOCKS)
+    ends = torch.cumsum(counts, 0)
+    total = _read_total(changes, counts, names)
+    positions = torch.empty(total, dtype=torch.int64, device=device)
+    old, new = (torch.empty(total, dtype=changes.values.dtype, device=device) for _ in range(2))
+    sums = torch.zeros((placements.slots, 5), dtype=torch.int64, device=device)
+    writes = torch.empty((grid, 3), dtype=torch.int64, device=device)
+    mixed = isinstance(changes.absolute, Tensor)
+    launch(
+        _programs().stage_block,
+        grid,
+        *(*given, changes.values, changes.absolute if mixed else changes.indices, ends),
+        *(positions, old, new, sums, writes, ndim),
+        WIDTH=changes.values.element_size(),
+        ABSOLUTE=2 if mixed else int(bool(changes.absolute)),
+        MASKED=masked,
+        **_BLOCKS,
+    )
+    return StagedChanges(positions, old, new, sums, writes, placements)
+
+
+def _read_total(changes: ChangeBatch, found: Tensor, names: Sequence[str]) -> int:
+    """Read verdicts and ``(n,)`` counts from the device in one copy; return the sum of the counts.
+
+    Raises:
+        MalformedError: A segment is malformed.
+    """
+    verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
+    read = torch.cat([*verdicts, found]).cpu().numpy()
+    split = read.size - found.numel()
+    changes.check(read[:split], names)
+    return int(read[split:].sum())
+
+
+def _blocks(visits: Table) -> Table:
+    """Cut visits into blocks: rows of placement, first change and count."""
+    cuts = -(-visits[:, 2] // BLOCK)
+    owners = np.repeat(np.arange(len(visits)), cuts)
+    at = BLOCK * (np.arange(owners.size) - np.repeat(np.cumsum(cuts) - cuts, cuts))
+    mine = visits[owners]
+    count = np.minimum(mine[:, 2] - at, BLOCK)
+    return np.stack([mine[:, 0], mine[:, 1] + at, count], axis=1)
 
 
 def write_(staged: StagedChanges) -> None:
     """Write the new bits."""
-    kernels_of(staged.new.device).write_(staged, staged.new)
+    _write_(staged, staged.new)
 
 
 def undo_(staged: StagedChanges) -> None:
     """Write the old bits back."""
-    kernels_of(staged.old.device).write_(staged, staged.old)
+    _write_(staged, staged.old)
+
+
+def _write_(staged: StagedChanges, bits: Tensor) -> None:
+    program, blocks = _programs().write_block, staged.blocks
+    launch(program, len(blocks), blocks, staged.positions, bits, **_BLOCKS)

@@ -20,8 +20,6 @@ from deltachain.types import WIRE_DTYPES
 
 _FLOATS: Final = tuple(name for name in WIRE_DTYPES if name.startswith(("F", "BF")))
 
-AUTO: Final = "auto"
-
 AS_IN_MODEL: Final = "model"
 """Value of ``PublishConfig.dtype`` for the dtypes of the model, whatever its checkpoint has."""
 

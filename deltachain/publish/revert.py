@@ -19,7 +19,6 @@ from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.encodings import Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -189,7 +188,7 @@ def _change(spec: TensorSpec, changes: Changes, older: Bits, encoding: Encoding)
         digest_change(spec, *changes),
         lambda: older,
         encoding=encoding,
-        held=lambda: OldBits(older),
+        run=lambda: (older, 0),
     )
 
 

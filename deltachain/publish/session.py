@@ -20,7 +20,6 @@ from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_pa
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
-from deltachain.codec.old_bits import OldBits
 from deltachain.errors import ChainError, ConfigError, DeltaChainError, UnsupportedModelError
 from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import PayloadKind
@@ -325,7 +324,7 @@ class Session:
             state=(attempt.bits or self.snapshot).state,
             nnz=self.source.held_numel if diff is None else diff.nnz,
             requests=store.requests - requests,
-            upload_s=upload.transfer.seconds,
+            upload_s=upload.seconds,
         )
 
     def conclude(
@@ -426,22 +425,22 @@ class Session:
 
     def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
         for found in diff.by_tensor:
-            held = self._held(found) if encoding.needs_old else None
+            run = self._run_of(found) if encoding.needs_old else None
             change = sparse_change(
                 found.spec,
                 found.changes,
                 found.digest,
                 self._all_of(found),
                 encoding=encoding,
-                held=held,
+                run=run,
             )
             upload.add(change)
 
-    def _held(self, found: CheckpointChanges) -> Callable[[], OldBits] | None:
+    def _run_of(self, found: CheckpointChanges) -> Callable[[], tuple[Bits, int]] | None:
         """Return what reads the elements of a changed tensor on this rank, if they are one run."""
         if (run := found.weight.element_map.run_of(found.spec)) is None:
             return None
-        return lambda: OldBits(self.snapshot.bits(found.weight)[run[0]], run[1])
+        return lambda: (self.snapshot.bits(found.weight)[run[0]], run[1])
 
     def _all_of(self, found: CheckpointChanges) -> Callable[[], Bits] | None:
         """Return what reads all bits of a changed tensor, unless other ranks have some of them."""

@@ -1,8 +1,9 @@
 """Snapshot of the last published bits, and the diff against it.
 
 Weights on the host are compared in place by the host kernels, with a fused cast from fp32 master
-weights. Weights on a device are compared there, and only changes are copied back; their snapshot is
-in pinned host memory, and copied over in batches, or on the device.
+weights. Weights on a CUDA device with Triton are compared there, and only changes are copied back;
+their snapshot is in pinned host memory, and copied over in batches, or on the device. Weights on
+other devices are copied to the host for each diff.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from torch import Tensor
 from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import device, host, threaded
-from deltachain.kernels.copy_stream import CopyStream
-from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.device import INT_DTYPES, pin_
-from deltachain.kernels.lane import ALIGNMENT, Compared
-from deltachain.kernels.proven import fused_is_proven
+from deltachain.kernels.device_diff import (
+    ALIGNMENT,
+    Compared,
+    CopyStream,
+    DeviceDiff,
+    compares_on,
+)
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.refusals import refuse_tensor
@@ -322,8 +326,8 @@ class Snapshot:
         self._turns = cycle(small)
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
-                "snapshot='device', and all weights are on the host",
-                hint="leave snapshot out: weights on the host are compared in place",
+                "snapshot='device', and all weights are compared on the host",
+                hint="leave snapshot out: only weights on a CUDA device with Triton can have it",
             )
 
     @property
@@ -450,7 +454,7 @@ class Snapshot:
         """Take room for a weight; return it on the host, and live bits still to be copied there."""
         spec, device_of = weight.spec, weight.tensor.device
         numel, width = weight.element_map.box.numel, spec.itemsize
-        if device_of.type == "cpu" and not self._on_device:
+        if not self._compares(device_of):
             bits, live = _room_on_host(weight)
             signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
             self._kept[spec.name] = Kept(torch.from_numpy(signed), 0, numel, resident=False)
@@ -480,9 +484,13 @@ class Snapshot:
             )
         return self._places[where]
 
+    def _compares(self, where: torch.device) -> bool:
+        """Return whether weights on a device are compared there, rather than on the host."""
+        return self._on_device or compares_on(where)
+
     def _diff_on(self, where: torch.device) -> DeviceDiff:
         if where not in self._diffs:
-            self._diffs[where] = DeviceDiff(where, fused=fused_is_proven(where))
+            self._diffs[where] = DeviceDiff(where)
         return self._diffs[where]
 
     def _diff(self, weight: Weight, kept: Kept, found: dict[str, Changes]) -> None:
@@ -490,7 +498,9 @@ class Snapshot:
         if kept.resident and where != kept.slab.device:  # moved since the attach
             where = kept.slab.device
             weight = replace(weight, tensor=weight.tensor.detach().to(where))
-        elif not kept.resident and where.type == "cpu" and not self._on_device:
+        elif not kept.resident and not self._compares(where):
+            if where.type != "cpu":
+                weight = replace(weight, tensor=weight.tensor.detach().to("cpu"))
             changes = _host_diff_(weight, _unsigned(kept.bits))
             if changes.indices.size:
                 found[weight.spec.name] = changes

@@ -12,8 +12,7 @@ import numpy as np
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.codec import Change
 from deltachain.codec.encodings import Encoding
-from deltachain.codec.encodings.sparse import OverwriteEncoding
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.format.keys import digest_key
@@ -80,7 +79,7 @@ def sparse_change(
     bits: Callable[[], Bits] | None,
     *,
     encoding: Encoding,
-    held: Callable[[], OldBits] | None = None,
+    run: Callable[[], tuple[Bits, int]] | None = None,
 ) -> Change:
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
@@ -92,11 +91,11 @@ def sparse_change(
             ``None`` if other ranks have some of them.
         encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller, and ``step`` an
             encoding that needs old bits.
-        held: Function that reads the bits after the change of consecutive elements, all changed
-            ones among them; without it, and of tensors that an encoding with old bits does not
-            suit, ``step`` replaces that.
+        run: Function that reads the bits after the change of consecutive elements, all changed
+            ones among them, and the flat index of the first; without it, and of tensors that an
+            encoding with old bits does not suit, ``step`` replaces that.
     """
-    if not encoding.suits(spec) or (held is None and encoding.encodes_with_old(spec)):
+    if not encoding.suits(spec) or (run is None and encoding.encodes_with_old(spec)):
         encoding = StepEncoding()
     nbytes, overwrite = encoding.estimate(spec, changes), OverwriteEncoding()
     if bits is not None and nbytes > DENSE_SHARE * spec.nbytes:
@@ -110,16 +109,16 @@ def sparse_change(
         absolute=ABSOLUTE if encoding.absolute else STEP,
     )
     before = None
-    if encoding.encodes_with_old(spec) and held is not None:
-        before = partial(_bits_before, changes, held)
+    if encoding.encodes_with_old(spec) and run is not None:
+        before = partial(_bits_before, changes, run)
     return Change(delta, digest, encoding=encoding, old=before, may_be_step=True)
 
 
-def _bits_before(changes: Changes, held: Callable[[], OldBits]) -> OldBits:
-    after = held()
-    bits = after.bits.copy()
-    bits[changes.indices - after.start] = changes.old
-    return OldBits(bits, after.start)
+def _bits_before(changes: Changes, run: Callable[[], tuple[Bits, int]]) -> OldBits:
+    after, start = run()
+    bits = after.copy()
+    bits[changes.indices - start] = changes.old
+    return OldBits(bits, start)
 
 
 def dense_change(spec: TensorSpec, bits: Bits) -> Change:

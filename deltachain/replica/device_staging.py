@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 from typing_extensions import override
 
-from deltachain.codec.encodings.max import MaxEncoding
-from deltachain.codec.old_bits import HeldElements
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.format.keys import digest_key
 from deltachain.kernels import staging
@@ -33,9 +30,7 @@ from deltachain.kernels.segments import (
     effects,
     pack,
 )
-from deltachain.kernels.tile_batch import TensorTiles, pack_tiles
-from deltachain.kernels.tiles import BINS, NEVER, TileGrid
-from deltachain.replica.spool_reader import TensorPlan, device_bits, held_elements, near
+from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
@@ -44,10 +39,8 @@ from deltachain.types import TensorSpec
 
 _NONE: Final[Plane] = np.empty(0, np.uint8)
 
-MAX: Final = MaxEncoding()
-
-ON_DEVICE: Final = frozenset({"step", "overwrite", MAX.name})
-"""Encodings that are decoded on the device; others are read as a whole tensor, by the host."""
+ON_DEVICE: Final = frozenset({"step", "overwrite"})
+"""Encodings that are decoded on the device; the host decodes others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,6 @@ class DeviceStager(BatchStager):
     ) -> None:
         found = {name: places for name, places in placements.items() if places}
         self._names = tuple(found)
-        self._places = {name: [place for _, place in places] for name, places in found.items()}
         self._numbers = {name: number for number, name in enumerate(found)}
         self._slots = tuple(dict.fromkeys(slot for places in found.values() for slot, _ in places))
         slots = {slot: number for number, slot in enumerate(self._slots)}
@@ -121,12 +113,11 @@ class DeviceStager(BatchStager):
         }
 
     def warm_up(self) -> None:
-        """Compile the kernels of every layout of steps and of tiles, before the first version."""
+        """Compile the kernels of every layout of steps, before the first version."""
         for width, table in self._tables.items():
             live = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
             dims = ((1, 1, 1),) * table.ndim
             place = PlacementTable.build([LivePlacement(0, 0, dims, live)], [(0, 0)], self.device)
-            staging.stage(self._tiles_of_nothing(width), place, [""])
             for gap in (1, 2):
                 layout, bits = StreamLayout(width, gap, absolute=False), np.zeros(1, np.uint8)
                 one = TensorStreams(
@@ -141,16 +132,6 @@ class DeviceStager(BatchStager):
                 batch = pack(layout, [one], staging.allocator(self.device))
                 changes = staging.decode(batch, staging.upload(batch, self.device))
                 staging.write_(staging.stage(changes, place, [""]))
-
-    def _tiles_of_nothing(self, width: int) -> ChangeBatch:
-        old = torch.zeros(1, dtype=INT_DTYPES[width], device=self.device)
-        table = np.full(2 * BINS, NEVER, np.uint8)
-        table[0] = 0
-        segments = np.array([(0, 1, 1, 1, 0, 0)])
-        grid = TileGrid(columns=1, cuts=1, shift=0, mask=0)
-        one = TensorTiles(0, segments, np.zeros(1, np.uint8), table, grid, 1, None, width)
-        batch = pack_tiles([one], staging.allocator(self.device))
-        return staging.decode_tiles(batch, staging.upload(batch, self.device), [old])
 
     @override
     def takes(self, given: TensorPlan) -> bool:
@@ -167,32 +148,23 @@ class DeviceStager(BatchStager):
         """Verify and inflate the segments of a tensor plan near the elements ``[low, high)``.
 
         Raises:
-            OldBitsError: The elements of this rank cut a tile.
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: An object violates FORMAT.md.
         """
         name = given.spec.name
-        number, edges = self._numbers[name], given.edges or range(len(given.parts))
-        versions, elements = [], None
-        for edge, part in zip(edges, given.parts, strict=True):
-            reader = part.reader(name, (low, high))
-            if not reader.segments:
-                continue
-            if reader.row.encoding == MAX.name:
-                known = HeldElements(0, given.spec.numel)
-                if part.needs_old(name):
-                    elements = elements or held_elements(
-                        self._places[name], *near(given.spec, low, high)
-                    )
-                    known = elements
-                versions.append(ObjectStreams(edge, None, tiles_of(reader, number, known)))
-            else:
-                versions.append(ObjectStreams(edge, *streams_of(reader, number)))
-        return PlanStreams(given, tuple(versions))
+        readers = (part.reader(name, (low, high)) for part in given.parts)
+        number = self._numbers[name]
+        return PlanStreams(given, tuple(streams_of(one, number) for one in readers if one.segments))
 
     @override
     def stage(
         self, plans: Sequence[PlanStreams]
     ) -> Iterator[tuple[DeviceWrite, Mapping[HolderKey, Effect]]]:
-        """Stage tensor plans of different tensors, one write for each element width."""
+        """Stage tensor plans of different tensors, one write for each element width.
+
+        Raises:
+            MalformedError: The streams of a tensor violate FORMAT.md.
+        """
         by_width: dict[int, list[PlanStreams]] = defaultdict(list)
         for one in plans:
             if one.versions:
@@ -206,47 +178,17 @@ class DeviceStager(BatchStager):
     def _decoded(self, group: Sequence[PlanStreams]) -> list[ChangeBatch]:
         """Decode tensors of one width, one batch for each version and layout, oldest first."""
         found: list[ChangeBatch] = []
-        edges: list[Mapping[int, int]] = []  # of each batch: the edge of each tensor
+        memory = staging.allocator(self.device)
         for version in range(max(len(one.versions) for one in group)):
-            layouts: dict[StreamLayout | None, list[ObjectStreams]] = defaultdict(list)
+            layouts: dict[StreamLayout, list[TensorStreams]] = defaultdict(list)
             for one in group:
                 if version < len(one.versions):
-                    layouts[one.versions[version].layout].append(one.versions[version])
-            before = list(zip(edges, found, strict=True))
-            for layout, objects in layouts.items():
-                objects.sort(key=lambda one: one.streams.tensor)
-                found.append(self._decode(layout, objects, before))
-                edges.append({one.streams.tensor: one.edge for one in objects})
+                    layout, streams = one.versions[version]
+                    layouts[layout].append(streams)
+            for layout, tensors in layouts.items():
+                packed = pack(layout, sorted(tensors, key=lambda one: one.tensor), memory)
+                found.append(staging.decode(packed, staging.upload(packed, self.device)))
         return found
-
-    def _decode(
-        self,
-        layout: StreamLayout | None,
-        objects: Sequence[ObjectStreams],
-        before: Sequence[tuple[Mapping[int, int], ChangeBatch]],
-    ) -> ChangeBatch:
-        """Decode tensors of one layout, given the edges and changes of what came before."""
-        memory = staging.allocator(self.device)
-        if layout is None:
-            tiles = [cast("TensorTiles", one.streams) for one in objects]
-            batch = pack_tiles(tiles, memory)
-            olds = [self._old_bits(one, before) for one in objects]
-            return staging.decode_tiles(batch, staging.upload(batch, self.device), olds)
-        packed = pack(layout, [cast("TensorStreams", one.streams) for one in objects], memory)
-        return staging.decode(packed, staging.upload(packed, self.device))
-
-    def _old_bits(
-        self, one: ObjectStreams, before: Sequence[tuple[Mapping[int, int], ChangeBatch]]
-    ) -> Tensor:
-        tiles = cast("TensorTiles", one.streams)
-        start, number = tiles.grid.start, tiles.tensor
-        if not tiles.grid.mask:  # all elements are one class
-            return torch.zeros(
-                tiles.stop - start, dtype=INT_DTYPES[tiles.width], device=self.device
-            )
-        bits = device_bits(self._places[self._names[number]], HeldElements(start, tiles.stop))
-        earlier = [changes for edges, changes in before if edges.get(number, one.edge) < one.edge]
-        return staging.after(bits, start, number, earlier)
 
     @property
     def tensors(self) -> int:
@@ -265,24 +207,17 @@ class DeviceStager(BatchStager):
         }
 
 
-def tiles_of(reader: TensorReader, number: int, elements: HeldElements) -> TensorTiles:
-    """Verify and inflate the tiles of segments, without decoding them.
+def streams_of(reader: TensorReader, number: int) -> ObjectStreams:
+    """Verify and inflate the streams of segments, without decoding them.
 
     Args:
-        reader: Reader of a tensor in the encoding ``max``.
+        reader: Reader of a tensor in the encoding ``step`` or ``overwrite``.
         number: Number of the tensor in its batch.
-        elements: Elements of it whose old bits are known, or all if none are needed.
 
     Raises:
-        OldBitsError: The elements cut a tile.
+        DigestMismatchError: A frame differs from its digest in the directory.
+        MalformedError: The padding bits of a stream are not zero.
     """
-    data, table, grid, wanted = MAX.coded_tiles(reader, elements)
-    width = reader.spec.itemsize
-    return TensorTiles(number, reader.table, data, table, grid, elements.stop, wanted, width)
-
-
-def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorStreams]:
-    """Verify and inflate the streams of a tensor in ``step`` or ``overwrite``, without decoding."""
     row, width = reader.row, reader.spec.itemsize
     absolute = row.encoding != "step"
     gaps = ("gap8",) if row.gap == 1 else ("gap16.0", "gap16.1")
@@ -299,4 +234,4 @@ def streams_of(reader: TensorReader, number: int) -> tuple[StreamLayout, TensorS
         magnitude=_NONE if absolute else reader.units("magnitude"),
         bit=bit,
     )
-    return StreamLayout(width, row.gap, absolute), streams
+    return ObjectStreams(StreamLayout(width, row.gap, absolute), streams)

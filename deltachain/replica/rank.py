@@ -37,7 +37,7 @@ from deltachain.errors import (
     UnfinishedSwapError,
 )
 from deltachain.format.keys import digest_key
-from deltachain.kernels import device, host
+from deltachain.kernels import device, host, staging
 from deltachain.kernels.protocol import same_bits
 from deltachain.redact import redacted_url
 from deltachain.replica import messages as wire
@@ -396,11 +396,7 @@ class Rank:
     def _device_stager(self) -> DeviceStager | None:
         if self._stager is None or self._stager[0] is not self._attached:
             places = {
-                name: [
-                    (slot, place)
-                    for place, slot in self._places(name)
-                    if place.numel and self._decodes_on(place) == "device"
-                ]
+                name: [(slot, place) for place, slot in self._places(name) if self._decodes(place)]
                 for name in self._specs
                 if name not in self._copies.bits
             }
@@ -409,8 +405,10 @@ class Rank:
         stager = self._stager[1]
         return stager if stager.tensors else None
 
-    def _decodes_on(self, place: Placement) -> str:
-        return self._decode or ("host" if device.on_host(place.live) else "device")
+    def _decodes(self, place: Placement) -> bool:
+        """Return whether changes of a place are decoded where it is, in batches."""
+        wanted = self._decode or ("host" if device.on_host(place.live) else "device")
+        return place.numel > 0 and wanted == "device" and staging.decodes_on(place.live.device)
 
     def _share(self, name: str) -> Share:
         if self._classes[name] == "refused":

@@ -19,13 +19,11 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import SEGMENT
-from deltachain.codec.old_bits import HeldElements, OldBits
+from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta, fold_within
 from deltachain.errors import (
@@ -36,7 +34,7 @@ from deltachain.errors import (
     MalformedError,
     StageAbandonedError,
 )
-from deltachain.kernels import device, host
+from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
 from deltachain.mapped import map_file
 from deltachain.replica.spool import (
@@ -46,7 +44,7 @@ from deltachain.replica.spool import (
     read_index,
     writer_is_gone,
 )
-from deltachain.subscribe.targets.patch import STAGED, LiveElements
+from deltachain.subscribe.targets.patch import LiveElements
 from deltachain.types import TensorSpec
 
 
@@ -64,21 +62,17 @@ class _Run(NamedTuple):
     numel: int
 
 
-def held_elements(places: Sequence[LiveElements], low: int, high: int) -> HeldElements:
-    """Return which of the elements ``[low, high)`` a rank holds; no live bits are read.
-
-    Where those that it holds are consecutive, these are returned; else a mask of ``[low, high)``.
-    """
-    run = _run(places)
-    if run is not None:
-        return HeldElements(run.start, run.start + run.numel)
-    return HeldElements(low, high, _mask(places, low, high))
-
-
 def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: int) -> OldBits:
-    """Return the bits of :func:`held_elements` on the host.
+    """Return bits of the elements ``[low, high)`` that a rank holds, on the host.
 
-    Consecutive ones on the host are the live bits themselves; others are copied to their places.
+    Where those that it holds are consecutive, only these are returned, on the host the live bits
+    themselves; others are copied to their places.
+
+    Args:
+        places: Live elements of the tensor, at least one, all in that range.
+        spec: Spec of the tensor.
+        low: Flat index of the first element.
+        high: Flat index after the last one.
     """
     run, nothing = _run(places), np.empty(0, spec.bits_dtype)
     if run is not None:
@@ -90,22 +84,6 @@ def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: 
         here, live = _views(place, bits, low)
         here[...] = host.receive(live, nothing)
     return OldBits(bits, low, _mask(places, low, high))
-
-
-def device_bits(places: Sequence[LiveElements], elements: HeldElements) -> Tensor:
-    """Return ``(n,)`` bits of :func:`held_elements` where the weights are, as signed integers.
-
-    Consecutive ones are the live bits themselves; others are copied to their places, and zeros are
-    in the places of elements that are not held.
-    """
-    run, storage = _run(places), _tensor(places[0].storage)
-    if run is not None:
-        return storage[run.at : run.at + run.numel]
-    bits = torch.zeros(elements.stop - elements.start, dtype=storage.dtype, device=storage.device)
-    for place in places:
-        here, live = _views(place, bits, elements.start)
-        here.copy_(_tensor(live))
-    return bits
 
 
 def _run(places: Sequence[LiveElements]) -> _Run | None:
@@ -136,10 +114,6 @@ def _views(place: LiveElements, flat: Any, start: int) -> tuple[Any, Any]:  # no
         kernels_for(flat).strided(flat, offset - start, sizes, there),
         kernels_for(place.storage).strided(place.storage, at, sizes, live),
     )
-
-
-def _tensor(bits: Any) -> Tensor:  # noqa: ANN401
-    return bits if isinstance(bits, Tensor) else device.receive(bits, torch.empty(0))
 
 
 POLL_S: Final = (0.001, 0.004)
@@ -242,7 +216,7 @@ class TensorPlan:
         (part, *more), name = self.parts or (None,), self.spec.name
         if part is None or more or self.base is not None or self.from_nothing:
             return None
-        if part.rows[name].encoding not in STAGED:
+        if not ENCODINGS.get(part.rows[name].encoding).stages:
             return None
         before = self._before((), low, high, old) if part.needs_old(name) else None
         return part.reader(name, (low, high), old=before)

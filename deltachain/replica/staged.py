@@ -13,7 +13,6 @@ import numpy as np
 
 from deltachain.delta import TensorDelta
 from deltachain.kernels.segments import StreamLayout, TensorStreams
-from deltachain.kernels.tile_batch import TensorTiles
 from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault, host_bits
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
@@ -55,14 +54,10 @@ hundred megabytes."""
 
 
 class ObjectStreams(NamedTuple):
-    """Inflated streams of one tensor in one object, and the number of its edge in the plan.
+    """Inflated streams of one tensor in one object, and their layout."""
 
-    ``layout`` is ``None`` for tiles.
-    """
-
-    edge: int
-    layout: StreamLayout | None
-    streams: TensorStreams | TensorTiles
+    layout: StreamLayout
+    streams: TensorStreams
 
 
 @dataclass(frozen=True, slots=True)

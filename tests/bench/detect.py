@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -19,9 +18,7 @@ import numpy.typing as npt
 import torch
 
 from deltachain.errors import ConfigError
-from deltachain.kernels import reference, twolevel
-from deltachain.kernels.crossing import DeviceDiff
-from deltachain.kernels.lane import Compared
+from deltachain.kernels import reference
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits, Indices
 from tests.bench import report
@@ -34,10 +31,7 @@ ROUNDS: Final = 20
 FLOOR: Final = "floor: read both, compare"
 CAST_FLOOR: Final = "floor: read fp32 and bf16"
 NUMBA: Final = "numba diff_"
-NUMPY: Final = "numpy diff_, two levels"
 CAST_NUMBA: Final = "numba cast_diff_"
-DEVICE_HOST: Final = "device path, snapshot on the host"
-DEVICE: Final = "device path, snapshot there"
 
 COPY: Final = "memcpy of one side"
 PASSES: Final = (FLOOR, COPY, CAST_FLOOR)
@@ -48,7 +42,6 @@ CHANGE_NBYTES: Final = 12.0
 
 AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMBA: (FLOOR, 0.5),
-    NUMPY: (FLOOR, 0.25),
     CAST_NUMBA: (CAST_FLOOR, 0.35),
 }
 """Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
@@ -109,8 +102,6 @@ class DetectRow:
 
     Attributes:
         threads: Number of threads.
-        to_device_per_change: Bytes that cross to the device for each change.
-        to_host_per_change: Bytes that cross back for each change.
         host_per_change: Bytes of the result in host memory for each change.
     """
 
@@ -122,8 +113,6 @@ class DetectRow:
     paired_ratio: float
     aim: float | None
     threads: int
-    to_device_per_change: float
-    to_host_per_change: float
     host_per_change: float
 
 
@@ -137,48 +126,16 @@ def torch_naive(snapshot: Bits, current: Bits) -> Changes:
     return Changes(indices.numpy(), old_bits, new_bits)
 
 
-class DevicePath:
-    """The diff of weights on a device, in torch operations on this CPU; nothing crosses really.
-
-    Args:
-        resident: Whether the snapshot is on the device.
-    """
-
-    def __init__(self, *, resident: bool) -> None:
-        self._resident = resident
-        self._diff = DeviceDiff(torch.device("cpu"), fused=False)
-        self._nnz = 0
-
-    def __call__(self, snapshot: Bits, current: Bits) -> Changes:
-        """Detect changes, and count what a device would have been sent and sent back."""
-        kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
-        found: dict[str, Changes] = {}
-        self._diff.add(Compared("", kept, 0, now, torch.int16, self._resident))
-        self._diff.settle(found)
-        self._nnz += found[""].indices.size
-        return found[""]
-
-    def per_change(self) -> tuple[float, float]:
-        """Return the bytes that cross to a device and back for each change."""
-        streams, nnz = self._diff.streams, max(1, self._nnz)
-        return streams.to_device_nbytes / nnz, streams.to_host_nbytes / nnz
-
-
-def measure(
-    data: Data, rounds: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
-) -> Timings:
+def measure(data: Data, rounds: int) -> Timings:
     """Check every kernel, then measure all of them and the baselines on one core."""
     from deltachain.kernels import jit  # noqa: PLC0415
     from tests.bench import floors  # noqa: PLC0415 - needs numba, as the next does
 
     kernels: dict[str, tuple[Kernel, npt.NDArray[Any]]] = {
         NUMBA: (jit.diff_, data.current),
-        NUMPY: (twolevel.diff_, data.current),
         "numpy, naive": (reference.diff_, data.current),
         "torch, naive": (torch_naive, data.current),
         CAST_NUMBA: (jit.cast_diff_, data.master),
-        "numpy cast_diff_": (twolevel.cast_diff_, data.master),
-        **{name: (path, data.current) for name, path in paths.items()},
     }
     words, now, wide = (
         array.view(np.uint64) for array in (data.snapshot, data.current, data.master)
@@ -197,13 +154,10 @@ def measure(
         return round_robin(candidates, rounds)
 
 
-def rows(
-    timings: Timings, numel: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
-) -> list[DetectRow]:
+def rows(timings: Timings, numel: int) -> list[DetectRow]:
     """Compare every candidate with its baseline; sort by baseline, fastest first."""
     found = []
     for name in timings.seconds:
-        there, back = paths[name].per_change() if name in paths else (0.0, 0.0)
         floor = baseline(name)
         found.append(
             DetectRow(
@@ -215,8 +169,6 @@ def rows(
                 paired_ratio=timings.paired_ratio(name, floor),
                 aim=AIMS[name][1] if name in AIMS else None,
                 threads=1,
-                to_device_per_change=there,
-                to_host_per_change=back,
                 host_per_change=_on_host(name),
             )
         )
@@ -263,8 +215,7 @@ def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -
         raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
     say(f"{numel / 1e6:.0f} M elements, {density:.2%} changed")
     data = Data.generate(numel, density)
-    paths = {DEVICE_HOST: DevicePath(resident=False), DEVICE: DevicePath(resident=True)}
-    return document(data, rows(measure(data, rounds, paths), numel, paths), rounds)
+    return document(data, rows(measure(data, rounds), numel), rounds)
 
 
 def main(*, json_output: bool) -> int:
@@ -273,7 +224,6 @@ def main(*, json_output: bool) -> int:
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
     columns = ("best ms", "median ms", "GB/s", "of floor", "paired", "aim", "threads")
     table = report.grid(title, "", *columns)
-    crossing = report.grid("Bytes a change", "", "to the device", "back", "on the host")
     for row in result["rows"]:
         table.add_row(
             row["name"],
@@ -284,12 +234,7 @@ def main(*, json_output: bool) -> int:
             f"{row['paired_ratio']:.2f}",
             "" if row["aim"] is None else f"{row['aim']:.2f}",
             str(row["threads"]),
-        )
-        crossing.add_row(
-            row["name"],
-            f"{row['to_device_per_change']:.1f}",
-            f"{row['to_host_per_change']:.1f}",
             f"{row['host_per_change']:.1f}",
         )
-    report.emit(result, [table, crossing], json_output=json_output)
+    report.emit(result, [table], json_output=json_output)
     return 1 if result["missed"] else 0

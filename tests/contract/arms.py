@@ -8,12 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import batched, device
-from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels import device
 from deltachain.kernels.device import pin_
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.reference import Changes, SplitSteps
-from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from deltachain.kernels.device_diff import Compared, DeviceDiff
+from deltachain.kernels.reference import Changes
 from deltachain.types import Bits, Indices, StateDigest
 
 
@@ -22,49 +20,6 @@ class DeviceArm:
 
     def __init__(self, where: str) -> None:
         self._where = torch.device(where)
-
-    def diff_(self, snapshot: Bits, current: Bits) -> Changes:
-        bits = self.send(snapshot)
-        changes = _changes(device.diff_(bits, self.send(current)), snapshot)
-        snapshot[:] = _receive(bits, snapshot)
-        return changes
-
-    def cast_diff_(self, snapshot: Bits, master: Any) -> Changes:
-        bits = self.send(snapshot)
-        found = device.cast_diff_(bits, torch.from_numpy(master).to(self._where))
-        snapshot[:] = _receive(bits, snapshot)
-        return _changes(found, snapshot)
-
-    def decode_gaps(self, gaps: Bits) -> Indices:
-        """As the only segment of a batch of new bits."""
-        planes = list(gaps.view(np.uint8).reshape(-1, gaps.itemsize).T)
-        nnz = int(np.count_nonzero(gaps != np.iinfo(gaps.dtype).max))
-        layout = StreamLayout(1, gaps.itemsize, absolute=True)
-        segments = np.array([[0, 1 << 20, nnz, gaps.size, 0, 0]])
-        values = [np.zeros(nnz, np.uint8)]
-        return self._decode(TensorStreams(0, 1 << 20, segments, values, planes), layout)[0]
-
-    def join_steps(self, split: SplitSteps) -> Bits:
-        """As the only segment of a batch of steps without gaps."""
-        nnz, width = split.negative.size, split.wide.itemsize
-        segments = np.array([[0, nnz, nnz, 0, split.magnitude.size, split.wide.size]])
-        streams = TensorStreams(
-            tensor=0,
-            numel=nnz,
-            segments=segments,
-            planes=list(split.wide.view(np.uint8).reshape(-1, width).T),
-            sign=np.packbits(split.negative, bitorder="little"),
-            exception=np.packbits(split.exception, bitorder="little"),
-            magnitude=split.magnitude,
-        )
-        values: Bits = self._decode(streams, StreamLayout(width, 0, absolute=False))[1]
-        return values.view(split.wide.dtype)
-
-    def _decode(self, streams: TensorStreams, layout: StreamLayout) -> tuple[Indices, Bits]:
-        batch = pack(layout, [streams])
-        found = batched.decode(batch, batched.upload(batch, self._where))
-        batch.check(found.verdicts[0][1].cpu().numpy(), ["w"])
-        return found.indices.cpu().numpy(), found.values.cpu().numpy()
 
     def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest:
         return device.digest(key, self.send(bits), start)
@@ -88,17 +43,16 @@ class DeviceArm:
 
 
 class CrossingArm(DeviceArm):
-    """``kernels.crossing``, with the snapshot on the host or on the device.
+    """``kernels.device_diff``, with the snapshot on the host or on the device.
 
     Args:
         where: Device of the weights.
         resident: Whether the snapshot is there as well.
-        fused: Whether the kernels are those in Triton.
     """
 
-    def __init__(self, where: str, *, resident: bool = False, fused: bool = False) -> None:
+    def __init__(self, where: str, *, resident: bool = False) -> None:
         super().__init__(where)
-        self._resident, self.diff = resident, DeviceDiff(self._where, fused=fused)
+        self._resident, self.diff = resident, DeviceDiff(self._where)
 
     def diff_(self, snapshot: Bits, current: Bits) -> Changes:
         weights = self.send(current)
@@ -130,8 +84,3 @@ def _pinned(snapshot: Bits, where: torch.device) -> Tensor:
 
 def _receive(bits: Tensor, like: Bits) -> Bits:
     return bits.cpu().numpy().view(like.dtype)
-
-
-def _changes(found: device.DeviceChanges, like: Bits) -> Changes:
-    indices = found.indices.cpu().numpy()
-    return Changes(indices, _receive(found.old, like), _receive(found.new, like))

@@ -19,8 +19,8 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deltachain.kernels import programs, tile_triton
-from deltachain.kernels.fused import BLOCK, WARPS
+from deltachain.kernels import programs
+from deltachain.kernels.staging import BLOCK, WARPS
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
 ELEMENTS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
@@ -32,14 +32,7 @@ OTHER_TYPES = {
     "absolute": "*i1",
     "verdict": "*i32",
     "ndim": "i32",
-    "classes": "*u8",
-    "words": "*u64",
-    "listed": "*i32",
-    "bounds": "*i32",
-    "cursors": "*i32",
 }
-ONE_WARP = (tile_triton.read_tile,)
-"""Programs that work on one element at a time."""
 OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
@@ -47,17 +40,15 @@ Case = tuple[Any, int, dict[str, Any]]
 
 
 def cases() -> Iterator[Case]:
-    """Every specialisation that :mod:`.fused` and :mod:`.tile_launch` launch."""
+    """Every specialisation that :mod:`.staging` launches."""
     for width in ELEMENTS:
-        for gap, absolute in ((1, False), (2, False), (1, True), (2, True), (0, True)):
+        for gap, absolute in ((1, False), (2, False), (1, True), (2, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
             yield programs.decode_segment, width, constants
         for masked, kind in ((False, 0), (False, 1), (True, 0), (True, 2)):
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
             yield programs.stage_block, width, constants
         yield programs.write_block, width, {}
-        yield tile_triton.list_tile, width, {"WIDTH": width}
-        yield tile_triton.read_tile, width, {"WIDTH": width}
     for masked in (False, True):
         yield programs.count_block, 2, {"MASKED": masked}
 
@@ -71,7 +62,6 @@ def compile_for(arch: int, case: Case) -> str:
     program, width, constants = case
     if "BLOCK" in program.arg_names:
         constants = constants | {"BLOCK": BLOCK}
-    warps = 1 if program in ONE_WARP else WARPS
     types = OFFSETS | OTHER_TYPES | dict.fromkeys(OF_AN_ELEMENT, ELEMENTS[width])
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*i64")
@@ -84,7 +74,7 @@ def compile_for(arch: int, case: Case) -> str:
     }
     source = ASTSource(program, signature, constants, aligned)
     target = GPUTarget("cuda", arch, 32)
-    cubin = triton.compile(source, target=target, options={"num_warps": warps}).asm["cubin"]
+    cubin = triton.compile(source, target=target, options={"num_warps": WARPS}).asm["cubin"]
     registers, spills = resources(cubin)
     line = f"sm_{arch} {program.__name__} {width} B {constants}: {registers} registers"
     assert not spills, f"{line}, {spills} bytes spilled"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from deltachain.kernels import fused_diff
-from deltachain.kernels.blocks import BLOCK
+from deltachain.kernels.device_diff import BLOCK
 from tests.contract.compile import compile_for
 
 BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}

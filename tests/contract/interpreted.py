@@ -18,8 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import fused, tile_launch
-from deltachain.kernels.batched import upload
+from deltachain.kernels import staging
 from deltachain.kernels.segments import (
     ChangeBatch,
     LivePlacement,
@@ -27,10 +26,8 @@ from deltachain.kernels.segments import (
     SegmentBatch,
     StreamLayout,
 )
-from deltachain.kernels.tile_batch import TileBatch
 from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm
 from tests.contract.segments import Given, batch_of
-from tests.contract.tiles import TILE_CHECKS, CodedTensor, TileArm
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0
@@ -45,22 +42,7 @@ class GuardedArm(BatchArm):
 
     def decode(self, batch: SegmentBatch) -> ChangeBatch:
         guarded = replace(batch, buffer=before_a_wall(batch.buffer, self.maps))
-        return self.kernels.decode(guarded, upload(guarded, self.device))
-
-
-@dataclass(frozen=True)
-class GuardedTileArm(TileArm):
-    """Triton's kernels, on tiles and old bits before unreadable pages."""
-
-    maps: dict[int, mmap.mmap] = field(default_factory=dict)
-
-    def upload(self, batch: TileBatch) -> Tensor:
-        return torch.from_numpy(before_a_wall(batch.buffer, self.maps))
-
-    def old(self, one: CodedTensor) -> Tensor:
-        bits = super().old(one)
-        guarded = before_a_wall(bits.view(torch.uint8).numpy(), {})  # a page of its own
-        return torch.from_numpy(guarded).view(bits.dtype)
+        return staging.decode(guarded, staging.upload(guarded, self.device))
 
 
 def before_a_wall(buffer: Any, maps: dict[int, mmap.mmap]) -> Any:
@@ -120,12 +102,12 @@ def check_launches(arm: BatchArm) -> None:
         placements = [LivePlacement(t, 0, [(50, 1, 1)], one) for t, one in enumerate(live)]
         table = PlacementTable.build(placements, [(1, 2)] * tensors, arm.device)
         counts = []
-        with mock.patch.object(fused, "launch", wraps=fused.launch) as launch:
+        with mock.patch.object(staging, "launch", wraps=staging.launch) as launch:
             changes = arm.decode(batch_of(given, layout))
             counts.append(launch.call_count)
-            staged = fused.stage(changes, table, ["w"] * tensors)
+            staged = staging.stage(changes, table, ["w"] * tensors)
             counts.append(launch.call_count)
-            fused.write_(staged, staged.new)
+            staging.write_(staged)
             counts.append(launch.call_count)
         assert counts == [1, 3, 4]
         assert all(int(one.sum()) == g.indices.size for one, g in zip(live, given, strict=True))
@@ -133,18 +115,13 @@ def check_launches(arm: BatchArm) -> None:
 
 def main() -> int:
     """Run every check; print a line for each."""
-    arm, guards = GuardedArm(fused, torch.device("cpu")), Guards()
+    arm, guards = GuardedArm(torch.device("cpu")), Guards()
     for check in (*BATCH_CHECKS, check_launches):
         start = time.perf_counter()
         with mock.patch.object(torch, "empty", guards.empty):
             check(arm)
         guards.check()
         sys.stdout.write(f"ok {check.__name__} {time.perf_counter() - start:.1f} s\n")
-    tiles = GuardedTileArm(tile_launch, fused, torch.device("cpu"))
-    for check_tiles in TILE_CHECKS:
-        start = time.perf_counter()
-        check_tiles(tiles)
-        sys.stdout.write(f"ok {check_tiles.__name__} {time.perf_counter() - start:.1f} s\n")
     return 0
 
 

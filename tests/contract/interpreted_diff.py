@@ -13,24 +13,21 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 
-from deltachain.kernels.proven import disagreements
+from deltachain.kernels.device_diff import disagreements
 from tests.contract.arms import CrossingArm
 from tests.contract.kernels import DIFF_CHECKS
-from tests.contract.many_tensors import FUSED_CHECKS, MANY_CHECKS
+from tests.contract.many_tensors import MANY_CHECKS
 
 
 def main() -> int:
     """Run every check; the first that fails ends the process."""
     for resident in (False, True):
         for check in DIFF_CHECKS:
-            check(CrossingArm("cpu", resident=resident, fused=True))
+            check(CrossingArm("cpu", resident=resident))
             sys.stdout.write(f"{check.__name__} resident={resident}\n")
     for many in MANY_CHECKS:
-        many("cpu", True)
+        many("cpu")
         sys.stdout.write(f"{many.__name__}\n")
-    for fused in FUSED_CHECKS:
-        fused("cpu")
-        sys.stdout.write(f"{fused.__name__}\n")
     assert disagreements(torch.device("cpu")) == []
     return 0
 

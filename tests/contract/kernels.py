@@ -12,22 +12,22 @@ from typing import Any, Protocol
 import numpy as np
 
 from deltachain.kernels import reference
-from deltachain.kernels.reference import Changes, SplitSteps
+from deltachain.kernels.reference import Changes
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 
 
-class Arm(Protocol):
-    """The kernels that apply and diff need, on numpy arrays."""
+class DiffArm(Protocol):
+    """The kernels of a diff, on numpy arrays."""
 
     def diff_(self, snapshot: Bits, current: Bits) -> Changes: ...
 
     def cast_diff_(self, snapshot: Bits, master: Any) -> Changes: ...
 
-    def decode_gaps(self, gaps: Bits) -> Indices: ...
 
-    def join_steps(self, split: SplitSteps) -> Bits: ...
+class LiveArm(Protocol):
+    """The kernels of live bits, on numpy arrays."""
 
     def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest: ...
 
@@ -38,7 +38,13 @@ class Arm(Protocol):
     def scatter_(self, weights: Bits, indices: Indices, bits: Bits) -> None: ...
 
 
-def check_diff(arm: Arm) -> None:
+class Arm(DiffArm, LiveArm, Protocol):
+    """The kernels of the host."""
+
+    def decode_gaps(self, gaps: Bits) -> Indices: ...
+
+
+def check_diff(arm: DiffArm) -> None:
     """Indices, old and new bits, and the snapshot afterwards."""
     for before, current in pairs():
         snapshot, expected_snapshot = before.copy(), before.copy()
@@ -47,7 +53,7 @@ def check_diff(arm: Arm) -> None:
         _equal((expected_snapshot,), (snapshot,))
 
 
-def check_cast_diff(arm: Arm) -> None:
+def check_cast_diff(arm: DiffArm) -> None:
     """Round to nearest even, ties, overflow to infinity, denormals, infinities."""
     rng = np.random.default_rng(5)
     bits = rng.integers(0, 1 << 32, 100_003, dtype=np.uint32)
@@ -63,7 +69,7 @@ def check_cast_diff(arm: Arm) -> None:
     _equal((expected_snapshot,), (snapshot,))
 
 
-def check_cast_nan(arm: Arm) -> None:
+def check_cast_nan(arm: DiffArm) -> None:
     """A NaN becomes quiet and keeps its sign and the top of its payload; -0.0 stays."""
     bits = [0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345, 0xFFFFFFFF, 0x80000000, 0, 0x7F800000]
     master = np.array(bits, np.uint32).view(np.float32)
@@ -85,18 +91,7 @@ def check_gaps(arm: Arm) -> None:
             _equal((offsets,), (arm.decode_gaps(reference.encode_gaps(offsets, width)),))
 
 
-def check_steps(arm: Arm) -> None:
-    """Every width, and the steps at the edges: the top bit alone, 254, 255, the largest."""
-    rng = np.random.default_rng(7)
-    for width, dtype in BITS_DTYPES.items():
-        top = 1 << (8 * width - 1)
-        edges = [1, 2 * top - 1, 2, 254 % (2 * top), 255, top, top - 1, top + 1]
-        steps = rng.choice(np.array(edges, dtype), 4_000)
-        steps = np.concatenate((steps, rng.integers(1, 2 * top - 1, 1_000, dtype, endpoint=True)))
-        _equal((steps,), (arm.join_steps(reference.split_steps(steps)),))
-
-
-def check_digest(arm: Arm) -> None:
+def check_digest(arm: LiveArm) -> None:
     """Whole and in pieces, every width."""
     for snapshot, current in pairs():
         whole = reference.digest(KEY, current)
@@ -109,7 +104,7 @@ def check_digest(arm: Arm) -> None:
         assert arm.digest(KEY, snapshot, 0) + new - old == whole
 
 
-def check_apply(arm: Arm) -> None:
+def check_apply(arm: LiveArm) -> None:
     """What a diff found, scattered, gives the new bits; scattered back, the old ones."""
     for snapshot, current in pairs():
         weights = snapshot.copy()
@@ -121,20 +116,18 @@ def check_apply(arm: Arm) -> None:
         _equal((snapshot,), (weights,))
 
 
-DIFF_CHECKS: tuple[Callable[[Arm], None], ...] = (
+DIFF_CHECKS: tuple[Callable[[DiffArm], None], ...] = (
     check_diff,
     check_cast_diff,
     check_cast_nan,
 )
-"""What the kernels of a diff promise; the others are those of an apply."""
+"""What the kernels of a diff promise."""
 
-CHECKS: tuple[Callable[[Arm], None], ...] = (
-    *DIFF_CHECKS,
-    check_gaps,
-    check_steps,
-    check_digest,
-    check_apply,
-)
+LIVE_CHECKS: tuple[Callable[[LiveArm], None], ...] = (check_digest, check_apply)
+"""What kernels of live bits promise, on the host and on a device."""
+
+CHECKS: tuple[Callable[[Arm], None], ...] = (*DIFF_CHECKS, check_gaps, *LIVE_CHECKS)
+"""What kernels of the host promise."""
 
 
 def pairs() -> Iterator[tuple[Bits, Bits]]:

@@ -1,4 +1,4 @@
-"""What a diff of many tensors on a device promises, whichever kernels it uses.
+"""What a diff of many tensors on a device promises, in Triton.
 
 Needs numpy and torch alone, so that it runs on a bare card as well.
 """
@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import reference
-from deltachain.kernels.copy_stream import CopyStream
-from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.device import INT_DTYPES
-from deltachain.kernels.lane import ALIGNMENT, Compared
+from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff
 from deltachain.kernels.reference import Changes
 from deltachain.types import BITS_DTYPES
 
@@ -122,24 +120,24 @@ def counted(name: str) -> Iterator[list[Any]]:
         yield calls
 
 
-def check_kinds(where: str, fused: bool) -> None:
+def check_kinds(where: str) -> None:
     """Every width and masters, snapshots on both sides, batches of one block and of all."""
     cases = [(width, False) for width in INT_DTYPES] + [(2, True)]
     for nbytes in (1, 1 << 20):
-        with patch("deltachain.kernels.blocks.BATCH_NBYTES", nbytes):
+        with patch("deltachain.kernels.device_diff.BATCH_NBYTES", nbytes):
             for width, master in cases:
                 for resident in (False, True):
                     weights = Weights(where, width=width, resident=resident, master=master)
-                    diff = DeviceDiff(torch.device(where), fused=fused)
+                    diff = DeviceDiff(torch.device(where))
                     weights.add_to(diff)
                     weights.check(settle(diff))
                     weights.add_to(diff)
                     assert settle(diff) == {}
 
 
-def check_mixed_kinds(where: str, fused: bool) -> None:
+def check_mixed_kinds(where: str) -> None:
     """Tensors of several kinds in one diff, with names of their own."""
-    diff, found = DeviceDiff(torch.device(where), fused=fused), {}
+    diff, found = DeviceDiff(torch.device(where)), {}
     for width, master in ((2, False), (4, False), (2, True)):
         weights = Weights(where, width=width, resident=width == 4, master=master)
         weights.add_to(diff)
@@ -152,40 +150,40 @@ def check_mixed_kinds(where: str, fused: bool) -> None:
     assert settle(diff) == {}
 
 
-def check_no_change_and_all_changed(where: str, fused: bool) -> None:
+def check_no_change_and_all_changed(where: str) -> None:
     """Nothing, and every element: of a large tensor and of small ones."""
     for resident in (False, True):
         for density in (0.0, 1.0):
             weights = Weights(where, resident=resident, density=density)
-            diff = DeviceDiff(torch.device(where), fused=fused)
+            diff = DeviceDiff(torch.device(where))
             weights.add_to(diff)
             weights.check(settle(diff))
 
 
-def check_waits_and_copies(where: str, fused: bool) -> None:
+def check_waits_and_copies(where: str) -> None:
     """Neither depends on the number of tensors, nor do waits on the number of batches."""
     for count in (10, 300):
         weights = Weights(where, (64,) * count, resident=False)
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         weights.add_to(diff)
         with counted("wait") as waits:
             weights.check(settle(diff))
         assert len(waits) == 2
         assert sum(lane.copies for lane in diff.lanes.values()) == 1
-    with patch("deltachain.kernels.blocks.BATCH_NBYTES", 3 * 4096 * 2):
+    with patch("deltachain.kernels.device_diff.BATCH_NBYTES", 3 * 4096 * 2):
         weights = Weights(where, resident=False)
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         weights.add_to(diff)
         with counted("wait") as waits:
             weights.check(settle(diff))
         assert len(waits) == 2
 
 
-def check_bytes_that_cross_back(where: str, fused: bool) -> None:
+def check_bytes_that_cross_back(where: str) -> None:
     """At 1 % in bf16, 4.4 bytes a change with the snapshot on the host, else 6.4."""
     for resident, limit in ((False, 4.4), (True, 6.4)):
         weights = Weights(where, (400_000,), resident=resident)
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         diff.expect(
             Compared("", weights.kept, 0, weights.live, weights.dtype, resident).kind, 400_000
         )
@@ -197,10 +195,10 @@ def check_bytes_that_cross_back(where: str, fused: bool) -> None:
         assert sent <= 0.02 * weights.kept.nbytes + (0 if resident else weights.kept.nbytes)
 
 
-def check_a_drop(where: str, fused: bool) -> None:
+def check_a_drop(where: str) -> None:
     """What was dropped is not compared; the next diff is whole."""
     weights = Weights(where, resident=True)
-    diff = DeviceDiff(torch.device(where), fused=fused)
+    diff = DeviceDiff(torch.device(where))
     weights.add_to(diff)
     diff.drop()
     assert settle(diff) == {}
@@ -208,40 +206,29 @@ def check_a_drop(where: str, fused: bool) -> None:
     weights.check(settle(diff))
 
 
-def check_other_casts(where: str, fused: bool) -> None:
+def check_other_casts(where: str) -> None:
     """Weights of a dtype that no kernel casts are cast by torch."""
     values = np.linspace(-3, 3, 9_000, dtype=np.float32)
     live = torch.from_numpy(values).to(where)
     for resident in (False, True):
         kept = torch.zeros(9_000, dtype=torch.int16, device=where if resident else "cpu")
-        diff = DeviceDiff(torch.device(where), fused=fused)
+        diff = DeviceDiff(torch.device(where))
         diff.add(Compared("w", kept, 0, live, torch.float16, resident))
         expected = values.astype(np.float16).view(np.uint16)
         np.testing.assert_array_equal(settle(diff)["w"].new, expected[expected != 0])
         np.testing.assert_array_equal(kept.cpu().numpy().view(np.uint16), expected)
 
 
-MANY_CHECKS: tuple[Callable[[str, bool], None], ...] = (
-    check_kinds,
-    check_mixed_kinds,
-    check_no_change_and_all_changed,
-    check_waits_and_copies,
-    check_bytes_that_cross_back,
-    check_a_drop,
-    check_other_casts,
-)
-
-
 def check_room_that_is_too_small(where: str) -> None:
     """Batches without room are compared again, with room of their own; then there is more."""
     for resident in (False, True):
         with (
-            patch("deltachain.kernels.lane.SMALLEST_ROOM", 100),
-            patch("deltachain.kernels.lane.LARGEST_ROOM_SHARE", 1),
-            patch("deltachain.kernels.blocks.BATCH_NBYTES", 2 * 4096 * 2),
+            patch("deltachain.kernels.device_diff.SMALLEST_ROOM", 100),
+            patch("deltachain.kernels.device_diff.LARGEST_ROOM_SHARE", 1),
+            patch("deltachain.kernels.device_diff.BATCH_NBYTES", 2 * 4096 * 2),
         ):
             weights = Weights(where, resident=resident, density=0.02)
-            diff = DeviceDiff(torch.device(where), fused=True)
+            diff = DeviceDiff(torch.device(where))
             numel = sum(weights.sizes)
             kind = Compared("", weights.kept, 0, weights.live, weights.dtype, resident).kind
             diff.expect(kind, numel)
@@ -259,11 +246,21 @@ def check_launches(where: str) -> None:
 
     for count in (10, 300):
         weights = Weights(where, (64,) * count, resident=False)
-        diff = DeviceDiff(torch.device(where), fused=True)
+        diff = DeviceDiff(torch.device(where))
         weights.add_to(diff)
         before = fused_diff.launch_count()
         weights.check(settle(diff))
         assert fused_diff.launch_count() - before == 3
 
 
-FUSED_CHECKS: tuple[Callable[[str], None], ...] = (check_room_that_is_too_small, check_launches)
+MANY_CHECKS: tuple[Callable[[str], None], ...] = (
+    check_kinds,
+    check_mixed_kinds,
+    check_no_change_and_all_changed,
+    check_waits_and_copies,
+    check_bytes_that_cross_back,
+    check_a_drop,
+    check_other_casts,
+    check_room_that_is_too_small,
+    check_launches,
+)

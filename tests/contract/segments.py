@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -51,12 +52,12 @@ def streams_of(given: Given, layout: StreamLayout, length: int, bit: int) -> Ten
         mine = (given.indices >= start) & (given.indices < start + length)
         values = given.values[mine]
         offsets = given.indices[mine] - start
-        gaps = reference.encode_gaps(offsets, layout.gap) if layout.gap else offsets[:0]
+        gaps = reference.encode_gaps(offsets, layout.gap)
         split = reference.split_steps(values)
         counts = (0, 0) if layout.absolute else (split.magnitude.size, split.wide.size)
         size = min(length, given.numel - start)
         made.segments.append((start, size, values.size, gaps.size, *counts))
-        made.gaps.append(gaps.astype(BITS_DTYPES[layout.gap or 1]))
+        made.gaps.append(gaps)
         made.negative.append(split.negative)
         made.exception.append(split.exception)
         made.magnitude.append(split.magnitude)
@@ -68,7 +69,7 @@ def streams_of(given: Given, layout: StreamLayout, length: int, bit: int) -> Ten
         numel=given.numel,
         segments=np.array(made.segments, np.int64).reshape(-1, 6),
         planes=_planes(_joined(made.values, BITS_DTYPES[layout.width]), layout.width),
-        gaps=_planes(_joined(made.gaps, BITS_DTYPES[layout.gap or 1]), layout.gap),
+        gaps=_planes(_joined(made.gaps, BITS_DTYPES[layout.gap]), layout.gap),
         sign=_bits(made.negative, bit) if bits else none,
         exception=_bits(made.exception, bit) if bits else none,
         magnitude=_joined(made.magnitude, np.dtype(np.uint8)) if bits else none,
@@ -108,8 +109,6 @@ def decoded(batch: SegmentBatch) -> tuple[Indices, Bits, Any]:
 
 def _offsets(batch: SegmentBatch, row: Any, following: Any) -> tuple[Any, Reason]:
     nnz, gap = following[Column.FIRST] - row[Column.FIRST], batch.layout.gap
-    if not gap:
-        return np.arange(nnz), Reason.NONE
     entries = _from_planes(batch, range(gap), row, following, Column.GAP)
     offsets = reference.decode_gaps(entries)
     limit = np.iinfo(entries.dtype).max
@@ -125,7 +124,7 @@ def _values(batch: SegmentBatch, row: Any, following: Any) -> tuple[Any, Reason]
     planes = range(gap + 3, gap + 3 + layout.width)
     if layout.absolute:
         return _from_planes(batch, planes, row, following, Column.FIRST), Reason.NONE
-    streams = batch.streams(batch.buffer)
+    streams = _streams(batch)
     nnz = following[Column.FIRST] - row[Column.FIRST]
     bits = slice(row[Column.BIT], row[Column.BIT] + nnz)
     negative, exception = (
@@ -151,7 +150,7 @@ def _values(batch: SegmentBatch, row: Any, following: Any) -> tuple[Any, Reason]
 def _from_planes(
     batch: SegmentBatch, numbers: Sequence[int], row: Any, following: Any, column: Column
 ) -> Bits:
-    streams = batch.streams(batch.buffer)
+    streams = _streams(batch)
     mine = [streams[k][row[column] : following[column]] for k in numbers]
     stacked = np.ascontiguousarray(np.stack(mine, axis=1))
     return stacked.view(BITS_DTYPES[len(mine)]).reshape(-1)
@@ -172,3 +171,8 @@ def _bits(flags: list[Any], bit: int) -> Any:
     packed = _joined(flags, np.dtype(np.bool_))
     # Bits of another tensor come before: ones, so that reading them shows.
     return np.packbits(np.concatenate([np.ones(bit, np.bool_), packed]), bitorder="little")
+
+
+def _streams(batch: SegmentBatch) -> list[Any]:
+    """Gap planes, ``sign``, ``exception``, ``magnitude`` and value planes."""
+    return [batch.buffer[a:b] for a, b in pairwise(batch.offsets)]

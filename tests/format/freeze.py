@@ -19,12 +19,13 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import listed_edges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
+from deltachain.codec.encodings.max.tiles import TileGrid, encode_tiles
+from deltachain.codec.encodings.max.tiles import bins as tile_bins
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, TensorDelta, changes
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
 from deltachain.format.keys import PayloadKind, digest_key, payload_key
 from deltachain.kernels import reference
-from deltachain.kernels.tiles import bins as tile_bins
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.format.forge import take_apart
@@ -137,12 +138,12 @@ def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
     new[[0, 7, 8, 20, 47]] += np.array([1, 0xFFFF, 3, 0x8000, 40], np.uint16)
     indices = np.flatnonzero(new != old)
     pieces = take_apart(encode_part([as_max(spec, old, new)]).data)
-    grid = reference.TileGrid(6, cuts, 7, 255)
+    grid = TileGrid(6, cuts, 7, 255)
     table = np.full(512, 255, np.uint8)
     bins = np.unique(tile_bins(old, grid.shift, grid.mask)).astype(np.int64)
     table[bins], table[256 + bins] = 1 + bins % 3, 2 + bins % 2
     steps: Bits = new - old
-    coded = reference.encode_tiles(np.array([[0, 48]]), indices, steps[indices], old, table, grid)
+    coded = encode_tiles(np.array([[0, 48]]), indices, steps[indices], old, table, grid)
     pieces.rows[0]["gap"] = cuts
     pieces.set_tile_nbytes(0, int(coded.nbytes[0]))
     pieces.streams |= {"#0.class": table.tobytes(), "#0.tile": coded.data.tobytes()}

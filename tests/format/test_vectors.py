@@ -148,7 +148,7 @@ def test_steps(row: dict[str, str]) -> None:
         ]
         assert split.magnitude.tobytes() == raw(row["magnitude"])
         assert split.wide.tobytes() == raw(row["wide"])
-        assert np.array_equal(old + kernels.join_steps(split), new)
+        assert np.array_equal(old + reference.join_steps(split), new)
 
 
 @pytest.mark.parametrize("row", BITS)

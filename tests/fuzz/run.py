@@ -22,16 +22,13 @@ with atheris.instrument_imports(
         f"deltachain.kernels.{name}"
         for name in (
             "codes",
-            "emitting",
             "jit",
             "reading",
-            "tile_classes",
-            "tile_decoder",
-            "tile_encoder",
-            "tile_ranks",
-            "tile_steps",
-            "words",
         )
+    ]
+    + [
+        f"deltachain.codec.encodings.max.{name}"
+        for name in ("classes", "decoder", "encoder", "words")
     ],
 ):
     from tests.fuzz.mutate import MUTATORS

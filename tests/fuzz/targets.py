@@ -12,7 +12,7 @@ from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
-from deltachain.codec import Part
+from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, fold
 from deltachain.errors import (
@@ -43,7 +43,7 @@ from deltachain.format.documents import (
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
 from deltachain.store import MemoryStore
-from deltachain.subscribe.targets.patch import STAGED, WholeTensor, prepare, prepare_steps
+from deltachain.subscribe.targets.patch import WholeTensor, prepare, prepare_steps
 from deltachain.types import MAX_NUMEL, Bits, TensorSpec
 from tests.format import freeze_tags, stranger
 from tests.format.freeze import chain
@@ -142,7 +142,7 @@ def check_delta(delta: TensorDelta) -> None:
 def check_stage(part: Part, delta: TensorDelta) -> None:
     """Streams that can be read are staged in one pass as their delta is."""
     spec = delta.spec
-    if part.rows[spec.name].encoding not in STAGED or spec.numel > MAX_OLD:
+    if not ENCODINGS.get(part.rows[spec.name].encoding).stages or spec.numel > MAX_OLD:
         return
     live = WholeTensor(old_of(spec))
     reader = part.reader(spec.name, old=OldBits(old_of(spec)))

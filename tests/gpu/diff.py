@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +15,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from deltachain.kernels.crossing import DeviceDiff
 from deltachain.kernels.device import pin_
-from deltachain.kernels.lane import Compared
-from deltachain.kernels.proven import disagreements, fused_is_proven
+from deltachain.kernels.device_diff import Compared, DeviceDiff, compares_on, disagreements
 from deltachain.kernels.reference import Changes
-from tests.contract.many_tensors import FUSED_CHECKS, MANY_CHECKS, Weights, counted, settle
+from tests.contract.many_tensors import MANY_CHECKS, Weights, counted, settle
 
 DENSITY = 0.01
 REPEATS = 3
@@ -29,32 +26,27 @@ COPY_NBYTES = 64 << 20
 
 
 def diff_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every check of the diff by name, in torch operations and, with Triton, fused."""
-    kernels = (False, True) if find_spec("triton") is not None else (False,)
-    for fused in kernels:
-        name = "fused" if fused else "torch"
-        for many in MANY_CHECKS:
-            yield f"{name}.{many.__name__}", partial(many, where, fused)
-        yield f"{name}.check_stream_order", partial(check_stream_order, where, fused)
-    if True in kernels:
-        for one in FUSED_CHECKS:
-            yield f"fused.{one.__name__}", partial(one, where)
-        yield "fused.check_proven", partial(check_proven, where)
+    """Every check of the diff by name."""
+    for check in (*MANY_CHECKS, check_stream_order, check_proven):
+        yield f"diff.{check.__name__}", partial(check, where)
 
 
 def check_proven(where: str) -> None:
-    """The kernels that the product chooses where Triton is installed are the fused ones."""
+    """The product compares weights on this card, with kernels that equal the reference."""
     assert disagreements(torch.device(where)) == []
-    assert fused_is_proven(torch.device(where))
+    assert compares_on(torch.device(where))
 
 
-def check_stream_order(where: str, fused: bool) -> None:
+def check_stream_order(where: str) -> None:
     """Weights that a busy stream is still writing are compared as they will be, on any stream."""
     for resident, own_stream in product((False, True), (False, True)):
         stream = torch.cuda.Stream() if own_stream else torch.cuda.current_stream()
-        with patch("deltachain.kernels.blocks.BATCH_NBYTES", 1 << 20), torch.cuda.stream(stream):
+        with (
+            patch("deltachain.kernels.device_diff.BATCH_NBYTES", 1 << 20),
+            torch.cuda.stream(stream),
+        ):
             weights = Weights(where, (3_000_000, 5, 400_000), resident=resident)
-            diff = DeviceDiff(torch.device(where), fused=fused)
+            diff = DeviceDiff(torch.device(where))
             right = weights.live.clone()
             for _ in range(3):
                 weights.live.zero_()
@@ -149,20 +141,16 @@ def bench_diff(where: str, divisor: int | None = None) -> dict[str, Any]:
         divisor: What to divide the sizes of tensors by; by default as little as fits.
     """
     figures: dict[str, Any] = {"floors": floors(where)}
-    kernels = [("torch", False)]
-    if fused_is_proven(torch.device(where)):
-        kernels.append(("fused", True))
     for shape, resident in product((DENSE_8B, MOE_18K), (False, True)):
         used = divisor or fitting(shape, where, resident=resident)
         model = Model(shape.scaled(used), where, resident=resident)
-        for name, fused in kernels:
-            place = "device" if resident else "host"
-            figures[f"{shape.name}, snapshot on the {place}, {name}"] = {
-                "sizes_divided_by": used,
-                "tensors": len(model.live),
-                "numel": model.numel,
-                **_times(model, where, fused, figures["floors"]),
-            }
+        place = "device" if resident else "host"
+        figures[f"{shape.name}, snapshot on the {place}"] = {
+            "sizes_divided_by": used,
+            "tensors": len(model.live),
+            "numel": model.numel,
+            **_times(model, where, figures["floors"]),
+        }
         del model
         if torch.device(where).type == "cuda":
             torch.cuda.empty_cache()
@@ -183,8 +171,8 @@ def fitting(shape: ModelShape, where: str, *, resident: bool) -> int:
     return divisor
 
 
-def _times(model: Model, where: str, fused: bool, known: dict[str, float]) -> dict[str, float]:
-    diff = DeviceDiff(torch.device(where), fused=fused)
+def _times(model: Model, where: str, known: dict[str, float]) -> dict[str, float]:
+    diff = DeviceDiff(torch.device(where))
     for tensor in model.tensors():
         diff.expect(tensor.kind, tensor.current.numel())
     seconds, waits, nbytes = [], 0, 0

@@ -14,18 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from deltachain.kernels import batched, staging
 from tests.contract.arms import CrossingArm, DeviceArm
 from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.bits import BIT_CHECKS
-from tests.contract.kernels import CHECKS, Arm
-from tests.contract.tiles import TILE_CHECKS, TileArm
+from tests.contract.kernels import DIFF_CHECKS, LIVE_CHECKS
 from tests.gpu.bench import bench
 from tests.gpu.diff import bench_diff, diff_checks
 
@@ -87,9 +83,12 @@ def _test(card: str) -> int:
 
 def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     """Those of the kernels, and those that need deltachain's own packages where they are."""
-    for name, arm in _arms():
-        for check in CHECKS:
-            yield f"{name}.{check.__name__}", partial(check, arm)
+    for live_check in LIVE_CHECKS:
+        yield f"device.{live_check.__name__}", partial(live_check, DeviceArm("cuda"))
+    for resident in (False, True):
+        arm = CrossingArm("cuda", resident=resident)
+        for check in DIFF_CHECKS:
+            yield f"diff.{'device' if resident else 'host'}.{check.__name__}", partial(check, arm)
     for bit_check in BIT_CHECKS:
         yield f"bits.{bit_check.__name__}", partial(bit_check, torch.empty(0, device="cuda"))
     card = torch.device("cuda")
@@ -106,25 +105,8 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _batch_checks(card: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Those of segments of many tensors, and of tiles, in Triton and on the host."""
-    for kernels in (batched, staging.kernels_of(card)):
-        for check in BATCH_CHECKS:
-            name = f"{kernels.__name__}.{check.__name__}"  # type: ignore[attr-defined]
-            yield name, partial(check, BatchArm(kernels, card))
-    found = ("tile_launch",) if find_spec("triton") is not None else ()
-    for name in (*found, "tile_fallback"):
-        arm = TileArm(import_module(f"deltachain.kernels.{name}"), staging.kernels_of(card), card)
-        for tile_check in TILE_CHECKS:
-            yield f"{name}.{tile_check.__name__}", partial(tile_check, arm)
-
-
-def _arms() -> Iterator[tuple[str, Arm]]:
-    """Implementations of the kernels by name: the diff with its snapshot in each place."""
-    yield "device", DeviceArm("cuda")
-    for fused in (False, True) if find_spec("triton") is not None else (False,):
-        for resident in (False, True):
-            name = f"{'fused' if fused else 'torch'}.{'device' if resident else 'host'}"
-            yield name, CrossingArm("cuda", resident=resident, fused=fused)
+    for check in BATCH_CHECKS:
+        yield f"staging.{check.__name__}", partial(check, BatchArm(card))
 
 
 if __name__ == "__main__":

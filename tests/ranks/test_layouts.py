@@ -6,7 +6,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.codec import Part
-from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.codec.encodings.max.encoding import MaxEncoding
 from deltachain.store import open_store
 from deltachain.verify import verify
 from tests.ranks.spawn import run
@@ -69,9 +69,9 @@ def test_a_restart_in_another_layout_from_another_state_publishes_the_difference
     assert chain.read(5).manifest.nnz > 0
 
 
-def test_ranks_encode_with_the_old_bits_that_they_hold(tmp_path: Path) -> None:
+def test_ranks_publish_max_together(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
-    run("tests.ranks.trials:with_old_bits", 2, url, str(tmp_path))
+    run("tests.ranks.trials:publishes_max", 2, url, str(tmp_path))
     store = open_store(url)
     chain = Chain.open(store)
     for committed in chain.history(1, 2):

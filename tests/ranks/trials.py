@@ -62,8 +62,7 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
             check(rank, receipt.version, model, url, folder)
 
 
-def with_old_bits(rank: int, url: str, folder: str) -> None:
-    """Publish in an encoding that needs old bits."""
+def publishes_max(rank: int, url: str, folder: str) -> None:
     model = LAYOUTS["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     config = PublishConfig(url=url, dtype="BF16", encoding="max", when_busy="wait")

@@ -1,8 +1,8 @@
-"""Decoding, folding and staging of many tensors at once, against the reference and the codec."""
+"""Decoding and staging of many tensors at once, in Triton's interpreter, against the codec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from safetensors.numpy import load
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
-from deltachain.kernels import batched, staging
+from deltachain.kernels import staging
 from deltachain.kernels.segments import (
     LivePlacement,
     PlacementTable,
@@ -24,20 +24,10 @@ from deltachain.kernels.segments import (
     pack,
 )
 from deltachain.types import StateDigest, TensorSpec
-from tests.contract.batches import BATCH_CHECKS, BatchArm
 from tests.contract.segments import Given, batch_of, streams_of
 
 CPU = torch.device("cpu")
 STEPS = StreamLayout(2, 1, absolute=False)
-
-
-@pytest.mark.parametrize("check", BATCH_CHECKS, ids=lambda check: check.__name__)
-def test_torch_operations_keep_the_contract(check: Callable[[BatchArm], None]) -> None:
-    check(BatchArm(batched, CPU))
-
-
-def test_weights_on_the_host_are_served_by_torch() -> None:
-    assert staging.kernels_of(CPU) is batched
 
 
 def scene(numels: tuple[int, ...], density: float, exceptions: float) -> list[Given]:

@@ -1,11 +1,10 @@
-"""The diff on a device: many tensors at a time, in Triton and in torch operations."""
+"""The diff on a device: many tensors at a time, in Triton."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import pytest
 import torch
 
 from deltachain.kernels import device as pinned
-from deltachain.kernels import proven
-from deltachain.kernels.blocks import BLOCK, spans_of
-from deltachain.kernels.crossing import DeviceDiff
+from deltachain.kernels.device_diff import BLOCK, DeviceDiff, compares_on, spans_of
 from tests.contract.compile import ARCHITECTURES
-from tests.contract.many_tensors import MANY_CHECKS, Weights, settle
+from tests.contract.many_tensors import Weights, settle
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,11 +28,6 @@ def run_module(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-@pytest.mark.parametrize("check", MANY_CHECKS, ids=lambda check: check.__name__)
-def test_many_tensors_are_compared_together(check: Callable[[str, bool], None]) -> None:
-    check("cpu", False)
 
 
 @pytest.mark.triton
@@ -63,7 +55,7 @@ def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full() -> None:
 
 
 def test_a_snapshot_that_was_replaced_between_diffs_is_compared() -> None:
-    diff = DeviceDiff(torch.device("cpu"), fused=False)
+    diff = DeviceDiff(torch.device("cpu"))
     for seed_of_size in (3, 90):
         weights = Weights("cpu", (seed_of_size,) * 40, resident=False)
         weights.add_to(diff)
@@ -93,5 +85,5 @@ def test_memory_is_pinned_until_its_tensor_goes(
     assert ("CUDA error 2" in caplog.text) == (code == 2)
 
 
-def test_fused_kernels_are_not_for_the_host() -> None:
-    assert not proven.fused_is_proven(torch.device("cpu"))
+def test_weights_on_the_host_are_compared_by_its_kernels() -> None:
+    assert not compares_on(torch.device("cpu"))

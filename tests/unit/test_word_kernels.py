@@ -11,17 +11,17 @@ import pytest
 
 pytest.importorskip("numba")
 
-from deltachain.kernels import tile_decoder, words
-from deltachain.kernels.compiling import compiled
-from deltachain.kernels.tile_classes import class_table, thread_scratch
-from deltachain.kernels.tiles import BINS, NEVER
-from deltachain.kernels.words import (
+from deltachain.codec.encodings.max import decoder, words
+from deltachain.codec.encodings.max.classes import class_table, thread_scratch
+from deltachain.codec.encodings.max.tiles import BINS, NEVER
+from deltachain.codec.encodings.max.words import (
     count_before,
     count_up_to,
     load_word,
     nonzero_words,
     popcount,
 )
+from deltachain.kernels.compiling import compiled
 
 Words = npt.NDArray[np.uint64]
 
@@ -42,8 +42,8 @@ def _select(found: Any, out: Any) -> None:
     at = 0
     for word in found:
         for rank in range(popcount(word)):
-            out[0, at] = tile_decoder._select(word, np.int64(rank))
-            out[1, at] = tile_decoder._select_counted(word, np.int64(rank))
+            out[0, at] = decoder._select(word, np.int64(rank))
+            out[1, at] = decoder._select_counted(word, np.int64(rank))
             at += 1
 
 

@@ -4,11 +4,11 @@ To add an encoding in a package of your own, subclass :class:`SparseEncoding` an
 instance in the entry point group ``deltachain.encodings``; see CONTRIBUTING.md.
 """
 
-from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.registry import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import SparseEncoding
+from deltachain.codec.frames import BucketWriter
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from deltachain.codec.bucket_writer import BucketWriter
+import numpy as np
+
 from deltachain.codec.container import Segment, TensorRow
-from deltachain.codec.old_bits import OldBits
+from deltachain.codec.frames import BucketWriter
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
-from deltachain.kernels.reference import Changes
-from deltachain.types import TensorSpec
+from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace, stage_changes
+from deltachain.types import Bits, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +44,11 @@ class Encoding(ABC):
         own_arrays: Whether a tensor has arrays of its own, and no segments.
         checked: Whether :meth:`decode` itself checks all that :meth:`TensorDelta.validate` does.
         needs_old: Whether writer and reader need the old bits of the elements, those that did not
-            change included: ``old`` of :meth:`encode` and of the reader is then set. Those of some
-            tensors may do without: see :meth:`encodes_with_old` and :meth:`decodes_with_old`.
+            change included: ``old`` of both is then set. Those of some tensors may do without: see
+            :meth:`encodes_with_old` and :meth:`decodes_with_old`.
+        compact: Whether the fewest bytes matter more than time: rows are stored in a short form,
+            small tensors of a layer share digests, and tensors of all widths a bucket.
+        stages: Whether readers stage its steps by :meth:`stage`, in one pass over the changes.
         shared: Streams in which a tensor with segments has one range for all of them.
     """
 
@@ -54,6 +58,8 @@ class Encoding(ABC):
     own_arrays: ClassVar[bool] = False
     checked: ClassVar[bool] = False
     needs_old: ClassVar[bool] = False
+    compact: ClassVar[bool] = False
+    stages: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset()
 
     def suits(self, spec: TensorSpec) -> bool:  # noqa: ARG002
@@ -112,16 +118,12 @@ class Encoding(ABC):
         return {}
 
     @abstractmethod
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         """Append the changes of one tensor.
 
         Args:
             delta: The changed elements.
             out: Streams of the bucket, or arrays of the tensor's own.
-            old: Consecutive elements before the change, all changed ones among them; ``None`` if
-                the encoding does not need them, or the caller has none.
 
         Raises:
             ConfigError: This encoding cannot store deltas of this kind, or needs old bits.
@@ -138,3 +140,20 @@ class Encoding(ABC):
         Raises:
             MalformedError: The streams contradict the row, or are not in canonical form.
         """
+
+    def stage(
+        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
+    ) -> StagedSteps:
+        """Decode the steps of one tensor, and stage those of the elements of a box.
+
+        Args:
+            tensor: Reader of all segments with elements in the box.
+            box: Elements held, and their positions in ``weights``.
+            weights: ``(n,)`` live bits on the host; not written.
+            key: Digest key of the tensor.
+
+        Raises:
+            MalformedError: The streams contradict the row, or are not in canonical form.
+        """
+        delta = self.decode(tensor)
+        return stage_changes(np.asarray(delta.indices), delta.values, box, weights, key)

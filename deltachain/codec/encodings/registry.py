@@ -8,11 +8,9 @@ from typing import Final
 from typing_extensions import override
 
 from deltachain.codec.encodings.base import Encoding
-from deltachain.codec.encodings.dense import DenseEncoding
-from deltachain.codec.encodings.max import MaxEncoding
-from deltachain.codec.encodings.raw import PlainEncoding, RawEncoding
-from deltachain.codec.encodings.sparse import OverwriteEncoding
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.dense import DenseEncoding, PlainEncoding, RawEncoding
+from deltachain.codec.encodings.max.encoding import MaxEncoding
+from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
 from deltachain.errors import ConfigError, UnsupportedFormatError
 from deltachain.name_registry import SHOWN, NameRegistry
 

@@ -1,4 +1,4 @@
-"""Base class of ``step`` and ``overwrite``: changed elements located by gaps."""
+"""Encodings ``step`` and ``overwrite``, and their base: changed elements located by gaps."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Final
 
 import numpy as np
+import numpy.typing as npt
 from typing_extensions import override
 
-from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.old_bits import OldBits
+from deltachain.codec.frames import BucketWriter
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.types import Bits, Indices
+from deltachain.kernels.reference import Changes, StagedSteps, StepStreams, WindowPlace
+from deltachain.types import Bits, Indices, TensorSpec
 
 WIDE_GAPS_BELOW: Final = 0.003
 """Density below which 2-byte gaps in byte planes are smaller than 1-byte gaps (codec study 3d)."""
@@ -75,9 +76,7 @@ class SparseEncoding(Encoding):
         return {**gaps, **self.value_streams(row, segments)}
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
         indices, numel = delta.indices, delta.spec.numel
         if delta.absolute.ndim:
             raise ConfigError(f"{delta.spec.name}: steps and absolute bits do not mix in one part")
@@ -158,3 +157,85 @@ class OverwriteEncoding(SparseEncoding):
     @override
     def read_values(self, tensor: TensorReader) -> Bits:
         return tensor.planes("value", tensor.spec.itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class StepEncoding(SparseEncoding):
+    """Steps ``new - old``: the smallest encoding, but the reader needs the base bits.
+
+    Streams: ``sign`` and ``exception``, one bit a step; ``magnitude``, one byte for each step with
+    a magnitude other than 1; ``wide.k``, the whole step if its magnitude is 255 or more.
+    """
+
+    name: ClassVar[str] = "step"
+    absolute: ClassVar[bool] = False
+    has_exceptions: ClassVar[bool] = True
+    checked: ClassVar[bool] = True
+    stages: ClassVar[bool] = True
+
+    @override
+    def estimate(self, spec: TensorSpec, changes: Changes) -> int:
+        nnz = int(changes.indices.size)
+        if 4 * nnz < spec.numel:  # smaller than the tensor even if every step were wide
+            return nnz
+        steps = changes.new - changes.old
+        magnitude = np.minimum(steps, -steps)
+        exceptions = int(np.count_nonzero(magnitude != 1))
+        wide = int(np.count_nonzero(magnitude >= 255)) if spec.itemsize > 1 else 0
+        return nnz + nnz // 4 + exceptions + wide * spec.itemsize
+
+    @override
+    def value_streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
+        nnz = sum(s.nnz for s in segments)
+        exceptions, wide = sum(s.exceptions for s in segments), sum(s.wide for s in segments)
+        lengths = {"sign": nnz, "exception": nnz, "magnitude": exceptions}
+        return lengths | {f"wide.{k}": wide for k in range(row.itemsize)}
+
+    @override
+    def put_values(self, values: Bits, out: BucketWriter) -> tuple[int, int]:
+        split = host.split_steps(values)
+        out.put("sign", split.negative)
+        out.put("exception", split.exception)
+        out.put("magnitude", split.magnitude)
+        out.put_planes("wide", split.wide)
+        return split.magnitude.size, split.wide.size
+
+    def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], StepStreams]:
+        """Return the segments of a tensor, and their streams, for the kernels that decode them.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: The padding bits of a stream are not zero.
+        """
+        sign, exception = tensor.packed("sign"), tensor.packed("exception")
+        streams = StepStreams(
+            read_gaps(tensor),
+            *sign,
+            *exception,
+            magnitude=tensor.units("magnitude"),
+            wide=tensor.planes("wide", tensor.spec.itemsize),
+        )
+        return tensor.table, streams
+
+    @override
+    def decode(self, tensor: TensorReader) -> TensorDelta:
+        segments, streams = self.streams_of(tensor)
+        try:
+            indices, steps = host.decode_steps(segments, streams)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
+        return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
+
+    @override
+    def stage(
+        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
+    ) -> StagedSteps:
+        segments, streams = self.streams_of(tensor)
+        try:
+            return host.stage_steps(segments, streams, box, weights, key)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
+
+    @override
+    def read_values(self, tensor: TensorReader) -> Bits:
+        return self.decode(tensor).values

@@ -6,23 +6,21 @@ given as :class:`.live.LiveElements`: a whole tensor, or a window of it in an en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Protocol
 
 import numpy as np
 from typing_extensions import override
 
-from deltachain.codec import Change, Part, encode_part
-from deltachain.codec.encodings.max import MaxEncoding
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import move_at, write_
 from deltachain.kernels.protocol import LiveBits, kernels_for
-from deltachain.kernels.reference import StagedSteps, WindowPlace
+from deltachain.kernels.reference import WindowPlace
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 
@@ -196,12 +194,6 @@ def sum_states(states: Iterable[StateDigest | None]) -> StateDigest | None:
     return total
 
 
-_STEP: Final = StepEncoding()
-_MAX: Final = MaxEncoding()
-
-STAGED: Final = frozenset([_STEP.name, _MAX.name])
-"""Encodings that :func:`prepare_steps` takes."""
-
 PEEK: Final = 4096
 """Number of elements to compare first in the search for two that differ; nearly always enough."""
 
@@ -317,26 +309,23 @@ def prepare(
 
 
 def prepare_steps(live: LiveElements, reader: TensorReader) -> Patch:
-    """Compute a patch straight from the streams of a tensor of ``STAGED``; nothing is written.
+    """Compute a patch straight from the streams of a tensor; nothing is written.
 
     Equals :func:`prepare` of the decoded delta, in one pass over the changes.
 
     Args:
         live: Live elements on the host.
-        reader: Reader of all segments with elements that are in ``live``; for ``max`` with the bits
-            before the change.
+        reader: Reader of all segments with elements that are in ``live``, in an encoding that
+            ``stages``, with the bits before the change if it needs them.
+
+    Raises:
+        DigestMismatchError: A frame differs from its digest in the directory.
+        MalformedError: The streams contradict the directory, or the bits before.
+        OldBitsError: The encoding needs other bits before the change than those at hand.
     """
-    place: Any = live.box, live.storage, digest_key(reader.spec)
-    stage: Callable[..., StagedSteps]
-    streams: tuple[Any, ...]
-    if reader.row.encoding == _MAX.name:
-        stage, streams = host.stage_tiles, _MAX.streams_of(reader)
-    else:
-        stage, streams = host.stage_steps, _STEP.streams_of(reader)
-    try:
-        found = stage(*streams, *place)
-    except ValueError as exc:
-        raise reader.malformed(str(exc)) from exc
+    storage: Any = live.storage
+    encoding = ENCODINGS.get(reader.row.encoding)
+    found = encoding.stage(reader, live.box, storage, digest_key(reader.spec))
     return Patch(
         spec=reader.spec,
         indices=found.positions,

@@ -58,13 +58,6 @@ def test_rows_hold_every_candidate_against_its_floor() -> None:
     assert all(row["best_s"] <= row["median_s"] for row in rows.values())
     assert result["numel"] == NUMEL
     assert {row["threads"] for row in rows.values()} == {1}
-    sent = {name for name, row in rows.items() if row["to_device_per_change"]}
-    assert sent == {detect.DEVICE, detect.DEVICE_HOST}
-    snapshot = 2 / result["density"]
-    assert snapshot <= rows[detect.DEVICE_HOST]["to_device_per_change"] < 1.01 * snapshot
-    assert rows[detect.DEVICE]["to_device_per_change"] < 0.5
-    assert 4 < rows[detect.DEVICE_HOST]["to_host_per_change"] < 4.5
-    assert 6 < rows[detect.DEVICE]["to_host_per_change"] < 6.5
     assert rows[detect.NUMBA]["host_per_change"] == 12
     assert rows[detect.FLOOR]["host_per_change"] == 0
     assert set(result["missed"]) <= set(detect.AIMS)

@@ -15,7 +15,7 @@ from deltachain.codec import ENCODINGS, Change, Part, encode, encode_part
 from deltachain.codec import container as directory
 from deltachain.codec.container import read_header, reader_of
 from deltachain.codec.encodings import BucketWriter, EncodedTensor, OldBits
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.encodings import max as encoding
+from deltachain.codec.encodings.max import encoding, host, tiles
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import ConfigError, MalformedError
-from deltachain.kernels import jit, reference, tiles
 from deltachain.kernels.reference import WindowPlace
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec
 from tests.format import stranger
@@ -283,7 +282,7 @@ def check_kernels(
     starts = np.arange(0, delta.spec.numel, band)
     windows = np.stack([starts, np.minimum(band, delta.spec.numel - starts)], 1)
     args = windows, delta.indices, delta.values, old, table, grid
-    coded, again = tiles.encode_tiles(*args), jit.encode_tiles(*args)
+    coded, again = tiles.encode_tiles(*args), host.encode_tiles(*args)
     assert np.array_equal(coded.data, again.data)
     assert np.array_equal(coded.nbytes, again.nbytes)
     segments = np.zeros((len(windows), 6), np.int64)
@@ -296,14 +295,14 @@ def check_kernels(
             data[rng.integers(data.size)] ^= 1 << rng.integers(8)
         for chosen in (None, wanted):
             streams = tiles.TileStreams(data, old, table, grid, chosen)
-            found = [decoded(kernel, segments, streams) for kernel in (tiles, jit)]
+            found = [decoded(kernel, segments, streams) for kernel in (tiles, host)]
             assert found[0] == found[1]
             for box in boxes(grid, delta.spec.numel):
-                staged = [outcome(kernel, segments, streams, box) for kernel in (reference, jit)]
+                staged = [outcome(kernel, segments, streams, box) for kernel in (tiles, host)]
                 assert staged[0] == staged[1]
                 assert (staged[0] is None) == (found[0] is None)
         if not damage:
-            whole = decoded(jit, segments, tiles.TileStreams(data, old, table, grid))
+            whole = decoded(host, segments, tiles.TileStreams(data, old, table, grid))
             assert whole == (delta.indices.tolist(), delta.values.tolist())
 
 

@@ -16,7 +16,7 @@ from deltachain import PublishConfig
 from deltachain.chain.chain import Chain
 from deltachain.codec import Part
 from deltachain.codec.encodings import ENCODINGS, GROUP, EncodingRegistry
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.errors import BrokenChainError, ConfigError, UnsupportedFormatError
 from deltachain.store import open_store
 from tests.unit.cli.support import invoke
@@ -123,7 +123,7 @@ def test_only_a_known_encoding_of_changes_is_chosen(name: str) -> None:
 
 SOURCE = """
 from dataclasses import dataclass
-from deltachain.codec.encodings.step import StepEncoding
+from deltachain.codec.encodings.sparse import StepEncoding
 
 @dataclass(frozen=True, slots=True)
 class Other(StepEncoding):
@@ -170,7 +170,10 @@ def test_an_installed_encoding_is_imported_when_it_is_asked_for(install: Install
         ("raise ImportError('no such library')", "no such library"),
         ("1 / 0", "ZeroDivisionError"),
         ("ENCODING = 7", "not an Encoding"),
-        ("from deltachain.codec.encodings.step import StepEncoding as ENCODING", "not an Encoding"),
+        (
+            "from deltachain.codec.encodings.sparse import StepEncoding as ENCODING",
+            "not an Encoding",
+        ),
         (SOURCE.replace("acme.x", "acme.y"), "not an Encoding of that name"),
         ("", "no attribute"),
     ],

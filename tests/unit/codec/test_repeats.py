@@ -10,7 +10,7 @@ import zstandard
 from deltachain.codec import Part
 from deltachain.codec.container import read_header, reader_of
 from deltachain.codec.encode import Change, encode_part
-from deltachain.codec.encodings.max import MaxEncoding
+from deltachain.codec.encodings.max.encoding import MaxEncoding
 from deltachain.codec.frames import STREAM_PARAMETERS
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from deltachain.codec.encodings.max import TILE_NBYTES, MaxEncoding, _windows, tiling
+from deltachain.codec.encodings.max.encoding import TILE_NBYTES, MaxEncoding, _windows, tiling
 from deltachain.types import TensorSpec
 
 

@@ -210,7 +210,7 @@ def test_a_batch_that_failed_to_be_enqueued_leaves_the_snapshot(
             given.append(name)
             yield name, tensor
 
-    monkeypatch.setattr("deltachain.kernels.blocks.BATCH_NBYTES", 1)
+    monkeypatch.setattr("deltachain.kernels.device_diff.BATCH_NBYTES", 1)
     monkeypatch.setattr(snapshot, "_source", replace(snapshot._source, live=fails))
     with pytest.raises(MemoryError):
         snapshot.diff_()
@@ -239,7 +239,7 @@ def test_an_export_may_use_the_memory_of_its_tensors_again(where: SnapshotPlace)
 
 
 def test_a_snapshot_on_the_device_needs_weights_there() -> None:
-    with pytest.raises(ConfigError, match="all weights are on the host"):
+    with pytest.raises(ConfigError, match="all weights are compared on the host"):
         snapshot_of(plain_model(), where="device")
     assert snapshot_of(plain_model(), where="host").diff_().live == {}
 
@@ -251,7 +251,7 @@ def test_a_snapshot_is_on_the_host_or_on_the_device() -> None:
 
 def test_a_publisher_says_that_a_snapshot_cannot_be_on_the_device(tmp_path: Path) -> None:
     config = PublishConfig(url=str(tmp_path), snapshot="device")
-    with pytest.raises(ConfigError, match="all weights are on the host"):
+    with pytest.raises(ConfigError, match="all weights are compared on the host"):
         Publisher(config).attach(plain_model())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,19 @@ class OnDevice(Followed):
     def staged(self) -> list[RankStaged]:
         """What every rank has staged last."""
         return [list(one.rank.staged.values())[-1] for one in self.engine.services]
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter decodes here, as a card does elsewhere; one launch at a time."""
+    turn, launch = Lock(), staging.launch
+
+    def launched(*arguments: Any, **constants: Any) -> None:
+        with turn:
+            launch(*arguments, **constants)
+
+    monkeypatch.setattr(staging, "launch", launched)
+    monkeypatch.setattr(staging, "decodes_on", lambda _: True)
 
 
 @pytest.fixture(params=SHAPES)
@@ -118,9 +132,7 @@ def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.Mo
     def half(changes: Any) -> None:
         if left:
             left.pop()
-            number, begin, end = changes.runs[0].tolist()
-            live = changes.placements.storages[number]
-            live.index_copy_(0, changes.positions[begin:end], changes.new[begin:end])
+            write(replace(changes, blocks=changes.blocks[:1]))
             raise torch.OutOfMemoryError("no room")
         write(changes)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,12 @@ from deltachain.errors import BaseMismatchError, OldBitsError
 from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
+from deltachain.kernels.device import storage_bits
+from deltachain.kernels.protocol import LiveBits
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan, host_bits
-from deltachain.replica.staged import Share, _prepared
+from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.unused_state import UnusedState
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.patch import LiveElements, prepare, write
@@ -208,7 +210,7 @@ SMALL = {"SMALL_TILES": ((2, 64), (4, 1 << 16)), "VOCABULARY": 32, "PADDED_TO": 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SMALL.items():
-        monkeypatch.setattr(f"deltachain.codec.encodings.max.{name}", value)
+        monkeypatch.setattr(f"deltachain.codec.encodings.max.encoding.{name}", value)
 
 
 @pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2", "untied tp2"])
@@ -329,3 +331,33 @@ def test_a_plan_from_nothing_needs_no_live_bits() -> None:
     assert found.covers(512 * 1024, SPEC.numel)
     at = 512 * 1024 - found.start
     assert np.array_equal(found.values[at:], states[2][512 * 1024 :])
+
+
+class OnCard(Placement):
+    """Elements whose bits only torch can read, as on a card."""
+
+    @cached_property
+    def storage(self) -> LiveBits:
+        return storage_bits(self.live)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_host_decodes_with_a_copy_of_bits_on_a_device(axis: int) -> None:
+    states = versions(3)
+    plan = plan_of(states, ("max", "step", "max"))
+    after = shards(states[3], 2, axis)
+    for (live, offset), (expected, _) in zip(shards(states[0], 2, axis), after, strict=True):
+        place, before = OnCard(live, offset, (1024, 1)), live.clone()
+        share = Share(((("", 0), place),), *place.span)
+        stage = _Stage(lambda _, share=share: share, 1 << 30, None)  # type: ignore[misc]
+        found = stage.read(plan)
+        assert found.waits
+        stage.take(found)
+        staged = stage.result()
+        assert torch.equal(live, before)
+        for one in staged.writes(lambda _, share=share: share):  # type: ignore[misc]
+            one.run()
+        assert torch.equal(live, expected)
+        for _, one in _prepared(plan_of([states[3], states[2]], ("max",)), share):
+            write(place, one.patch)
+        assert torch.equal(live, shards(states[2], 2, axis)[0 if not offset else 1][0])

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.kernels.reference import StagedSteps, WindowPlace, stage_changes
 from deltachain.types import Bits, Indices
 
 Bytes = npt.NDArray[np.uint8]
@@ -180,6 +181,28 @@ def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple
         found[1].append(steps[changed])
         at += nbytes
     return np.concatenate(found[0]), np.concatenate(found[1])
+
+
+def stage_tiles(
+    segments: npt.NDArray[np.int64],
+    streams: TileStreams,
+    box: WindowPlace,
+    weights: Bits,
+    key: tuple[int, int],
+) -> StagedSteps:
+    """Decode tiles as :func:`decode_tiles`, and stage the steps of the elements of a box.
+
+    Args:
+        segments: See :func:`decode_tiles`.
+        streams: Their tiles; the old bits may be a part of ``weights``.
+        box: Elements held, and their positions in ``weights``.
+        weights: ``(n,)`` live bits; not written.
+        key: Digest key of the tensor.
+
+    Raises:
+        ValueError: The tiles break a rule of FORMAT.md 4.
+    """
+    return stage_changes(*decode_tiles(segments, streams), box, weights, key)
 
 
 def most_nbytes(length: int, nnz: int, cuts: int) -> int:

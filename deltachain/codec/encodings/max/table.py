@@ -9,10 +9,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.codec.encodings.max import host
+from deltachain.codec.encodings.max.tiles import (
+    BINS,
+    ESCAPE,
+    MAX_RATE,
+    MAX_SIZE,
+    NEVER,
+    Bytes,
+    TileGrid,
+    bins,
+)
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta
-from deltachain.kernels import host
-from deltachain.kernels.tiles import BINS, ESCAPE, MAX_RATE, MAX_SIZE, NEVER, Bytes, TileGrid, bins
 from deltachain.types import Bits, Indices, TensorSpec
 
 Numbers = npt.NDArray[np.int64]

@@ -13,9 +13,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.compiling import compiled
-from deltachain.kernels.tiles import BINS, MAX_CUTS, MAX_RATE, NEVER, Bytes, TileGrid
-from deltachain.kernels.words import (
+from deltachain.codec.encodings.max.tiles import BINS, MAX_CUTS, MAX_RATE, NEVER, Bytes, TileGrid
+from deltachain.codec.encodings.max.words import (
     WORD,
     bin_word,
     count_before,
@@ -24,6 +23,7 @@ from deltachain.kernels.words import (
     range_mask,
     run_mask,
 )
+from deltachain.kernels.compiling import compiled
 from deltachain.types import Bits
 
 _U = np.uint64

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.kernels.compiling import compiled
-from deltachain.kernels.tile_classes import (
+from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
     bin_segment,
@@ -17,8 +16,16 @@ from deltachain.kernels.tile_classes import (
     rule_of,
     thread_scratch,
 )
-from deltachain.kernels.tiles import ESCAPE, NEVER, Bytes, CodedTiles, TileGrid, most_nbytes
-from deltachain.kernels.words import WORD, popcount
+from deltachain.codec.encodings.max.tiles import (
+    ESCAPE,
+    NEVER,
+    Bytes,
+    CodedTiles,
+    TileGrid,
+    most_nbytes,
+)
+from deltachain.codec.encodings.max.words import WORD, popcount
+from deltachain.kernels.compiling import compiled
 from deltachain.types import Bits, Indices
 
 _U = np.uint64

@@ -12,18 +12,11 @@ import numpy as np
 import numpy.typing as npt
 from typing_extensions import override
 
-from deltachain.codec.bucket_writer import BucketWriter
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.encodings.step import StepEncoding
-from deltachain.codec.encodings.tile_table import BinCounts, table_of
-from deltachain.codec.old_bits import HeldElements, OldBits
-from deltachain.codec.tensor_reader import TensorReader
-from deltachain.delta import TensorDelta
-from deltachain.errors import ConfigError, OldBitsError
-from deltachain.kernels import host
-from deltachain.kernels.reference import Changes
-from deltachain.kernels.tiles import (
+from deltachain.codec.encodings.max import host
+from deltachain.codec.encodings.max.table import BinCounts, table_of
+from deltachain.codec.encodings.max.tiles import (
     BINS,
     MAX_CUTS,
     MAX_RATE,
@@ -34,7 +27,14 @@ from deltachain.kernels.tiles import (
     TileStreams,
     most_nbytes,
 )
-from deltachain.types import TensorSpec
+from deltachain.codec.encodings.sparse import StepEncoding
+from deltachain.codec.frames import BucketWriter
+from deltachain.codec.old_bits import OldBits
+from deltachain.codec.tensor_reader import TensorReader
+from deltachain.delta import TensorDelta
+from deltachain.errors import ConfigError, OldBitsError
+from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace
+from deltachain.types import Bits, TensorSpec
 
 ROW_FACTORS: Final = (2, 2, 2, 3, 2)
 COLUMN_FACTORS: Final = (2, 2, 2, 2)
@@ -90,22 +90,6 @@ class Tiling(NamedTuple):
     cuts: int
 
 
-class StoredTiles(NamedTuple):
-    """Tiles of a tensor's segments as a part has them.
-
-    Attributes:
-        data: The bytes of all segments, end to end; untrusted.
-        table: ``(512,)`` rates and sizes, canonical.
-        grid: The tiles; positions count from the first element that the decoder has.
-        wanted: ``(segments, cuts)`` bool: tiles of which it has all elements; ``None`` for all.
-    """
-
-    data: Bytes
-    table: Bytes
-    grid: TileGrid
-    wanted: npt.NDArray[np.bool_] | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class MaxEncoding(Encoding):
     """Ranks of changed elements in classes of old bits: the fewest bytes, at slower decoding.
@@ -120,6 +104,8 @@ class MaxEncoding(Encoding):
     absolute: ClassVar[bool] = False
     checked: ClassVar[bool] = True
     needs_old: ClassVar[bool] = True
+    compact: ClassVar[bool] = True
+    stages: ClassVar[bool] = True
     shared: ClassVar[frozenset[str]] = frozenset(["class"])
 
     @override
@@ -170,10 +156,8 @@ class MaxEncoding(Encoding):
         return {"class": 2 * BINS if row.segments else 0, "tile": sum(s.gaps for s in segments)}
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
-        spec, indices = delta.spec, delta.indices
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        spec, indices, old = delta.spec, delta.indices, out.old
         if indices is None or delta.absolute.any():
             raise ConfigError(f"{spec.name}: max deltas carry indices and steps")
         if old is not None:
@@ -191,8 +175,9 @@ class MaxEncoding(Encoding):
         grid = _grid(spec, cuts, old.start)
         stored: Any = out.pieces.get("class", ())
         own = BinCounts.of(old, delta, grid)
-        so_far = out.counts.get((spec.dtype, grid.mask))
-        so_far = out.counts[spec.dtype, grid.mask] = own if so_far is None else so_far + own
+        alike = self.name, spec.dtype, grid.mask
+        so_far = out.notes.get(alike)
+        so_far = out.notes[alike] = own if so_far is None else so_far + own
         table = table_of(spec, own, grid, so_far, stored)
         coded = host.encode_tiles(kept, indices, delta.values, old.bits, table, grid)
         out.put("class", table)
@@ -218,28 +203,17 @@ class MaxEncoding(Encoding):
                 "hand here",
                 hint="publish with encoding='step'",
             )
-        data, table, grid, wanted = self.coded_tiles(tensor, old.elements)
+        grid, wanted = _grid(tensor.spec, tensor.row.gap, old.start), None
+        data, table = np.empty(0, np.uint8), _UNUSED
+        if tensor.segments:
+            first, last = tensor.segments[0], tensor.segments[-1]
+            if first.start < old.start or last.start + last.length > old.stop:
+                raise _cut(tensor)
+            data, table = tensor.units("tile"), tensor.units("class")
+            if not _is_canonical(table, grid.mask):
+                raise tensor.malformed("rates and sizes are not canonical")
+            wanted = None if old.held is None else _wanted(tensor, grid, old.held)
         return tensor.table, TileStreams(data, old.bits, table, grid, wanted)
-
-    def coded_tiles(self, tensor: TensorReader, elements: HeldElements) -> StoredTiles:
-        """Return the tiles of a tensor's segments, for a decoder with the bits of some elements.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: Rates and sizes break a rule of FORMAT.md 4.
-            OldBitsError: The elements are a part of a tile only.
-        """
-        grid = _grid(tensor.spec, tensor.row.gap, elements.start)
-        if not tensor.segments:
-            return StoredTiles(np.empty(0, np.uint8), _UNUSED, grid)
-        first, last = tensor.segments[0], tensor.segments[-1]
-        if first.start < elements.start or last.start + last.length > elements.stop:
-            raise _cut(tensor)
-        table = tensor.units("class")
-        if not _is_canonical(table, grid.mask):
-            raise tensor.malformed("rates and sizes are not canonical")
-        wanted = None if elements.held is None else _wanted(tensor, grid, elements.held)
-        return StoredTiles(tensor.units("tile"), table, grid, wanted)
 
     @override
     def decode(self, tensor: TensorReader) -> TensorDelta:
@@ -249,6 +223,16 @@ class MaxEncoding(Encoding):
         except ValueError as exc:
             raise tensor.malformed(str(exc)) from exc
         return TensorDelta(spec=tensor.spec, indices=indices, values=steps)
+
+    @override
+    def stage(
+        self, tensor: TensorReader, box: WindowPlace, weights: Bits, key: tuple[int, int]
+    ) -> StagedSteps:
+        segments, streams = self.streams_of(tensor)
+        try:
+            return host.stage_tiles(segments, streams, box, weights, key)
+        except ValueError as exc:
+            raise tensor.malformed(str(exc)) from exc
 
 
 def _wanted(

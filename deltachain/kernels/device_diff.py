@@ -1,0 +1,721 @@
+"""Diff of weights on a device against a snapshot on the host or on that device.
+
+Tensors are compared in batches of blocks. A *block* is the unit of comparison: up to ``BLOCK``
+consecutive elements of one tensor. A *batch* is a bounded number of blocks of any tensors, compared
+by the same launches, so that their number follows from the size of a model and not from its number
+of tensors. A snapshot on the host is copied to the device a batch at a time on a stream of its own,
+each while earlier batches are compared; tensors that lie side by side in the snapshot cross in one
+copy. Changes are compacted on the device. The stream of the caller is waited for once, when all
+batches are enqueued. Then exactly the changes are copied back: two bytes for the offset of each in
+its block and its new bits, and its old bits too if the snapshot is not on the host.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from deltachain.kernels import host, reference
+from deltachain.kernels.device import INT_DTYPES, bits_of
+from deltachain.kernels.reference import Changes
+from deltachain.types import BITS_DTYPES, Bits, Indices
+
+logger = logging.getLogger(__name__)
+
+BLOCK: Final = 4096
+"""Elements of a block. An offset in a block takes two bytes, and its count another two."""
+
+BATCH_NBYTES: Final = 64 << 20
+"""Largest size of a batch's snapshot bits, in bytes: long enough for the full speed of a copy."""
+
+
+class Span(NamedTuple):
+    """Consecutive elements of one tensor in one batch; ``start`` is a multiple of ``BLOCK``."""
+
+    start: int
+    numel: int
+
+    @property
+    def blocks(self) -> int:
+        return -(-self.numel // BLOCK)
+
+
+class BlockTable(NamedTuple):
+    """Blocks of a batch, in order; three ``(blocks,)`` int64 arrays.
+
+    Attributes:
+        span: Number of the block's span in the batch.
+        first: Offset of the block's first element in its span.
+        numel: Number of elements.
+    """
+
+    span: Indices
+    first: Indices
+    numel: Indices
+
+
+def batch_blocks(width: int) -> int:
+    return max(1, BATCH_NBYTES // (width * BLOCK))
+
+
+def spans_of(numel: int, *, used: int, limit: int) -> Iterator[Span]:
+    """Cut a tensor into spans that fill batches of ``limit`` blocks, the first of them in part.
+
+    Args:
+        numel: Number of elements of the tensor.
+        used: Number of blocks in the open batch, less than ``limit``.
+        limit: Largest number of blocks in a batch.
+    """
+    start, room = 0, limit - used
+    while start < numel:
+        span = Span(start, min(numel - start, room * BLOCK))
+        yield span
+        start, room = start + span.numel, limit
+
+
+def block_table(numels: npt.NDArray[np.int64]) -> BlockTable:
+    """Return the blocks of spans with the given ``(spans,)`` numbers of elements."""
+    blocks = -(-numels // BLOCK)
+    span = np.repeat(np.arange(numels.size), blocks)
+    number = np.arange(span.size) - np.repeat(np.cumsum(blocks) - blocks, blocks)
+    first = number * BLOCK
+    return BlockTable(span, first, np.minimum(BLOCK, numels[span] - first))
+
+
+def indices_of(first: Indices, counts: npt.NDArray[Any], offsets: npt.NDArray[Any]) -> Indices:
+    """Return the indices of changes.
+
+    Args:
+        first: Index of each block's first element, int64 of shape ``(blocks,)``.
+        counts: Number of changes in each block, int16 of shape ``(blocks,)``.
+        offsets: Offset of each change in its block, ascending, int16 of shape ``(nnz,)``.
+    """
+    indices: Indices = np.repeat(first, counts)
+    indices += offsets
+    return indices
+
+
+class CopyStream:
+    """The caller's stream on a device, which computes, and one that copies.
+
+    Args:
+        where: The device; on the host there are no streams, and everything is done at once.
+
+    Attributes:
+        to_device_nbytes: Bytes copied to the device so far.
+        to_host_nbytes: Bytes copied to the host so far.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        self.to_device_nbytes = self.to_host_nbytes = 0
+        self._copies = torch.cuda.Stream(where) if where.type == "cuda" else None
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Make the device current, so that kernels are launched on the caller's stream there."""
+        if self._copies is None:
+            yield
+            return
+        with torch.cuda.device(self.where):
+            yield
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        if self._copies is None:
+            yield
+            return
+        with torch.cuda.stream(self._copies):
+            yield
+
+    def copies_follow(self, event: torch.cuda.Event | None) -> None:
+        if self._copies is not None and event is not None:
+            self._copies.wait_event(event)
+
+    def computing_follows(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.where).wait_event(event)
+
+    def mark(self) -> torch.cuda.Event | None:
+        if self._copies is None:
+            return None
+        event: torch.cuda.Event = torch.cuda.current_stream(self.where).record_event()
+        return event
+
+    def mark_copies(self) -> torch.cuda.Event | None:
+        return None if self._copies is None else self._copies.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Block this thread until an event; nothing else of a diff does."""
+        if event is not None:
+            event.synchronize()
+
+    def keep_for_copies(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that goes away until the copies that use it are done."""
+        if self._copies is not None:
+            tensor.record_stream(self._copies)
+
+    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return room for ``numel`` elements on the host, pinned for copies from the device."""
+        return torch.empty(numel, dtype=dtype, pin_memory=self._copies is not None)
+
+    def send(self, array: Tensor) -> Tensor:
+        """Enqueue the copy of a small tensor on the host to the device, without waiting."""
+        self.to_device_nbytes += array.nbytes
+        if self._copies is None:
+            return array
+        # The allocator of pinned memory gives it out again when the copy is done.
+        return array.pin_memory().to(self.where, non_blocking=True)
+
+    def send_into(self, room: Tensor, bits: Tensor) -> None:
+        """Enqueue the copy of pinned bits on the host into room on the device, without waiting."""
+        self.to_device_nbytes += bits.nbytes
+        room.copy_(bits, non_blocking=True)
+
+    def receive(self, tensor: Tensor) -> Tensor:
+        """Enqueue the copy of a tensor to pinned memory; it is there after the next wait."""
+        self.to_host_nbytes += tensor.nbytes
+        if self._copies is None:
+            return tensor.clone()
+        return (
+            self.room(tensor.numel(), tensor.dtype)
+            .view(tensor.shape)
+            .copy_(tensor, non_blocking=True)
+        )
+
+
+class Arena(NamedTuple):
+    """Room on a device for the changes of batches, filled from the front.
+
+    Attributes:
+        offsets: Offset of each change in its block, int16 of shape ``(capacity,)``.
+        new: New bits, shape ``(capacity,)``.
+        old: Old bits, shape ``(capacity,)``; ``new`` itself if they are not wanted.
+    """
+
+    offsets: Tensor
+    new: Tensor
+    old: Tensor
+
+    @classmethod
+    def empty(cls, capacity: int, dtype: torch.dtype, where: torch.device, *, old: bool) -> Arena:
+        offsets = torch.empty(capacity, dtype=torch.int16, device=where)
+        new = torch.empty(capacity, dtype=dtype, device=where)
+        return cls(offsets, new, torch.empty_like(new) if old else new)
+
+    @property
+    def columns(self) -> tuple[Tensor, ...]:
+        """Offsets, new bits, and old bits if they are wanted."""
+        return (self.offsets, self.new) if self.old is self.new else tuple(self)
+
+
+class Placed(NamedTuple):
+    """Where the changes of a batch are, on its device.
+
+    Attributes:
+        counts: Number of changes of each block, int16 of shape ``(blocks,)``.
+        header: First change in the arena, or -1 if it had no room; number of changes; end of all
+            changes in the arena; int64 of shape ``(3,)``.
+        arena: The arena.
+    """
+
+    counts: Tensor
+    header: Tensor
+    arena: Arena
+
+
+ALIGNMENT: Final = 16
+"""Alignment of tensors in a snapshot, in bytes: a device reads as much at once."""
+
+ROOM_SHARE: Final = 64
+"""Elements for each change that there is room for at first: 1.6 %."""
+
+LARGEST_ROOM_SHARE: Final = 16
+"""The same for room that has grown, after more elements changed than it had room for."""
+
+SMALLEST_ROOM: Final = 1 << 20
+"""Changes for which a lane has room whatever its size, unless it has fewer elements."""
+
+
+class LaneKind(NamedTuple):
+    """What the tensors of one lane have in common.
+
+    Attributes:
+        width: Size of an element's bits in the snapshot, in bytes.
+        master: Whether the weights are fp32 masters of bf16 ones.
+        resident: Whether the snapshot is on the device.
+    """
+
+    width: int
+    master: bool
+    resident: bool
+
+
+class Compared(NamedTuple):
+    """A tensor to compare with its bits in the snapshot.
+
+    Attributes:
+        name: Name of the tensor.
+        kept: Flat bits of the snapshot in which its bits are, of any number of tensors.
+        at: Position of its first element there.
+        current: Flat weights on the device, in any dtype that casts to ``dtype``.
+        dtype: Dtype of the snapshot's bits.
+        resident: Whether the snapshot is on the device.
+    """
+
+    name: str
+    kept: Tensor
+    at: int
+    current: Tensor
+    dtype: torch.dtype
+    resident: bool
+
+    @property
+    def kind(self) -> LaneKind:
+        master = self.current.dtype == torch.float32 and self.dtype == torch.bfloat16
+        return LaneKind(self.kept.element_size(), master, self.resident)
+
+    def bits(self, start: int, numel: int) -> Tensor:
+        """Return bits of consecutive weights, cast to the snapshot's dtype by torch."""
+        return bits_of(self.current[start : start + numel].to(self.dtype))
+
+
+class TensorSpan(NamedTuple):
+    tensor: Compared
+    span: Span
+
+    @property
+    def at(self) -> int:
+        """Position of the first element in the snapshot's flat bits."""
+        return self.tensor.at + self.span.start
+
+
+class Run(NamedTuple):
+    """Spans of a batch that lie side by side in ``kept``, the flat bits of the snapshot."""
+
+    kept: Tensor
+    start: int
+    stop: int
+    spans: int
+
+
+class Launched(NamedTuple):
+    """A batch whose comparison is enqueued; the weights of its spans stay referenced."""
+
+    lane: Lane
+    spans: Sequence[TensorSpan]
+    table: BlockTable
+    placed: Placed
+
+
+@dataclass(slots=True)
+class _Slot:
+    """Room on the device for the snapshot bits of a batch, and the event after its last use."""
+
+    bits: Tensor
+    free: torch.cuda.Event | None = None
+
+
+@dataclass(slots=True)
+class Lane:
+    """Tensors of one kind on one device: collects batches and enqueues their comparison.
+
+    Attributes:
+        kind: What the tensors have in common.
+        streams: Streams of the device.
+        numel: Number of elements that are expected, for which room is made.
+        copies: Number of copies of snapshot bits to the device so far.
+    """
+
+    kind: LaneKind
+    streams: CopyStream
+    numel: int = 0
+    copies: int = 0
+    _arena: Arena | None = None
+    _header: Tensor | None = None
+    _launched: list[Launched] = field(default_factory=list)
+    _open: list[TensorSpan] = field(default_factory=list)
+    _used: int = 0
+    _slots: list[_Slot] = field(default_factory=list)
+    _turn: int = 1
+
+    @property
+    def limit(self) -> int:
+        return batch_blocks(self.kind.width)
+
+    def add(self, tensor: Compared) -> None:
+        """Add a tensor; full batches are enqueued."""
+        for span in spans_of(tensor.current.numel(), used=self._used, limit=self.limit):
+            self._open.append(TensorSpan(tensor, span))
+            self._used += span.blocks
+            if self._used == self.limit:
+                self.flush()
+
+    def flush(self) -> None:
+        spans, self._open, self._used = self._open, [], 0
+        if not spans:
+            return
+        if self._arena is None:
+            self._arena = self._room(self._capacity())
+        batch = self._enqueue(spans, self._arena, self._header)
+        self._launched.append(batch)
+        self._header = batch.placed.header
+
+    def redo(self, batch: Launched, nnz: int) -> Launched:
+        """Enqueue a batch again that had no room for its ``nnz`` changes, with room of its own."""
+        return self._enqueue(batch.spans, self._room(nnz), None)
+
+    def drop(self) -> None:
+        self._open, self._used = [], 0
+
+    def take(self) -> list[Launched]:
+        """Return the enqueued batches; the next ones use their room again."""
+        launched, self._launched, self._header = self._launched, [], None
+        return launched
+
+    def fit(self, nnz: int) -> None:
+        """Make more room for the next diff, if ``nnz`` changes had not enough."""
+        if self._arena is None or nnz <= self._arena.offsets.numel():
+            return
+        grown = min(nnz * 5 // 4, self.numel // LARGEST_ROOM_SHARE)
+        if grown > self._arena.offsets.numel():
+            self._arena = None  # first gone, then made anew
+            self._arena = self._room(grown)
+
+    def _capacity(self) -> int:
+        return min(self.numel, max(SMALLEST_ROOM, self.numel // ROOM_SHARE)) or SMALLEST_ROOM
+
+    def _room(self, capacity: int) -> Arena:
+        dtype, old = INT_DTYPES[self.kind.width], self.kind.resident
+        return Arena.empty(capacity, dtype, self.streams.where, old=old)
+
+    def _there(self, spans: Sequence[TensorSpan]) -> tuple[list[tuple[Tensor, int]], _Slot | None]:
+        """Return where the snapshot bits of each span begin on the device, copied if need be."""
+        if self.kind.resident:
+            return [(one.tensor.kept, one.at) for one in spans], None
+        found = list(runs(spans))
+        slot = self._slot(sum(run.stop - run.start for run in found))
+        with self.streams.copying():
+            self.streams.copies_follow(slot.free)
+            position, first = 0, 0
+            there: list[tuple[Tensor, int]] = []
+            for run in found:
+                room = slot.bits[position : position + run.stop - run.start]
+                self.streams.send_into(room, run.kept[run.start : run.stop])
+                self.copies += 1
+                shift = position - run.start
+                there += [(slot.bits, one.at + shift) for one in spans[first : first + run.spans]]
+                position, first = position + room.numel(), first + run.spans
+            copied = self.streams.mark_copies()
+        self.streams.computing_follows(copied)
+        return there, slot
+
+    def _slot(self, numel: int) -> _Slot:
+        """Return one of two rooms for snapshot bits, in turn."""
+        self._turn ^= 1
+        if len(self._slots) <= self._turn:
+            self._slots.append(self._new_slot(numel))
+        slot = self._slots[self._turn]
+        if slot.bits.numel() < numel:
+            self.streams.keep_for_copies(slot.bits)
+            slot = self._slots[self._turn] = self._new_slot(numel)
+        return slot
+
+    def _new_slot(self, numel: int) -> _Slot:
+        expected = min(self.limit * BLOCK, self.numel)
+        where, dtype = self.streams.where, INT_DTYPES[self.kind.width]
+        bits = torch.empty(max(numel, expected), dtype=dtype, device=where)
+        # Kernels that were enqueued before may still use this memory: copies must follow them.
+        return _Slot(bits, self.streams.mark())
+
+    def _enqueue(
+        self, spans: Sequence[TensorSpan], arena: Arena, header: Tensor | None
+    ) -> Launched:
+        """Enqueue the comparison of a batch."""
+        streams = self.streams
+        table = block_table(np.array([one.span.numel for one in spans], np.int64))
+        with streams.computing():
+            then, slot = self._there(spans)
+            placed = self._compare(table, spans, then, arena, header)
+            if slot is not None:
+                slot.free = streams.mark()
+        return Launched(self, spans, table, placed)
+
+    def _compare(
+        self,
+        table: BlockTable,
+        spans: Sequence[TensorSpan],
+        then: Sequence[tuple[Tensor, int]],
+        arena: Arena,
+        header: Tensor | None,
+    ) -> Placed:
+        from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
+
+        if header is None:
+            header = torch.zeros(3, dtype=torch.int64, device=self.streams.where)
+        # By address: a view of each of many thousand tensors would cost more than to compare them.
+        now, held = self._addresses(spans)
+        kept = [bits.data_ptr() + at * self.kind.width for bits, at in then]
+        width = 4 if self.kind.master else self.kind.width
+        sides = [
+            np.array(first, np.int64)[table.span] + table.first * size
+            for first, size in ((now, width), (kept, self.kind.width))
+        ]
+        placed = fused_diff.diff_batch_(
+            self.streams.send(torch.from_numpy(np.stack([*sides, table.numel]))),
+            header,
+            arena,
+            master=self.kind.master,
+            resident=self.kind.resident,
+            aligned=not any((side % ALIGNMENT).any() for side in sides),
+        )
+        del held  # used until here: later memory of this stream may be the same
+        return placed
+
+    def _addresses(self, spans: Sequence[TensorSpan]) -> tuple[list[int], list[Tensor]]:
+        """Return the address of the weights of each span, and tensors that were cast for them."""
+        found, held = [], []
+        for one in spans:
+            current = one.tensor.current
+            if self.kind.master or current.dtype == one.tensor.dtype:
+                found.append(current.data_ptr() + one.span.start * current.element_size())
+                continue
+            held.append(one.tensor.bits(*one.span))
+            found.append(held[-1].data_ptr())
+        return found, held
+
+
+def runs(spans: Sequence[TensorSpan]) -> Iterator[Run]:
+    """Yield spans that lie side by side in the snapshot as one run, in order."""
+    last: Run | None = None
+    for one in spans:
+        kept, stop = one.tensor.kept, one.at + one.span.numel
+        # What lies between is padding, if it is less than the alignment of the next tensor.
+        if (
+            last is not None
+            and last.kept is kept
+            and 0 <= (one.at - last.stop) * kept.element_size() < ALIGNMENT
+        ):
+            last = Run(kept, last.start, stop, last.spans + 1)
+            continue
+        if last is not None:
+            yield last
+        last = Run(kept, one.at, stop, 1)
+    if last is not None:
+        yield last
+
+
+class Landed(NamedTuple):
+    """Changes of a batch, on the host.
+
+    Attributes:
+        batch: The batch.
+        nnz: Number of changes.
+        room: Whether there was room for them; the arrays are empty if not.
+        counts: Number of changes of each block, int16 of shape ``(blocks,)``.
+        columns: Offset of each change in its block, new bits, and old bits if they are not on the
+            host; each of shape ``(nnz,)``.
+    """
+
+    batch: Launched
+    nnz: int
+    room: bool
+    counts: npt.NDArray[Any]
+    columns: tuple[npt.NDArray[Any], ...]
+
+
+class DeviceDiff:
+    """Diffs of weights on one device; its buffers are kept from one diff to the next.
+
+    Call ``add`` for every tensor, then ``settle``; use from one thread and one stream at a time.
+
+    Args:
+        where: Device of the weights, one that :func:`compares_on` accepts.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self.streams = CopyStream(where)
+        self.lanes: dict[LaneKind, Lane] = {}
+
+    def expect(self, kind: LaneKind, numel: int) -> None:
+        """Announce ``numel`` more elements of a kind in every diff, so that there is room."""
+        self._lane(kind).numel += numel
+
+    def add(self, tensor: Compared) -> None:
+        """Compare a tensor, now or with those that follow; its memory must stay as it is."""
+        self._lane(tensor.kind).add(tensor)
+
+    def drop(self) -> None:
+        """Forget the tensors that are not being compared yet."""
+        for lane in self.lanes.values():
+            lane.drop()
+
+    def settle(self, found: MutableMapping[str, Changes]) -> None:
+        """Wait for the changes of all tensors since the last call, and update the snapshot.
+
+        Args:
+            found: Receives the changes of each tensor that has any, by name.
+        """
+        for lane in self.lanes.values():
+            lane.flush()
+        landed = self._land([batch for lane in self.lanes.values() for batch in lane.take()])
+        changes: dict[str, list[Changes]] = defaultdict(list)
+        for first in landed:
+            one = first
+            if not one.room:  # seldom, and large: one at a time
+                (one,) = self._land([one.batch.lane.redo(one.batch, one.nnz)])
+            for name, some in _changes_of(one):
+                changes[name].append(some)
+        for lane in self.lanes.values():
+            lane.fit(sum(one.nnz for one in landed if one.batch.lane is lane))
+        for name, several in changes.items():
+            found[name] = several[0] if len(several) == 1 else _joined(several)
+
+    def _lane(self, kind: LaneKind) -> Lane:
+        if kind not in self.lanes:
+            self.lanes[kind] = Lane(kind, self.streams)
+        return self.lanes[kind]
+
+    def _land(self, launched: Sequence[Launched]) -> list[Landed]:
+        """Wait for batches, and copy their changes to the host."""
+        if not launched:
+            return []
+        streams, placed = self.streams, [batch.placed for batch in launched]
+        with streams.computing():
+            counts = streams.receive(torch.cat([one.counts for one in placed])).numpy()
+            headers = streams.receive(torch.stack([one.header for one in placed])).numpy()
+        # The only wait for the caller's stream, unless a batch had no room.
+        streams.wait(streams.mark())
+        used: dict[int, int] = defaultdict(int)
+        for one, (start, nnz, _) in zip(placed, headers.tolist(), strict=True):
+            used[id(one.arena)] = max(used[id(one.arena)], start + nnz if start >= 0 else 0)
+        arenas = {id(one.arena): one.arena for one in placed}
+        with streams.copying():
+            arrived = {
+                key: [streams.receive(column[: used[key]]).numpy() for column in arena.columns]
+                for key, arena in arenas.items()
+            }
+            copied = streams.mark_copies()
+        streams.wait(copied)
+        ends = np.cumsum([batch.table.numel.size for batch in launched]).tolist()
+        landed = []
+        for batch, end, (start, nnz, _) in zip(launched, ends, headers.tolist(), strict=True):
+            mine = slice(start, start + nnz) if start >= 0 else slice(0, 0)
+            columns = tuple(column[mine] for column in arrived[id(batch.placed.arena)])
+            blocks = counts[end - batch.table.numel.size : end]
+            landed.append(Landed(batch, nnz, start >= 0, blocks, columns))
+        return landed
+
+
+def _changes_of(landed: Landed) -> list[tuple[str, Changes]]:
+    """Return the changes of each span of a batch, after an update of a snapshot on the host."""
+    spans, table = landed.batch.spans, landed.batch.table
+    if not landed.nnz:
+        return []
+    offsets, new, *rest = landed.columns
+    dtype = BITS_DTYPES[new.itemsize]
+    first = np.array([one.at for one in spans], np.int64)[table.span] + table.first
+    positions = indices_of(first, landed.counts, offsets)
+    # Number of changes before each span, and after the last.
+    edges = np.searchsorted(table.span, np.arange(len(spans) + 1))
+    before = np.concatenate(([0], np.cumsum(landed.counts, dtype=np.int64)))[edges]
+    bits = new.view(dtype)
+    old = rest[0].view(dtype) if rest else _update_host(spans, before, positions, bits)
+    return [
+        (
+            one.tensor.name,
+            Changes(positions[low:high] - one.tensor.at, old[low:high], bits[low:high]),
+        )
+        for one, low, high in zip(spans, before[:-1].tolist(), before[1:].tolist(), strict=True)
+        if low < high
+    ]
+
+
+def _update_host(
+    spans: Sequence[TensorSpan],
+    before: npt.NDArray[np.int64],
+    positions: Indices,
+    new: Bits,
+) -> Bits:
+    """Write new bits into a snapshot on the host; return the old ones."""
+    old, number = np.empty_like(new), 0
+    for run in runs(spans):
+        mine = slice(int(before[number]), int(before[number + run.spans]))
+        kept = run.kept.numpy().view(new.dtype)
+        old[mine] = host.gather(kept, positions[mine])
+        host.scatter_(kept, positions[mine], new[mine])
+        number += run.spans
+    return old
+
+
+def _joined(several: Sequence[Changes]) -> Changes:
+    ordered = sorted(several, key=lambda changes: int(changes.indices[0]))
+    return Changes(*(np.concatenate(column) for column in zip(*ordered, strict=True)))
+
+
+@cache
+def compares_on(where: torch.device) -> bool:
+    """Return whether weights on a device are compared there, tried once in a process.
+
+    The kernels need Triton and a C compiler, which a machine may lack. Weights on other devices are
+    copied to the host and compared there.
+    """
+    if where.type != "cuda" or find_spec("triton") is None:
+        return False
+    try:
+        wrong = disagreements(where)
+    except Exception as exc:  # noqa: BLE001 - compilers and drivers raise errors of any kind
+        logger.warning("weights on %s are compared on the host: %s", where, exc)
+        return False
+    if wrong:
+        logger.warning("weights on %s are compared on the host: kernels fail %s", where, wrong)
+    return not wrong
+
+
+def disagreements(where: torch.device) -> list[str]:
+    """Return the kinds of tensors for which the kernels of a device differ from the reference."""
+    wrong = []
+    for name, current, wire, expected in _trials(where):
+        for resident in (False, True):
+            snapshot = torch.zeros(expected.size, dtype=INT_DTYPES[expected.itemsize])
+            kept = snapshot.to(where) if resident else snapshot
+            diff, found = DeviceDiff(where), dict[str, Changes]()
+            diff.add(Compared("w", kept, 0, current, wire, resident))
+            diff.settle(found)
+            changes = reference.diff_(np.zeros(expected.size, expected.dtype), expected)
+            equal = "w" in found and all(map(np.array_equal, found["w"], changes))
+            if not (equal and np.array_equal(kept.cpu().numpy().view(expected.dtype), expected)):
+                wrong.append(f"{name}, snapshot on the {'device' if resident else 'host'}")
+    return wrong
+
+
+class _Trial(NamedTuple):
+    """Weights on a device, and the bits that a snapshot of them has."""
+
+    name: str
+    current: Tensor
+    wire: torch.dtype
+    expected: Bits
+
+
+def _trials(where: torch.device) -> Iterator[_Trial]:
+    """Yield every width, and masters."""
+    rng, numel = np.random.default_rng(1), BLOCK + 3
+    for width, dtype in INT_DTYPES.items():
+        bits: Bits = rng.integers(0, 256, numel * width, np.uint8).view(BITS_DTYPES[width])
+        signed = bits.view(f"<i{width}") if width > 1 else bits
+        yield _Trial(str(dtype), torch.from_numpy(signed).to(where), dtype, bits)
+    values = rng.standard_normal(numel, np.float32)
+    weights = torch.from_numpy(values).to(where)
+    yield _Trial("fp32", weights, torch.bfloat16, reference.cast_bf16(values))
