@@ -18,8 +18,6 @@ from deltachain.types import Bits, Indices, StateDigest
 
 
 class DeviceArm:
-    """``kernels.device`` on one torch device."""
-
     def __init__(self, where: str) -> None:
         self._where = torch.device(where)
 
@@ -36,7 +34,6 @@ class DeviceArm:
         return _changes(found, snapshot)
 
     def decode_gaps(self, gaps: Bits) -> Indices:
-        """As the only segment of a batch of new bits."""
         planes = list(gaps.view(np.uint8).reshape(-1, gaps.itemsize).T)
         nnz = int(np.count_nonzero(gaps != np.iinfo(gaps.dtype).max))
         layout = StreamLayout(1, gaps.itemsize, absolute=True)
@@ -45,7 +42,6 @@ class DeviceArm:
         return self._decode(TensorStreams(0, 1 << 20, segments, values, planes), layout)[0]
 
     def join_steps(self, split: SplitSteps) -> Bits:
-        """As the only segment of a batch of steps without gaps."""
         nnz, width = split.negative.size, split.wide.itemsize
         segments = np.array([[0, nnz, nnz, 0, split.magnitude.size, split.wide.size]])
         streams = TensorStreams(
@@ -82,20 +78,11 @@ class DeviceArm:
         weights[:] = _receive(live, weights)
 
     def send(self, bits: Bits) -> Tensor:
-        """Bits as the device kernels take them."""
         signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
         return torch.from_numpy(signed.copy()).to(self._where)
 
 
 class CrossingArm(DeviceArm):
-    """``kernels.crossing``, with the snapshot on the host or on the device.
-
-    Args:
-        where: Device of the weights.
-        resident: Whether the snapshot is there as well.
-        fused: Whether the kernels are those in Triton.
-    """
-
     def __init__(self, where: str, *, resident: bool = False, fused: bool = False) -> None:
         super().__init__(where)
         self._resident, self.diff = resident, DeviceDiff(self._where, fused=fused)
@@ -120,7 +107,6 @@ class CrossingArm(DeviceArm):
 
 
 def _pinned(snapshot: Bits, where: torch.device) -> Tensor:
-    """The snapshot itself, its pages locked where a device copies from them."""
     signed = snapshot if snapshot.itemsize == 1 else snapshot.view(f"<i{snapshot.itemsize}")
     tensor = torch.from_numpy(signed)
     if where.type == "cuda":

@@ -1,8 +1,4 @@
-"""Compile every Triton program for cards of three generations, without a card.
-
-Prints registers of each; fails if one spills registers to memory. A process of its own: Triton's
-interpreter and its compiler exclude one another.
-"""
+"""Compile every Triton program for cards of three generations, without a card."""
 
 from __future__ import annotations
 
@@ -39,11 +35,9 @@ OTHER_TYPES = {
     "cursors": "*i32",
 }
 ONE_WARP = (tile_triton.read_tile,)
-"""Programs that work on one element at a time."""
 OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
-"""Program, bytes of an element, and compile-time arguments."""
 
 
 def cases() -> Iterator[Case]:
@@ -63,11 +57,6 @@ def cases() -> Iterator[Case]:
 
 
 def compile_for(arch: int, case: Case) -> str:
-    """Compile one program; return what uses which resources.
-
-    Raises:
-        AssertionError: Registers are spilled.
-    """
     program, width, constants = case
     if "BLOCK" in program.arg_names:
         constants = constants | {"BLOCK": BLOCK}
@@ -92,7 +81,6 @@ def compile_for(arch: int, case: Case) -> str:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack and local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -105,7 +93,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Compile every case for the architectures of the command line, such as 90."""
     for arch in map(int, sys.argv[1:]):
         for case in cases():
             sys.stdout.write(compile_for(arch, case) + "\n")

@@ -22,11 +22,9 @@ QUANTISED: Final[tuple[tuple[Rounding, tuple[int, int]], ...]] = (
     ("fp8-divide", (0, 0)),
     ("fp8-multiply", (128, 128)),
 )
-"""Rounding and blocks of every recipe."""
 
 
 def variants() -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every variant of a comparison that a diff uses: bytes of the bits, and constants."""
     for width in BITS:
         for master in (False, True) if width == 2 else (False,):
             for aligned in (True, False) if width == 2 else (True,):
@@ -38,7 +36,6 @@ def variants() -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def main() -> int:
-    """Compile every variant that a diff uses for one architecture, and print a line for each."""
     arch = int(sys.argv[1])
     place = {"counts": "*i16", "blocks": "i32", "before": "*i64", "after": "*i64"}
     place |= {"starts": "*i64", "capacity": "i64"}

@@ -1,7 +1,4 @@
-"""``python -m tests.contract.interpreted_diff``: the fused diff in Triton's interpreter.
-
-The interpreter is chosen when Triton is imported, so that it needs a process of its own.
-"""
+"""``python -m tests.contract.interpreted_diff``: the fused diff in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ from tests.contract.quantised_diff import QUANTISED_CHECKS, ROUNDINGS, Windows
 
 
 def check_walls() -> None:
-    """Weights and factors that end where a page ends that nobody may read."""
     for rounding, master in product(ROUNDINGS, (False, True)):
         shapes = ((77, 130), (1, 8), (3, 4096))
         how = Quantising(rounding, (128, 128))
@@ -42,13 +38,11 @@ def check_walls() -> None:
 
 
 def walled(tensor: Tensor) -> Tensor:
-    """A copy of a tensor before a page that nobody may read."""
     copied = before_a_wall(tensor.view(-1).view(torch.uint8).numpy(), {})
     return torch.from_numpy(copied).view(tensor.dtype).view(tensor.shape)
 
 
 def main() -> int:
-    """Run every check; the first that fails ends the process."""
     for resident in (False, True):
         for check in DIFF_CHECKS:
             check(CrossingArm("cpu", resident=resident, fused=True))

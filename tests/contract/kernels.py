@@ -1,8 +1,4 @@
-"""What every kernel promises, as checks that need neither pytest nor any package but numpy.
-
-An *arm* wraps one implementation so that it takes and gives numpy arrays. Each check compares it
-with the reference bit for bit.
-"""
+"""What every kernel promises, as checks that need neither pytest nor any package but numpy."""
 
 from __future__ import annotations
 
@@ -19,8 +15,6 @@ KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 
 
 class Arm(Protocol):
-    """The kernels that apply and diff need, on numpy arrays."""
-
     def diff_(self, snapshot: Bits, current: Bits) -> Changes: ...
 
     def cast_diff_(self, snapshot: Bits, master: Any) -> Changes: ...
@@ -39,7 +33,6 @@ class Arm(Protocol):
 
 
 def check_diff(arm: Arm) -> None:
-    """Indices, old and new bits, and the snapshot afterwards."""
     for before, current in pairs():
         snapshot, expected_snapshot = before.copy(), before.copy()
         expected = reference.diff_(expected_snapshot, current)
@@ -48,7 +41,6 @@ def check_diff(arm: Arm) -> None:
 
 
 def check_cast_diff(arm: Arm) -> None:
-    """Round to nearest even, ties, overflow to infinity, denormals, infinities."""
     rng = np.random.default_rng(5)
     bits = rng.integers(0, 1 << 32, 100_003, dtype=np.uint32)
     exponent = (bits >> np.uint32(23)) & np.uint32(255)
@@ -76,7 +68,6 @@ def check_cast_nan(arm: Arm) -> None:
 
 
 def check_gaps(arm: Arm) -> None:
-    """Dense runs, escapes of both widths, a last change at the end."""
     rng = np.random.default_rng(6)
     for size, count in ((1, 1), (1 << 20, 1), (1 << 20, 12_000), (5_000, 5_000), (300_000, 3)):
         offsets = np.sort(rng.choice(size, count, replace=False)).astype(np.int64)
@@ -86,7 +77,6 @@ def check_gaps(arm: Arm) -> None:
 
 
 def check_steps(arm: Arm) -> None:
-    """Every width, and the steps at the edges: the top bit alone, 254, 255, the largest."""
     rng = np.random.default_rng(7)
     for width, dtype in BITS_DTYPES.items():
         top = 1 << (8 * width - 1)
@@ -97,7 +87,6 @@ def check_steps(arm: Arm) -> None:
 
 
 def check_digest(arm: Arm) -> None:
-    """Whole and in pieces, every width."""
     for snapshot, current in pairs():
         whole = reference.digest(KEY, current)
         half = current.size // 2
@@ -110,7 +99,6 @@ def check_digest(arm: Arm) -> None:
 
 
 def check_apply(arm: Arm) -> None:
-    """What a diff found, scattered, gives the new bits; scattered back, the old ones."""
     for snapshot, current in pairs():
         weights = snapshot.copy()
         changes = reference.diff_(snapshot.copy(), current)
@@ -138,7 +126,6 @@ CHECKS: tuple[Callable[[Arm], None], ...] = (
 
 
 def pairs() -> Iterator[tuple[Bits, Bits]]:
-    """Snapshots and what became of them: every width, sizes around blocks, any density."""
     rng = np.random.default_rng(4)
     for dtype in BITS_DTYPES.values():
         for size in (0, 1, 7, 1023, 1024, 1025, 4095, 4096, 4097, 70_001):

@@ -1,7 +1,4 @@
-"""What a diff of many tensors on a device promises, whichever kernels it uses.
-
-Needs numpy and torch alone, so that it runs on a bare card as well.
-"""
+"""What a diff of many tensors on a device promises, whichever kernels it uses."""
 
 from __future__ import annotations
 
@@ -26,15 +23,7 @@ SIZES = (1, 0, 5000, 4096, 17, 40_000, 8192, 3)
 
 
 class Weights:
-    """Tensors of one kind, and their snapshot in one flat slab.
-
-    Args:
-        where: Device of the weights.
-        sizes: Number of elements of each.
-        resident: Whether the snapshot is there as well.
-        master: Whether the weights are fp32 and the snapshot is bf16.
-        density: Share of elements that differ.
-    """
+    """Tensors of one kind, and their snapshot in one flat slab."""
 
     def __init__(
         self,
@@ -67,18 +56,15 @@ class Weights:
         return torch.from_numpy(bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}"))
 
     def slab_before(self) -> Tensor:
-        """The snapshot before the changes, on the host."""
         return self._signed(self.before.copy())
 
     def add_to(self, diff: DeviceDiff) -> None:
-        """Add every tensor to a diff."""
         for number, (start, size) in enumerate(zip(self.starts, self.sizes, strict=False)):
             live = self.live[start : start + size]
             name = f"w{number}"
             diff.add(Compared(name, self.kept, start, live, self.dtype, self.resident))
 
     def expected(self) -> dict[str, Changes]:
-        """What the reference finds."""
         found = {}
         for number, (start, size) in enumerate(zip(self.starts, self.sizes, strict=False)):
             one = slice(start, start + size)
@@ -88,7 +74,6 @@ class Weights:
         return found
 
     def check(self, found: dict[str, Changes]) -> None:
-        """Every bit of the changes, and of the snapshot afterwards."""
         expected = self.expected()
         assert found.keys() == expected.keys()
         for name, changes in expected.items():
@@ -102,7 +87,6 @@ class Weights:
 
 
 def settle(diff: DeviceDiff) -> dict[str, Changes]:
-    """The changes of all tensors that were added."""
     found: dict[str, Changes] = {}
     diff.settle(found)
     return found
@@ -110,7 +94,6 @@ def settle(diff: DeviceDiff) -> dict[str, Changes]:
 
 @contextmanager
 def counted(name: str) -> Iterator[list[Any]]:
-    """Arguments of the calls of a method of ``CopyStream``."""
     calls: list[Any] = []
     original = getattr(CopyStream, name)
 
@@ -123,7 +106,6 @@ def counted(name: str) -> Iterator[list[Any]]:
 
 
 def check_kinds(where: str, fused: bool) -> None:
-    """Every width and masters, snapshots on both sides, batches of one block and of all."""
     cases = [(width, False) for width in INT_DTYPES] + [(2, True)]
     for nbytes in (1, 1 << 20):
         with patch("deltachain.kernels.blocks.BATCH_NBYTES", nbytes):
@@ -138,7 +120,6 @@ def check_kinds(where: str, fused: bool) -> None:
 
 
 def check_mixed_kinds(where: str, fused: bool) -> None:
-    """Tensors of several kinds in one diff, with names of their own."""
     diff, found = DeviceDiff(torch.device(where), fused=fused), {}
     for width, master in ((2, False), (4, False), (2, True)):
         weights = Weights(where, width=width, resident=width == 4, master=master)
@@ -153,7 +134,6 @@ def check_mixed_kinds(where: str, fused: bool) -> None:
 
 
 def check_no_change_and_all_changed(where: str, fused: bool) -> None:
-    """Nothing, and every element: of a large tensor and of small ones."""
     for resident in (False, True):
         for density in (0.0, 1.0):
             weights = Weights(where, resident=resident, density=density)
@@ -198,7 +178,6 @@ def check_bytes_that_cross_back(where: str, fused: bool) -> None:
 
 
 def check_a_drop(where: str, fused: bool) -> None:
-    """What was dropped is not compared; the next diff is whole."""
     weights = Weights(where, resident=True)
     diff = DeviceDiff(torch.device(where), fused=fused)
     weights.add_to(diff)
@@ -209,7 +188,6 @@ def check_a_drop(where: str, fused: bool) -> None:
 
 
 def check_other_casts(where: str, fused: bool) -> None:
-    """Weights of a dtype that no kernel casts are cast by torch."""
     values = np.linspace(-3, 3, 9_000, dtype=np.float32)
     live = torch.from_numpy(values).to(where)
     for resident in (False, True):
@@ -233,7 +211,6 @@ MANY_CHECKS: tuple[Callable[[str, bool], None], ...] = (
 
 
 def check_room_that_is_too_small(where: str) -> None:
-    """Batches without room are compared again, with room of their own; then there is more."""
     for resident in (False, True):
         with (
             patch("deltachain.kernels.lane.SMALLEST_ROOM", 100),
@@ -254,7 +231,6 @@ def check_room_that_is_too_small(where: str) -> None:
 
 
 def check_launches(where: str) -> None:
-    """Three a batch, whatever the number of tensors."""
     from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
 
     for count in (10, 300):

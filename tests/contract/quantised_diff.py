@@ -1,8 +1,4 @@
-"""What a diff on a device promises of weights that are quantised while they are compared.
-
-The results are those of torch operations on the host (``kernels/factors.py``), which
-``tests/unit/publish/test_host_codes.py`` compares with the libraries. Needs numpy and torch alone.
-"""
+"""What a diff on a device promises of weights that are quantised while they are compared."""
 
 from __future__ import annotations
 
@@ -27,11 +23,9 @@ ROUNDINGS: tuple[Rounding, ...] = ("int8-divide", "fp8-divide", "fp8-multiply")
 BLOCKS: tuple[BlockShape, ...] = ((128, 128), (1, 0), (0, 0))
 SHAPES = ((1, 5000), (70, 130), (3, 4096), (129, 33), (1, 1))
 GUARD = 64
-"""Codes, and factors, on both sides of those of a window."""
 
 
 def every_kind(generator: torch.Generator, numel: int, *, master: bool) -> Tensor:
-    """Weights of every size, ties, zeros of both signs, subnormal and largest numbers."""
     values = torch.randn(numel, generator=generator) * 0.02
     choice = torch.rand(numel, generator=generator)
     values[choice < 0.05] *= 1e-4
@@ -53,15 +47,7 @@ def every_kind(generator: torch.Generator, numel: int, *, master: bool) -> Tenso
 
 
 class Windows:
-    """Windows of matrices that are quantised, and a snapshot of their codes in one slab.
-
-    Args:
-        where: Device of the weights.
-        how: How they are quantised.
-        master: Whether they are fp32.
-        resident: Whether the snapshot is there as well.
-        density: Share of codes that differ.
-    """
+    """Windows of matrices that are quantised, and a snapshot of their codes in one slab."""
 
     def __init__(
         self,
@@ -110,7 +96,6 @@ class Windows:
             self.kept = self.kept.pin_memory()
 
     def add_to(self, diff: DeviceDiff) -> None:
-        """Add every window to a diff."""
         for number, (start, live) in enumerate(zip(self.starts, self.live, strict=True)):
             factors = self.factors[number]
             one = Compared(
@@ -119,7 +104,6 @@ class Windows:
             diff.add(one)
 
     def check(self, found: dict[str, Changes]) -> None:
-        """Every bit of the changes, of the snapshot afterwards, and of what lies between."""
         after = self.before.copy()
         for number, (start, codes) in enumerate(zip(self.starts, self.codes, strict=True)):
             expected = reference.diff_(after[start : start + codes.size], codes)
@@ -131,10 +115,6 @@ class Windows:
 
 
 def check_codes(where: str, fused: bool) -> None:
-    """Every rounding, block and source, snapshots on both sides, batches of one block and of all.
-
-    A second diff finds nothing.
-    """
     cases = product(ROUNDINGS, BLOCKS, (False, True), (False, True))
     for number, (rounding, block, master, resident) in enumerate(cases):
         nbytes = 1 if number % 4 == 0 else 1 << 20
@@ -149,7 +129,6 @@ def check_codes(where: str, fused: bool) -> None:
 
 
 def check_odd_addresses(where: str, fused: bool) -> None:
-    """Windows that begin anywhere in memory, as rows of a fused weight do."""
     for master in (False, True):
         how = Quantising("fp8-multiply", (128, 128))
         windows = Windows(where, how, master=master, resident=True)
@@ -160,7 +139,6 @@ def check_odd_addresses(where: str, fused: bool) -> None:
 
 
 def check_dense_blocks(where: str, fused: bool) -> None:
-    """All codes of all windows changed, as those of a block whose scale moved."""
     for resident in (False, True):
         how = Quantising("int8-divide", (1, 0))
         windows = Windows(where, how, master=True, resident=resident, density=1.0)
@@ -170,7 +148,6 @@ def check_dense_blocks(where: str, fused: bool) -> None:
 
 
 def check_refused_blocks(where: str, fused: bool) -> None:
-    """A factor of 0 and weights that are not finite give any codes, and nothing else goes wrong."""
     for rounding, master in product(ROUNDINGS, (False, True)):
         how = Quantising(rounding, (128, 128))
         windows = Windows(where, how, master=master, resident=True, shapes=((130, 140),))

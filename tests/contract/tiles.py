@@ -30,13 +30,10 @@ SHAPES_AND_DENSITIES = (
     ((1, 1, 1), 1.0),
     ((40, 48, 3), 0.05),
 )
-"""Rows, columns and cuts of tensors, and how many elements change."""
 
 
 @dataclass(frozen=True)
 class TileArm:
-    """An implementation on one device."""
-
     kernels: TileKernels
     staging: StagingKernels
     device: torch.device
@@ -50,7 +47,6 @@ class TileArm:
         return upload(batch, self.device)
 
     def old(self, one: CodedTensor) -> Tensor:
-        """Old bits between guards, on the device."""
         there = one.old[one.tiles.grid.start : one.tiles.stop]
         signed = there.view(f"i{there.itemsize}" if there.itemsize > 1 else "u1")
         return torch.from_numpy(signed.copy()).to(self.device)
@@ -58,13 +54,10 @@ class TileArm:
 
 @dataclass(frozen=True)
 class CodedTensor:
-    """A tensor, its tiles and what they give."""
-
     tiles: TensorTiles
     old: Bits
 
     def expected(self) -> tuple[Any, Any] | str:
-        """Indices and steps by the reference, or why it refuses."""
         one = self.tiles
         old = self.old[one.grid.start : one.stop]
         try:
@@ -78,7 +71,6 @@ class CodedTensor:
 def coded(
     rng: Any, number: int, width: int, shape: tuple[int, int, int], density: float, start: int = 0
 ) -> CodedTensor:
-    """Tiles of a random change, by the reference; two segments where there are rows for them."""
     rows, columns, cuts = shape
     dtype = BITS_DTYPES[width]
     shift, mask = RULES[width]
@@ -119,7 +111,6 @@ def _steps(rng: Any, count: int, dtype: Any) -> Bits:
 
 
 def _bins_of_ones(old: Bits, indices: Any, steps: Bits, rule: tuple[int, int]) -> Any:
-    """Bins of which all steps are 1 or -1, after one was made so."""
     found = tiles.bins(old[indices], *rule)
     if found.size:
         steps[found == found[0]] = 1
@@ -128,7 +119,6 @@ def _bins_of_ones(old: Bits, indices: Any, steps: Bits, rule: tuple[int, int]) -
 
 
 def check_tiles(arm: TileArm) -> None:
-    """All widths, shapes, shares and densities; several tensors and one."""
     rng = np.random.default_rng(31)
     for width in BITS_DTYPES:
         given = [
@@ -143,7 +133,6 @@ def check_tiles(arm: TileArm) -> None:
 
 
 def check_hostile_tiles(arm: TileArm) -> None:
-    """Bytes that were changed: refused as by the reference, or other elements of the tensor."""
     rng = np.random.default_rng(32)
     seen = set()
     for tensors in _hostile(rng):
@@ -163,7 +152,6 @@ def check_hostile_tiles(arm: TileArm) -> None:
 
 
 def check_other_bits(arm: TileArm) -> None:
-    """Old bits that are not those before the change: refused, or elements of the tensor."""
     rng = np.random.default_rng(33)
     for width in (1, 2):
         one = coded(rng, 0, width, (16, 32, 4), 0.3)
@@ -183,7 +171,6 @@ TILE_CHECKS: tuple[TileCheck, ...] = (
 
 
 def _sharded(rng: Any, one: CodedTensor) -> CodedTensor:
-    """Some of the tiles are wanted; the old bits of others are not there."""
     count, cuts = len(one.tiles.segments), one.tiles.grid.cuts
     wanted = rng.random((count, cuts)) < 0.5
     wanted[0, 0], wanted[-1, -1] = True, False
@@ -206,7 +193,6 @@ def _hostile(rng: Any) -> Iterator[list[CodedTensor]]:
 
 
 def _check_elements(found: ChangeBatch, tensors: list[CodedTensor], width: int) -> None:
-    """The elements of every tensor, in any order, and nothing else that counts."""
     assert found.kept is not None
     assert found.values.dtype == INT_DTYPES[width]
     spans = {int(tensor): (first, count) for tensor, first, count, _ in found.spans.tolist()}
@@ -224,7 +210,6 @@ def _check_elements(found: ChangeBatch, tensors: list[CodedTensor], width: int) 
 
 
 def _check_refused(arm: TileArm, found: ChangeBatch, width: int) -> None:
-    """Nothing is staged, and the tensor is named."""
     live = torch.zeros(4096, dtype=INT_DTYPES[width], device=arm.device)
     place = LivePlacement(0, 0, [(4096, 1, 1)], live)
     table = PlacementTable.build([place], [(1, 2)], arm.device)

@@ -64,7 +64,6 @@ def test_no_process_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Diary]:
-    """A diary of some events, each at a time."""
     diary = Diary(tmp_path / "diary.jsonl")
 
     def note(*events: tuple[float, str, dict[str, object]]) -> Diary:
@@ -176,7 +175,6 @@ def test_everything_in_a_diary_is_counted(noted: Callable[..., Diary]) -> None:
 
 
 def greedy(model: PreTrainedModel) -> list[int]:
-    """Tokens that a model goes on with, in bf16."""
     with torch.no_grad():
         generate: Any = model.bfloat16().generate
         given = torch.tensor([PROMPT])
@@ -186,22 +184,12 @@ def greedy(model: PreTrainedModel) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A chain that two trainer processes published, one after the other.
-
-    Attributes:
-        record: Of its versions.
-        answers: What the weights of each process and step go on with.
-        taken_over: First version of the second process, which has changed weights.
-        head: Its last one.
-    """
-
     record: Record
     answers: list[list[int]]
     taken_over: int
     head: int
 
     def why(self, answer: int, *spans: tuple[int, int, str]) -> str:
-        """Why an answer is not that of some versions."""
         tokens = self.answers[answer]
         return self.record.judge(PROMPT, tokens, spans, thorough=False).unexplained
 
@@ -252,7 +240,6 @@ def test_a_record_knows_the_versions_of_a_process_that_took_over(published: Publ
 
 
 def masters_of_bits(base: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with the bits that it publishes."""
     found = masters_of(base)
     found.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()})
     return found

@@ -63,7 +63,6 @@ def test_a_second_publisher_that_comes_later_fences_the_first(url: str) -> None:
 def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_followers(
     url: str,
 ) -> None:
-    """The late one looked before the early one wrote, and wrote after it."""
     early, late = plain_model(), plain_model()
     held = tensors_of(early)
     follower = Subscriber(url, held)
@@ -119,7 +118,6 @@ def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: i
     models = plain_model(1), plain_model(2)
 
     def run(model: nn.Module) -> bool:
-        """Publish until fenced; whether it never was."""
         with suppress(PublisherFencedError, ForkedChainError):
             publisher, _ = attach(url, model)
             for seed in range(4):

@@ -1,8 +1,4 @@
-"""``python -m tests.e2e.hub_followers``: requests and delay of followers on the emulated Hub.
-
-A publisher commits versions of a small model at a fixed pace, and followers with the default period
-of polls apply them, with the feed of the Hub and without.
-"""
+"""``python -m tests.e2e.hub_followers``: requests and delay of followers on the emulated Hub."""
 
 from __future__ import annotations
 
@@ -25,14 +21,6 @@ BUCKET: Final = "me/followers"
 
 
 class Fleet:
-    """A publisher, and followers in threads.
-
-    Args:
-        hub: The Hub.
-        feed: Setting of its feed, ``live`` or ``absent``.
-        followers: Number of followers.
-    """
-
     def __init__(self, hub: HubServer, feed: str, followers: int) -> None:
         hub.reset(feed=feed, calls=1_000_000)
         url = f"hf://buckets/{BUCKET}/{feed}"
@@ -51,25 +39,20 @@ class Fleet:
 
     @property
     def requests(self) -> int:
-        """Requests of all followers."""
         return sum(follower.store.requests for follower in self.followers)
 
     def holds(self, version: int) -> bool:
-        """Return whether all followers hold a version."""
         return all(follower.version == version for follower in self.followers)
 
     def publish(self, step: int) -> None:
-        """Train, and commit a version."""
         train_(self.model, step)
         self.publisher.publish(step=step).result()
         self.committed[step] = time.monotonic()
 
     def delays(self) -> list[float]:
-        """Return the seconds from commit to applied, of each version and follower."""
         return [max(0.0, at - self.committed[v]) for v, at in self.arrived if v]
 
     def close(self) -> None:
-        """End all threads."""
         self.stop.set()
         for follower, thread in zip(self.followers, self.threads, strict=True):
             follower.notify()
@@ -78,7 +61,6 @@ class Fleet:
         self.publisher.close()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait for a condition."""
         while not condition():
             time.sleep(0.02)
 
@@ -88,7 +70,6 @@ class Fleet:
 
 
 def measure(hub: HubServer, feed: str, asked: argparse.Namespace) -> dict[str, Any]:
-    """Publish at a pace, then idle; return what the followers took."""
     fleet = Fleet(hub, feed, asked.followers)
     before = fleet.requests
     for step in range(1, asked.versions + 1):
@@ -109,7 +90,6 @@ def measure(hub: HubServer, feed: str, asked: argparse.Namespace) -> dict[str, A
 
 
 def main() -> None:
-    """Measure with the feed and without, and print."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.hub_followers")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--followers", type=int, default=4)

@@ -47,7 +47,6 @@ def run(
 
 
 def store(running: Running) -> None:
-    """Kill the store, and start it again after a while."""
     running.store.kill()
     threading.Timer(AWAY_S, running.store.restart).start()
 

@@ -24,8 +24,6 @@ NEVER_S = 100_000.0
 
 
 class Run:
-    """A publisher, and a follower in a thread."""
-
     def __init__(self, hub: HubServer, bucket: str) -> None:
         url = f"hf://buckets/{bucket}/run"
         self.hub, self.url = hub, url

@@ -31,7 +31,6 @@ CALLS = 1000
 
 
 def test_shares_of_a_free_token_add_up() -> None:
-    """By construction: no more can leave, whatever anybody does."""
     url = "hf://buckets/me/any"
     options = {"token": "hf_any"}
     budgets: list[Any] = [open_store(url, options, writer=True)]
@@ -46,7 +45,6 @@ def test_shares_of_a_free_token_add_up() -> None:
 def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     hub: HubServer, bucket: str, caplog: pytest.LogCaptureFixture, feed: str, count: int
 ) -> None:
-    """By count: the Hub refuses nothing, and everybody gets every bit in time."""
     hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S, feed=feed)
     earlier = hub.counts()
     url = f"hf://buckets/{bucket}/policy"

@@ -50,14 +50,12 @@ SIZES: Final = {
 
 
 def contained(name: str, command: list[str], folder: Path, environment: dict[str, str]) -> Service:
-    """A service that gets these variables and no other."""
     given = [f"{variable}={value}" for variable, value in environment.items()]
     return Service(name, ["env", "-i", *given, *command], folder, {})
 
 
 @contextmanager
 def game(folder: Path) -> Iterator[Service]:
-    """The Space with the game, by the command of its image."""
     python = ROOT / ".venv" / "bin" / "python"
     source = ROOT / "spaces" / "environment"
     (line,) = [
@@ -76,7 +74,6 @@ def game(folder: Path) -> Iterator[Service]:
 
 @contextmanager
 def rollouts(kind: EngineKind, folder: Path, hub: HubServer, url: str) -> Iterator[Service]:
-    """The Space with the engine, by its entrypoint."""
     python = ROOT / f".venv-{kind}" / "bin" / "python"
     assert python.exists(), f"make venv-{kind}"
     settings = {

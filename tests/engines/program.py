@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def run_program(
     module: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module of these tests to its end."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,

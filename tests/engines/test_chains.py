@@ -19,7 +19,6 @@ VERSIONS = 3
 
 @pytest.fixture(scope="module")
 def chains(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """One of each family; they take a second or two each, and nobody writes to them."""
     folder = tmp_path_factory.mktemp("trained")
     return {name: train(name, folder / name, VERSIONS) for name in NAMES}
 

@@ -25,20 +25,12 @@ from tests.contract.segments import Given, batch_of
 NUMEL = 1 << 28
 DENSITY = 0.01
 DECODED = 1 << 26
-"""Elements of the tensor whose changes are decoded."""
 TILED = 1 << 22
-"""Elements of each tensor whose tiles are decoded."""
 REPEATS = 7
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 
 
 def bench(where: str, numel: int = NUMEL) -> dict[str, Any]:
-    """Times in seconds, throughputs in GB/s of bf16, nanoseconds a change, and ratios to floors.
-
-    Args:
-        where: A torch device; ``cpu`` to try the benchmark itself.
-        numel: Elements of the tensor.
-    """
     torch.manual_seed(0)
     current = torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16, device=where)
     changed = (torch.rand(numel, device=where) < DENSITY).nonzero().view(-1)
@@ -56,7 +48,6 @@ def bench(where: str, numel: int = NUMEL) -> dict[str, Any]:
 
 
 def _detect(snapshot: Tensor, current: Tensor) -> dict[str, float]:
-    """The plain diff in torch operations against reading both sides; whole models elsewhere."""
     numel = snapshot.numel()
     floor_s = _seconds(lambda: torch.equal(snapshot, current), snapshot)
     diff_s = _seconds(lambda: device.diff(snapshot, current), snapshot)
@@ -69,7 +60,6 @@ def _detect(snapshot: Tensor, current: Tensor) -> dict[str, float]:
 
 
 def _apply(weights: Tensor, found: device.DeviceChanges) -> dict[str, float]:
-    """Staging and swapping against one bare ``index_copy_``."""
     live, nnz = weights.clone(), found.indices.numel()
     steps = found.new - found.old
 
@@ -90,7 +80,6 @@ def _apply(weights: Tensor, found: device.DeviceChanges) -> dict[str, float]:
 
 
 def _decode(found: device.DeviceChanges) -> dict[str, float]:
-    """Streams of up to 64 segments to indices and steps."""
     near = found.indices < DECODED
     indices = found.indices[near].cpu().numpy()
     steps = (found.new - found.old)[near].cpu().numpy().view(np.uint16)
@@ -102,7 +91,6 @@ def _decode(found: device.DeviceChanges) -> dict[str, float]:
 
 
 def _tiles(snapshot: Tensor, found: device.DeviceChanges) -> dict[str, float]:
-    """Tiles of ``max`` of 16 tensors to indices and steps, beside reading all old bits once."""
     size, columns, tensors = TILED, 2048, 16
     near = found.indices < size
     indices = found.indices[near].cpu().numpy()
@@ -132,8 +120,6 @@ def _tiles(snapshot: Tensor, found: device.DeviceChanges) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], like: Tensor) -> float:
-    """Median seconds of ``work``, waiting for the device on both sides."""
-
     def once() -> float:
         if like.is_cuda:
             torch.cuda.synchronize()

@@ -28,15 +28,6 @@ REPEATS = 3
 
 
 class Matrices:
-    """Matrices that are quantised, and a resident snapshot of their codes.
-
-    Args:
-        how: How they are quantised.
-        master: Whether they are fp32.
-        where: Device of all of it.
-        divisor: What to divide the number of columns by.
-    """
-
     def __init__(self, how: Quantising, *, master: bool, where: str, divisor: int) -> None:
         self._tensors: list[Compared] = []
         shapes = [(rows, max(8, columns // divisor)) for rows, columns in MATRICES]
@@ -58,7 +49,6 @@ class Matrices:
             at += rows * columns
 
     def change(self) -> int:
-        """Flip a bit of some codes of the snapshot; return their number."""
         changed = torch.zeros((), dtype=torch.int64, device=self._kept.device)
         for tensor in self._tensors:
             numel = tensor.current.numel()
@@ -68,7 +58,6 @@ class Matrices:
         return int(changed)
 
     def find(self, diff: DeviceDiff) -> dict[str, Changes]:
-        """Find all changes."""
         found: dict[str, Changes] = {}
         for tensor in self._tensors:
             diff.add(tensor)
@@ -77,12 +66,6 @@ class Matrices:
 
 
 def bench_quantised(where: str, divisor: int | None = None) -> dict[str, Any]:
-    """Seconds of a diff of quantised matrices; the floor reads weights and codes once.
-
-    Args:
-        where: A torch device; ``cpu`` to try the benchmark itself.
-        divisor: What to divide the number of columns by; 1 by default.
-    """
     known = floors(where)
     figures: dict[str, Any] = {"floors": known}
     kernels = {"fused": True} if fused_is_proven(torch.device(where)) else {}

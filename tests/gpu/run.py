@@ -32,7 +32,6 @@ from tests.gpu.quantised import bench_quantised
 
 
 def main() -> int:
-    """Run what the command line names."""
     if sys.argv[1:] != ["test"] and sys.argv[1:2] != ["bench"]:
         sys.stderr.write("usage: python -m tests.gpu.run test | bench [DIVISOR OF MODEL SIZES]\n")
         return 2
@@ -46,7 +45,6 @@ def main() -> int:
 
 
 def _bench_update(where: str, divisor: int | None) -> dict[str, Any]:
-    """Figures of updates, which need what deltachain is installed with."""
     try:
         from tests.gpu.update import bench_update  # noqa: PLC0415
     except ModuleNotFoundError as exc:
@@ -60,11 +58,9 @@ BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
     "quantised": bench_quantised,
     "update": _bench_update,
 }
-"""Benchmarks by name: of a device, and what to divide the sizes of models by, if given."""
 
 
 def _bench(card: str, divisor: int | None) -> int:
-    """Print the figures of every benchmark as one document."""
     figures = {name: one("cuda", divisor) for name, one in BENCHES.items()}
     sys.stdout.write(json.dumps({"device": card, **figures}, indent=2) + "\n")
     return 0
@@ -88,7 +84,6 @@ def _test(card: str) -> int:
 
 
 def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
-    """Those of the kernels, and those that need deltachain's own packages where they are."""
     for name, arm in _arms():
         for check in CHECKS:
             yield f"{name}.{check.__name__}", partial(check, arm)
@@ -108,7 +103,6 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def _batch_checks(card: torch.device) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Those of segments of many tensors, and of tiles, in Triton and on the host."""
     for kernels in (batched, staging.kernels_of(card)):
         for check in BATCH_CHECKS:
             name = f"{kernels.__name__}.{check.__name__}"  # type: ignore[attr-defined]
@@ -121,7 +115,6 @@ def _batch_checks(card: torch.device) -> Iterator[tuple[str, Callable[[], None]]
 
 
 def _arms() -> Iterator[tuple[str, Arm]]:
-    """Implementations of the kernels by name: the diff with its snapshot in each place."""
     yield "device", DeviceArm("cuda")
     for fused in (False, True) if find_spec("triton") is not None else (False,):
         for resident in (False, True):

@@ -12,7 +12,6 @@ VERSIONS = 4
 
 
 def publishes(rank: int, url: str, endpoint: str, token: str) -> None:
-    """Publish versions and an anchor; ranks other than 0 make no request of the Hub for them."""
     model = LAYOUTS[LAYOUT]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     options = {"endpoint": endpoint, "token": token}

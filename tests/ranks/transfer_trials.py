@@ -19,7 +19,6 @@ STEPS = 3
 
 
 def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
-    """Sync as TRL does: the first rank sends, the others use up what they would gather."""
     model = LAYOUTS["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     trainer: Any = SimpleNamespace(

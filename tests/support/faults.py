@@ -1,12 +1,4 @@
-"""A store with scripted faults, for crash and corruption tests.
-
->>> FaultyStore(inner, Fault("kill-after", "manifests/", nth=2))        # doctest: +SKIP
->>> FaultyStore(inner, Fault("corrupt", "deltas/", times=None))         # doctest: +SKIP
-
-Each fault counts the calls of its kind (write, read or list, by its action) for keys with its
-prefix. It applies from the ``nth`` call on, ``times`` times. ``clock_jump`` changes the wall clock
-of this process instead.
-"""
+"""A store with scripted faults, for crash and corruption tests."""
 
 from __future__ import annotations
 
@@ -100,7 +92,6 @@ class Fault:
     seconds: float = 0.0
 
     def strikes(self, call: int) -> bool:
-        """Return whether it affects the ``call``-th matching call."""
         return self.nth <= call and (self.times is None or call < self.nth + self.times)
 
 
@@ -129,7 +120,6 @@ class FaultyStore(Store):
         self.add(*faults)
 
     def add(self, *faults: Fault) -> None:
-        """Add faults; they count calls from now on."""
         listed = {
             fault: frozenset(found.key for found in self.inner.list())
             for fault in faults
@@ -140,7 +130,6 @@ class FaultyStore(Store):
             self._listed.update(listed)
 
     def mend(self) -> None:
-        """Remove all faults."""
         with self._lock:
             self._calls.clear()
             self._listed.clear()
@@ -148,19 +137,16 @@ class FaultyStore(Store):
 
     @property
     def url(self) -> str:
-        """URL of the wrapped store."""
         return self.inner.url
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the wrapped store; listings are stale with ``stale-list``."""
         if not self._listed:
             return self.inner.capabilities
         return replace(self.inner.capabilities, list_consistent=False)
 
     @property
     def requests(self) -> int:
-        """Requests of the wrapped store."""
         return self.inner.requests
 
     @override
@@ -231,8 +217,7 @@ class FaultyStore(Store):
         return self.inner.feed(prefix, on_change)
 
     @override
-    def close(self) -> None:
-        """Do nothing: the test owns the wrapped store."""
+    def close(self) -> None: ...
 
     def _spoiled(self, key: str, data: bytes) -> bytes:
         self.keys_read.append(key)
@@ -262,7 +247,6 @@ class FaultyStore(Store):
         return result
 
     def _before(self, fault: Fault, key: str) -> None:
-        """Apply a fault before a write."""
         if callable(fault.do):
             fault.do()
         elif fault.do == "kill":
@@ -280,7 +264,6 @@ class FaultyStore(Store):
             raise StoreUnavailableError(f"{key!r}: unavailable", key=key, url=self.url)
 
     def _spoil(self, fault: Fault, key: str, data: bytes) -> bytes:
-        """Apply a fault to read bytes."""
         self._fail_read(fault, key)
         if fault.do == "hide":
             raise not_found(key, self.url)
@@ -295,7 +278,6 @@ class FaultyStore(Store):
         return data
 
     def _due(self, key: str, actions: frozenset[str]) -> Sequence[Fault]:
-        """Count a call for all matching faults, and return those that apply."""
         lists = actions is _LISTS  # a listing matches all keys below its prefix
         with self._lock:
             about = [
@@ -320,11 +302,6 @@ class FaultyStore(Store):
 
 @contextmanager
 def clock_jump(seconds: float) -> Iterator[None]:
-    """Shift the wall clock of this process by ``seconds``; nested shifts add up.
-
-    Affects only ``time.time``, and thus times recorded by publishers, subscribers and memory
-    stores. ``time.monotonic`` and ``time.perf_counter`` are unaffected, as when a clock is set.
-    """
     clock = time.time
 
     def jumped() -> float:

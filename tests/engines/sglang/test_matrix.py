@@ -84,7 +84,6 @@ OTHERS: Final = [name for name in UNUSUAL if name not in STRANGE and name != WHO
 
 
 def right(row: Row) -> Row:
-    """A row without anything that is silently wrong, and with every tensor accounted for."""
     assert row.wrong == []
     assert row.undone_wrong == []
     assert row.digest
@@ -109,7 +108,6 @@ def test_tensors_of_unusual_families_are_followed_or_unused(family: str) -> None
 
 @pytest.mark.slow
 def test_experts_that_sglang_does_not_load_are_unused() -> None:
-    """It knows no experts that are one tensor in the checkpoint."""
     assert right(Row(**examine(0, "llama4_text"))).classes == {"in_place": 23, "unused": 4}
 
 

@@ -48,7 +48,6 @@ that change none, the last layer of a vision tower or its head, a head of its ow
 """
 
 HEADS = ("qwen3_tokens", "qwen2_tokens", "modernbert", "roberta", "phi")
-"""With biases of heads that the loader looks at, or registers."""
 
 QUICK = ("llama_kv_scales", "whisper")
 """Unusual families of which some are tried each time: kernels that keep addresses; a packed head
@@ -73,7 +72,6 @@ UNUSUAL_ON_TWO = (
 
 
 def right(row: dict[str, Any]) -> Row:
-    """A row without anything that is silently wrong, and with every tensor accounted for."""
     found = Row(**row)
     assert found.wrong == []
     assert found.undone_wrong == []
@@ -170,7 +168,6 @@ def test_one_family_on_two_ranks() -> None:
 def test_weights_that_are_all_alike_are_never_wrong(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros read back well under any packing; fresh models have many."""
     family = "qwen3_moe" if what == "experts" else "qwen2"
     folder = Path(shutil.copytree(checkpoint(family), tmp_path / family))
     weights = load_file(folder / WEIGHTS_FILE)

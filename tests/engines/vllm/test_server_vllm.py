@@ -25,7 +25,6 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 def beside(replica: Replica) -> tuple[list[str], dict[str, str]]:
-    """The command that leads a server from beside it, and its environment."""
     trainer, server = replica.trainer, replica.server
     environment = {
         **os.environ,
@@ -38,7 +37,6 @@ def beside(replica: Replica) -> tuple[list[str], dict[str, str]]:
 
 
 def eventually(check: Callable[[], object], within_s: float = 120) -> None:
-    """Wait for what another process does."""
     deadline = time.monotonic() + within_s
     while not check():
         assert time.monotonic() < deadline
@@ -89,7 +87,6 @@ def test_an_update_session_of_somebody_else_changes_nothing(
 
 
 def test_the_worker_extension_alone_is_enough(trainer: Trainer, tmp_path: Path) -> None:
-    """As the README says it: compiled, without the backend, without our routes."""
     with serving(trainer, tmp_path, bare=True) as replica:
         command, environment = beside(replica)
         for version in (1, 2):
@@ -110,7 +107,6 @@ def test_the_worker_extension_alone_is_enough(trainer: Trainer, tmp_path: Path) 
 def test_a_second_leader_takes_over_and_the_first_stands_back(
     trainer: Trainer, tmp_path: Path
 ) -> None:
-    """``python -m deltachain_vllm`` beside a server that has a leader of its own."""
     with serving(trainer, tmp_path, 2) as replica:
         server = replica.server
         server.update(trainer.step())

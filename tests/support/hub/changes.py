@@ -14,28 +14,18 @@ from datetime import datetime
 from typing import Any, Final
 
 _KEPT: Final = 1000
-"""Number of changes of all buckets that can be replayed."""
 
 
 class RefusedResume(Exception):  # noqa: N818
-    """The cursor or date is malformed."""
+    pass
 
 
 class TooManyStreams(Exception):  # noqa: N818
-    """The token has as many streams as it may have."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class BucketChange:
-    """One change.
-
-    Attributes:
-        number: Its number, ascending over all buckets.
-        bucket: The bucket.
-        seconds: Unix time of the change.
-        document: What the feed says of it.
-    """
-
     number: int
     bucket: str
     seconds: float
@@ -43,8 +33,6 @@ class BucketChange:
 
 
 class ChangeLog:
-    """The newest changes of all buckets; thread-safe. They are lost when the Hub restarts."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._changes: deque[BucketChange] = deque(maxlen=_KEPT)
@@ -56,7 +44,6 @@ class ChangeLog:
         self._streams: Counter[str] = Counter()
 
     def add(self, bucket: str, document: Mapping[str, Any]) -> None:
-        """Add a change, and wake all streams."""
         with self._lock:
             self._last += 1
             self._changes.append(BucketChange(self._last, bucket, time.time(), document))
@@ -66,16 +53,10 @@ class ChangeLog:
             loop.call_soon_threadsafe(event.set)
 
     def after(self, bucket: str, number: int) -> list[BucketChange]:
-        """Return the known changes of a bucket after a number."""
         with self._lock:
             return [one for one in self._changes if one.bucket == bucket and one.number > number]
 
     def start(self, cursor: str, since: str) -> int | None:
-        """Return the number after which a stream begins; None if it is forgotten.
-
-        Raises:
-            RefusedResume: The cursor or date is malformed.
-        """
         with self._lock:
             if cursor:
                 boot, _, number = cursor.partition(".")
@@ -95,33 +76,24 @@ class ChangeLog:
             return max(before, default=self._first - 1)
 
     def cursor(self, number: int) -> str:
-        """Return the cursor that resumes after a change."""
         return f"{self._boot}.{number}"
 
     def open_stream(self, token: str, most: int) -> None:
-        """Count a stream of a token.
-
-        Raises:
-            TooManyStreams: It has ``most`` streams already.
-        """
         with self._lock:
             if self._streams[token] >= most:
                 raise TooManyStreams
             self._streams[token] += 1
 
     def close_stream(self, token: str) -> None:
-        """Stop counting a stream of a token."""
         with self._lock:
             self._streams[token] -= 1
 
     def streams(self) -> int:
-        """Return the number of open streams."""
         with self._lock:
             return sum(self._streams.values())
 
     @contextmanager
     def woken(self) -> Iterator[asyncio.Event]:
-        """Yield an event that is set by each change."""
         mine = asyncio.get_running_loop(), asyncio.Event()
         with self._lock:
             self._waiting.add(mine)

@@ -1,9 +1,4 @@
-"""Feed of the changes in a bucket, as server-sent events.
-
-A stream begins with the changes after its ``cursor`` or ``since``, then says ``ready``, and goes on
-with changes as they are made. It says ``reset`` if it cannot replay that far back, and
-``reconnect`` before the Hub ends it.
-"""
+"""Feed of the changes in a bucket, as server-sent events."""
 
 from __future__ import annotations
 
@@ -25,14 +20,6 @@ _COMMENT: Final = b": keep-alive\n\n"
 def events(
     changes: ChangeLog, bucket: str, start: int | None, settings: Settings
 ) -> AsyncIterator[bytes]:
-    """Return the bytes of one stream.
-
-    Args:
-        changes: All changes.
-        bucket: The bucket.
-        start: Number after which it begins; None if that is forgotten.
-        settings: Settings; ``feed`` says which fault the stream has.
-    """
     if settings.feed == "garbage":
         return _garbage()
     if settings.feed in ("stalled", "deaf"):
@@ -111,19 +98,11 @@ def _event(name: str, document: object) -> bytes:
 
 
 class EventStream(StreamingResponse):
-    """Reply with events.
-
-    Args:
-        pieces: Bytes of the events.
-        closed: Called when the stream has ended or the client has left.
-    """
-
     def __init__(self, pieces: AsyncIterator[bytes], closed: Callable[[], None]) -> None:
         super().__init__(pieces, media_type="text/event-stream")
         self._closed = closed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:

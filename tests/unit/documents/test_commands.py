@@ -47,7 +47,6 @@ OTHERS: Final = {
     *("PIP_EXTRA_INDEX_URL", "VLLM_ALLOW_RUNTIME_LORA_UPDATING", "VLLM_PLUGINS"),
     *("VLLM_API_KEY", "VLLM_SERVER_DEV_MODE"),
 }
-"""Variables of other programs."""
 
 _ROUTE: Final = re.compile(r"/deltachain/(\w+)")
 
@@ -57,7 +56,6 @@ def options(words: tuple[str, ...]) -> set[str]:
 
 
 def deltachain_fault(words: tuple[str, ...]) -> str:
-    """What ``deltachain`` would not take of a command."""
     name, *rest = words[1:]
     if name in COMPLETION:
         return ""
@@ -89,7 +87,6 @@ def pip_fault(words: tuple[str, ...]) -> str:
 
 
 def engine_fault(words: tuple[str, ...]) -> str:
-    """Options that no test gives a real engine."""
     never = {o for o in options(words) if not re.search(rf'["\s]{o}["=\s]', ENGINES)}
     return f"never tried: {never}" if never else ""
 
@@ -106,7 +103,6 @@ def python_fault(words: tuple[str, ...]) -> str:
 
 
 def curl_fault(words: tuple[str, ...]) -> str:
-    """Routes that are not in the source of those that we have."""
     source = (ROOT / "deltachain/control/server/routes.py").read_text(encoding="utf-8")
     missing = {r for r in _ROUTE.findall(" ".join(words)) if f'"/{r}"' not in source}
     return f"no routes {missing}" if missing else ""
@@ -117,7 +113,6 @@ def script_fault(words: tuple[str, ...]) -> str:
 
 
 def recipe_fault(words: tuple[str, ...]) -> str:
-    """Files, folders and profiles that no recipe has."""
     compose = ROOT / "examples" / "deploy" / "compose"
     profiles = re.findall(r"profiles: \[(\w+)\]", (compose / "compose.yaml").read_text("utf-8"))
     wanted = {after for before, after in pairwise(words) if before == "--profile"}
@@ -145,11 +140,9 @@ FAULTS: Final[dict[str, Callable[[tuple[str, ...]], str]]] = {
     "spaces/rollout/entrypoint.sh": script_fault,
     "vllm": engine_fault,
 }
-"""What is wrong with a command, by its program; a program that is not here may not be shown."""
 
 
 def fault(command: Command) -> str:
-    """What nobody would understand of a command; nothing if all is known."""
     names = {name for name in command.variables if name.startswith(PREFIX)}
     if unknown := {n for n in names if n.removeprefix(PREFIX) not in VARIABLES}:
         return f"no variables {unknown}"
@@ -196,7 +189,6 @@ def test_what_no_program_knows_is_noticed(words: str, found: str) -> None:
 
 @pytest.mark.parametrize("command", FOUND, ids=str)
 def test_no_secret_is_an_argument(command: Command) -> None:
-    """Whoever may list processes sees arguments."""
     assert not options(command.words) & {"--api-key", "--admin-api-key", "--token", "--key"}
 
 
@@ -210,7 +202,6 @@ def test_blocks_say_what_they_are() -> None:
 
 
 def test_entry_points_in_documents_name_what_is_there() -> None:
-    """Files of tests stand for packages of users."""
     names = {file.stem: file for file in (ROOT / "tests" / "unit").rglob("*.py")}
     found = 0
     for block in blocks("toml"):

@@ -26,7 +26,6 @@ VARIABLE: Final = re.compile(r"\$\{?([A-Z][A-Z_]+)\b")
 
 
 def commands(readme: Path) -> Iterator[list[str]]:
-    """The words of every ``hf`` command in its blocks of code."""
     for block in BLOCK.findall(readme.read_text(encoding="utf-8")):
         for line in block.replace("\\\n", " ").splitlines():
             for part in re.split(r"&&|;", line):
@@ -39,7 +38,6 @@ FOUND: Final = [(readme, words) for readme in DOCUMENTS for words in commands(re
 
 @functools.cache
 def text_of(*path: str) -> str:
-    """What a command of the real client says of itself."""
     program = Path(sysconfig.get_path("scripts")) / "hf"
     done = subprocess.run(
         [program, *path, "--help"],
@@ -52,7 +50,6 @@ def text_of(*path: str) -> str:
 
 
 def subcommands(path: tuple[str, ...]) -> set[str]:
-    """What may follow; nothing where a command takes arguments of its own."""
     help_ = text_of(*path)
     if not re.match(r"Usage: .*COMMAND\]? \[ARGS\]", help_):
         return set()
@@ -60,7 +57,6 @@ def subcommands(path: tuple[str, ...]) -> set[str]:
 
 
 def fault(words: list[str]) -> str:
-    """What the client would not understand of a command; nothing if it would."""
     path: tuple[str, ...] = ()
     rest = words[1:]
     while known := subcommands(path):

@@ -26,8 +26,6 @@ SERVER = WORDS.with_name("server.py")
 
 
 class Answer(Protocol):
-    """Of any HTTP client: which one a TestClient is made of is starlette's business."""
-
     @property
     def status_code(self) -> int: ...
 
@@ -35,8 +33,6 @@ class Answer(Protocol):
 
 
 class Clock:
-    """Goes where it is told."""
-
     def __init__(self) -> None:
         self.now = 1e6
 
@@ -68,7 +64,6 @@ def guess(client: TestClient, session: str, word: str) -> dict[str, Any]:
 
 
 def refusal(answer: Answer) -> int:
-    """The status of an answer that says what is wrong and what to do."""
     error = answer.json()["error"]
     assert error.keys() == {"message", "hint"}
     assert all(error.values())
@@ -316,7 +311,6 @@ def test_nobody_is_dropped_while_there_is_place(client: TestClient, clock: Clock
 
 @contextmanager
 def serving(folder: Path, command: list[str]) -> Iterator[str]:
-    """The script as a process, which must end by itself when told to; its address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
