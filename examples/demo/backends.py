@@ -18,25 +18,11 @@ LOCAL: Final = "file"
 S3: Final = "s3"
 HF: Final = "hf"
 BUCKET: Final = "demo/chain"
-"""Namespace and name of the bucket on the emulated Hub."""
 
 
 @contextmanager
 def start_backend(store: str, root: Path) -> Iterator[str]:
-    """Start the store of the demo's chain and stop it afterwards.
-
-    Args:
-        store: ``file`` for a folder below ``root``; ``s3`` for a local SeaweedFS server; ``hf`` for
-            a local emulation of the Hub; or the URL of a store.
-        root: The folder of the demo.
-
-    Yields:
-        The URL of the chain; its credentials are in the environment.
-
-    Raises:
-        DemoError: The store holds a chain already.
-        ConfigError: The server is not installed, or the URL or the kind is invalid.
-    """
+    """Start the store of the demo's chain and stop it afterwards."""
     if store == S3:
         with _seaweed(root / "seaweed") as url:
             yield url
@@ -55,11 +41,6 @@ def start_backend(store: str, root: Path) -> Iterator[str]:
 
 
 def _check_store(store: str) -> None:
-    """Refuse a word that is neither a kind of store nor a place.
-
-    Raises:
-        ConfigError: A misspelt kind would become a folder of that name.
-    """
     kinds = (LOCAL, S3, HF)
     if store in kinds or "/" in store or Path(store).exists():
         return

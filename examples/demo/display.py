@@ -19,21 +19,13 @@ from rich.progress import (
 
 @dataclass(frozen=True, slots=True)
 class Display:
-    """Console of the demo.
-
-    Attributes:
-        console: Standard output, or standard error if standard output is for JSON.
-    """
-
     console: Console
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def phase(self, title: str, total: int) -> Iterator[Bar]:
-        """Show a titled progress bar of ``total`` steps."""
         columns = (
             TextColumn("[bold]{task.description:<10}"),
             BarColumn(bar_width=24),
@@ -48,15 +40,11 @@ class Display:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A progress bar."""
-
     _progress: Progress
     _task: TaskID
 
     def at(self, completed: int, note: str = "") -> None:
-        """Update the progress."""
         self._progress.update(self._task, completed=completed, note=note)
 
     def say(self, text: str) -> None:
-        """Print a line above the bar."""
         self._progress.console.print(text, highlight=False, soft_wrap=True)

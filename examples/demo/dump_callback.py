@@ -13,32 +13,24 @@ from examples.demo.compare_bits import dump_bits
 
 
 class DumpCallback(TrainerCallback):
-    """Writes ``step-<number>.npz`` at the end of each chosen step, straight from the model.
-
-    Args:
-        folder: Folder of the dumps; created with the first.
-        steps: Global steps after which to dump; 0 is the state before training.
-    """
+    """Writes ``step-<number>.npz`` at the end of each chosen step, straight from the model."""
 
     def __init__(self, folder: Path, *, steps: Collection[int]) -> None:
         self._folder = folder
         self._steps = frozenset(steps)
 
     def path(self, step: int) -> Path:
-        """Return the file of a step's dump."""
         return self._folder / f"step-{step:06d}.npz"
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: object
     ) -> None:
-        """Dump the initial state if step 0 is chosen."""
         del args, control
         self._dump(facts, state.global_step)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: object
     ) -> None:
-        """Dump the state after a chosen step."""
         del args, control
         self._dump(facts, state.global_step)
 

@@ -28,7 +28,6 @@ def generate_text(
     *,
     max_new_tokens: int = 16,
 ) -> str:
-    """Generate a greedy completion of a prompt, up to the end-of-text token."""
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
     generator: Any = model  # transformers' annotations reject Qwen3ForCausalLM as `self`
     with quiet_libraries(), torch.no_grad():

@@ -20,7 +20,6 @@ VOCABULARY: Final = 512
 """Rows of the embedding, an upper bound of the tokenizer's vocabulary."""
 
 CONTEXT: Final = 512
-"""Context length, in tokens."""
 
 PAD, EOS, BOS = "<pad>", "<eos>", "<bos>"
 _SPECIAL: Final = (PAD, EOS, BOS)
@@ -84,6 +83,5 @@ def make_model(seed: int) -> Qwen3ForCausalLM:
 def save_checkpoint(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path
 ) -> None:
-    """Write a checkpoint folder with bf16 weights; converts the model itself to bf16."""
     model.bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

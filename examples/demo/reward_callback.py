@@ -12,8 +12,7 @@ class RewardCallback(TrainerCallback):
     """Calls ``on_reward`` with the metrics of each step."""
 
     @abstractmethod
-    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
-        """Read the metrics of a step, ``reward`` among them."""
+    def on_reward(self, step: int, logs: Mapping[str, float]) -> None: ...
 
     def on_log(
         self,
@@ -23,7 +22,6 @@ class RewardCallback(TrainerCallback):
         logs: dict[str, float] | None = None,
         **_: object,
     ) -> None:
-        """Pass the log of a step on; the final summary has no rewards."""
         del args, control
         if logs is not None and "reward" in logs:
             self.on_reward(state.global_step, logs)

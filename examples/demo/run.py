@@ -1,8 +1,4 @@
-"""The demo: a training process, a follower process, and an independent comparison of their bits.
-
-Shows a chain that grows with training, a replica that follows it bit for bit while it generates, a
-late joiner, a rollback, and the proof.
-"""
+"""The demo: a training process, a follower process, and an independent comparison of their bits."""
 
 from __future__ import annotations
 
@@ -35,18 +31,6 @@ from examples.demo.train import GrpoStep, run_grpo
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Folders and display of one run.
-
-    Attributes:
-        root: Folder of all files: ``base``, ``trainer``, ``follower``, ``latecomer``. Trainer and
-            follower share only ``base`` and the chain.
-        url: URL of the chain.
-        pretrain_steps: Number of pretraining steps.
-        steps: Number of GRPO steps.
-        watched: Steps after which trainer and follower both save their weights.
-        display: Console output.
-    """
-
     root: Path
     url: str
     pretrain_steps: int
@@ -63,18 +47,6 @@ def run_demo(
     json_output: bool = False,
     pretrain_steps: int = PRETRAIN_STEPS,
 ) -> int:
-    """Run the demo; return the exit code, 0 if all bits are equal.
-
-    Args:
-        workdir: Folder to keep; a temporary folder if ``None``.
-        store: Store of the chain; see :func:`backends.start_backend`.
-        steps: Number of GRPO steps; version 0 precedes the first.
-        json_output: Print one JSON object instead of tables.
-        pretrain_steps: Number of pretraining steps.
-
-    Raises:
-        DemoError: A part of the demo failed.
-    """
     console = Console(stderr=json_output)
     with _folder(workdir) as root, start_backend(store, root) as url:
         watched = tuple(sorted({1, max(1, steps // 2), steps}))
@@ -141,7 +113,6 @@ def _pretrain(stage: Stage) -> None:
 
 
 def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
-    """Run GRPO with the callback attached, while the follower process follows."""
     with stage.display.phase("GRPO", stage.steps) as bar:
         follower = FollowerProcess(
             stage.url,
@@ -172,7 +143,6 @@ def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
 
 
 def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
-    """Print a line for an event of the follower, if it is of interest."""
     step = event.get("step")
     if event["event"] == "ready":
         bar.say("  [cyan]follower[/] is up, and waits for the chain")
@@ -182,7 +152,6 @@ def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
 
 
 def _join_late(stage: Stage) -> ApplyReceipt:
-    """Join from nothing after the end of training."""
     with Subscriber(stage.url, stage.root / "latecomer") as subscriber:
         receipt = subscriber.update()
     if receipt is None:
@@ -194,7 +163,6 @@ def _join_late(stage: Stage) -> ApplyReceipt:
 
 
 def _evaluate(stage: Stage) -> tuple[BitCheck, ...]:
-    """Compare all saved weights with those of the trainer."""
     last, middle = stage.watched[-1], stage.watched[-2]
     follower = stage.root / "follower"
     cases = [

@@ -1,7 +1,4 @@
-"""Reinforcement learning on the demo's sums with TRL's GRPO trainer.
-
-Publishing is attached as a callback, as a user of TRL would do it.
-"""
+"""Reinforcement learning on the demo's sums with TRL's GRPO trainer."""
 
 from __future__ import annotations
 
@@ -42,12 +39,6 @@ _QUESTIONS: Final = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoStep:
-    """One optimizer step: reward of its completions, and duration without callbacks.
-
-    ``spread`` is the standard deviation of the reward within a group, ``flat_groups`` the fraction
-    of groups with zero deviation, which contribute no gradient.
-    """
-
     step: int
     reward: float
     spread: float
@@ -57,8 +48,6 @@ class GrpoStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoReport:
-    """All steps of a run, and its duration with callbacks, without loading."""
-
     steps: tuple[GrpoStep, ...]
     seconds: float
 
@@ -72,16 +61,6 @@ def run_grpo(
     seed: int = 0,
     progress: Callable[[GrpoStep], None] | None = None,
 ) -> GrpoReport:
-    """Train a bf16 checkpoint with GRPO, fp32 master weights and AdamW; saves nothing.
-
-    Args:
-        checkpoint: Folder with model and tokenizer.
-        callbacks: Callbacks of the trainer, in this order.
-        steps: Number of optimizer steps.
-        learning_rate: Constant learning rate.
-        seed: Seed of questions and sampling.
-        progress: Called after each step and its callbacks.
-    """
     diary = _StepLog(progress)
     with (
         quiet_libraries(),
@@ -137,13 +116,10 @@ def _dataset(seed: int) -> Dataset:
 
 
 def _rewards(completions: list[str], answer: list[int], **_: object) -> list[float | None]:
-    """Reward function for TRL, which passes every column of the dataset as keyword."""
     return [score(text, right) for text, right in zip(completions, answer, strict=True)]
 
 
 class _StepLog(RewardCallback):
-    """Records every step; the first callback, so that it measures the step without callbacks."""
-
     def __init__(self, progress: Callable[[GrpoStep], None] | None) -> None:
         self.steps: list[GrpoStep] = []
         self._progress = progress
@@ -153,14 +129,12 @@ class _StepLog(RewardCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Start the timer, before sampling, reward and gradient."""
         del args, state, control
         self._began = time.monotonic()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
     ) -> None:
-        """Stop the timer."""
         del args, state, control
         self._took = time.monotonic() - self._began
 

@@ -33,13 +33,10 @@ from tests.bench import report
 from tests.bench.timing import Candidate, Timings, round_robin, say
 
 NBYTES: Final = 256_000_000
-"""Size of the model in bf16, in bytes."""
 
 WIDTH: Final = 2048
-"""Rows and columns of a tensor: 8 MB in bf16."""
 
 STD: Final = 0.02
-"""Standard deviation of the weights, which determines the compression of their exponents."""
 
 ROUNDS: Final = 5
 
@@ -59,16 +56,6 @@ READ: Final = "floor: read of the anchor"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnchorRow:
-    """One candidate.
-
-    Attributes:
-        name: Name in tables.
-        best_s: Minimum, in seconds.
-        median_s: Median, in seconds.
-        gb_per_s: Dense bf16 bytes of the model by the minimum, in 10^9 bytes a second.
-        threads: Largest number of threads that compute.
-    """
-
     name: str
     best_s: float
     median_s: float
@@ -77,13 +64,6 @@ class AnchorRow:
 
 
 class Bench:
-    """A model, an attached publisher and the candidates.
-
-    Args:
-        folder: Empty folder for chains, removed by the caller.
-        nbytes: Size of the model in bf16, in bytes.
-    """
-
     def __init__(self, folder: Path, nbytes: int) -> None:
         count = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
         layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(count)]
@@ -99,39 +79,28 @@ class Bench:
         self._live: dict[str, Tensor] = {}
 
     def close(self) -> None:
-        """Close the publisher."""
         self._publisher.close()
 
     @property
     def session(self) -> Session:
-        """Session of the attached publisher."""
         return self._publisher._require_session()
 
     def attach(self) -> None:
-        """Attach a publisher to a new chain."""
         Publisher(str(self._folder / "new")).attach(self.model, alone=True).close()
 
     def anchor(self) -> EdgeShare:
-        """Encode and upload an anchor, which no record names."""
         keys = self.session.keys("anchor", self.session.head)
         return self.session.put_share(keys, Attempt(topic="bench"))
 
     def prepare_newcomer(self) -> None:
-        """Create the tensors that a newcomer writes into."""
         self._live = {
             name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()
         }
 
     def join(self) -> None:
-        """Join from nothing."""
         Subscriber(str(self._folder / "kept"), self._live).update()
 
     def check_newcomer(self) -> None:
-        """Check that a newcomer holds the model's bits.
-
-        Raises:
-            ArithmeticError: A tensor differs.
-        """
         self.prepare_newcomer()
         self.join()
         for name, parameter in self.model.named_parameters():
@@ -139,7 +108,6 @@ class Bench:
                 raise ArithmeticError(f"a newcomer holds other bits of {name}")
 
     def candidates(self) -> list[Candidate]:
-        """Return what is measured, floors last."""
         weights = [parameter.detach() for parameter in self.model.parameters()]
         bits = [weight.view(-1).view(torch.int16).numpy() for weight in weights]
         copies = [np.zeros_like(array) for array in bits]
@@ -217,7 +185,6 @@ def _read(path: Path) -> None:
 
 
 def rows(timings: Timings, nbytes: int) -> list[AnchorRow]:
-    """Return the figures of every candidate, in the order measured."""
     whole = (ATTACH, ANCHOR, NEWCOMER)
     return [
         AnchorRow(
@@ -232,12 +199,6 @@ def rows(timings: Timings, nbytes: int) -> list[AnchorRow]:
 
 
 def run(*, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Generate, check and measure; return all figures for JSON.
-
-    Args:
-        nbytes: Size of the model in bf16, in bytes.
-        rounds: Repetitions of each candidate.
-    """
     say(f"a model of {nbytes / 1e6:.0f} MB in bf16")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="deltachain-bench-")))
@@ -258,7 +219,6 @@ def run(*, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
 
 
 def main(*, json_output: bool, nbytes: int = NBYTES) -> int:
-    """Run ``deltachain bench anchor``; return 0."""
     result = run(nbytes=nbytes)
     title = (
         f"Anchors of {result['dense_nbytes'] / 1e6:.0f} MB of bf16 weights, N(0, {STD}), in a "

@@ -35,13 +35,10 @@ from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
 
 TENSORS: Final = 16
 NUMEL: Final = 1 << 22
-"""Elements of a tensor."""
 DENSITY: Final = 0.012
 ROUNDS: Final = 20
 THREADS: Final = 2
-"""Threads of the row that stages in several."""
 SMALL: Final = 18_000
-"""Tensors of the model of small ones, as many as a large mixture of experts has."""
 SMALL_NUMEL: Final = 4096
 SMALL_ROUNDS: Final = 4
 AIM: Final = 2.0
@@ -58,16 +55,6 @@ HELD: Final = HeldVersion(chain="", version=1, epoch=0, manifest="", state="")
 
 @dataclass(frozen=True, slots=True)
 class TensorSample:
-    """One tensor before and after, live and as a delta.
-
-    Attributes:
-        spec: Spec of the tensor.
-        live: The written tensor.
-        old: Old bits of the changed elements.
-        new: New bits of the changed elements.
-        indices: Flat indices of the changed elements.
-    """
-
     spec: TensorSpec
     live: Tensor
     old: Bits
@@ -76,18 +63,14 @@ class TensorSample:
 
     @property
     def bits(self) -> Bits:
-        """The live bits."""
         return bits_of(self.live).numpy().view(np.uint16)
 
     def put(self, bits: Bits) -> None:
-        """Set the changed elements without the code under test."""
         self.bits[self.indices] = bits
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A dict of tensors one version behind, and the part of the next version."""
-
     tensors: Sequence[TensorSample]
     target: TensorTarget
     data: bytes
@@ -95,7 +78,6 @@ class Scene:
 
     @classmethod
     def generate(cls, tensors: int, numel: int, density: float) -> Scene:
-        """Generate normal weights; ``density`` of them change by one unit in the last place."""
         made, changes, total = [], [], StateDigest()
         for number in range(tensors):
             data = Data.generate(numel, density, seed=number)
@@ -115,33 +97,21 @@ class Scene:
 
     @property
     def nnz(self) -> int:
-        """Number of changed elements."""
         return sum(tensor.indices.size for tensor in self.tensors)
 
     @property
     def numel(self) -> int:
-        """Number of all elements."""
         return sum(tensor.spec.numel for tensor in self.tensors)
 
     def put_old(self) -> None:
-        """Restore the old version."""
         for tensor in self.tensors:
             tensor.put(tensor.old)
 
     def put_new(self) -> None:
-        """Set the new version."""
         for tensor in self.tensors:
             tensor.put(tensor.new)
 
     def stage(self, threads: int = 1) -> list[Patch]:
-        """Stage the part, including the proof.
-
-        Args:
-            threads: Number of threads, each with a tensor at a time.
-
-        Raises:
-            ArithmeticError: The staged bits have another digest.
-        """
         part = Part.from_bytes(self.data)
         if threads == 1:
             patches = [self.target.prepare(delta) for delta in part]
@@ -154,11 +124,6 @@ class Scene:
         return patches
 
     def check(self) -> list[Patch]:
-        """Stage, swap and undo, and compare every bit.
-
-        Raises:
-            ArithmeticError: A bit differs.
-        """
         self.put_old()
         patches = self.stage()
         self.target.write(patches, HELD)
@@ -172,11 +137,6 @@ class Scene:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApplyRow:
-    """One candidate: nanoseconds a changed element, and dense bf16 gigabytes a second.
-
-    ``times_bare`` is its time over that of the bare ``index_copy_``; ``None`` where it does more.
-    """
-
     name: str
     threads: int
     best_ns: float
@@ -186,7 +146,6 @@ class ApplyRow:
 
 
 def measure(scene: Scene, rounds: int) -> Timings:
-    """Check exactness, then measure on one core."""
     with one_core():
         patches = scene.check()
         backwards = [patch.undo() for patch in patches]
@@ -221,7 +180,6 @@ def measure(scene: Scene, rounds: int) -> Timings:
 
 
 def measure_threads(scene: Scene, rounds: int) -> Timings:
-    """Measure staging with one thread and with several, in turn, on as many cores as there are."""
     several = Candidate(STAGE_SEVERAL, partial(scene.stage, THREADS), scene.put_old)
     return round_robin([Candidate(STAGE, scene.stage, scene.put_old), several], rounds)
 
@@ -243,7 +201,6 @@ class Bytes:
 
 
 def count_bytes(scene: Scene) -> Bytes:
-    """Count what staging a scene reads and makes."""
     part = Part.from_bytes(scene.data)
     inflated = sum(sum(row.raw) for row in part.directory.streams)
     deltas = sum(delta.nbytes for delta in part)
@@ -260,8 +217,6 @@ def count_bytes(scene: Scene) -> Bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerTensor:
-    """Best microseconds a tensor, in a model of many small ones; one thread."""
-
     tensors: int
     numel: int
     nnz: int
@@ -270,7 +225,6 @@ class PerTensor:
 
 
 def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerTensor:
-    """Check and measure staging and swapping many small tensors, on one core."""
     scene = Scene.generate(tensors, numel, density)
     with one_core():
         patches = scene.check()
@@ -289,7 +243,6 @@ def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerT
 
 
 def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[ApplyRow]:
-    """Compute the figures of every candidate."""
     return [
         ApplyRow(
             name=name,
@@ -313,7 +266,6 @@ def run(
     rounds: int = ROUNDS,
     small: int = SMALL,
 ) -> Mapping[str, Any]:
-    """Generate, check and measure; return all figures for JSON."""
     say(f"{tensors} tensors of {numel / 1e6:.1f} M elements, {density:.2%} changed")
     scene = Scene.generate(tensors, numel, density)
     found = rows(measure(scene, rounds), scene)
@@ -341,7 +293,6 @@ def run(
 
 
 def main(*, json_output: bool) -> int:
-    """Run ``deltachain bench apply``; return 0 if a swap takes at most twice the bare writes."""
     result = run()
     title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
     columns = ("", "threads", "best ns", "median", "GB/s", "of bare")

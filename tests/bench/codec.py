@@ -37,10 +37,8 @@ from tests.bench.updates import Update, updates
 
 ENCODINGS: Final = ("step", "max", "overwrite", "raw")
 LISTED_FROM: Final = 992
-"""The first version of those whose manifests are measured, far from the start of a chain."""
 
 ROUNDS: Final = 10
-"""Rounds where layouts of other systems are timed as well."""
 OWN_FACTOR: Final = 4
 """As many times more rounds elsewhere: deltachain's encodings alone take milliseconds each."""
 
@@ -51,26 +49,18 @@ AIMS: Final[dict[str, float]] = {"step": 10.0, "overwrite": 20.0}
 FULL_COPY: Final = "full copy"
 
 Old: TypeAlias = Mapping[str, Bits]
-"""All bits of each tensor before an update, flat."""
 
 
 def encode(changes: ChangedTensors, old: Old, encoding: str) -> EncodedPart:
-    """Encode an update of some old bits as one part, including the state digest of its changes."""
     return encode_part(_parts(changes, old, encoding), raw=REGISTRY.get(encoding).own_arrays)
 
 
 def decode(data: bytes, old: Old) -> list[TensorDelta]:
-    """Decode all tensors of a part, with the bits before it."""
     part = Part.from_bytes(data)
     return [part.read(name, old=OldBits(old[name])) for name in part.rows]
 
 
 def check(changes: ChangedTensors, deltas: Sequence[TensorDelta]) -> None:
-    """Compare decoded deltas with the update, bit for bit.
-
-    Raises:
-        ArithmeticError: They differ.
-    """
     left = {name for name, change in changes.items() if change.indices.size}
     for delta in deltas:
         change = changes[delta.spec.name]
@@ -127,7 +117,6 @@ def _manifest_nbytes(part: EncodedPart, numel: int, version: int) -> int:
 
 
 def measure(update: Update, rounds: int) -> ChainRow:
-    """Encode one update with each encoding and layout; check each; measure, on one core."""
     say(f"update {update.label}")
     changes = update.changes
     parts = {encoding: encode(changes, update.old, encoding) for encoding in ENCODINGS}
@@ -164,7 +153,6 @@ def measure(update: Update, rounds: int) -> ChainRow:
 
 
 def missed(rows: Sequence[ChainRow]) -> list[str]:
-    """Return the encodings above their size limit."""
     bf16 = (row for row in rows if row.dtype == "BF16")
     at = min(bf16, key=lambda row: abs(row.density - AIM_DENSITY))
     return [e.encoding for e in at.encodings if e.bits > AIMS.get(e.encoding, np.inf)]
@@ -176,7 +164,6 @@ def run(
     *,
     rounds: int = ROUNDS,
 ) -> tuple[list[ChainRow], Mapping[str, Any]]:
-    """Measure every update; return the rows, and all figures for JSON."""
     rows = [measure(update, rounds) for update in named(base)]
     document = {
         "benchmark": "codec",
@@ -192,7 +179,6 @@ def run(
 
 
 def main(*, json_output: bool) -> int:
-    """Run ``deltachain bench codec``; return 0 if all encodings are within their size limits."""
     rows, document = run(SyntheticChain(seed=1, layout=LARGE))
     report.emit(document, codec_tables.tables(rows), json_output=json_output)
     return 1 if document["missed"] else 0
@@ -220,7 +206,6 @@ def _parts(changes: ChangedTensors, old: Old, encoding: str) -> Iterator[Change]
 
 
 def _peers(update: Update) -> dict[str, Objects]:
-    """Encode the update in each layout that can store it, and check each."""
     objects = {}
     for name, layout in LAYOUTS.items():
         if layout.any_dtype or update.dtype == "BF16":
@@ -236,7 +221,6 @@ def _own(update: Update, parts: Mapping[str, EncodedPart]) -> Iterator[Candidate
 
 
 def _others(update: Update, peers: Mapping[str, Objects]) -> Iterator[Candidate]:
-    """Layouts of other systems and a full copy, whose encoding and decoding are a copy each."""
     if not update.peers_timed:
         return
     specs = specs_of(update.changes)
@@ -250,7 +234,6 @@ def _others(update: Update, peers: Mapping[str, Objects]) -> Iterator[Candidate]
 
 
 def _drain(layout: PeerLayout, objects: Objects, specs: Specs) -> None:
-    """Decode one tensor after another; each is freed before the next, as its receiver would."""
     deque(layout.decode(objects, specs), maxlen=0)
 
 

@@ -11,17 +11,14 @@ from tests.bench.layouts.registry import LAYOUTS
 from tests.bench.updates import GIVEN_BASE, WITHOUT_BASE
 
 COLUMNS: Final = 6
-"""Updates that fit beside the names of layouts in 80 columns."""
 
 SPEED: Final = "Encode / decode, dense GB a second"
 TIME: Final = "Encode / decode, ns a change, with all digests"
 
 Pair: TypeAlias = Callable[[EncodingRow], tuple[float, float]]
-"""Figures of encoding and of decoding."""
 
 
 def tables(rows: Sequence[ChainRow]) -> list[Any]:
-    """Return all tables: sizes and speeds, of deltachain's encodings and of other layouts."""
     groups = [rows[start : start + COLUMNS] for start in range(0, len(rows), COLUMNS)]
     timed = [row for row in rows if row.timed]
     return [

@@ -41,13 +41,11 @@ DEVICE: Final = "device path, snapshot there"
 
 COPY: Final = "memcpy of one side"
 PASSES: Final = (FLOOR, COPY, CAST_FLOOR, *quantised_diff.FLOORS.values())
-"""Candidates that find nothing."""
 
 CHANGE_NBYTES: Final = 12.0
 """Bytes of a change in the result: its int64 index, old bits and new bits."""
 
 CODE_CHANGE_NBYTES: Final = 10.0
-"""The same of a code."""
 
 AIMS: Final[dict[str, tuple[str, float]]] = {
     NUMBA: (FLOOR, 0.5),
@@ -62,15 +60,7 @@ Kernel = Callable[[Bits, Any], Changes]
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Weights in both precisions, and an older snapshot.
-
-    Attributes:
-        master: fp32 values, shape (numel,).
-        current: Their bf16 bits.
-        snapshot: bf16 bits that differ from ``current`` at ``indices``; written by kernels.
-        indices: Indices of the changed elements.
-        old: Bits of the snapshot at ``indices``.
-    """
+    """Weights in both precisions, and an older snapshot."""
 
     master: npt.NDArray[np.float32]
     current: Bits
@@ -80,7 +70,6 @@ class Data:
 
     @classmethod
     def generate(cls, numel: int, density: float, seed: int = 0) -> Data:
-        """Generate normal weights; ``density`` of them changed by one unit in the last place."""
         rng = np.random.default_rng(seed)
         master = rng.standard_normal(numel, np.float32) * np.float32(0.025)
         current = reference.cast_bf16(master)
@@ -90,15 +79,9 @@ class Data:
         return cls(master, current, snapshot, indices, snapshot[indices])
 
     def restore(self) -> None:
-        """Restore the old snapshot."""
         self.snapshot[self.indices] = self.old
 
     def check(self, name: str, kernel: Callable[[], Changes]) -> None:
-        """Check that a kernel finds exactly the changes and updates the snapshot.
-
-        Raises:
-            ArithmeticError: The kernel's result is wrong.
-        """
         self.restore()
         found = kernel()
         wanted = (self.indices, self.old, self.current[self.indices])
@@ -109,15 +92,6 @@ class Data:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DetectRow:
-    """One candidate: seconds, dense bf16 GB/s, and fractions of its baseline's speed.
-
-    Attributes:
-        threads: Number of threads.
-        to_device_per_change: Bytes that cross to the device for each change.
-        to_host_per_change: Bytes that cross back for each change.
-        host_per_change: Bytes of the result in host memory for each change.
-    """
-
     name: str
     best_s: float
     median_s: float
@@ -132,7 +106,6 @@ class DetectRow:
 
 
 def torch_naive(snapshot: Bits, current: Bits) -> Changes:
-    """Detect changes naively: ``nonzero`` of ``ne``, then a gather of both."""
     kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
     indices = torch.nonzero(torch.ne(kept, now)).view(-1)
     old, new = kept[indices], now[indices]
@@ -154,7 +127,6 @@ class DevicePath:
         self._nnz = 0
 
     def __call__(self, snapshot: Bits, current: Bits) -> Changes:
-        """Detect changes, and count what a device would have been sent and sent back."""
         kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
         found: dict[str, Changes] = {}
         self._diff.add(Compared("", kept, 0, now, torch.int16, self._resident))
@@ -163,7 +135,6 @@ class DevicePath:
         return found[""]
 
     def per_change(self) -> tuple[float, float]:
-        """Return the bytes that cross to a device and back for each change."""
         streams, nnz = self._diff.streams, max(1, self._nnz)
         return streams.to_device_nbytes / nnz, streams.to_host_nbytes / nnz
 
@@ -171,7 +142,6 @@ class DevicePath:
 def measure(
     data: Data, rounds: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
 ) -> Timings:
-    """Check every kernel, then measure all of them and the baselines on one core."""
     from deltachain.kernels import jit  # noqa: PLC0415
     from tests.bench import floors  # noqa: PLC0415 - needs numba, as the next does
 
@@ -205,7 +175,6 @@ def measure(
 def rows(
     timings: Timings, numel: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
 ) -> list[DetectRow]:
-    """Compare every candidate with its baseline; sort by baseline, fastest first."""
     found = []
     for name in timings.seconds:
         there, back = paths[name].per_change() if name in paths else (0.0, 0.0)
@@ -230,26 +199,22 @@ def rows(
 
 
 def baseline(name: str) -> str:
-    """Return the floor that a candidate is compared with."""
     if name in quantised_diff.BASELINES:
         return quantised_diff.BASELINES[name]
     return CAST_FLOOR if "cast" in name or name == CAST_FLOOR else FLOOR
 
 
 def _on_host(name: str) -> float:
-    """Return the bytes of the result for each change."""
     if name in PASSES:
         return 0.0
     return CODE_CHANGE_NBYTES if name in quantised_diff.BASELINES else CHANGE_NBYTES
 
 
 def missed(found: Sequence[DetectRow]) -> list[str]:
-    """Return the names of candidates slower than their limit."""
     return [row.name for row in found if row.aim is not None and row.ratio < row.aim]
 
 
 def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, Any]:
-    """Return all figures for JSON."""
     return {
         "benchmark": "detect",
         "numel": data.current.size,
@@ -264,11 +229,6 @@ def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, A
 
 
 def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Generate, check and measure; return all figures for JSON.
-
-    Raises:
-        ConfigError: numba, which the baselines need, is not installed.
-    """
     if find_spec("numba") is None:
         raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
     say(f"{numel / 1e6:.0f} M elements, {density:.2%} changed")
@@ -278,7 +238,6 @@ def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -
 
 
 def main(*, json_output: bool) -> int:
-    """Run ``deltachain bench detect``; return 0 if all candidates are within their limits."""
     result = run()
     title = f"Find {result['density']:.2%} of {result['numel'] / 1e6:.0f} M bf16 elements"
     title += f", {result['code_density']:.2%} of codes"

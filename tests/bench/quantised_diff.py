@@ -1,8 +1,4 @@
-"""Benchmark of finding changed codes: quantised weights, cast, quantised and compared in one pass.
-
-Weights are fp32 masters or bf16. Factors are those of the named schemes in fp32 and need no
-library; the kernels take them from a table, whatever they are.
-"""
+"""Benchmark of finding changed codes: weights cast, quantised and compared in one pass."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ CODE_DENSITY: Final = 0.001
 """Codes that a step changes: about a tenth of its changed bf16 weights."""
 
 COLUMNS: Final = 4096
-"""Columns of the matrix, or 128 of a small one."""
 
 ROWS_OF_A_BLOCK: Final = 128
 
@@ -37,12 +32,10 @@ FLOORS: Final = {"fp32": "floor: read fp32 and codes", "bf16": "floor: read bf16
 
 
 def one_pass(scheme: str, dtype: str) -> str:
-    """Return the name of the kernel that a publisher uses."""
     return f"numba codes_diff_, {scheme} of {dtype}"
 
 
 def passes(scheme: str, dtype: str) -> str:
-    """Return the name of one pass after another: cast, largest magnitudes, codes, comparison."""
     return f"numba, passes, {scheme} of {dtype}"
 
 
@@ -59,23 +52,11 @@ BASELINES: Final[dict[str, str]] = {
     for scheme in SCHEMES
     for dtype in FLOORS
 } | {floor: floor for floor in FLOORS.values()}
-"""Every candidate of this benchmark -> its baseline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Weights in both precisions, and an older snapshot of their codes.
-
-    Attributes:
-        scheme: How they are quantised.
-        master: fp32 weights, ``(rows, columns)``.
-        weights: The same in bf16, as bits.
-        table: Factor of a block by the bits of its largest magnitude in bf16.
-        current: Bits of the codes, flat.
-        snapshot: Codes that differ from ``current`` at ``indices``; written by kernels.
-        indices: Indices of the changed codes.
-        old: Codes of the snapshot at ``indices``.
-    """
+    """Weights in both precisions, and an older snapshot of their codes."""
 
     scheme: str
     master: npt.NDArray[np.float32]
@@ -88,7 +69,6 @@ class Coded:
 
     @classmethod
     def of(cls, scheme: str, master: npt.NDArray[np.float32], seed: int = 0) -> Coded:
-        """Quantise flat weights as a matrix, and make a snapshot of other codes."""
         rng = np.random.default_rng(seed)
         columns = COLUMNS if master.size >= COLUMNS * ROWS_OF_A_BLOCK else ROWS_OF_A_BLOCK
         matrix = master.reshape(-1, columns)
@@ -105,22 +85,18 @@ class Coded:
 
     @property
     def blocks(self) -> WindowBlocks:
-        """Where the blocks are."""
         is_row = self.scheme == "int8-row"
         size = (1, self.master.shape[1]) if is_row else (ROWS_OF_A_BLOCK, ROWS_OF_A_BLOCK)
         return WindowBlocks((0, 0), size)
 
     def bits(self, dtype: str) -> npt.NDArray[Any]:
-        """Return the bits of the weights in a dtype."""
         return self.master.view(np.uint32) if dtype == "fp32" else self.weights
 
     def nothing(self) -> npt.NDArray[np.uint16]:
-        """Return largest magnitudes of 0."""
         (rows, columns), (height, width) = self.master.shape, self.blocks.size
         return np.zeros((-(-rows // height), -(-columns // width)), np.uint16)
 
     def codes(self, weights: npt.NDArray[Any]) -> Bits:
-        """Make all codes: largest magnitudes, then codes."""
         from deltachain.kernels.codes import block_amax, quantise_codes  # noqa: PLC0415 - numba
 
         amax, out = self.nothing(), np.empty(weights.shape, np.uint8)
@@ -130,11 +106,9 @@ class Coded:
         return out.reshape(-1)
 
     def restore(self) -> None:
-        """Restore the old snapshot."""
         self.snapshot[self.indices] = self.old
 
     def find(self, dtype: str) -> Changes:
-        """Find the changed codes in one pass."""
         from deltachain.kernels.codes import BlockFactors, codes_diff_  # noqa: PLC0415 - numba
 
         factors = BlockFactors(self.nothing(), self.table, known=False)
@@ -143,7 +117,6 @@ class Coded:
         )[0]
 
     def find_in_passes(self, dtype: str) -> Changes:
-        """Find the changed codes in one pass after another, as libraries cast and quantise."""
         from deltachain.kernels import jit  # noqa: PLC0415 - numba
 
         weights = self.weights
@@ -153,11 +126,6 @@ class Coded:
         return jit.diff_(self.snapshot, self.codes(weights))
 
     def check(self, name: str, kernel: Callable[[], Changes]) -> None:
-        """Check that a kernel finds exactly the changes and updates the snapshot.
-
-        Raises:
-            ArithmeticError: The kernel's result is wrong.
-        """
         self.restore()
         wanted = (self.indices, self.old, self.current[self.indices])
         exact = all(map(np.array_equal, kernel(), wanted))
@@ -166,7 +134,6 @@ class Coded:
 
 
 def candidates(master: npt.NDArray[np.float32]) -> Iterator[Candidate]:
-    """Check every kernel on flat weights, and yield all of them and their floors."""
     from tests.bench import floors  # noqa: PLC0415 - needs numba
 
     every = [Coded.of(scheme, master) for scheme in SCHEMES]
@@ -183,7 +150,6 @@ def candidates(master: npt.NDArray[np.float32]) -> Iterator[Candidate]:
 
 
 def _table(scheme: str) -> npt.NDArray[np.float32]:
-    """Return the factor of a block by the bits of its largest magnitude; 0 if there is none."""
     bits = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16)
     amax = bits.view(torch.bfloat16).float()
     factors = (amax / 127.0).bfloat16().float() if scheme == "int8-row" else 448.0 / amax

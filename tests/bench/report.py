@@ -20,7 +20,6 @@ CAVEAT = "One core; the best of many repetitions, in turn. On a busy machine tru
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and library versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -37,7 +36,6 @@ def emit(
     json_output: bool,
     caveat: str = CAVEAT,
 ) -> None:
-    """Print one JSON object, or the tables."""
     if json_output:
         sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
         return
@@ -50,7 +48,6 @@ def emit(
 
 
 def grid(title: str, *columns: str) -> Table:
-    """Create a table with a column of names and columns of figures."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left")
@@ -65,7 +62,6 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Return the processor's name, from /proc/cpuinfo on Linux."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text(encoding="utf-8").splitlines():

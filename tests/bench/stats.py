@@ -19,15 +19,7 @@ EXPONENT_BIAS: Final = 127
 
 
 class ExponentRow(NamedTuple):
-    """Elements with one exponent of the old bits, and their changes.
-
-    Attributes:
-        exponent: Binary exponent: |w| lies in [2**exponent, 2**(exponent + 1)).
-        elements: Share of all elements, in [0, 1].
-        flips: Share of all changes, in [0, 1].
-        flip_probability: Share of these elements that changed, in [0, 1].
-        ulp1: Share of these changes that are a single unit in the last place, in [0, 1].
-    """
+    """Elements with one exponent of the old bits, and their changes."""
 
     exponent: int
     elements: float
@@ -63,7 +55,6 @@ class ChainStats:
     exponents: tuple[ExponentRow, ...]
 
     def __str__(self) -> str:
-        """Return two lines: sizes, and fractions in percent."""
         return (
             f"{self.numel / 1e6:.1f} M elements, {self.steps} steps, "
             f"median |w| {self.median_weight:.4f}\n"
@@ -86,7 +77,6 @@ class _Tally:
         self.same_direction = 0
 
     def add(self, old: U16, new: U16, before: Steps16 | None) -> Steps16:
-        """Count one tensor's step; return its dense integer steps, ``before`` of the next call."""
         moves = (new - old).view(np.int16)
         indices = np.flatnonzero(moves)
         changed = moves[indices]
@@ -105,7 +95,6 @@ class _Tally:
         return moves
 
     def rows(self) -> tuple[ExponentRow, ...]:
-        """Return the rows by old exponent."""
         return tuple(
             ExponentRow(
                 exponent=int(biased) - EXPONENT_BIAS,
@@ -119,11 +108,6 @@ class _Tally:
 
 
 def chain_stats(steps: Iterable[Step]) -> ChainStats:
-    """Measure consecutive steps. Fractions about the previous step need at least two steps.
-
-    Raises:
-        ConfigError: ``steps`` is empty.
-    """
     tally = _Tally()
     before: dict[str, Steps16] = {}
     first: Step | None = None
@@ -149,7 +133,6 @@ def chain_stats(steps: Iterable[Step]) -> ChainStats:
 
 
 def biased_exponents(bits: U16) -> npt.NDArray[np.uint8]:
-    """Exponent field of bf16 ``bits``: 127 for magnitudes in [1, 2)."""
     return ((bits >> 7) & 0xFF).astype(np.uint8)
 
 

@@ -24,7 +24,6 @@ from examples.demo.online.run import STEPS, RunOptions, run_online
 
 
 def main() -> int:
-    """Run the demo; return 0 if the reward rises and all bits are equal."""
     asked = _parser().parse_args()
     console = Console(stderr=asked.json)
     try:

@@ -13,25 +13,6 @@ from examples.demo.figures import ChainFigures
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineReport(ChainFigures):
-    """Measurements of the asynchronous demo.
-
-    Attributes:
-        engine: The engine.
-        replica_agrees: Whether the replica's live weights have the state of the last version.
-        samples: Number of games passed to the trainer.
-        tokens: Number of sampled tokens in them.
-        unknown_versions: Number of these tokens with an impossible version.
-        reward_first: Mean reward of the first fifth of the samples.
-        reward_last: Mean reward of the last fifth.
-        reward_error: Standard error of their difference.
-        staleness_p50: Median versions of a token behind the newest at the end of its game.
-        staleness_max: Largest such value.
-        pause_ms_p50: Median pause of the engine for a version, in milliseconds.
-        pause_ms_max: Largest pause.
-        sync_s_p50: Median time that training was blocked for a version, in seconds.
-        deaths: Number of restarts, by name of the process.
-    """
-
     engine: str
     replica_agrees: bool
     samples: int
@@ -49,17 +30,14 @@ class OnlineReport(ChainFigures):
 
     @property
     def fine(self) -> bool:
-        """Whether trainer, chain, replica and samples agree, and the reward rose."""
         agree = self.verified and self.replica_agrees
         return agree and not self.mismatching_bits and not self.unknown_versions and self.learnt
 
     @property
     def learnt(self) -> bool:
-        """Whether the reward rose; ``reward_error`` gives the uncertainty."""
         return self.reward_last > self.reward_first
 
     def print(self, console: Console) -> None:
-        """Print a table."""
         table = Table(box=box.SIMPLE_HEAD, show_header=False, title="Trainer, bucket, replica")
         table.add_column(style="dim")
         table.add_column(justify="right")

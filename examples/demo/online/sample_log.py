@@ -12,13 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rewards:
-    """Mean rewards at the begin and the end of a run.
-
-    Attributes:
-        first: Mean over the first samples.
-        last: Mean over the last.
-        error: Standard error of the difference, computed over groups (games of one hidden word).
-    """
+    """Mean rewards at the begin and the end of a run."""
 
     first: float
     last: float
@@ -50,7 +44,6 @@ def unknown_in(diary: Path) -> int:
 
 
 def rewards_of(diary: Path, share: float = 0.2) -> Rewards:
-    """Compute the mean rewards of the first and the last samples."""
     lines = _lines(diary)
     count = max(1, int(share * len(lines)))
     (first, first_error), (last, last_error) = map(_mean, (lines[:count], lines[-count:]))

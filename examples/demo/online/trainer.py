@@ -1,8 +1,4 @@
-"""Trainer process: TRL's asynchronous GRPO, with the chain as weight transfer.
-
-Reads its options from a JSON file, prints one JSON object a line, and resumes from its last
-checkpoint after a restart.
-"""
+"""Trainer process: TRL's asynchronous GRPO, with the chain as weight transfer."""
 
 from __future__ import annotations
 
@@ -45,19 +41,7 @@ TRAINER_STATE: Final = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """Options of the trainer process.
-
-    Attributes:
-        checkpoint: Initial checkpoint of the policy.
-        url: URL of the chain.
-        engine: Address of the replica.
-        kind: The engine.
-        environment: Address of the game server.
-        folder: Folder of checkpoints, sample log and final bits.
-        steps: Total number of optimizer steps.
-        seed: Seed of the games.
-        token: Token of the replica.
-    """
+    """Options of the trainer process."""
 
     checkpoint: str
     url: str
@@ -70,22 +54,18 @@ class TrainerOptions:
     token: str
 
     def write(self, file: Path) -> None:
-        """Write the options as JSON."""
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> TrainerOptions:
-        """Read the options from JSON."""
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def diary_of(folder: Path) -> Path:
-    """Return the file of the sample log."""
     return folder / "samples.jsonl"
 
 
 def bits_of(folder: Path) -> Path:
-    """Return the file of the trainer's final bits, a dump."""
     return folder / "last.npz"
 
 
@@ -99,7 +79,6 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 def train(orders: TrainerOptions) -> None:
-    """Train, from the last checkpoint if there is one."""
     run_on_cpu()
     folder = Path(orders.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(orders.checkpoint, local_files_only=True)
@@ -140,13 +119,11 @@ def train(orders: TrainerOptions) -> None:
 
 
 def say(**facts: object) -> None:
-    """Print one line of JSON."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def _unused(completions: list[str], **_: object) -> list[float]:
-    """Return zero rewards; the game server computes the actual ones."""
     return [0.0] * len(completions)
 
 
@@ -177,8 +154,6 @@ def _arguments(orders: TrainerOptions) -> AsyncGRPOConfig:
 
 
 class _StepLog(RewardCallback):
-    """Prints the metrics of each step."""
-
     def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
         self._transfer = transfer
 

@@ -14,24 +14,10 @@ from tests.bench.cross_region.measure import Sample
 from tests.bench.cross_region.plan import REPLICAS, TRAINER
 
 Samples: TypeAlias = Mapping[str, Sequence[Sample]]
-"""Way -> its versions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One way at one replica.
-
-    Attributes:
-        way: Which way.
-        replica: Which replica.
-        median_s: Seconds from the end of the optimizer's step until it served the version.
-        p90_s: Nine versions in ten took no longer.
-        sent_s: Seconds until the trainer had sent it, the median.
-        sent_nbytes: Bytes a version on the trainer's link, the median.
-        received_nbytes: Bytes a version on the replica's link, the median.
-        mismatches: Elements that were not the trainer's, of all versions.
-    """
-
     way: str
     replica: str
     median_s: float
@@ -43,14 +29,12 @@ class Row:
 
 
 def p90(values: Sequence[float]) -> float:
-    """The ninth decile; of a single value, that."""
     if len(values) == 1:
         return values[0]
     return quantiles(values, n=10, method="inclusive")[-1]
 
 
 def rows(samples: Samples) -> list[Row]:
-    """Every way at every replica."""
     return [_row(way, place.name, found) for place in REPLICAS for way, found in samples.items()]
 
 
@@ -69,7 +53,6 @@ def _row(way: str, replica: str, samples: Sequence[Sample]) -> Row:
 
 
 def document(samples: Samples, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything, for programs."""
     links = {place.name: asdict(place.link) for place in (TRAINER, *REPLICAS)}
     return {
         "benchmark": "cross-region",
@@ -82,7 +65,6 @@ def document(samples: Samples, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tables(samples: Samples) -> list[Table]:
-    """For people: one table a replica."""
     made = []
     found = rows(samples)
     for place in REPLICAS:

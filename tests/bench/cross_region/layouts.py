@@ -1,7 +1,4 @@
-"""What others put into a store for one version, written anew from their sources, both ways.
-
-``bench/layouts`` of the package has more of them, to compare sizes and speeds.
-"""
+"""What others put into a store for one version, written anew from their sources, both ways."""
 
 from __future__ import annotations
 
@@ -24,8 +21,6 @@ Weights: TypeAlias = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
-    """Flat indices of a tensor, ascending, and the new bits of those elements."""
-
     shape: tuple[int, ...]
     indices: Indices
     bits: U16
@@ -35,42 +30,27 @@ Changes: TypeAlias = Mapping[str, TensorChange]
 
 
 class Layout(Protocol):
-    """How a delta is written down."""
+    def key(self, version: int) -> str: ...
 
-    def key(self, version: int) -> str:
-        """Where it goes."""
+    def encode(self, changes: Changes, *, version: int, numel: int) -> bytes: ...
 
-    def encode(self, changes: Changes, *, version: int, numel: int) -> bytes:
-        """The object of one version, of a model of so many elements."""
-
-    def decode(self, data: bytes) -> Iterator[tuple[str, Indices, U16]]:
-        """Flat indices and new bits of each tensor."""
+    def decode(self, data: bytes) -> Iterator[tuple[str, Indices, U16]]: ...
 
 
 def full_file(weights: Weights) -> bytes:
-    """A checkpoint in one safetensors file."""
     return safetensors_torch.save(dict(weights), {"format": "pt"})
 
 
 def load_full(data: bytes, weights: Weights) -> None:
-    """Copy a checkpoint into live weights."""
     for name, tensor in safetensors_torch.load(data).items():
         weights[name].copy_(tensor)
 
 
 class TrlGaps:
-    """TRL's later drafts, encoding ``gap_delta``: gaps and values of each tensor, not compressed.
-
-    Source: TRL pull requests 5932 and 5937, branches delta-weight-sync-v2 3253247 and -v3 aa9adc3.
-    Their masks may miss changes; here every change is in.
-    """
-
     def key(self, version: int) -> str:
-        """See :class:`Layout`; version 0 here is their step 1."""
         return f"deltas/step_{version + 1:06d}.safetensors"
 
     def encode(self, changes: Changes, *, version: int, numel: int) -> bytes:
-        """``{name}.idx`` as uint16, uint32 where a gap does not fit, and ``{name}.val``."""
         tensors: dict[str, Tensor] = {}
         for name, change in changes.items():
             tensors[f"{name}.idx"] = torch.from_numpy(_gaps(change.indices))
@@ -90,7 +70,6 @@ class TrlGaps:
         return safetensors_torch.save(tensors, metadata)
 
     def decode(self, data: bytes) -> Iterator[tuple[str, Indices, U16]]:
-        """See :class:`Layout`."""
         tensors = safetensors_torch.load(data)
         for name in tensors:
             if name.endswith(".idx"):
@@ -103,18 +82,10 @@ _VALUES: Final = "__values__"
 
 
 class SlimeDeltasZstd:
-    """slime's former ``deltas_zstd``: the gaps and values of a bucket, all of it one zstd-1 frame.
-
-    A bucket of theirs is larger than any delta here, so a version is one file. Source: slime's
-    ``update_weight_from_distributed_delta.py`` and ``docker/patch/v0.5.12.post1/sglang.patch``.
-    """
-
     def key(self, version: int) -> str:
-        """See :class:`Layout`."""
         return f"weight_v{version:06d}/rank0000_flush000000.safetensors"
 
     def encode(self, changes: Changes, *, version: int, numel: int) -> bytes:  # noqa: ARG002
-        """Positions as bytes, values as bf16, and where each tensor's lie in them."""
         positions: list[bytes] = []
         rows: list[dict[str, Any]] = []
         at = element = 0
@@ -143,7 +114,6 @@ class SlimeDeltasZstd:
         return zstandard.ZstdCompressor(level=1, threads=-1).compress(file)
 
     def decode(self, data: bytes) -> Iterator[tuple[str, Indices, U16]]:
-        """See :class:`Layout`."""
         file = zstandard.ZstdDecompressor().decompress(data)
         tensors = safetensors_torch.load(file)
         positions, values = tensors[_POSITIONS].numpy(), _bits(tensors[_VALUES])
@@ -160,7 +130,6 @@ def _metadata(file: bytes) -> dict[str, str]:
 
 
 def _gaps(indices: Indices) -> Any:
-    """Unchanged elements before each change, in the narrowest width of theirs that fits."""
     gaps = np.diff(indices, prepend=-1) - 1
     return gaps.astype("<u4" if gaps.size and gaps.max() > 0xFFFF else "<u2")
 

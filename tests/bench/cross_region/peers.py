@@ -1,9 +1,4 @@
-"""Full checkpoints and others' deltas over S3, with boto3 and nothing of deltachain's transport.
-
-A version is one object, put and got as `bench/bare_s3.py` does it: multipart, ranged gets side by
-side. A small object beside it, put last, says that it is there and how large it is; replicas look
-for the next one of these. Theirs learn it by a request to the engine, or by looking.
-"""
+"""Full checkpoints and others' deltas over S3, with boto3 and nothing of deltachain's transport."""
 
 from __future__ import annotations
 
@@ -28,13 +23,6 @@ _ABSENT: Final = ("404", "NoSuchKey")
 
 
 class Shelf:
-    """Objects of one prefix, and a marker for each version.
-
-    Args:
-        url: ``s3://bucket/prefix``.
-        poll_s: Seconds between looks.
-    """
-
     def __init__(self, url: str, *, poll_s: float) -> None:
         parts = urlsplit(url)
         self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
@@ -43,13 +31,11 @@ class Shelf:
         self._client: Any = boto3.client("s3")
 
     def put(self, version: int, key: str, data: bytes) -> None:
-        """Put the object of a version, then its marker."""
         self._data.put(key, data)
         marker = json.dumps({"key": key, "nbytes": len(data)}).encode()
         self._client.put_object(Bucket=self._bucket, Key=self._marker(version), Body=marker)
 
     def wait(self, version: int) -> bytearray:
-        """Look until a version is there, and get it."""
         while (found := self._look(version)) is None:
             time.sleep(self._poll_s)
         return self._data.get(found["key"], found["nbytes"])
@@ -69,22 +55,12 @@ class Shelf:
 
 
 class PeerSender:
-    """The trainer's side.
-
-    Args:
-        scene: Where the tensors lie.
-        flat: The live weights.
-        layout: How deltas are written; ``None`` for full checkpoints.
-        shelf: Where to.
-    """
-
     def __init__(self, scene: Scene, flat: U16, layout: Layout | None, shelf: Shelf) -> None:
         self._scene, self._flat, self._layout, self._shelf = scene, flat, layout, shelf
         self._weights = scene.tensors(flat)
         self._snapshot = flat.copy()
 
     def send(self, version: int) -> None:
-        """Publish the live weights as a version; version 0 is a full checkpoint in every layout."""
         if version == 0 or self._layout is None:
             key, data = f"full/{version:06d}/model.safetensors", full_file(self._weights)
         else:
@@ -93,11 +69,9 @@ class PeerSender:
             data = self._layout.encode(changes, version=version, numel=self._scene.numel)
         self._shelf.put(version, key, data)
 
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
+    def close(self) -> None: ...
 
     def _changes(self) -> Changes:
-        """Find changed elements by the kernel of deltachain, the same for every layout."""
         found = {}
         for span in self._scene.spans:
             part = slice(span.start, span.stop)
@@ -107,8 +81,6 @@ class PeerSender:
 
 
 class PeerReceiver:
-    """A replica's side."""
-
     def __init__(self, scene: Scene, flat: U16, layout: Layout | None, shelf: Shelf) -> None:
         self._layout, self._shelf = layout, shelf
         self._weights = scene.tensors(flat)
@@ -117,7 +89,6 @@ class PeerReceiver:
         }
 
     def receive(self, version: int) -> None:
-        """Wait for a version, and write it into the live weights."""
         data = bytes(self._shelf.wait(version))
         if version == 0 or self._layout is None:
             load_full(data, self._weights)
@@ -126,5 +97,4 @@ class PeerReceiver:
             values = torch.from_numpy(np.ascontiguousarray(bits).view(np.int16))
             self._live[name].index_copy_(0, torch.from_numpy(indices), values)
 
-    def close(self) -> None:
-        """Do nothing: there are no resources to release."""
+    def close(self) -> None: ...

@@ -79,7 +79,6 @@ def test_a_full_checkpoint_keeps_every_bit() -> None:
 
 
 def why_not() -> str:
-    """What keeps this machine from running it; empty if nothing does."""
     try:
         network.check_host()
     except ConfigError as exc:

@@ -13,7 +13,6 @@ from tests.bench.cross_region.delay import DelayProxy
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
-    """A server that treats each connection in turn so, and closes it."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

@@ -7,7 +7,6 @@ from tests.support.seaweed import Seaweed
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
-    """Addresses and ports on which a process listens."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         target = str(link.readlink()) if link.is_symlink() else ""
