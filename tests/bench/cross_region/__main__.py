@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = figures.document(samples, settings)
     made = figures.tables(samples)
     report.emit(found, made, json_output=asked.json, caveat=f"{title}. {CAVEAT}")
-    return 1 if any(row.mismatches for row in figures.rows(samples)) else 0
+    return 1 if any(row["mismatches"] for row in figures.rows(samples)) else 0
 
 
 def _density(scene: Scene, versions: int) -> float:
