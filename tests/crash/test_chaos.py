@@ -22,7 +22,7 @@ from deltachain.store import open_store
 from tests.crash.chaos.diary import Diary
 from tests.crash.chaos.load import unjudged
 from tests.crash.chaos.record import Record
-from tests.crash.chaos.report import lines, totals_of
+from tests.crash.chaos.report import totals_of
 from tests.crash.chaos.scene import KINDS, ROOT
 from tests.crash.chaos.trainer import BEGIN, SESSION, file_of, keep
 from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
@@ -31,17 +31,6 @@ from tests.small_disk import may_mount, run_on_small_disk
 
 PROMPT = [5, 6, 7, 8]
 LENGTH = 48
-
-
-def test_a_diary_outlives_a_line_that_was_cut(tmp_path: Path) -> None:
-    path = tmp_path / "diary.jsonl"
-    assert list(Diary(path).events("answer")) == []
-    Diary(path).note("answer", engine="vllm")
-    with path.open("a") as file:
-        file.write('{"time": 1, "event": "ans')
-    diary = Diary(path)
-    diary.note("answer", engine="sglang")
-    assert [event["engine"] for event in diary.events("answer")] == ["vllm", "sglang"]
 
 
 def test_no_process_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
@@ -148,30 +137,6 @@ def test_an_answer_without_a_verdict_is_a_failure_until_another_run_judges_it(
     assert [one["name"] for one in unjudged(diary)] == ["b"]
     noted((4.0, "verdict", {**EXPLAINED, "name": "b"}))
     assert (totals_of(diary).failures, unjudged(diary)) == ([], [])
-
-
-def test_everything_in_a_diary_is_counted(noted: Callable[..., Diary]) -> None:
-    wrong = {**EXPLAINED, "unexplained": "tokens [1] are not those of version 3"}
-    diary = noted(
-        (1.0, "accident", {"kind": "pause"}),
-        (2.0, "accident", {"kind": "revert"}),
-        (3.0, "void", {"kind": "revert"}),
-        (4.0, "answer", ANSWER),
-        (4.0, "verdict", {**EXPLAINED, "told_apart": True}),
-        (4.0, "answer", ANSWER),
-        (5.0, "verdict", wrong),
-        (6.0, "failure", {"what": "vllm is not well"}),
-        (7.0, "minute", {"run": 0, "minutes": 2.0}),
-        (8.0, "minute", {"run": 1, "minutes": 3.0}),
-        (9.0, "end", {"first": 5, "head": 25, "taken_over": 1, "restarts": {"vllm": 2}}),
-    )
-    found = totals_of(diary)
-    assert (found.minutes, found.longest, found.versions) == (5.0, 3.0, 20)
-    assert (found.accidents.total(), found.void.total()) == (1, 1)
-    assert (found.answers["vllm"], found.judged, found.tokens) == (2, 2, 4)
-    assert found.told_apart == (1, 1)
-    assert [when for when, _ in found.failures] == [5.0, 6.0]
-    assert "2 failures" in lines(found)
 
 
 def greedy(model: PreTrainedModel) -> list[int]:
