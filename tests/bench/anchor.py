@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,15 +51,6 @@ DIGEST: Final = "floor: blake3 of the anchor"
 WRITE: Final = "floor: write of the anchor"
 READ: Final = "floor: read of the anchor"
 """Floors are of one thread, as core-seconds: each pass is needed, and all threads share them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnchorRow:
-    name: str
-    best_s: float
-    median_s: float
-    gb_per_s: float
-    threads: int
 
 
 class Bench:
@@ -184,16 +174,10 @@ def _read(path: Path) -> None:
             pass
 
 
-def rows(timings: Timings, nbytes: int) -> list[AnchorRow]:
+def rows(timings: Timings, nbytes: int) -> list[dict[str, Any]]:
     whole = (ATTACH, ANCHOR, NEWCOMER)
     return [
-        AnchorRow(
-            name=name,
-            best_s=timings.best(name),
-            median_s=timings.typical(name),
-            gb_per_s=nbytes / timings.best(name) / 1e9,
-            threads=cores() if name in whole else 1,
-        )
+        report.speeds(name, timings, nbytes) | {"threads": cores() if name in whole else 1}
         for name in timings.seconds
     ]
 
@@ -213,7 +197,7 @@ def run(*, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
             "of_dense": bench.anchor_nbytes / bench.nbytes,
             "parts": len(bench.share.edge.parts),
             "rounds": rounds,
-            "rows": [asdict(row) for row in found],
+            "rows": found,
             "machine": report.machine(),
         }
 

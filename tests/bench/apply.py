@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -135,16 +135,6 @@ class Scene:
         return patches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyRow:
-    name: str
-    threads: int
-    best_ns: float
-    median_ns: float
-    gb_per_s: float
-    times_bare: float | None
-
-
 def measure(scene: Scene, rounds: int) -> Timings:
     with one_core():
         patches = scene.check()
@@ -184,23 +174,13 @@ def measure_threads(scene: Scene, rounds: int) -> Timings:
     return round_robin([Candidate(STAGE, scene.stage, scene.put_old), several], rounds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
-    """Bytes of memory a changed element.
+def count_bytes(scene: Scene) -> dict[str, float]:
+    """Count the bytes a changed element that staging a scene reads and makes.
 
-    Attributes:
-        wire: Bytes of the part.
-        host: Bytes of the part, of its inflated streams, and of the arrays that staging makes
-            (indices, values, old and new bits): each once, however often it is read.
-        device: Bytes that cross to weights on a device of an engine: streams and their table.
+    ``wire`` is the part; ``host`` adds its inflated streams and the arrays of staging (indices,
+    values, old and new bits), each once; ``device`` is what crosses to weights on a device of an
+    engine: streams and their table.
     """
-
-    wire: float
-    host: float
-    device: float
-
-
-def count_bytes(scene: Scene) -> Bytes:
     part = Part.from_bytes(scene.data)
     inflated = sum(sum(row.raw) for row in part.directory.streams)
     deltas = sum(delta.nbytes for delta in part)
@@ -212,19 +192,11 @@ def count_bytes(scene: Scene) -> Bytes:
         layout, streams = streams_of(part.reader(name), number)
         groups[layout].append(streams)
     crossing = sum(pack(layout, group).buffer.nbytes for layout, group in groups.items())
-    return Bytes(wire=wire / scene.nnz, host=host_bytes / scene.nnz, device=crossing / scene.nnz)
+    sizes = {"wire": wire, "host": host_bytes, "device": crossing}
+    return {name: nbytes / scene.nnz for name, nbytes in sizes.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerTensor:
-    tensors: int
-    numel: int
-    nnz: int
-    stage_us: float
-    swap_us: float
-
-
-def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerTensor:
+def measure_small(tensors: int, numel: int, density: float, rounds: int) -> dict[str, float]:
     scene = Scene.generate(tensors, numel, density)
     with one_core():
         patches = scene.check()
@@ -233,29 +205,26 @@ def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerT
             Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
         ]
         timings = round_robin(candidates, rounds)
-    return PerTensor(
-        tensors=tensors,
-        numel=scene.numel,
-        nnz=scene.nnz,
-        stage_us=timings.best(STAGE) / tensors * 1e6,
-        swap_us=timings.best(SWAP) / tensors * 1e6,
-    )
+    return {
+        "tensors": tensors,
+        "numel": scene.numel,
+        "nnz": scene.nnz,
+        "stage_us": timings.best(STAGE) / tensors * 1e6,
+        "swap_us": timings.best(SWAP) / tensors * 1e6,
+    }
 
 
-def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[ApplyRow]:
-    return [
-        ApplyRow(
-            name=name,
-            threads=threads,
-            best_ns=timings.best(name) / scene.nnz * 1e9,
-            median_ns=timings.typical(name) / scene.nnz * 1e9,
-            gb_per_s=2 * scene.numel / timings.best(name) / 1e9,
-            times_bare=None
-            if name in (STAGE, STAGE_SEVERAL, WHOLE)
-            else 1 / timings.ratio(name, BARE),
-        )
-        for name in timings.seconds
-    ]
+def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[dict[str, Any]]:
+    """Nanoseconds a changed element; ``times_bare`` is None where a row does more than write."""
+    found = []
+    for name in timings.seconds:
+        more = name in (STAGE, STAGE_SEVERAL, WHOLE)
+        row = report.speeds(name, timings, 2 * scene.numel)
+        row["best_ns"] = row.pop("best_s") / scene.nnz * 1e9
+        row["median_ns"] = row.pop("median_s") / scene.nnz * 1e9
+        times = None if more else 1 / timings.ratio(name, BARE)
+        found.append(row | {"threads": threads, "times_bare": times})
+    return found
 
 
 def run(
@@ -270,10 +239,10 @@ def run(
     scene = Scene.generate(tensors, numel, density)
     found = rows(measure(scene, rounds), scene)
     several = measure_threads(scene, rounds)
-    found += [row for row in rows(several, scene, THREADS) if row.name == STAGE_SEVERAL]
+    found += [row for row in rows(several, scene, THREADS) if row["name"] == STAGE_SEVERAL]
     say(f"{small} tensors of {SMALL_NUMEL} elements")
     per_tensor = measure_small(small, SMALL_NUMEL, density, min(rounds, SMALL_ROUNDS))
-    slow = [r.name for r in found if r.name in (SWAP, UNDO) and (r.times_bare or 0) > AIM]
+    slow = [row["name"] for row in found if row["name"] in (SWAP, UNDO) and row["times_bare"] > AIM]
     return {
         "benchmark": "apply",
         "tensors": tensors,
@@ -282,10 +251,10 @@ def run(
         "nbytes": len(scene.data),
         "encoding": "step",
         "rounds": rounds,
-        "rows": [asdict(row) for row in found],
+        "rows": found,
         "stage_speedup": several.ratio(STAGE_SEVERAL, STAGE),
-        "bytes_a_change": asdict(count_bytes(scene)),
-        "small": asdict(per_tensor),
+        "bytes_a_change": count_bytes(scene),
+        "small": per_tensor,
         "aim_times_bare": AIM,
         "missed": slow,
         "machine": report.machine(),

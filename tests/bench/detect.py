@@ -7,8 +7,8 @@ bits are restored before each repetition, outside the timing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -90,21 +90,6 @@ class Data:
             raise ArithmeticError(f"{name} does not find what changed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DetectRow:
-    name: str
-    best_s: float
-    median_s: float
-    gb_per_s: float
-    ratio: float
-    paired_ratio: float
-    aim: float | None
-    threads: int
-    to_device_per_change: float
-    to_host_per_change: float
-    host_per_change: float
-
-
 def torch_naive(snapshot: Bits, current: Bits) -> Changes:
     kept, now = (torch.from_numpy(bits.view(np.int16)) for bits in (snapshot, current))
     indices = torch.nonzero(torch.ne(kept, now)).view(-1)
@@ -174,28 +159,23 @@ def measure(
 
 def rows(
     timings: Timings, numel: int, paths: Mapping[str, DevicePath] = MappingProxyType({})
-) -> list[DetectRow]:
+) -> list[dict[str, Any]]:
     found = []
     for name in timings.seconds:
         there, back = paths[name].per_change() if name in paths else (0.0, 0.0)
         floor = baseline(name)
-        found.append(
-            DetectRow(
-                name=name,
-                best_s=timings.best(name),
-                median_s=timings.typical(name),
-                gb_per_s=2 * numel / timings.best(name) / 1e9,
-                ratio=timings.ratio(name, floor),
-                paired_ratio=timings.paired_ratio(name, floor),
-                aim=AIMS[name][1] if name in AIMS else None,
-                threads=1,
-                to_device_per_change=there,
-                to_host_per_change=back,
-                host_per_change=_on_host(name),
-            )
-        )
+        row = report.speeds(name, timings, 2 * numel) | {
+            "ratio": timings.ratio(name, floor),
+            "paired_ratio": timings.paired_ratio(name, floor),
+            "aim": AIMS[name][1] if name in AIMS else None,
+            "threads": 1,
+            "to_device_per_change": there,
+            "to_host_per_change": back,
+            "host_per_change": _on_host(name),
+        }
+        found.append(row)
     order = (FLOOR, CAST_FLOOR, *quantised_diff.FLOORS.values())
-    return sorted(found, key=lambda row: (order.index(baseline(row.name)), row.best_s))
+    return sorted(found, key=lambda row: (order.index(baseline(row["name"])), row["best_s"]))
 
 
 def baseline(name: str) -> str:
@@ -210,11 +190,13 @@ def _on_host(name: str) -> float:
     return CODE_CHANGE_NBYTES if name in quantised_diff.BASELINES else CHANGE_NBYTES
 
 
-def missed(found: Sequence[DetectRow]) -> list[str]:
-    return [row.name for row in found if row.aim is not None and row.ratio < row.aim]
-
-
-def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, Any]:
+def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -> Mapping[str, Any]:
+    if find_spec("numba") is None:
+        raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
+    say(f"{numel / 1e6:.0f} M elements, {density:.2%} changed")
+    data = Data.generate(numel, density)
+    paths = {DEVICE_HOST: DevicePath(resident=False), DEVICE: DevicePath(resident=True)}
+    found = rows(measure(data, rounds, paths), numel, paths)
     return {
         "benchmark": "detect",
         "numel": data.current.size,
@@ -222,19 +204,10 @@ def document(data: Data, found: Sequence[DetectRow], rounds: int) -> dict[str, A
         "code_density": quantised_diff.CODE_DENSITY,
         "rounds": rounds,
         "threads": 1,
-        "rows": [asdict(row) for row in found],
-        "missed": missed(found),
+        "rows": found,
+        "missed": [row["name"] for row in found if row["aim"] and row["ratio"] < row["aim"]],
         "machine": report.machine(),
     }
-
-
-def run(*, numel: int = NUMEL, density: float = DENSITY, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    if find_spec("numba") is None:
-        raise ConfigError("this benchmark needs numba", hint="pip install 'deltachain[fast]'")
-    say(f"{numel / 1e6:.0f} M elements, {density:.2%} changed")
-    data = Data.generate(numel, density)
-    paths = {DEVICE_HOST: DevicePath(resident=False), DEVICE: DevicePath(resident=True)}
-    return document(data, rows(measure(data, rounds, paths), numel, paths), rounds)
 
 
 def main(*, json_output: bool) -> int:

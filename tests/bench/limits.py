@@ -53,14 +53,6 @@ class EntropyLimits:
     def without_base(self) -> float:
         return self.positions + self.sign + self.magnitude
 
-    def __str__(self) -> str:
-        return (
-            f"density {self.density:.3%}: positions {self.positions:.2f}, given exponent "
-            f"{self.positions_given_exponent:.2f}; sign {self.sign:.2f}; magnitude "
-            f"{self.magnitude:.2f}, given exponent {self.magnitude_given_exponent:.2f}; total "
-            f"without the base {self.without_base:.2f}, stateless {self.stateless:.2f} bits/change"
-        )
-
 
 def entropy_limits(step: Step) -> EntropyLimits:
     elements = np.zeros(256, np.int64)

@@ -54,15 +54,6 @@ class ChainStats:
     sign_kept: float
     exponents: tuple[ExponentRow, ...]
 
-    def __str__(self) -> str:
-        return (
-            f"{self.numel / 1e6:.1f} M elements, {self.steps} steps, "
-            f"median |w| {self.median_weight:.4f}\n"
-            f"density {self.density:.3%}, 1 ULP {self.ulp1:.1%}, <=2 ULP {self.ulp2:.1%}, "
-            f"changed in the step before {self.recurrence:.1%} "
-            f"(same direction {self.sign_kept:.1%})"
-        )
-
 
 class _Tally:
     """Counts over tensors and steps. Exponent histograms are int64[256], by biased exponent."""

@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any, Final
 
@@ -41,15 +40,6 @@ NAMES: Final = {
     "version": "fetch a version: read, verify, decode",
 }
 CAVEAT: Final = "Medians, in turn. Shares are the median over rounds of the share in that round."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreRow:
-    name: str
-    median_s: float
-    best_s: float
-    mb_per_s: float
-    of_bare: float | None
 
 
 @contextmanager
@@ -155,30 +145,31 @@ def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str,
         "nbytes": len(version.part),
         "numel": version.numel,
         "rounds": rounds,
-        "rows": [asdict(row) for row in found],
+        "rows": found,
         "latencies": small,
         "requests_per_version": spent,
         "aims": {name: aim for name, (_, aim) in AIMS.items()},
-        "missed": [r.name for r in found if r.of_bare is not None and r.of_bare < aim_of(r.name)],
+        "missed": [
+            row["name"]
+            for row in found
+            if row["of_bare"] and row["name"] in AIMS and row["of_bare"] < AIMS[row["name"]][1]
+        ],
         "machine": report.machine(),
     }
 
 
-def aim_of(name: str) -> float:
-    return AIMS[name][1] if name in AIMS else 0.0
-
-
-def rows(timings: Timings, nbytes: int) -> Iterator[StoreRow]:
+def rows(timings: Timings, nbytes: int) -> Iterator[dict[str, Any]]:
+    """Speed of each candidate; ``of_bare`` is its share of the bare client's."""
     floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
     for name in timings.seconds:
         floor = floors.get(name, "")
-        yield StoreRow(
-            name=name,
-            median_s=timings.typical(name),
-            best_s=timings.best(name),
-            mb_per_s=nbytes / timings.typical(name) / 1e6,
-            of_bare=timings.paired_ratio(name, floor) if floor in timings.seconds else None,
-        )
+        yield {
+            "name": name,
+            "median_s": timings.typical(name),
+            "best_s": timings.best(name),
+            "mb_per_s": nbytes / timings.typical(name) / 1e6,
+            "of_bare": timings.paired_ratio(name, floor) if floor in timings.seconds else None,
+        }
 
 
 def main(url: str | None, *, json_output: bool, nbytes: int = NBYTES) -> int:
