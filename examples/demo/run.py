@@ -19,14 +19,14 @@ from deltachain.publish import DeltaChainCallback, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
 from examples.demo.backends import LOCAL, start_backend
+from examples.demo.callbacks import DumpCallback
 from examples.demo.display import Bar, Display
-from examples.demo.dump_callback import DumpCallback
 from examples.demo.evaluate import compare, manifests_in, sent, verify
 from examples.demo.follower_process import DemoError, FollowerProcess
 from examples.demo.pretrain import STEPS as PRETRAIN_STEPS
 from examples.demo.pretrain import pretrain
 from examples.demo.report import BitCheck, DemoReport, VersionRow
-from examples.demo.train import GrpoStep, run_grpo
+from examples.demo.train import run_grpo
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +126,11 @@ def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
             callback = DeltaChainCallback(stage.url, when_busy="wait")
             dumps = DumpCallback(stage.root / "trainer", steps=stage.watched)
 
-            def at_step(step: GrpoStep) -> None:
-                bar.at(step.step, f"trainer: step {step.step}, reward {step.reward:.2f}")
-
             run_grpo(
                 stage.root / "base",
                 callbacks=[callback, dumps],
                 steps=stage.steps,
-                progress=at_step,
+                progress=lambda at, got: bar.at(at, f"trainer: step {at}, reward {got:.2f}"),
             )
             versions = {receipt.step: receipt.version for receipt in callback.receipts}
             follower.finish(last=versions[stage.steps], back_to=versions[stage.watched[-2]])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -16,17 +14,13 @@ from transformers import (
     PrinterCallback,
     Qwen3ForCausalLM,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
-from typing_extensions import override
 
+from examples.demo.callbacks import RewardCallback
 from examples.demo.corpus import questions, score
 from examples.demo.process_setup import quiet_libraries, spare_one_core
-from examples.demo.reward_callback import RewardCallback
 
 STEPS: Final = 20
 LEARNING_RATE: Final = 1e-6
@@ -37,21 +31,6 @@ _COMPLETION_TOKENS: Final = 8
 _QUESTIONS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoStep:
-    step: int
-    reward: float
-    spread: float
-    flat_groups: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoReport:
-    steps: tuple[GrpoStep, ...]
-    seconds: float
-
-
 def run_grpo(
     checkpoint: Path,
     *,
@@ -59,9 +38,10 @@ def run_grpo(
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
     seed: int = 0,
-    progress: Callable[[GrpoStep], None] | None = None,
-) -> GrpoReport:
-    diary = _StepLog(progress)
+    progress: Callable[[int, float], None] = lambda *_: None,
+) -> None:
+    """Train, and tell the reward of each step."""
+    rewards = RewardCallback(lambda step, logs: progress(step, logs["reward"]))
     with (
         quiet_libraries(),
         spare_one_core(),
@@ -75,13 +55,10 @@ def run_grpo(
             reward_funcs=_rewards,
             train_dataset=_dataset(seed),
             args=_arguments(scratch, steps=steps, learning_rate=learning_rate, seed=seed),
-            callbacks=[diary, *callbacks],
+            callbacks=[rewards, *callbacks],
         )
         trainer.remove_callback(PrinterCallback)
-        start = time.monotonic()
         trainer.train()
-        seconds = time.monotonic() - start
-    return GrpoReport(steps=tuple(diary.steps), seconds=seconds)
 
 
 def _arguments(scratch: str, *, steps: int, learning_rate: float, seed: int) -> GRPOConfig:
@@ -117,36 +94,3 @@ def _dataset(seed: int) -> Dataset:
 
 def _rewards(completions: list[str], answer: list[int], **_: object) -> list[float | None]:
     return [score(text, right) for text, right in zip(completions, answer, strict=True)]
-
-
-class _StepLog(RewardCallback):
-    def __init__(self, progress: Callable[[GrpoStep], None] | None) -> None:
-        self.steps: list[GrpoStep] = []
-        self._progress = progress
-        self._began = 0.0
-        self._took = 0.0
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        del args, state, control
-        self._began = time.monotonic()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        del args, state, control
-        self._took = time.monotonic() - self._began
-
-    @override
-    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
-        done = GrpoStep(
-            step=step,
-            reward=logs["reward"],
-            spread=logs["reward_std"],
-            flat_groups=logs["frac_reward_zero_std"],
-            seconds=self._took,
-        )
-        self.steps.append(done)
-        if self._progress is not None:
-            self._progress(done)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,15 +19,14 @@ from transformers import (
 )
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-from typing_extensions import override
 
 from deltachain.control.transfer import DeltaChainWeightTransfer
+from examples.demo.callbacks import RewardCallback
 from examples.demo.compare_bits import dump_bits
 from examples.demo.online.cpu import run_on_cpu
 from examples.demo.online.engine import EngineKind
 from examples.demo.online.rollouts import GameTable, GameWorker
 from examples.demo.process_setup import quiet_libraries, spare_one_core
-from examples.demo.reward_callback import RewardCallback
 
 LEARNING_RATE: Final = 1e-4
 GROUP: Final = 8
@@ -109,7 +109,7 @@ def train(orders: TrainerOptions) -> None:
             processing_class=tokenizer,
             rollout_worker=worker,
             weight_transfer=transfer,
-            callbacks=[_StepLog(transfer)],
+            callbacks=[RewardCallback(partial(_say_step, transfer))],
         )
         trainer.remove_callback(PrinterCallback)
         transfer.attach(trainer)
@@ -153,21 +153,16 @@ def _arguments(orders: TrainerOptions) -> AsyncGRPOConfig:
     )
 
 
-class _StepLog(RewardCallback):
-    def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
-        self._transfer = transfer
-
-    @override
-    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
-        announced = self._transfer.announced
-        say(
-            event="step",
-            step=step,
-            reward=logs["reward"],
-            version=self._transfer.version,
-            sync_s=logs.get("perf/weight_sync_s"),
-            late=list(announced.stragglers) if announced else [],
-        )
+def _say_step(transfer: DeltaChainWeightTransfer, step: int, logs: Mapping[str, float]) -> None:
+    announced = transfer.announced
+    say(
+        event="step",
+        step=step,
+        reward=logs["reward"],
+        version=transfer.version,
+        sync_s=logs.get("perf/weight_sync_s"),
+        late=list(announced.stragglers) if announced else [],
+    )
 
 
 if __name__ == "__main__":
