@@ -15,9 +15,8 @@ from deltachain.chain.plan import edge_id
 from deltachain.format.documents import Manifest
 from deltachain.store import Store
 from examples.demo import compare_bits
-from examples.demo.display import Display
 from examples.demo.follower_process import DemoError
-from examples.demo.report import BitCheck
+from examples.demo.report import BitCheck, Display
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,11 @@ from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
 from examples.demo.backends import LOCAL, start_backend
 from examples.demo.callbacks import DumpCallback
-from examples.demo.display import Bar, Display
 from examples.demo.evaluate import compare, manifests_in, sent, verify
 from examples.demo.follower_process import DemoError, FollowerProcess
 from examples.demo.pretrain import STEPS as PRETRAIN_STEPS
 from examples.demo.pretrain import pretrain
-from examples.demo.report import BitCheck, DemoReport, VersionRow
+from examples.demo.report import Bar, BitCheck, DemoReport, Display, VersionRow
 from examples.demo.train import run_grpo
 
 

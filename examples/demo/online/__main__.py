@@ -18,9 +18,9 @@ from rich.console import Console
 
 from deltachain.cli.console import say_error
 from deltachain.errors import ConfigError, DeltaChainError
-from examples.demo.display import Display
 from examples.demo.online.report import OnlineReport
 from examples.demo.online.run import STEPS, RunOptions, run_online
+from examples.demo.report import Display
 
 
 def main() -> int:

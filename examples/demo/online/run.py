@@ -22,16 +22,15 @@ from deltachain.errors import ControlPlaneError
 from deltachain.format.documents import Manifest
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
-from examples.demo.display import Display
 from examples.demo.evaluate import compare, manifests_in, sent, verify
 from examples.demo.follower_process import DemoError
-from examples.demo.online.engine import HOST, EngineKind, command, variables
 from examples.demo.online.game_transcripts import ENVIRONMENT, transcripts
 from examples.demo.online.processes import Service, free_port, until
-from examples.demo.online.report import OnlineReport
-from examples.demo.online.sample_log import rewards_of, staleness_of, unknown_in
+from examples.demo.online.report import OnlineReport, rewards_of, staleness_of, unknown_in
+from examples.demo.online.rollouts import HOST, EngineKind, command, variables
 from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from examples.demo.pretrain import pretrain
+from examples.demo.report import Display
 from tests.support.seaweed import Seaweed
 
 ROOT: Final = Path(__file__).parents[3]

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from examples.demo.callbacks import DumpCallback
 from examples.demo.compare_bits import compare, dump_bits
-from examples.demo.generate import generate_text, load_for_generation
 from examples.demo.model import (
+    generate_text,
+    load_for_generation,
     make_model,
     make_tokenizer,
     save_checkpoint,
