@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from examples.demo.online.engine import EngineKind
 from examples.demo.online.report import OnlineReport
-from examples.demo.online.rollouts import EngineKind
 from examples.demo.online.run import Running, RunOptions, run_online
 from examples.demo.report import Display
 

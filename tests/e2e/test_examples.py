@@ -17,8 +17,8 @@ import trl
 
 from deltachain import Chain, open_store
 from examples.demo.model import make_model, make_tokenizer, save_checkpoint
+from examples.demo.online.engine import EngineKind, variables
 from examples.demo.online.processes import Service, free_port, until
-from examples.demo.online.rollouts import EngineKind, variables
 from examples.demo.online.run import answers
 from tests.containers import ARGUMENTS
 from tests.support.hub.server import HubServer

@@ -16,20 +16,20 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+from examples.demo.display import Display
+from examples.demo.online.sample_log import unknown_in
 from rich.console import Console
 
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from examples.demo.evaluate import compare, manifests_in, verify
+from examples.demo.online.engine import EngineKind
 from examples.demo.online.game_transcripts import transcripts
 from examples.demo.online.processes import Service, until
-from examples.demo.online.report import unknown_in
-from examples.demo.online.rollouts import EngineKind
 from examples.demo.online.run import answers
 from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from examples.demo.pretrain import pretrain
-from examples.demo.report import Display
 from tests.containers import ARGUMENTS, ROOT, USER, VARIABLES, as_user, environment_in, home_of
 from tests.support.hub.server import HubServer
 

@@ -24,10 +24,10 @@ from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
 from examples.demo.evaluate import compare, manifests_in, sent, verify
 from examples.demo.follower_process import DemoError
+from examples.demo.online.engine import HOST, EngineKind, command, variables
 from examples.demo.online.game_transcripts import ENVIRONMENT, transcripts
 from examples.demo.online.processes import Service, free_port, until
 from examples.demo.online.report import OnlineReport, rewards_of, staleness_of, unknown_in
-from examples.demo.online.rollouts import HOST, EngineKind, command, variables
 from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from examples.demo.pretrain import pretrain
 from examples.demo.report import Display

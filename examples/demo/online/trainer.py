@@ -24,7 +24,8 @@ from deltachain.control.transfer import DeltaChainWeightTransfer
 from examples.demo.callbacks import RewardCallback
 from examples.demo.compare_bits import dump_bits
 from examples.demo.online.cpu import run_on_cpu
-from examples.demo.online.rollouts import EngineKind, GameTable, GameWorker
+from examples.demo.online.engine import EngineKind
+from examples.demo.online.rollouts import GameTable, GameWorker
 from examples.demo.process_setup import quiet_libraries, spare_one_core
 
 LEARNING_RATE: Final = 1e-4

@@ -13,7 +13,7 @@ from typing import Any, Final
 import httpx
 import torch
 
-from examples.demo.online.rollouts import MODEL, EngineKind
+from examples.demo.online.engine import MODEL, EngineKind
 from tests.crash.chaos.diary import Diary
 from tests.crash.chaos.record import Record, Verdict
 from tests.crash.chaos.scene import Party

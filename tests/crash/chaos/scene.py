@@ -13,8 +13,8 @@ import httpx
 
 from deltachain.control.client.replica import ReplicaClient
 from deltachain.store import Store, open_store
+from examples.demo.online.engine import HOST, EngineKind, command, variables
 from examples.demo.online.processes import Service, free_port
-from examples.demo.online.rollouts import HOST, EngineKind, command, variables
 from tests.small_disk import on_small_disk
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed

@@ -15,11 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import TrainerState
 from trl.experimental.async_grpo.packing import TreeRow
 
-from examples.demo.online import rollouts as engines
+from examples.demo.online import engine as engines
 from examples.demo.online.cpu import tree_attention
+from examples.demo.online.engine import UnlabelledError, sample
 from examples.demo.online.processes import Service, free_port, until
 from examples.demo.online.report import rewards_of, unknown_in
-from examples.demo.online.rollouts import Played, UnlabelledError, sample
+from examples.demo.online.rollouts import Played
 from examples.demo.online.run import answers, dashboard_command
 from examples.demo.online.trainer import TRAINER_STATE, last_checkpoint
 
