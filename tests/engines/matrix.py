@@ -55,6 +55,13 @@ class Row:
     def right(self) -> bool:
         return not self.wrong and not self.undone_wrong and self.digest
 
+    def checked(self, *, followed: bool = False) -> Row:
+        """Assert that nothing is silently wrong, and if asked that nothing is refused either."""
+        assert (self.wrong, self.undone_wrong, self.digest) == ([], [], True)
+        assert self.refused or sum(self.classes.values()) == self.tensors
+        assert not followed or (self.refused, "refused" in self.classes) == ("", False)
+        return self
+
 
 def examine(
     rank: int, family: str, tp: int = 1, *, plain: bool = True, plain_experts: bool = False

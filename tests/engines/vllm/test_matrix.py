@@ -71,23 +71,15 @@ UNUSUAL_ON_TWO = (
 )
 
 
-def right(row: dict[str, Any]) -> Row:
-    found = Row(**row)
-    assert found.wrong == []
-    assert found.undone_wrong == []
-    assert found.digest
-    assert found.refused or sum(found.classes.values()) == found.tensors
-    return found
+def right(row: dict[str, Any], *, followed: bool = False) -> Row:
+    return Row(**row).checked(followed=followed)
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES]
 )
 def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
-    row = right(examine(0, family))
-    if family in FIRST:
-        assert not row.refused
-        assert "refused" not in row.classes
+    right(examine(0, family), followed=family in FIRST)
 
 
 @pytest.mark.slow
@@ -99,9 +91,7 @@ def test_with_packed_linears_too(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_followed_in_a_stock_engine(family: str) -> None:
-    row = right(examine(0, family, plain=False))
-    assert not row.refused
-    assert "refused" not in row.classes
+    right(examine(0, family, plain=False), followed=True)
 
 
 @pytest.mark.parametrize(
@@ -113,17 +103,13 @@ def test_experts_are_followed_in_a_stock_engine(family: str) -> None:
     ],
 )
 def test_unusual_families_are_followed_in_a_stock_engine(family: str) -> None:
-    row = right(examine(0, family, plain=False))
-    assert not row.refused
-    assert "refused" not in row.classes
+    row = right(examine(0, family, plain=False), followed=True)
     assert row.classes.get("unused", 0) == UNUSED.get(family, 0)
 
 
 @pytest.mark.parametrize("family", HEADS)
 def test_heads_are_followed_beside_plain_linears_too(family: str) -> None:
-    row = right(examine(0, family))
-    assert not row.refused
-    assert "refused" not in row.classes
+    right(examine(0, family), followed=True)
 
 
 @pytest.mark.slow
@@ -153,9 +139,7 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("family", UNUSUAL_ON_TWO)
 def test_unusual_families_on_two_ranks(family: str) -> None:
     for (row,) in two_ranks("tests.engines.matrix:examine_two", family):
-        found = right(row)
-        assert not found.refused
-        assert "refused" not in found.classes
+        right(row, followed=True)
 
 
 def test_one_family_on_two_ranks() -> None:
