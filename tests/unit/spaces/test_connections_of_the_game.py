@@ -10,7 +10,7 @@ import connections
 from deltachain.dashboard import connections as dashboard
 
 
-def code_of(module: ModuleType, name: str) -> str:
+def undocumented(module: ModuleType, name: str) -> str:
     tree = ast.parse(inspect.getsource(getattr(module, name)))
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
@@ -20,4 +20,4 @@ def code_of(module: ModuleType, name: str) -> str:
 
 def test_the_copy_is_the_same() -> None:
     for name in ("LimitedHttp", "limited"):
-        assert code_of(connections, name) == code_of(dashboard, name)
+        assert undocumented(connections, name) == undocumented(dashboard, name)

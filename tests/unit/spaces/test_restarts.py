@@ -23,7 +23,7 @@ from tests.unit.cli.support import (
 )
 
 ROOT: Final = Path(__file__).resolve().parents[3]
-ENTRYPOINT: Final = ROOT / "spaces" / "rollout" / "entrypoint.sh"
+ENTRYPOINT: Final = Path(__file__).resolve().parents[3] / "spaces" / "rollout" / "entrypoint.sh"
 BASH: Final = "/usr/bin/bash"
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
