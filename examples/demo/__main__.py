@@ -16,7 +16,6 @@ from examples.demo.run import run_demo
 
 
 def main() -> int:
-    """Run the demo; return 0 if all bits are equal."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__)
     parser.add_argument(
         "--workdir", type=Path, metavar="DIR", help="keep all files there; else a temporary folder"

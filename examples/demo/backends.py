@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
 
@@ -18,25 +17,11 @@ LOCAL: Final = "file"
 S3: Final = "s3"
 HF: Final = "hf"
 BUCKET: Final = "demo/chain"
-"""Namespace and name of the bucket on the emulated Hub."""
 
 
 @contextmanager
 def start_backend(store: str, root: Path) -> Iterator[str]:
-    """Start the store of the demo's chain and stop it afterwards.
-
-    Args:
-        store: ``file`` for a folder below ``root``; ``s3`` for a local SeaweedFS server; ``hf`` for
-            a local emulation of the Hub; or the URL of a store.
-        root: The folder of the demo.
-
-    Yields:
-        The URL of the chain; its credentials are in the environment.
-
-    Raises:
-        DemoError: The store holds a chain already.
-        ConfigError: The server is not installed, or the URL or the kind is invalid.
-    """
+    """Start the store of the demo's chain and stop it afterwards."""
     if store == S3:
         with _seaweed(root / "seaweed") as url:
             yield url
@@ -55,20 +40,11 @@ def start_backend(store: str, root: Path) -> Iterator[str]:
 
 
 def _check_store(store: str) -> None:
-    """Refuse a word that is neither a kind of store nor a place.
-
-    Raises:
-        ConfigError: A misspelt kind would become a folder of that name.
-    """
-    kinds = (LOCAL, S3, HF)
-    if store in kinds or "/" in store or Path(store).exists():
-        return
-    near = get_close_matches(store, kinds, 1, 0.3)
-    meant = f"did you mean {near[0]}? " if near else ""
-    raise ConfigError(
-        f"{store!r} is no kind of store",
-        hint=f"{meant}one of {', '.join(kinds)}, or a URL; for a folder of that name ./{store}",
-    )
+    if store != LOCAL and "/" not in store and not Path(store).exists():
+        raise ConfigError(
+            f"{store!r} is no kind of store",
+            hint=f"one of {LOCAL}, {S3}, {HF}, or a URL; for a folder of that name ./{store}",
+        )
 
 
 @contextmanager

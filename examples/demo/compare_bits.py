@@ -48,10 +48,7 @@ _TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Result of a comparison.
-
-    A tensor that is missing on one side, or differs in shape or dtype, counts with all its bits.
-    """
+    """Result of a comparison."""
 
     elements: int
     mismatching_bits: int
@@ -61,7 +58,6 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether at least one tensor was compared and all bits are equal."""
         return self.elements > 0 and self.mismatching_bits == 0
 
 
@@ -74,7 +70,6 @@ class Dump:
     aliases: Mapping[str, str]
 
     def size(self, name: str) -> int:
-        """Return the number of elements of a tensor."""
         return math.prod(self.shapes[name])
 
 
@@ -106,10 +101,7 @@ def dump_checkpoint(checkpoint: Path, path: Path) -> None:
 
 
 def compare(dump: Path, actual: Path) -> Comparison:
-    """Count the bits in which a dump, a safetensors file or a folder of them differs from a dump.
-
-    Tied names are equivalent: one of them suffices, but each one present must be equal.
-    """
+    """Count the bits in which a dump, a safetensors file or a folder of them differs."""
     wanted, found = _read_dump(dump), _read(actual)
     aliases = {**found.aliases, **wanted.aliases}
     by_owner = {aliases.get(name, name): name for name in wanted.tensors}
@@ -132,7 +124,6 @@ def compare(dump: Path, actual: Path) -> Comparison:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the two commands and print its result as JSON; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     dumping = commands.add_parser("dump", help="dump the bf16 bits of a checkpoint")
@@ -205,7 +196,6 @@ def _safetensors_files(path: Path) -> list[Path]:
 
 
 def _read_safetensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], bytes]]:
-    """Yield name, dtype, shape and bytes of each tensor in a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > _LONGEST_HEADER:
@@ -222,7 +212,6 @@ def _read_safetensors(path: Path) -> Iterator[tuple[str, str, tuple[int, ...], b
 
 
 def _differing_bits(wanted: Int16Bits | None, found: Int16Bits | None) -> int:
-    """Count different bits; all bits if shapes differ or one side is missing."""
     if wanted is None:
         raise ValueError("a dump holds bf16 bits only")
     if found is None or found.shape != wanted.shape or found.dtype != wanted.dtype:

@@ -16,7 +16,6 @@ import numpy as np
 T = TypeVar("T")
 
 Dice: TypeAlias = np.random.Generator
-"""Random number generator of the text."""
 
 NAMES: Final = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gus", "Hana", "Ivo", "June", "Kai")
 THINGS: Final = ("apples", "books", "coins", "drums", "eggs", "flags", "keys", "lamps", "shells")
@@ -30,33 +29,27 @@ LOSSES: Final = ("loses", "sells", "drops", "gives away")
 CARRIES: Final = ("carries", "drags", "brings", "takes", "rolls")
 
 LARGEST: Final = 5
-"""Largest operand of a sum."""
 
 _NUMBER_FIRST: Final = re.compile(r"\s*(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """The beginning of a line, and the number that completes it."""
-
     prompt: str
     answer: int
 
     @property
     def line(self) -> str:
-        """Return the question with its answer."""
         return f"{self.prompt}{self.answer}"
 
 
 def documents(seed: int) -> Iterator[str]:
-    """Yield documents without end, each a line of text without line break."""
     dice = np.random.default_rng(seed)
     while True:
         yield _pick(dice, _KINDS)(dice)
 
 
 def questions(count: int, *, seed: int) -> list[Question]:
-    """Generate questions for reinforcement learning."""
     dice = np.random.default_rng(seed)
     return [_question(dice) for _ in range(count)]
 

@@ -15,30 +15,18 @@ from deltachain.chain.plan import edge_id
 from deltachain.format.documents import Manifest
 from deltachain.store import Store
 from examples.demo import compare_bits
-from examples.demo.display import Display
 from examples.demo.follower_process import DemoError
-from examples.demo.report import BitCheck
+from examples.demo.report import BitCheck, Display
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Uploaded bytes of a chain, by kind of edge."""
-
     deltas: int
     anchors: int
 
 
 def compare(what: str, dump: Path, held: Path) -> BitCheck:
-    """Run :mod:`examples.demo.compare_bits` in a process without deltachain.
-
-    Args:
-        what: Name of the comparison in the report.
-        dump: Dump of the trainer's bits.
-        held: Checkpoint folder of a follower.
-
-    Raises:
-        DemoError: The comparison failed.
-    """
+    """Run :mod:`examples.demo.compare_bits` in a process without deltachain."""
     command = [sys.executable, compare_bits.__file__, "compare", str(dump), str(held)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603
     if not done.stdout:
@@ -50,7 +38,6 @@ def compare(what: str, dump: Path, held: Path) -> BitCheck:
 
 
 def verify(url: str, environment: Mapping[str, str], display: Display) -> bool:
-    """Run ``deltachain verify`` in a process; show its error and return whether it passed."""
     program = "from deltachain.cli import main; main()"
     command = [sys.executable, "-c", program, "verify", url, "--json"]
     done = subprocess.run(  # noqa: S603
@@ -66,11 +53,6 @@ def verify(url: str, environment: Mapping[str, str], display: Display) -> bool:
 
 
 def manifests_in(store: Store) -> list[Manifest]:
-    """Read all manifests of a chain, oldest first.
-
-    Raises:
-        DemoError: The chain has no version.
-    """
     chain = Chain.open(store)
     head = chain.head()
     if head is None:
@@ -79,7 +61,6 @@ def manifests_in(store: Store) -> list[Manifest]:
 
 
 def sent(manifests: Iterable[Manifest]) -> Sent:
-    """Sum the uploaded bytes of these versions, edges that were added later included."""
     listed = [edge for m in manifests for edge in (*m.recent, m.summary())]
     edges = {edge_id(edge): edge for edge in listed}.values()
     return Sent(

@@ -15,26 +15,14 @@ from deltachain.errors import DeltaChainError
 
 TIMEOUT_S: Final = 60.0
 CLONE: Final = str(Path(__file__).parents[2])
-"""Where the follower imports the demo from."""
 
 
 class DemoError(DeltaChainError):
-    """A part of the demo failed."""
+    pass
 
 
 class FollowerProcess:
-    """Starts ``examples.demo.follower`` and collects its output.
-
-    Args:
-        url: URL of the chain, which need not exist yet.
-        checkpoint: Initial checkpoint of the replica.
-        out: Folder of its saved checkpoints.
-        save_steps: Trainer steps after which it saves.
-        heard: Called with each parsed output line, in a thread.
-
-    Attributes:
-        lines: Parsed output lines so far.
-    """
+    """Starts ``examples.demo.follower`` and collects its output."""
 
     def __init__(
         self,
@@ -62,22 +50,12 @@ class FollowerProcess:
         self._reader.start()
 
     def wait_until_ready(self) -> None:
-        """Wait until it has loaded its checkpoint and polls for the chain.
-
-        Raises:
-            DemoError: It exited, or did not start in time.
-        """
         if not self._ready.wait(TIMEOUT_S):
             raise self._failure(f"did not start in {TIMEOUT_S:.0f} s")
         if not self.lines:
             raise self._failure("did not start")
 
     def finish(self, *, last: int, back_to: int) -> None:
-        """Send the last version, and wait until it has followed and rolled back.
-
-        Raises:
-            DemoError: It failed, or did not exit in time.
-        """
         pipe = self._process.stdin
         if pipe is None or self._process.poll() is not None:
             raise self._failure("ended before training did")
@@ -92,7 +70,6 @@ class FollowerProcess:
             raise self._failure(f"exited with {code}")
 
     def kill(self) -> None:
-        """Kill it and close its pipes."""
         self._process.kill()
         self._process.wait()
         self._reader.join()

@@ -1,8 +1,4 @@
-"""Pretraining of the random model, until weights and updates resemble those of trained models.
-
-Random weights are a poor test of deltas, since their gradients are large and dense. Less than a
-minute of next-token training on the demo's corpus suffices.
-"""
+"""Pretraining of the random model, until weights and updates resemble those of trained models."""
 
 from __future__ import annotations
 
@@ -31,8 +27,6 @@ _AVERAGED_STEPS: Final = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PretrainReport:
-    """Result of pretraining; losses are means over the first and the last few steps."""
-
     parameters: int
     steps: int
     tokens: int
@@ -50,19 +44,7 @@ def pretrain(
     progress: Callable[[int, int, float], None] | None = None,
     text: Callable[[int], Iterator[str]] = documents,
 ) -> PretrainReport:
-    """Create a model, train it on generated text and save it as a bf16 checkpoint folder.
-
-    Training ends after ``steps`` or ``seconds``, whichever comes first; the learning rate decays
-    towards that end. If ``steps`` ends it, the same seed gives the same weights.
-
-    Args:
-        out: The checkpoint folder to write.
-        seed: Seed of initial weights and text.
-        steps: Largest number of optimizer steps.
-        seconds: Time limit, in seconds.
-        progress: Called after each step with steps done, steps planned and loss.
-        text: Returns an infinite iterator of documents for a seed.
-    """
+    """Create a model, train it on generated text and save it as a bf16 checkpoint folder."""
     tokenizer = make_tokenizer(None if text is documents else text(seed))
     model = make_model(seed)
     start = time.monotonic()
@@ -87,7 +69,6 @@ def pretrain(
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, text: Iterator[str]) -> Iterator[torch.Tensor]:
-    """Yield int64 token ids of shape (_BATCH, _LENGTH) from a stream of documents."""
     wanted = _BATCH * _LENGTH
     stream: list[int] = []
     for document in text:
@@ -99,7 +80,6 @@ def _batches(tokenizer: PreTrainedTokenizerFast, text: Iterator[str]) -> Iterato
 
 
 def _learning_rate(step: int, done: float) -> float:
-    """Return the learning rate: short warm-up, then cosine decay to 0 at the end of the budget."""
     rise = min(1.0, (step + 1) / 10)
     return _PEAK_LEARNING_RATE * rise * 0.5 * (1.0 + math.cos(math.pi * done))
 
@@ -107,7 +87,6 @@ def _learning_rate(step: int, done: float) -> float:
 def _train(
     model: torch.nn.Module, batches: Iterable[torch.Tensor], *, steps: int, seconds: float
 ) -> Iterator[float]:
-    """Train until either limit is reached; yield the loss of each step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, betas=(0.9, 0.98), fused=True)
     start = time.monotonic()
     for step, inputs in enumerate(batches):

@@ -23,7 +23,6 @@ _MOST_THREADS: Final = 4
 
 @contextmanager
 def quiet_libraries() -> Iterator[None]:
-    """Hide progress bars, warnings and logs below errors of the training libraries."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
     had_dataset_bars = not datasets.are_progress_bars_disabled()
@@ -44,7 +43,6 @@ def quiet_libraries() -> Iterator[None]:
 
 @contextmanager
 def spare_one_core() -> Iterator[None]:
-    """Limit torch to all cores but one, and at most 4 threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(1, min(_MOST_THREADS, (os.cpu_count() or 1) - 1)))
     try:

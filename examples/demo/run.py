@@ -1,8 +1,4 @@
-"""The demo: a training process, a follower process, and an independent comparison of their bits.
-
-Shows a chain that grows with training, a replica that follows it bit for bit while it generates, a
-late joiner, a rollback, and the proof.
-"""
+"""The demo: a training process, a follower process, and an independent comparison of their bits."""
 
 from __future__ import annotations
 
@@ -23,30 +19,17 @@ from deltachain.publish import DeltaChainCallback, PublishReceipt
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
 from examples.demo.backends import LOCAL, start_backend
-from examples.demo.display import Bar, Display
-from examples.demo.dump_callback import DumpCallback
+from examples.demo.callbacks import DumpCallback
 from examples.demo.evaluate import compare, manifests_in, sent, verify
 from examples.demo.follower_process import DemoError, FollowerProcess
 from examples.demo.pretrain import STEPS as PRETRAIN_STEPS
 from examples.demo.pretrain import pretrain
-from examples.demo.report import BitCheck, DemoReport, VersionRow
-from examples.demo.train import GrpoStep, run_grpo
+from examples.demo.report import Bar, BitCheck, DemoReport, Display, VersionRow
+from examples.demo.train import run_grpo
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Folders and display of one run.
-
-    Attributes:
-        root: Folder of all files: ``base``, ``trainer``, ``follower``, ``latecomer``. Trainer and
-            follower share only ``base`` and the chain.
-        url: URL of the chain.
-        pretrain_steps: Number of pretraining steps.
-        steps: Number of GRPO steps.
-        watched: Steps after which trainer and follower both save their weights.
-        display: Console output.
-    """
-
     root: Path
     url: str
     pretrain_steps: int
@@ -63,18 +46,6 @@ def run_demo(
     json_output: bool = False,
     pretrain_steps: int = PRETRAIN_STEPS,
 ) -> int:
-    """Run the demo; return the exit code, 0 if all bits are equal.
-
-    Args:
-        workdir: Folder to keep; a temporary folder if ``None``.
-        store: Store of the chain; see :func:`backends.start_backend`.
-        steps: Number of GRPO steps; version 0 precedes the first.
-        json_output: Print one JSON object instead of tables.
-        pretrain_steps: Number of pretraining steps.
-
-    Raises:
-        DemoError: A part of the demo failed.
-    """
     console = Console(stderr=json_output)
     with _folder(workdir) as root, start_backend(store, root) as url:
         watched = tuple(sorted({1, max(1, steps // 2), steps}))
@@ -141,7 +112,6 @@ def _pretrain(stage: Stage) -> None:
 
 
 def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
-    """Run GRPO with the callback attached, while the follower process follows."""
     with stage.display.phase("GRPO", stage.steps) as bar:
         follower = FollowerProcess(
             stage.url,
@@ -155,14 +125,11 @@ def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
             callback = DeltaChainCallback(stage.url, when_busy="wait")
             dumps = DumpCallback(stage.root / "trainer", steps=stage.watched)
 
-            def at_step(step: GrpoStep) -> None:
-                bar.at(step.step, f"trainer: step {step.step}, reward {step.reward:.2f}")
-
             run_grpo(
                 stage.root / "base",
                 callbacks=[callback, dumps],
                 steps=stage.steps,
-                progress=at_step,
+                progress=lambda at, got: bar.at(at, f"trainer: step {at}, reward {got:.2f}"),
             )
             versions = {receipt.step: receipt.version for receipt in callback.receipts}
             follower.finish(last=versions[stage.steps], back_to=versions[stage.watched[-2]])
@@ -172,7 +139,6 @@ def _train(stage: Stage) -> tuple[list[PublishReceipt], list[dict[str, Any]]]:
 
 
 def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
-    """Print a line for an event of the follower, if it is of interest."""
     step = event.get("step")
     if event["event"] == "ready":
         bar.say("  [cyan]follower[/] is up, and waits for the chain")
@@ -182,7 +148,6 @@ def _show(bar: Bar, steps: int, event: dict[str, Any]) -> None:
 
 
 def _join_late(stage: Stage) -> ApplyReceipt:
-    """Join from nothing after the end of training."""
     with Subscriber(stage.url, stage.root / "latecomer") as subscriber:
         receipt = subscriber.update()
     if receipt is None:
@@ -194,7 +159,6 @@ def _join_late(stage: Stage) -> ApplyReceipt:
 
 
 def _evaluate(stage: Stage) -> tuple[BitCheck, ...]:
-    """Compare all saved weights with those of the trainer."""
     last, middle = stage.watched[-1], stage.watched[-2]
     follower = stage.root / "follower"
     cases = [

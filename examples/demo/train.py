@@ -1,14 +1,9 @@
-"""Reinforcement learning on the demo's sums with TRL's GRPO trainer.
-
-Publishing is attached as a callback, as a user of TRL would do it.
-"""
+"""Reinforcement learning on the demo's sums with TRL's GRPO trainer."""
 
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -19,17 +14,13 @@ from transformers import (
     PrinterCallback,
     Qwen3ForCausalLM,
     TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
 )
 from trl.trainer.grpo_config import GRPOConfig
 from trl.trainer.grpo_trainer import GRPOTrainer
-from typing_extensions import override
 
+from examples.demo.callbacks import RewardCallback
 from examples.demo.corpus import questions, score
 from examples.demo.process_setup import quiet_libraries, spare_one_core
-from examples.demo.reward_callback import RewardCallback
 
 STEPS: Final = 20
 LEARNING_RATE: Final = 1e-6
@@ -40,29 +31,6 @@ _COMPLETION_TOKENS: Final = 8
 _QUESTIONS: Final = 1024
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoStep:
-    """One optimizer step: reward of its completions, and duration without callbacks.
-
-    ``spread`` is the standard deviation of the reward within a group, ``flat_groups`` the fraction
-    of groups with zero deviation, which contribute no gradient.
-    """
-
-    step: int
-    reward: float
-    spread: float
-    flat_groups: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GrpoReport:
-    """All steps of a run, and its duration with callbacks, without loading."""
-
-    steps: tuple[GrpoStep, ...]
-    seconds: float
-
-
 def run_grpo(
     checkpoint: Path,
     *,
@@ -70,19 +38,10 @@ def run_grpo(
     steps: int = STEPS,
     learning_rate: float = LEARNING_RATE,
     seed: int = 0,
-    progress: Callable[[GrpoStep], None] | None = None,
-) -> GrpoReport:
-    """Train a bf16 checkpoint with GRPO, fp32 master weights and AdamW; saves nothing.
-
-    Args:
-        checkpoint: Folder with model and tokenizer.
-        callbacks: Callbacks of the trainer, in this order.
-        steps: Number of optimizer steps.
-        learning_rate: Constant learning rate.
-        seed: Seed of questions and sampling.
-        progress: Called after each step and its callbacks.
-    """
-    diary = _StepLog(progress)
+    progress: Callable[[int, float], None] = lambda *_: None,
+) -> None:
+    """Train, and tell the reward of each step."""
+    rewards = RewardCallback(lambda step, logs: progress(step, logs["reward"]))
     with (
         quiet_libraries(),
         spare_one_core(),
@@ -96,13 +55,10 @@ def run_grpo(
             reward_funcs=_rewards,
             train_dataset=_dataset(seed),
             args=_arguments(scratch, steps=steps, learning_rate=learning_rate, seed=seed),
-            callbacks=[diary, *callbacks],
+            callbacks=[rewards, *callbacks],
         )
         trainer.remove_callback(PrinterCallback)
-        start = time.monotonic()
         trainer.train()
-        seconds = time.monotonic() - start
-    return GrpoReport(steps=tuple(diary.steps), seconds=seconds)
 
 
 def _arguments(scratch: str, *, steps: int, learning_rate: float, seed: int) -> GRPOConfig:
@@ -137,42 +93,4 @@ def _dataset(seed: int) -> Dataset:
 
 
 def _rewards(completions: list[str], answer: list[int], **_: object) -> list[float | None]:
-    """Reward function for TRL, which passes every column of the dataset as keyword."""
     return [score(text, right) for text, right in zip(completions, answer, strict=True)]
-
-
-class _StepLog(RewardCallback):
-    """Records every step; the first callback, so that it measures the step without callbacks."""
-
-    def __init__(self, progress: Callable[[GrpoStep], None] | None) -> None:
-        self.steps: list[GrpoStep] = []
-        self._progress = progress
-        self._began = 0.0
-        self._took = 0.0
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        """Start the timer, before sampling, reward and gradient."""
-        del args, state, control
-        self._began = time.monotonic()
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
-        """Stop the timer."""
-        del args, state, control
-        self._took = time.monotonic() - self._began
-
-    @override
-    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
-        done = GrpoStep(
-            step=step,
-            reward=logs["reward"],
-            spread=logs["reward_std"],
-            flat_groups=logs["frac_reward_zero_std"],
-            seconds=self._took,
-        )
-        self.steps.append(done)
-        if self._progress is not None:
-            self._progress(done)

@@ -10,7 +10,6 @@ from botocore.config import Config
 
 
 def main(names: list[str]) -> None:
-    """Create each bucket; one that is there is left as it is."""
     patient = Config(retries={"total_max_attempts": 10, "mode": "standard"})
     client: Any = boto3.client("s3", config=patient)
     there = {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}

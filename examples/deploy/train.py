@@ -2,18 +2,7 @@
 # requires-python = ">=3.11"
 # dependencies = ["deltachain[torch,s3,hf,fast]", "transformers"]
 # ///
-"""Train a causal language model, and publish a version every few steps.
-
-The batches are random tokens: put your own loss there. Settings are environment variables:
-
-    DELTACHAIN_URL   where the chain is, such as s3://policies/run-1
-    MODEL            name on the Hub or folder of the first checkpoint
-    STEPS            number of optimizer steps; 0, the default, for no end
-    EVERY_STEPS      optimizer steps a version, 1 by default
-    LEARNING_RATE    1e-6 by default
-    STEP_S           shortest time of a step, in seconds, 0 by default
-    METRICS          address at which metrics are served, such as 0.0.0.0:9095
-"""
+"""Train a causal language model, and publish a version every few steps."""
 
 from __future__ import annotations
 
@@ -32,7 +21,6 @@ import deltachain
 
 
 def main() -> None:
-    """Train until the last step, or until the process is told to end."""
     told: SimpleQueue[int] = SimpleQueue()  # a handler may put into it at any moment
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: told.put(number))

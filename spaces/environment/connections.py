@@ -12,7 +12,6 @@ REQUEST_S: Final = 20.0
 """Seconds from the start of a connection, or the answer before, to the end of the next answer."""
 
 CONNECTIONS: Final = 2048
-"""Limit of open connections."""
 
 _Http: Any = AutoHTTPProtocol
 
@@ -26,24 +25,20 @@ class LimitedHttp(_Http):  # type: ignore[misc]
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin a request, and make place for it."""
         super().connection_made(transport)
         self._begin()
         if len(self.connections) > self.most:
             next(iter(self.waiting)).end()
 
     def on_response_complete(self) -> None:
-        """Begin the next request."""
         super().on_response_complete()
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._forget()
         super().connection_lost(exc)
 
     def end(self) -> None:
-        """Close the connection, unless it is a WebSocket now."""
         self._forget()
         if self.transport.get_protocol() is self:
             self.transport.abort()
@@ -60,14 +55,5 @@ class LimitedHttp(_Http):  # type: ignore[misc]
 
 
 def limited(*, request_s: float = REQUEST_S, most: int = CONNECTIONS) -> type[asyncio.Protocol]:
-    """Return a protocol for ``uvicorn.Config(http=...)`` that closes late connections.
-
-    uvicorn waits for ever for the rest of a request, and for a client to read its answer. When all
-    places are taken, the connection whose request has lasted longest gives its place to a new one.
-
-    Args:
-        request_s: Seconds that a request may take, to the last byte of its answer.
-        most: Limit of open connections; WebSockets count, and are never closed for others.
-    """
     members = {"request_s": request_s, "most": most, "waiting": OrderedDict()}
     return type("LimitedHttp", (LimitedHttp,), members)

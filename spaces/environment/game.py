@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 LENGTH: Final = 5
-"""Letters of a word."""
 
 TURNS: Final = 4
 PROMPT: Final = "guess:"
@@ -18,19 +17,11 @@ GREEN: Final = "g"
 YELLOW: Final = "y"
 ABSENT: Final = "."
 UNKNOWN: Final = "?"
-"""Feedback on a guess that is not in the list."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Game:
-    """State of a game.
-
-    Attributes:
-        hidden: The word to guess.
-        turns_left: Number of remaining guesses.
-        won: Whether the last guess was correct.
-        worth: Sum over all guesses: 1 for a green letter, 0.5 for a yellow one.
-    """
+    """State of a game."""
 
     hidden: str
     turns_left: int = TURNS
@@ -39,12 +30,10 @@ class Game:
 
     @property
     def done(self) -> bool:
-        """Whether the game is over."""
         return self.won or self.turns_left == 0
 
     @property
     def reward(self) -> float:
-        """Reward in [0, 1]: 0 before the end, above 0.5 only for a won game."""
         if not self.done:
             return 0.0
         if self.won:
@@ -53,17 +42,12 @@ class Game:
 
 
 def secret_of(seed: int, words: Sequence[str]) -> str:
-    """Return the word of a seed, equal on every machine and Python version."""
     digest = hashlib.sha256(str(seed).encode()).digest()
     return words[int.from_bytes(digest, "big") % len(words)]
 
 
 def marks_of(guess: str, secret: str) -> str:
-    """Return the feedback on a guess.
-
-    A letter is marked at most as often as it occurs in the secret: correct positions first, then
-    from the left.
-    """
+    """Return the feedback on a guess."""
     left = Counter(s for g, s in zip(guess, secret, strict=True) if g != s)
     marks = []
     for g, s in zip(guess, secret, strict=True):
@@ -78,16 +62,7 @@ def marks_of(guess: str, secret: str) -> str:
 
 
 def play(game: Game, word: str, words: frozenset[str]) -> tuple[Game, str]:
-    """Apply a guess to a game that is not over.
-
-    Args:
-        game: State before the guess.
-        word: The guess as typed.
-        words: Valid words; an invalid guess costs a turn as well.
-
-    Returns:
-        State after the guess, and the message to the player.
-    """
+    """Apply a guess to a game that is not over."""
     guess = word.strip().lower()
     after = replace(game, turns_left=game.turns_left - 1)
     marks = UNKNOWN

@@ -28,8 +28,6 @@ VALIDATION: Final = "VALIDATION_ERROR"
 
 
 class WordAction(BaseModel):
-    """Action: a guess."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     word: str = Field(description=f"The guess, {LENGTH} letters")
@@ -37,22 +35,16 @@ class WordAction(BaseModel):
 
 
 class WordObservation(BaseModel):
-    """Observation: what the game answers."""
-
     message: str = Field(description="Feedback on the last guess, and the prompt of the next one")
     turns_left: int = Field(description="Number of remaining guesses")
 
 
 class WordState(BaseModel):
-    """State: the progress of an episode, without its word."""
-
     episode_id: str | None = Field(default=None, description="Name of the episode")
     step_count: int = Field(default=0, description="Number of guesses")
 
 
 class WordReset(BaseModel):
-    """Arguments of a reset; others are ignored."""
-
     model_config = ConfigDict(extra="ignore", strict=True)
 
     seed: int | None = None
@@ -60,12 +52,7 @@ class WordReset(BaseModel):
 
 
 class RefusedMessageError(Exception):
-    """Error reply to a message.
-
-    Args:
-        code: One of OpenEnv's error codes.
-        message: The error message.
-    """
+    """Error reply to a message."""
 
     def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
@@ -73,14 +60,7 @@ class RefusedMessageError(Exception):
 
 
 def add_openenv(app: FastAPI, sessions: Sessions, *, proxies: int, largest: int) -> None:
-    """Add the routes of OpenEnv.
-
-    Args:
-        app: Gets the routes.
-        sessions: The open games.
-        proxies: Number of trusted proxies that append to ``X-Forwarded-For``.
-        largest: Size limit of a message, in characters.
-    """
+    """Add the routes of OpenEnv."""
 
     @app.websocket("/ws")
     async def play(socket: WebSocket) -> None:
@@ -118,38 +98,18 @@ def add_openenv(app: FastAPI, sessions: Sessions, *, proxies: int, largest: int)
 
 @dataclass(slots=True)
 class Episode:
-    """The game that one WebSocket plays; a reset begins another one.
-
-    Attributes:
-        sessions: The open games.
-        client: Address of the client.
-        session: Session id of the game; empty before the first reset.
-        state: Progress of the game.
-    """
-
     sessions: Sessions
     client: str
     session: str = ""
     state: WordState = field(default_factory=WordState)
 
     def reset(self, asked: WordReset) -> dict[str, Any]:
-        """Begin a game, and end the one before.
-
-        Raises:
-            Refusal: The client has too many open games.
-        """
         self.end()
         self.session = self.sessions.open(asked.seed, self.client)
         self.state = WordState(episode_id=asked.episode_id or secrets.token_urlsafe(8))
         return _observed(WordObservation(message=PROMPT, turns_left=TURNS), None, done=False)
 
     def step(self, action: WordAction) -> dict[str, Any]:
-        """Make a guess.
-
-        Raises:
-            RefusedMessageError: No game has begun.
-            Refusal: The game is over, or was dropped since it was idle.
-        """
         if not self.session:
             raise RefusedMessageError(EXECUTION, "no game has begun: send a reset first")
         game, message = self.sessions.guess(self.session, action.word)
@@ -158,7 +118,6 @@ class Episode:
         return _observed(seen, game.reward, done=game.done)
 
     def end(self) -> None:
-        """Close the session of the game, if there is one."""
         if self.session:
             with suppress(Refusal):  # it was dropped since it was idle
                 self.sessions.close(self.session)
@@ -166,10 +125,6 @@ class Episode:
 
 
 async def _text_of(socket: WebSocket, idle_s: float) -> str | None:
-    """Return the next message, empty if it is binary; ``None`` at the end of the connection.
-
-    A player who sends no whole message for as long as a session may be idle has left.
-    """
     try:
         event = await asyncio.wait_for(socket.receive(), idle_s)
     except TimeoutError:
@@ -179,7 +134,6 @@ async def _text_of(socket: WebSocket, idle_s: float) -> str | None:
 
 
 def _answer(episode: Episode, raw: str, largest: int) -> dict[str, Any] | None:
-    """Return the reply to a message; ``None`` to one that ends the connection."""
     try:
         return _reply(episode, raw, largest)
     except RefusedMessageError as exc:

@@ -24,7 +24,6 @@ from openenv_routes import add_openenv
 from sessions import IDLE_S, LIMIT, Refusal, Sessions
 
 LARGEST: Final = 4096
-"""Size limit of a request body, in bytes."""
 
 WORDS: Final = Path(__file__).with_name("words.txt")
 
@@ -32,16 +31,12 @@ _Body = TypeVar("_Body", bound=BaseModel)
 
 
 class Opening(BaseModel):
-    """Request to open a session."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     seed: int | None = None
 
 
 class Guess(BaseModel):
-    """Request to make a guess."""
-
     model_config = ConfigDict(extra="forbid", strict=True)
 
     word: str
@@ -89,7 +84,6 @@ def make_app(sessions: Sessions, *, proxies: int = 0) -> FastAPI:
 
 
 async def _body(request: Request, kind: type[_Body], example: str) -> _Body:
-    """Read and parse a request body up to the size limit."""
     raw = b""
     async for chunk in request.stream():
         raw += chunk
@@ -119,11 +113,6 @@ def _error(status: int, message: str, hint: str, retry_after_s: int = 0) -> Resp
 
 
 def read_words(file: Path) -> list[str]:
-    """Read a file with one word a line.
-
-    Raises:
-        ValueError: The file is empty, or has an invalid line.
-    """
     words = file.read_text(encoding="utf-8").split()
     if not words:
         raise ValueError(f"{file} has no words")
@@ -134,7 +123,6 @@ def read_words(file: Path) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until SIGTERM; return the exit status."""
     parser = argparse.ArgumentParser(description="A game of guessing words, over HTTP.")
     parser.add_argument("--host", default="0.0.0.0", help="default: all")  # noqa: S104
     parser.add_argument("--port", type=int, default=7860)

@@ -24,15 +24,6 @@ IDLE_S: Final = 300.0
 
 
 class Refusal(Exception):  # noqa: N818 - an answer, not a failure
-    """Error reply to a request.
-
-    Args:
-        status: HTTP status code.
-        message: The error message.
-        hint: The action that resolves the error.
-        retry_after_s: Seconds until a retry may succeed; 0 if unknown.
-    """
-
     def __init__(self, status: int, message: str, hint: str, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.status = status
@@ -49,16 +40,7 @@ class _Session:
 
 
 class Sessions:
-    """Open games; thread-safe.
-
-    Args:
-        words: Valid words and possible secrets.
-        idle_s: Idle seconds after which a session may be replaced.
-        clock: Monotonic clock, in seconds.
-
-    Attributes:
-        idle_s: As given.
-    """
+    """Open games; thread-safe."""
 
     def __init__(
         self,
@@ -79,15 +61,7 @@ class Sessions:
         return len(self._open)
 
     def open(self, seed: int | None, client: str = "") -> str:
-        """Start a game and return its session id.
-
-        Args:
-            seed: Seed of the word.
-            client: Address of the client.
-
-        Raises:
-            Refusal: 429 if the client has too many open sessions.
-        """
+        """Start a game and return its session id."""
         secret = secret_of(secrets.randbits(64) if seed is None else seed, self._words)
         name = secrets.token_urlsafe(16)
         with self._lock:
@@ -98,11 +72,6 @@ class Sessions:
         return name
 
     def guess(self, name: str, word: str) -> tuple[Game, str]:
-        """Make a guess; return the state after it, and the message to the player.
-
-        Raises:
-            Refusal: 404 for an unknown session; 409 if its game is over.
-        """
         with self._lock:
             session = self._find(name)
             session.used = self._clock()
@@ -113,11 +82,6 @@ class Sessions:
             return session.game, observation
 
     def close(self, name: str) -> None:
-        """Close a session.
-
-        Raises:
-            Refusal: 404 for an unknown session.
-        """
         with self._lock:
             self._find(name)
             self._drop(name)
@@ -136,11 +100,6 @@ class Sessions:
             del self._counts[client]
 
     def _make_place(self, client: str, now: float) -> None:
-        """Drop an idle session to make room for a new one, or refuse it.
-
-        A client has at most ``LIMIT`` sessions. When all ``TOTAL`` are open, the client with the
-        most loses an idle one to a client with fewer.
-        """
         if self._counts[client] >= LIMIT:
             self._drop_idle(client, now, f"{LIMIT} sessions of yours are open")
         if len(self._open) < TOTAL:
@@ -152,7 +111,6 @@ class Sessions:
             self._drop_idle("", now, f"{TOTAL} sessions are open")
 
     def _oldest(self, client: str) -> str:
-        """Return the session that was idle the longest, of one client or of all."""
         return next(n for n, one in self._open.items() if client in ("", one.client))
 
     def _drop_idle(self, client: str, now: float, message: str) -> None:

@@ -12,13 +12,11 @@ from deltachain.store import Store
 from deltachain.store.hf.store import HfStore
 
 _AT_ONCE: Final = 1000
-"""Operations in one request to the Hub."""
 
 _THREADS: Final = 8
 
 
 def put_all(store: Store, objects: Mapping[str, bytes]) -> None:
-    """Write objects in their order, as far as the store has any."""
     if isinstance(store, HfStore):
         for some in _cut(list(objects)):
             _put_at_once(store, {key: objects[key] for key in some})
@@ -31,7 +29,6 @@ def put_all(store: Store, objects: Mapping[str, bytes]) -> None:
 
 
 def delete_all(store: Store, keys: Iterable[str]) -> None:
-    """Delete objects."""
     if isinstance(store, HfStore):
         for some in _cut(list(keys)):
             _batch(store, [{"type": "deleteFile", "path": store._path(key)} for key in some])
@@ -49,7 +46,6 @@ def _cut(keys: list[str]) -> Iterator[list[str]]:
 
 
 def _put_at_once(store: HfStore, objects: Mapping[str, bytes]) -> None:
-    """One upload of all contents, and one request that gives them their paths."""
     xet = store._xet
     with xet._session().new_upload_commit(**xet._access("write").arguments()) as commit:
         skip = xet._lib.SKIP_SHA256

@@ -19,7 +19,6 @@ from tests.support.models import plain_model
 
 Fate = Literal["alive", "dead", "restarted", "restarted with other weights"]
 FATES: Final[tuple[Fate, ...]] = ("alive", "dead", "restarted", "restarted with other weights")
-"""What becomes of the publisher after the accident."""
 
 COMMITS: Final = 20
 """Versions within which a publisher must have found out what is wrong."""
@@ -28,7 +27,6 @@ HARMLESS: Final = frozenset(
     {"nothing", "all objects copied over themselves", "emptied and refilled"}
     | {"head.json gone", "head.json is old", "head.json lies forward"}
 )
-"""Accidents of which nobody may complain once they are over."""
 
 LASTING: Final = frozenset(
     {"first manifest gone", "a manifest in the middle gone", "the manifest before the head gone"}
@@ -45,21 +43,7 @@ _FROM: Final = re.compile(r"--from (\d+)")
 
 @dataclass
 class Case:
-    """One accident to one store.
-
-    Args:
-        url: Of an empty store.
-        folder: For followers.
-        accident: One of :data:`HAPPENINGS`.
-        fate: Of the publisher.
-        versions: Of the chain before.
-        has_backup: Whether a person has a copy of the store from right before.
-
-    Attributes:
-        faults: What broke a rule.
-        outcome: What each kind of party said, for the table.
-        done: What a person did, as hints said.
-    """
+    """One accident to one store."""
 
     url: str
     folder: Path
@@ -72,7 +56,6 @@ class Case:
     done: list[str] = field(default_factory=list)
 
     def run(self) -> list[str]:
-        """Everything that broke a rule."""
         scene = Scene(self.url, self.folder, self.versions)
         try:
             self._begin(scene)
@@ -84,7 +67,6 @@ class Case:
         return self.faults
 
     def _begin(self, scene: Scene) -> None:
-        """A publisher that has published, followers at the head, and two that sleep."""
         scene.train()
         scene.publish(2)
         scene.hold("late folder", "folder", scene.head - 6)
@@ -97,7 +79,6 @@ class Case:
         assert not wrong, wrong
 
     def _go_on(self, scene: Scene) -> None:
-        """The publisher does what its fate is, and whoever slept comes back."""
         before, first = scene.shelf(), scene.trainer
         old_head = scene.head
         if self.fate == "alive":
@@ -140,11 +121,7 @@ class Case:
             self._add(self._verify(scene))
 
     def _verify(self, scene: Scene) -> Iterator[str]:
-        """``deltachain verify`` proves everything, once its hints were followed.
-
-        Often nothing else reads an old manifest. With a backup, the manifest is put back; without
-        one, the versions after it are verified.
-        """
+        """``deltachain verify`` proves everything, once its hints were followed."""
         done = scene.verify()
         if done.code and self.has_backup and PUT_BACK.asks.search(done.stderr):
             PUT_BACK.do(scene, "", done.stderr)
@@ -163,7 +140,6 @@ class Case:
             yield f"verify: {done.stderr.strip()}"
 
     def _has_copy(self, scene: Scene, said: str) -> bool:
-        """Whether the backup has the object of an error: it is older than some objects."""
         found = KEY.search(said)
         return self.has_backup and (found is None or found[1] in scene.backup)
 

@@ -19,7 +19,6 @@ class Journal:
         self.marks: dict[Version, int] = {}
 
     def copy(self) -> Journal:
-        """Another one that begins with these."""
         other = Journal()
         other.writes, other.marks = list(self.writes), dict(self.marks)
         return other
@@ -35,22 +34,11 @@ class Journal:
 
     @property
     def now(self) -> Objects:
-        """What is in the store if nothing but these writes happened to it."""
         return dict(self.writes)
 
 
 class Kept(Store):
-    """Another store, whose writes go into a journal; some are lost behind a yes.
-
-    Args:
-        inner: The store.
-        journal: Takes every write that was done.
-
-    Attributes:
-        loses: Prefixes of keys whose writes the store says it did, and did not.
-        lost: Keys of those writes.
-        interrupted: What happens once, right before a write whose key begins with the prefix.
-    """
+    """Another store, whose writes go into a journal; some are lost behind a yes."""
 
     def __init__(self, inner: Store, journal: Journal) -> None:
         self.inner, self.journal = inner, journal

@@ -16,24 +16,20 @@ KEPT: Final = 3
 """Versions that are too young for a rule by age."""
 
 
-def nothing(scene: Scene) -> None:
-    """Nobody did anything."""
+def nothing(scene: Scene) -> None: ...
 
 
 def restored(scene: Scene, *, back: int) -> None:
-    """The store is put back to what it was some versions ago."""
     scene.restore(scene.journal.at(scene.head - back))
 
 
 def restored_twice(scene: Scene) -> None:
-    """The store is put back, and then further back."""
     restored(scene, back=3)
     scene.look(1)
     restored(scene, back=8)
 
 
 def rewritten(scene: Scene) -> None:
-    """Every object is copied over itself, by a move to another disk."""
     now = scene.contents()
     scene.delete(now)
     scene.put(now)
@@ -45,7 +41,6 @@ def emptied(scene: Scene) -> None:
 
 
 def refilled(scene: Scene) -> None:
-    """Everything is gone for some looks, and there again."""
     now = scene.contents()
     scene.delete(now)
     scene.look(20)
@@ -53,21 +48,18 @@ def refilled(scene: Scene) -> None:
 
 
 def refilled_older(scene: Scene) -> None:
-    """Everything is gone for some looks; then an older copy is there."""
     scene.delete(scene.find())
     scene.look(20)
     scene.put(scene.journal.at(scene.head - 4))
 
 
 def gone(scene: Scene, *, pattern: str) -> None:
-    """Objects of some keys are gone."""
     found = scene.find(pattern)
     assert found
     scene.delete(found)
 
 
 def manifest_gone(scene: Scene, *, back: int | None) -> None:
-    """One manifest is gone."""
     scene.delete([keys.manifest_key(0 if back is None else scene.head - back)])
 
 
@@ -79,7 +71,6 @@ def aged(scene: Scene, *, prefixes: tuple[str, ...]) -> None:
 
 
 def damaged(scene: Scene, *, pattern: str) -> None:
-    """A bit in the middle of the newest object of some keys has turned over."""
     key = max(scene.find(pattern))
     data = bytearray(scene.contents()[key])
     data[len(data) // 2] ^= 1
@@ -87,19 +78,16 @@ def damaged(scene: Scene, *, pattern: str) -> None:
 
 
 def manifest_damaged(scene: Scene, *, back: int) -> None:
-    """The same of one manifest."""
     damaged(scene, pattern=keys.manifest_key(scene.head - back))
 
 
 def cut_short(scene: Scene, *, pattern: str) -> None:
-    """The newest object of some keys ends in the middle."""
     key = max(scene.find(pattern))
     data = scene.contents()[key]
     scene.put({key: data[: len(data) // 2]})
 
 
 def table_digest_damaged(scene: Scene) -> None:
-    """A bit of the table's digest has turned over, in the identity."""
     data = bytearray(scene.contents()[keys.CHAIN_KEY])
     at = data.index(b'"table":"') + 20
     data[at] = ord("1") if data[at] != ord("1") else ord("2")
@@ -107,12 +95,10 @@ def table_digest_damaged(scene: Scene) -> None:
 
 
 def emptied_files(scene: Scene, *, names: tuple[str, ...]) -> None:
-    """Objects are there and hold nothing, as after a loss of power."""
     scene.put(dict.fromkeys(names, b""))
 
 
 def payload_gone(scene: Scene, *, back: int) -> None:
-    """The delta of one version is gone."""
     scene.delete(scene.find(f"deltas/{scene.head - back:020d}"))
 
 
@@ -130,7 +116,6 @@ def head_lies(scene: Scene) -> None:
 
 
 def head_is_old(scene: Scene) -> None:
-    """The hint alone comes out of an old copy."""
     scene.put({keys.HEAD_KEY: scene.journal.at(3)[keys.HEAD_KEY]})
 
 
@@ -150,13 +135,11 @@ def lost_put(scene: Scene, *, prefix: str) -> None:
 
 
 def in_flight(scene: Scene, *, before: str) -> None:
-    """The store is put back while the trainer's next version is on its way."""
     scene.trainer.store.interrupted = before, partial(restored, scene, back=5)
     scene.publish()
 
 
 def step_by_step(scene: Scene) -> None:
-    """The store is put back object by object, and followers look all the while."""
     old, now = scene.journal.at(scene.head - 3), scene.contents()
     for key in sorted(now.keys() - old.keys()):
         scene.delete([key])
@@ -168,7 +151,6 @@ def step_by_step(scene: Scene) -> None:
 
 
 def killed_between(scene: Scene) -> None:
-    """The store is put back twice; a follower is killed and started again in between."""
     restored(scene, back=2)
     scene.followers.pop("folder").close()
     restored(scene, back=4)
@@ -176,7 +158,6 @@ def killed_between(scene: Scene) -> None:
 
 
 def clock_jumps(scene: Scene, *, seconds: float) -> None:
-    """The clock of this machine is set while the store is put back."""
     scene.stack.enter_context(clock_jump(seconds))
     restored(scene, back=2)
 
@@ -240,10 +221,8 @@ HAPPENINGS: Final[Mapping[str, Happening]] = {
     "restored, the clock ahead": partial(clock_jumps, seconds=1e9),
     "restored, the clock behind": partial(clock_jumps, seconds=-1e9),
 }
-"""By name, as the table of outcomes lists them."""
 
 FAR: Final = ("restored 1,000 versions back",)
-"""Those that need a chain of so many versions."""
 
 LIKELY: Final = frozenset(
     {"restored 1 version back", "restored 10 versions back", "chain.json gone", "table.json gone"}
@@ -252,4 +231,3 @@ LIKELY: Final = frozenset(
     | {"old manifests and edges gone", "old deltas and anchors gone"}
     | {"a manifest lost behind a yes"}
 )
-"""Those that happen in life."""

@@ -10,20 +10,10 @@ from typing import Final, Self
 
 _HOST: Final = "127.0.0.1"
 _OWN: Final = frozenset({"connection", "transfer-encoding", "content-length", "server", "date"})
-"""Headers of an answer that are of one connection alone."""
 
 
 class Liar:
-    """Forwards to a port of this machine; some puts are lost behind a 200.
-
-    Args:
-        port: Where the server listens.
-
-    Attributes:
-        lies: Parts of paths: the next put of one that has any of them is lost, once each.
-        headers: What the false answers carry.
-        lost: Paths of the puts that were lost.
-    """
+    """Forwards to a port of this machine; some puts are lost behind a 200."""
 
     def __init__(self, port: int) -> None:
         self.lies: list[str] = []
@@ -59,7 +49,6 @@ class Liar:
 
     @property
     def endpoint(self) -> str:
-        """The URL that a client is given in place of the server's."""
         return f"http://{_HOST}:{self._server.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -87,7 +76,6 @@ class Liar:
 def _ask(
     port: int, request: BaseHTTPRequestHandler, body: bytes
 ) -> tuple[int, dict[str, str], bytes]:
-    """What the server answers to a request that is passed on as it came, its signature too."""
     connection = http.client.HTTPConnection(_HOST, port, timeout=30)
     try:
         connection.putrequest(

@@ -14,7 +14,6 @@ from deltachain.types import Version
 from tests.support.models import State, same
 
 History = Mapping[str, State]
-"""The bits of every state that a trainer published, by state digest: the truth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +28,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelf:
-    """What lies in a store.
-
-    Attributes:
-        chain: Id in ``chain.json``; empty where that is gone.
-        leaves: Manifests, by version.
-        reach: The version that a newcomer gets to; ``None`` where it gets nowhere.
-        refusal: Why not: the class of the error and its words.
-        hinted: The version that the hint names; -1 without one.
-    """
+    """What lies in a store."""
 
     chain: str
     leaves: Mapping[Version, Leaf]
@@ -46,27 +37,17 @@ class Shelf:
     hinted: Version = -1
 
     def is_behind(self, version: Version) -> bool:
-        """Whether a few looks from a version show a later one, gaps or not."""
         shown = {version + 1, version + 2, max(self.hinted, version + 1)}
         return bool(shown & self.leaves.keys())
 
     @property
     def head(self) -> Version:
-        """The newest manifest, gaps or not; -1 for none."""
         return max(self.leaves, default=-1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What one follower holds and says.
-
-    Attributes:
-        who: It.
-        held: What it claims to hold.
-        bits: What is really there.
-        says: What is wrong by its own account, at its last look; empty for nothing.
-        lag: What its status says of how far it is behind.
-    """
+    """What one follower holds and says."""
 
     who: str
     held: HeldVersion | None

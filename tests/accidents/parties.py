@@ -29,7 +29,6 @@ FAILURES = 3
 
 
 def words(error: BaseException) -> str:
-    """An error as a person reads it."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -41,7 +40,6 @@ class Turns(Event):
         self.go, self.done = Semaphore(0), Semaphore(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Ends the turn; the next one begins when the test says so."""
         del timeout
         self.done.release()
         self.go.acquire()
@@ -49,18 +47,7 @@ class Turns(Event):
 
 
 class Follower:
-    """One process that follows a chain; it looks when the test lets it.
-
-    Args:
-        who: Its name in what is reported.
-        replica: What it writes into.
-        store: Its own handle.
-        settings: Of its subscriber.
-
-    Attributes:
-        said: Every error that it reported or ended with, oldest first.
-        looks: Looks that it took so far.
-    """
+    """One process that follows a chain; it looks when the test lets it."""
 
     def __init__(self, who: str, replica: Replica, store: Store, **settings: Any) -> None:
         self.who, self.replica = who, replica
@@ -76,7 +63,6 @@ class Follower:
         self._thread.start()
 
     def look(self, times: int = 1) -> Self:
-        """Let it look so many times, or until it ends."""
         for _ in range(times):
             if self._over.is_set():  # the thread is alive for a moment longer
                 break
@@ -86,11 +72,9 @@ class Follower:
 
     @property
     def says(self) -> str:
-        """What is wrong by its own account, as of its last look."""
         return words(self.ended) if self.ended is not None else self._now
 
     def view(self) -> View:
-        """What it holds and says now."""
         lag = None
         with suppress(DeltaChainError):
             lag = self.subscriber.status().lag_versions
@@ -98,13 +82,11 @@ class Follower:
         return View(who=self.who, held=held, bits=self.bits(), says=self.says, lag=lag)
 
     def bits(self) -> State | None:
-        """What is really there; ``None`` for a folder that was never filled."""
         target = self.replica.target
         empty = isinstance(target, Path) and not (target / WEIGHTS_FILE).exists()
         return None if empty else self.replica.bits()
 
     def close(self) -> None:
-        """End it as a process ends that is told to."""
         self._stop.set()
         for _ in range(8):
             self.turns.go.release()
@@ -132,19 +114,7 @@ class Follower:
 
 
 class Trainer:
-    """One process that trains a model and publishes it.
-
-    Args:
-        model: Is trained in place.
-        store: Its own handle.
-        note: Called with the bits of every state before it is published.
-        settings: Of its publisher.
-
-    Attributes:
-        said: Every error of a publish, oldest first.
-        says: What is wrong by its own account, as of its last publish; empty for nothing.
-        known: Manifests that it committed or took over from, by version.
-    """
+    """One process that trains a model and publishes it."""
 
     def __init__(
         self, model: nn.Module, store: Kept, note: Callable[[State], None], **settings: Any
@@ -158,11 +128,6 @@ class Trainer:
         self.publisher = Publisher(config, store=store)
 
     def attach(self) -> Self:
-        """Make the chain or take it over.
-
-        Raises:
-            DeltaChainError: It does not.
-        """
         self._note(bits_of(self.model))
         try:
             self.publisher.attach(self.model)
@@ -173,7 +138,6 @@ class Trainer:
         return self
 
     def publish(self, times: int = 1, *, first: int | None = None) -> Self:
-        """Train and publish so many times, until that has failed too often in a row."""
         failures = 0
         for _ in range(times if self.publisher.epoch >= 0 else 0):
             self.step = self.step + 1 if first is None else first
@@ -200,7 +164,6 @@ class Trainer:
             self.said.append(self.says)
 
     def close(self) -> None:
-        """End it in order; whoever has ended says nothing."""
         self.says = ""
         with suppress(DeltaChainError):
             self.publisher.close()

@@ -13,7 +13,6 @@ from deltachain.format import keys
 from tests.accidents.scene import Scene
 
 ROUNDS: Final = 6
-"""Times that a person reads and acts before giving up."""
 
 
 _AGAIN: Final = (
@@ -28,15 +27,7 @@ _ANEW: Final = r"(join|joins|start) [^;]*from nothing|empty folder"
 
 @dataclass(frozen=True, slots=True)
 class Deed:
-    """Something that a hint may ask for.
-
-    Attributes:
-        name: As the table of outcomes calls it.
-        asks: What in a hint asks for it.
-        do: Does it.
-        needs_backup: Whether a copy of the store is needed, that not everybody has.
-        is_each: Whether each follower that is told so does it for itself.
-    """
+    """Something that a hint may ask for."""
 
     name: str
     asks: re.Pattern[str]
@@ -46,14 +37,12 @@ class Deed:
 
 
 def put_back(scene: Scene, who: str, hint: str) -> None:
-    """Put back what is gone or changed, out of the newest backup."""
     del who, hint
     there, backup = scene.contents(), scene.backup
     scene.put({key: data for key, data in backup.items() if there.get(key) != data})
 
 
 def remove(scene: Scene, who: str, hint: str) -> None:
-    """Remove the manifest that is named, and those behind it."""
     del who
     found = re.search(_REMOVE, hint)
     assert found
@@ -63,7 +52,6 @@ def remove(scene: Scene, who: str, hint: str) -> None:
 
 
 def remove_damaged(scene: Scene, who: str, said: str) -> None:
-    """Remove the object that is named, and start the trainer again."""
     del who
     found = KEY.search(said)
     assert found, said
@@ -72,14 +60,12 @@ def remove_damaged(scene: Scene, who: str, said: str) -> None:
 
 
 def remove_identity(scene: Scene, who: str, said: str) -> None:
-    """Remove both documents of the identity, and start the trainer again."""
     del who, said
     scene.delete([keys.CHAIN_KEY, keys.TABLE_KEY])
     restart_trainer(scene, "", "")
 
 
 def restart_trainer(scene: Scene, who: str, hint: str) -> None:
-    """End the trainer, and start it again with the weights that it had."""
     del who, hint
     scene.trainer.close()
     with suppress(DeltaChainError):  # what it says is read in the next round
@@ -88,7 +74,6 @@ def restart_trainer(scene: Scene, who: str, hint: str) -> None:
 
 
 def roll_back(scene: Scene, who: str, hint: str) -> None:
-    """Roll a follower back to the newest version that is there, and let it follow again."""
     del hint
     follower = scene.followers[who]
     held = follower.subscriber.held
@@ -101,7 +86,6 @@ def roll_back(scene: Scene, who: str, hint: str) -> None:
 
 
 def move_on(scene: Scene, who: str, hint: str) -> None:
-    """Leave the URL, and begin a chain at another one, with the same weights."""
     del who, hint
     scene.trainer.close()
     scene.move()
@@ -112,7 +96,6 @@ def move_on(scene: Scene, who: str, hint: str) -> None:
 
 
 def start_anew(scene: Scene, who: str, hint: str) -> None:
-    """Start a follower again, holding nothing."""
     del hint
     scene.start_anew(who)
 
@@ -136,21 +119,12 @@ DEEDS: Final = (
 
 @dataclass
 class Person:
-    """Reads and acts until nobody complains, or nothing is left to do.
-
-    Attributes:
-        has_backup: Whether there is a copy of the store.
-        done: What was done, in order.
-        tried: What was done, and in which words it was asked for.
-    """
-
     scene: Scene
     has_backup: bool
     done: list[str]
     tried: set[tuple[str, str]] = field(default_factory=set)
 
     def act(self) -> str:
-        """What is still complained of at the end, for which no hint is left; empty for nothing."""
         for _ in range(ROUNDS):
             complaints = list(self._complaints())
             if not complaints:
@@ -161,10 +135,7 @@ class Person:
         return "it goes round in circles: " + ", ".join(self.done)
 
     def _do_one(self, complaints: list[tuple[str, str]]) -> bool:
-        """Do the first thing that any hint asks for and that was not done in vain.
-
-        What was done is done again only where other words ask for it: a hint that stays was no use.
-        """
+        """Do the first thing that any hint asks for and that was not done in vain."""
         for deed in DEEDS:
             asked = [it for it in self._asked(deed, complaints) if (it[0], it[2]) not in self.tried]
             for name, who, said in asked if deed.is_each else asked[:1]:
@@ -178,7 +149,6 @@ class Person:
     def _asked(
         self, deed: Deed, complaints: list[tuple[str, str]]
     ) -> Iterator[tuple[str, str, str]]:
-        """Who asks for a deed, in which words; and the name of doing it."""
         if deed.needs_backup and not self.has_backup:
             return
         for who, said in complaints:
@@ -187,7 +157,6 @@ class Person:
                 yield f"{deed.name} ({who})" if deed.is_each else deed.name, who, said
 
     def _complaints(self) -> Iterator[tuple[str, str]]:
-        """Who says what is wrong, at this moment."""
         trainer = self.scene.trainer
         if trainer.says:
             yield "publisher", trainer.says

@@ -44,14 +44,7 @@ EVERY = 8
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A chain as its trainer left it.
-
-    Attributes:
-        journal: Every write.
-        history: Bits by state digest.
-        model: As it was at the end.
-        head: The newest version.
-    """
+    """A chain as its trainer left it."""
 
     journal: Journal
     history: dict[str, State]
@@ -61,7 +54,6 @@ class Recording:
 
 @cache
 def recording(versions: int) -> Recording:
-    """A chain of so many versions, made once."""
     history: dict[str, State] = {}
     journal, store, model = Journal(), MemoryStore(), plain_model()
     trainer = Trainer(model, Kept(store, journal), lambda _: None, anchor_every=EVERY).attach()
@@ -78,21 +70,6 @@ def recording(versions: int) -> Recording:
 
 @dataclass
 class Scene:
-    """See the module.
-
-    Args:
-        url: Of a store that is empty.
-        folder: For followers.
-        versions: Of the chain before anybody does anything.
-
-    Attributes:
-        followers: Those that run.
-        trainer: The one that runs, or ran last.
-        stack: What ends with the scene.
-        backup: A copy of the store from right before the accident.
-        printed: What commands and newcomers said, beside what followers and trainers did.
-    """
-
     url: str
     folder: Path
     versions: int = 12
@@ -112,22 +89,15 @@ class Scene:
         self.chain = Chain.open(self.store())
 
     def store(self) -> Store:
-        """A handle of its own for whoever asks."""
         return open_store(self.url)
 
     # The trainer
 
     @property
     def trainer(self) -> Trainer:
-        """The one that runs, or ran last."""
         return self.trainers[-1]
 
     def train(self, model: nn.Module | None = None) -> Trainer:
-        """Start a trainer, with the weights of the last one if not given others.
-
-        Raises:
-            DeltaChainError: It does not attach.
-        """
         self.model = model or self.model
         kept = Kept(open_store(self.url, writer=True), self.journal)
         trainer = Trainer(self.model, kept, self._note, anchor_every=EVERY)
@@ -138,13 +108,11 @@ class Scene:
         return trainer
 
     def publish(self, times: int = 1) -> None:
-        """Let the trainer that runs go on."""
         for _ in range(times):
             self.trainer.publish()
             self.journal.mark(self.trainer.publisher.version)
 
     def older_model(self, seed: int = 77) -> nn.Module:
-        """Weights that were never on this chain."""
         return plain_model(seed)
 
     def _note(self, bits: State) -> None:
@@ -152,11 +120,9 @@ class Scene:
 
     @property
     def head(self) -> Version:
-        """The newest version that the trainer committed."""
         return self.trainer.publisher.version
 
     def known(self, trainer: Trainer) -> dict[Version, str]:
-        """Digests of the manifests that a trainer committed, or took over from."""
         made = recording(self.versions).journal.now.items()
         found = {keys.version_of(key) or 0: data for key, data in made if "manifests/" in key}
         digests = {version: object_digest(data) for version, data in found.items()}
@@ -165,20 +131,17 @@ class Scene:
     # The followers
 
     def replica(self, name: str, kind: str) -> Replica:
-        """A place for weights, the same one for the same name."""
         if name not in self._replicas:
             self._replicas[name] = replica_of(self.model, kind, self.folder / name)
         return self._replicas[name]
 
     def follow(self, name: str, kind: str, **settings: Any) -> Follower:
-        """Start a process that follows; it has not looked yet."""
         replica = self.replica(name, kind)
         follower = Follower(name, replica, self.store(), **settings)
         self.followers[name] = follower
         return follower
 
     def hold(self, name: str, kind: str, version: Version) -> None:
-        """A process that brought something to a version, and ended."""
         config = SubscribeConfig(url=self.url)
         target = self.replica(name, kind).target
         with Subscriber(config, target, store=self.store()) as subscriber:
@@ -186,13 +149,11 @@ class Scene:
             assert subscriber.version == version
 
     def restart(self, name: str) -> Follower:
-        """End a follower and start it with what it held."""
         kind = self._replicas[name].kind
         self.followers.pop(name).close()
         return self.follow(name, kind)
 
     def start_anew(self, name: str) -> Follower:
-        """End a follower and start it with nothing."""
         if name in self.followers:
             self.followers.pop(name).close()
         old = self._replicas.pop(name)
@@ -202,43 +163,35 @@ class Scene:
         return self.follow(name, kind)
 
     def look(self, times: int = LOOKS) -> None:
-        """Let every follower look."""
         for follower in self.followers.values():
             follower.look(times)
 
     def views(self) -> list[View]:
-        """What each follower holds and says."""
         return [follower.view() for follower in self.followers.values()]
 
     # The store
 
     def move(self) -> None:
-        """Everybody uses another URL from now on, where nothing is yet."""
         self.url += "-anew"
 
     def put(self, objects: Objects) -> None:
-        """Write objects; those of one key after those that name it last."""
         with closing(self.store()) as store:
             put_all(store, {key: objects[key] for key in sorted(objects, key=_late)})
 
     def delete(self, gone: Iterable[str]) -> None:
-        """Delete objects."""
         with closing(self.store()) as store:
             delete_all(store, gone)
 
     def find(self, pattern: str = "") -> list[str]:
-        """Keys that match a pattern from their beginning on."""
         with closing(self.store()) as store:
             found = [info.key for info in store.list()]
         return [key for key in found if re.match(pattern, key)]
 
     def contents(self) -> Objects:
-        """Everything that is there."""
         with closing(self.store()) as store:
             return {info.key: self._read(store, info) for info in store.list()}
 
     def restore(self, objects: Objects) -> None:
-        """Bring the store to exactly these objects."""
         now = self.contents()
         self.delete(sorted(now.keys() - objects.keys(), reverse=True))
         self.put({key: data for key, data in objects.items() if now.get(key) != data})
@@ -246,7 +199,6 @@ class Scene:
     # What is seen from outside
 
     def shelf(self) -> Shelf:
-        """What lies there, and how far newcomers get."""
         with closing(self.store()) as store:
             identity = store.get(keys.CHAIN_KEY) if store.find(keys.CHAIN_KEY) else b"{}"
             hint = store.get(keys.HEAD_KEY) if store.find(keys.HEAD_KEY) else b"{}"
@@ -273,7 +225,6 @@ class Scene:
         )
 
     def _read(self, store: Store, info: ObjectInfo) -> bytes:
-        """The content of an object; on the Hub, of one that was read before from memory."""
         if not info.pin:
             return store.get(info.key)
         if info.pin not in self._contents:
@@ -282,7 +233,6 @@ class Scene:
         return self._contents[info.pin]
 
     def join(self, kind: str) -> tuple[Version | None, str]:
-        """How far somebody gets who comes now and holds unknown bits, or nothing."""
         count = len(list(self.folder.iterdir()))
         replica = replica_of(self.model, kind, self.folder / f"newcomer-{count}")
         config = SubscribeConfig(url=self.url)
@@ -299,14 +249,12 @@ class Scene:
         return held.version if held else None, ""
 
     def verify(self, *options: object) -> Done:
-        """What ``deltachain verify`` says."""
         done = invoke("verify", self.url, *options)
         if done.code:
             self.printed.append(done.stderr)
         return done
 
     def said(self) -> list[str]:
-        """Everything that anybody printed."""
         found = [*self.printed]
         for trainer in self.trainers:
             found += trainer.said
@@ -315,7 +263,6 @@ class Scene:
         return found
 
     def close(self) -> None:
-        """End everybody."""
         self.stack.close()
         for follower in self.followers.values():
             follower.close()
@@ -326,12 +273,10 @@ class Scene:
 
 
 def _late(key: str) -> tuple[bool, bool, str]:
-    """Manifests after what they name, and the hint at the end."""
     return key == keys.HEAD_KEY, key.startswith("manifests/"), key
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """A document; nothing where it is damaged."""
     with suppress(ValueError):
         found: dict[str, Any] = json.loads(data)
         return found

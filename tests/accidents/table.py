@@ -1,8 +1,4 @@
-"""The table of accidents, from a real run: ``python -m tests.accidents.table``.
-
-Prints a line for each accident, store and fate of the publisher: what each said, what a person did
-as the hints said, and which rule was broken, if any.
-"""
+"""The table of accidents, from a real run: ``python -m tests.accidents.table``."""
 
 from __future__ import annotations
 
@@ -24,7 +20,6 @@ from tests.crash.places import KINDS, open_place
 
 
 def main() -> int:
-    """Run cases, and print a row for each; 1 where a rule was broken."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("accidents", nargs="*", help="parts of their names")
     parser.add_argument("--stores", default=",".join(KINDS))

@@ -27,12 +27,7 @@ PATIENCE_S = 60.0
 
 
 class Restored:
-    """An engine at version 4 of a chain, whose store was put back to version 2.
-
-    Attributes:
-        here: The engine, and the trainer that made versions 0 to 4.
-        model: What the trainer held at version 2.
-    """
+    """An engine at version 4 of a chain, whose store was put back to version 2."""
 
     def __init__(self, folder: Path) -> None:
         self.here = Followed(Sharding(tp=2), folder)
@@ -54,7 +49,6 @@ class Restored:
             self.here.store.put(key, data)
 
     def train_again(self, versions: int) -> None:
-        """Another trainer goes on from version 2, with other bits; its first version is empty."""
         if versions == 0:
             return
         store = self.here.store
@@ -87,7 +81,6 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 def announce(url: str, store: MemoryStore, *, deadline: float = PATIENCE_S) -> Announced:
-    """What a trainer does after a commit: the head, by the digest of its manifest."""
     head = Chain.open(store).head()
     assert head is not None
     with Fleet([url]) as fleet:

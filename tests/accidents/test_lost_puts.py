@@ -27,7 +27,6 @@ def liar(seaweed: Seaweed) -> Iterator[Liar]:
 
 
 def train(url: str, options: dict[str, str], model: nn.Module, liar: Liar, lost: str) -> None:
-    """Publish 24 versions; a put of a payload or a manifest is lost in the middle of them."""
     config = PublishConfig(url=url, on_error="warn", anchor_every=8)
     at_once = lost in ("chain.json", "table.json", "anchors/")
     liar.lies = [lost] if at_once and not liar.lost else []
@@ -52,7 +51,6 @@ def test_a_put_lost_behind_a_200(
     lost: str,
     headers: dict[str, str],
 ) -> None:
-    """Nobody builds on it: what is published in the end is all there, and can be followed."""
     for name, value in seaweed.env().items():
         monkeypatch.setenv(name, value)
     url = seaweed.url(f"liar/{tmp_path.name}")

@@ -39,28 +39,22 @@ PAYLOADS = 400
 
 @dataclass(frozen=True)
 class Long:
-    """A chain of many versions, and the bits of two of them."""
-
     objects: dict[str, bytes]
     then: State
     now: State
 
 
 class Counting(Kept):
-    """Counts what is read of it."""
-
     def __init__(self, inner: Store) -> None:
         super().__init__(inner, Journal())
         self.begin()
 
     def begin(self) -> None:
-        """Count anew."""
         self.documents: list[str] = []
         self.looks, self._before = 0, self.inner.requests
 
     @property
     def spent(self) -> int:
-        """Requests over a network since."""
         return self.inner.requests - self._before
 
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
@@ -86,7 +80,6 @@ class Counting(Kept):
 
 @pytest.fixture(scope="module")
 def long() -> Long:
-    """The chain, made by a publisher whose anchors come every hundred versions or so."""
     store, model = MemoryStore(), plain_model()
     config = PublishConfig(url=store.url, anchor_every=60)
     with Publisher(config, store=store).attach(model) as publisher:
@@ -105,7 +98,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def until(long: Long, version: Version) -> dict[str, bytes]:
-    """The chain when this was its newest version; of its payload only the newest."""
     return {
         key: data
         for key, data in long.objects.items()
@@ -119,7 +111,6 @@ def until(long: Long, version: Version) -> dict[str, bytes]:
 def subscribe(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., tuple[Subscriber, Counting]]]:
-    """Followers with the budget of a free token, as they are by default."""
     made: list[Subscriber] = []
 
     def build(replica: Replica, **settings: Any) -> tuple[Subscriber, Counting]:
@@ -144,7 +135,6 @@ def put(place: Place, objects: Mapping[str, bytes]) -> None:
 
 
 def check(subscriber: Subscriber, store: Counting, replica: Replica, long: Long) -> None:
-    """It is at the head, by a few documents."""
     assert subscriber.version == VERSIONS
     assert same(replica.bits(), long.now)
     assert len(store.documents) <= DOCUMENTS, store.documents

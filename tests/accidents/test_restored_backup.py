@@ -1,8 +1,4 @@
-"""A backup is restored while followers are ahead: who says what, and the two ways out.
-
-Where the newer objects still exist, they are put back, and ``revert`` goes to the older version.
-Where they are lost, the publisher goes on from the backup, and each follower is rolled back.
-"""
+"""A backup is restored while followers are ahead: who says what, and the two ways out."""
 
 from __future__ import annotations
 
@@ -24,13 +20,7 @@ FOLLOWERS = ("dict", "folder")
 
 
 class Restored:
-    """Followers are ahead of a store that was restored to an older version.
-
-    Attributes:
-        scene: The store, and who lives with it.
-        old: Newest version of the backup.
-        newer: Everything that was there right before the restore.
-    """
+    """Followers are ahead of a store that was restored to an older version."""
 
     def __init__(self, url: str, folder: Path) -> None:
         self.scene = scene = Scene(url, folder, versions=12)
@@ -46,11 +36,9 @@ class Restored:
         scene.restore(self.backup)
 
     def state(self, version: int) -> State:
-        """The bits of a version, as they were published."""
         return self.scene.history[self.scene.shelf().leaves[version].state]
 
     def holds(self, state: State) -> bool:
-        """Whether all followers and a newcomer hold these bits, and nobody complains."""
         scene = self.scene
         scene.look()
         assert not list(oracle.converged(scene.views(), scene.shelf(), scene.history))

@@ -27,7 +27,6 @@ CORE: Final[tuple[tuple[str, Fate], ...]] = (
 
 
 def cases(kind: str) -> Iterator[tuple[str, Fate]]:
-    """All accidents and fates in a folder; elsewhere the likely ones, and each other one once."""
     for number, accident in enumerate(name for name in HAPPENINGS if name not in FAR):
         fates = FATES if kind == "file" or accident in LIKELY else (FATES[number % len(FATES)],)
         yield from ((accident, fate) for fate in fates)

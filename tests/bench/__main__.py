@@ -27,7 +27,6 @@ SUBJECTS: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def main() -> int:
-    """Measure; return 0 if every figure is within its limit."""
     asked = _parser().parse_args()
     megabyte = 1_000_000
     if asked.subject == "store":

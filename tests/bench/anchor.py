@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -33,13 +32,10 @@ from tests.bench import report
 from tests.bench.timing import Candidate, Timings, round_robin, say
 
 NBYTES: Final = 256_000_000
-"""Size of the model in bf16, in bytes."""
 
 WIDTH: Final = 2048
-"""Rows and columns of a tensor: 8 MB in bf16."""
 
 STD: Final = 0.02
-"""Standard deviation of the weights, which determines the compression of their exponents."""
 
 ROUNDS: Final = 5
 
@@ -57,33 +53,7 @@ READ: Final = "floor: read of the anchor"
 """Floors are of one thread, as core-seconds: each pass is needed, and all threads share them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnchorRow:
-    """One candidate.
-
-    Attributes:
-        name: Name in tables.
-        best_s: Minimum, in seconds.
-        median_s: Median, in seconds.
-        gb_per_s: Dense bf16 bytes of the model by the minimum, in 10^9 bytes a second.
-        threads: Largest number of threads that compute.
-    """
-
-    name: str
-    best_s: float
-    median_s: float
-    gb_per_s: float
-    threads: int
-
-
 class Bench:
-    """A model, an attached publisher and the candidates.
-
-    Args:
-        folder: Empty folder for chains, removed by the caller.
-        nbytes: Size of the model in bf16, in bytes.
-    """
-
     def __init__(self, folder: Path, nbytes: int) -> None:
         count = max(1, round(nbytes / (2 * WIDTH * WIDTH)))
         layers = [nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.bfloat16) for _ in range(count)]
@@ -99,39 +69,28 @@ class Bench:
         self._live: dict[str, Tensor] = {}
 
     def close(self) -> None:
-        """Close the publisher."""
         self._publisher.close()
 
     @property
     def session(self) -> Session:
-        """Session of the attached publisher."""
         return self._publisher._require_session()
 
     def attach(self) -> None:
-        """Attach a publisher to a new chain."""
         Publisher(str(self._folder / "new")).attach(self.model, alone=True).close()
 
     def anchor(self) -> EdgeShare:
-        """Encode and upload an anchor, which no record names."""
         keys = self.session.keys("anchor", self.session.head)
         return self.session.put_share(keys, Attempt(topic="bench"))
 
     def prepare_newcomer(self) -> None:
-        """Create the tensors that a newcomer writes into."""
         self._live = {
             name: torch.zeros_like(parameter) for name, parameter in self.model.named_parameters()
         }
 
     def join(self) -> None:
-        """Join from nothing."""
         Subscriber(str(self._folder / "kept"), self._live).update()
 
     def check_newcomer(self) -> None:
-        """Check that a newcomer holds the model's bits.
-
-        Raises:
-            ArithmeticError: A tensor differs.
-        """
         self.prepare_newcomer()
         self.join()
         for name, parameter in self.model.named_parameters():
@@ -139,7 +98,6 @@ class Bench:
                 raise ArithmeticError(f"a newcomer holds other bits of {name}")
 
     def candidates(self) -> list[Candidate]:
-        """Return what is measured, floors last."""
         weights = [parameter.detach() for parameter in self.model.parameters()]
         bits = [weight.view(-1).view(torch.int16).numpy() for weight in weights]
         copies = [np.zeros_like(array) for array in bits]
@@ -216,28 +174,15 @@ def _read(path: Path) -> None:
             pass
 
 
-def rows(timings: Timings, nbytes: int) -> list[AnchorRow]:
-    """Return the figures of every candidate, in the order measured."""
+def rows(timings: Timings, nbytes: int) -> list[dict[str, Any]]:
     whole = (ATTACH, ANCHOR, NEWCOMER)
     return [
-        AnchorRow(
-            name=name,
-            best_s=timings.best(name),
-            median_s=timings.typical(name),
-            gb_per_s=nbytes / timings.best(name) / 1e9,
-            threads=cores() if name in whole else 1,
-        )
+        report.speeds(name, timings, nbytes) | {"threads": cores() if name in whole else 1}
         for name in timings.seconds
     ]
 
 
 def run(*, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Generate, check and measure; return all figures for JSON.
-
-    Args:
-        nbytes: Size of the model in bf16, in bytes.
-        rounds: Repetitions of each candidate.
-    """
     say(f"a model of {nbytes / 1e6:.0f} MB in bf16")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="deltachain-bench-")))
@@ -252,13 +197,12 @@ def run(*, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
             "of_dense": bench.anchor_nbytes / bench.nbytes,
             "parts": len(bench.share.edge.parts),
             "rounds": rounds,
-            "rows": [asdict(row) for row in found],
+            "rows": found,
             "machine": report.machine(),
         }
 
 
 def main(*, json_output: bool, nbytes: int = NBYTES) -> int:
-    """Run ``deltachain bench anchor``; return 0."""
     result = run(nbytes=nbytes)
     title = (
         f"Anchors of {result['dense_nbytes'] / 1e6:.0f} MB of bf16 weights, N(0, {STD}), in a "

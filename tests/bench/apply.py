@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -35,13 +35,10 @@ from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
 
 TENSORS: Final = 16
 NUMEL: Final = 1 << 22
-"""Elements of a tensor."""
 DENSITY: Final = 0.012
 ROUNDS: Final = 20
 THREADS: Final = 2
-"""Threads of the row that stages in several."""
 SMALL: Final = 18_000
-"""Tensors of the model of small ones, as many as a large mixture of experts has."""
 SMALL_NUMEL: Final = 4096
 SMALL_ROUNDS: Final = 4
 AIM: Final = 2.0
@@ -58,16 +55,6 @@ HELD: Final = HeldVersion(chain="", version=1, epoch=0, manifest="", state="")
 
 @dataclass(frozen=True, slots=True)
 class TensorSample:
-    """One tensor before and after, live and as a delta.
-
-    Attributes:
-        spec: Spec of the tensor.
-        live: The written tensor.
-        old: Old bits of the changed elements.
-        new: New bits of the changed elements.
-        indices: Flat indices of the changed elements.
-    """
-
     spec: TensorSpec
     live: Tensor
     old: Bits
@@ -76,18 +63,14 @@ class TensorSample:
 
     @property
     def bits(self) -> Bits:
-        """The live bits."""
         return bits_of(self.live).numpy().view(np.uint16)
 
     def put(self, bits: Bits) -> None:
-        """Set the changed elements without the code under test."""
         self.bits[self.indices] = bits
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A dict of tensors one version behind, and the part of the next version."""
-
     tensors: Sequence[TensorSample]
     target: TensorTarget
     data: bytes
@@ -95,7 +78,6 @@ class Scene:
 
     @classmethod
     def generate(cls, tensors: int, numel: int, density: float) -> Scene:
-        """Generate normal weights; ``density`` of them change by one unit in the last place."""
         made, changes, total = [], [], StateDigest()
         for number in range(tensors):
             data = Data.generate(numel, density, seed=number)
@@ -115,33 +97,21 @@ class Scene:
 
     @property
     def nnz(self) -> int:
-        """Number of changed elements."""
         return sum(tensor.indices.size for tensor in self.tensors)
 
     @property
     def numel(self) -> int:
-        """Number of all elements."""
         return sum(tensor.spec.numel for tensor in self.tensors)
 
     def put_old(self) -> None:
-        """Restore the old version."""
         for tensor in self.tensors:
             tensor.put(tensor.old)
 
     def put_new(self) -> None:
-        """Set the new version."""
         for tensor in self.tensors:
             tensor.put(tensor.new)
 
     def stage(self, threads: int = 1) -> list[Patch]:
-        """Stage the part, including the proof.
-
-        Args:
-            threads: Number of threads, each with a tensor at a time.
-
-        Raises:
-            ArithmeticError: The staged bits have another digest.
-        """
         part = Part.from_bytes(self.data)
         if threads == 1:
             patches = [self.target.prepare(delta) for delta in part]
@@ -154,11 +124,6 @@ class Scene:
         return patches
 
     def check(self) -> list[Patch]:
-        """Stage, swap and undo, and compare every bit.
-
-        Raises:
-            ArithmeticError: A bit differs.
-        """
         self.put_old()
         patches = self.stage()
         self.target.write(patches, HELD)
@@ -170,23 +135,7 @@ class Scene:
         return patches
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyRow:
-    """One candidate: nanoseconds a changed element, and dense bf16 gigabytes a second.
-
-    ``times_bare`` is its time over that of the bare ``index_copy_``; ``None`` where it does more.
-    """
-
-    name: str
-    threads: int
-    best_ns: float
-    median_ns: float
-    gb_per_s: float
-    times_bare: float | None
-
-
 def measure(scene: Scene, rounds: int) -> Timings:
-    """Check exactness, then measure on one core."""
     with one_core():
         patches = scene.check()
         backwards = [patch.undo() for patch in patches]
@@ -221,29 +170,17 @@ def measure(scene: Scene, rounds: int) -> Timings:
 
 
 def measure_threads(scene: Scene, rounds: int) -> Timings:
-    """Measure staging with one thread and with several, in turn, on as many cores as there are."""
     several = Candidate(STAGE_SEVERAL, partial(scene.stage, THREADS), scene.put_old)
     return round_robin([Candidate(STAGE, scene.stage, scene.put_old), several], rounds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bytes:
-    """Bytes of memory a changed element.
+def count_bytes(scene: Scene) -> dict[str, float]:
+    """Count the bytes a changed element that staging a scene reads and makes.
 
-    Attributes:
-        wire: Bytes of the part.
-        host: Bytes of the part, of its inflated streams, and of the arrays that staging makes
-            (indices, values, old and new bits): each once, however often it is read.
-        device: Bytes that cross to weights on a device of an engine: streams and their table.
+    ``wire`` is the part; ``host`` adds its inflated streams and the arrays of staging (indices,
+    values, old and new bits), each once; ``device`` is what crosses to weights on a device of an
+    engine: streams and their table.
     """
-
-    wire: float
-    host: float
-    device: float
-
-
-def count_bytes(scene: Scene) -> Bytes:
-    """Count what staging a scene reads and makes."""
     part = Part.from_bytes(scene.data)
     inflated = sum(sum(row.raw) for row in part.directory.streams)
     deltas = sum(delta.nbytes for delta in part)
@@ -255,22 +192,11 @@ def count_bytes(scene: Scene) -> Bytes:
         layout, streams = streams_of(part.reader(name), number)
         groups[layout].append(streams)
     crossing = sum(pack(layout, group).buffer.nbytes for layout, group in groups.items())
-    return Bytes(wire=wire / scene.nnz, host=host_bytes / scene.nnz, device=crossing / scene.nnz)
+    sizes = {"wire": wire, "host": host_bytes, "device": crossing}
+    return {name: nbytes / scene.nnz for name, nbytes in sizes.items()}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerTensor:
-    """Best microseconds a tensor, in a model of many small ones; one thread."""
-
-    tensors: int
-    numel: int
-    nnz: int
-    stage_us: float
-    swap_us: float
-
-
-def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerTensor:
-    """Check and measure staging and swapping many small tensors, on one core."""
+def measure_small(tensors: int, numel: int, density: float, rounds: int) -> dict[str, float]:
     scene = Scene.generate(tensors, numel, density)
     with one_core():
         patches = scene.check()
@@ -279,30 +205,26 @@ def measure_small(tensors: int, numel: int, density: float, rounds: int) -> PerT
             Candidate(SWAP, partial(scene.target.write, patches, HELD), scene.put_old),
         ]
         timings = round_robin(candidates, rounds)
-    return PerTensor(
-        tensors=tensors,
-        numel=scene.numel,
-        nnz=scene.nnz,
-        stage_us=timings.best(STAGE) / tensors * 1e6,
-        swap_us=timings.best(SWAP) / tensors * 1e6,
-    )
+    return {
+        "tensors": tensors,
+        "numel": scene.numel,
+        "nnz": scene.nnz,
+        "stage_us": timings.best(STAGE) / tensors * 1e6,
+        "swap_us": timings.best(SWAP) / tensors * 1e6,
+    }
 
 
-def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[ApplyRow]:
-    """Compute the figures of every candidate."""
-    return [
-        ApplyRow(
-            name=name,
-            threads=threads,
-            best_ns=timings.best(name) / scene.nnz * 1e9,
-            median_ns=timings.typical(name) / scene.nnz * 1e9,
-            gb_per_s=2 * scene.numel / timings.best(name) / 1e9,
-            times_bare=None
-            if name in (STAGE, STAGE_SEVERAL, WHOLE)
-            else 1 / timings.ratio(name, BARE),
-        )
-        for name in timings.seconds
-    ]
+def rows(timings: Timings, scene: Scene, threads: int = 1) -> list[dict[str, Any]]:
+    """Nanoseconds a changed element; ``times_bare`` is None where a row does more than write."""
+    found = []
+    for name in timings.seconds:
+        more = name in (STAGE, STAGE_SEVERAL, WHOLE)
+        row = report.speeds(name, timings, 2 * scene.numel)
+        row["best_ns"] = row.pop("best_s") / scene.nnz * 1e9
+        row["median_ns"] = row.pop("median_s") / scene.nnz * 1e9
+        times = None if more else 1 / timings.ratio(name, BARE)
+        found.append(row | {"threads": threads, "times_bare": times})
+    return found
 
 
 def run(
@@ -313,15 +235,14 @@ def run(
     rounds: int = ROUNDS,
     small: int = SMALL,
 ) -> Mapping[str, Any]:
-    """Generate, check and measure; return all figures for JSON."""
     say(f"{tensors} tensors of {numel / 1e6:.1f} M elements, {density:.2%} changed")
     scene = Scene.generate(tensors, numel, density)
     found = rows(measure(scene, rounds), scene)
     several = measure_threads(scene, rounds)
-    found += [row for row in rows(several, scene, THREADS) if row.name == STAGE_SEVERAL]
+    found += [row for row in rows(several, scene, THREADS) if row["name"] == STAGE_SEVERAL]
     say(f"{small} tensors of {SMALL_NUMEL} elements")
     per_tensor = measure_small(small, SMALL_NUMEL, density, min(rounds, SMALL_ROUNDS))
-    slow = [r.name for r in found if r.name in (SWAP, UNDO) and (r.times_bare or 0) > AIM]
+    slow = [row["name"] for row in found if row["name"] in (SWAP, UNDO) and row["times_bare"] > AIM]
     return {
         "benchmark": "apply",
         "tensors": tensors,
@@ -330,10 +251,10 @@ def run(
         "nbytes": len(scene.data),
         "encoding": "step",
         "rounds": rounds,
-        "rows": [asdict(row) for row in found],
+        "rows": found,
         "stage_speedup": several.ratio(STAGE_SEVERAL, STAGE),
-        "bytes_a_change": asdict(count_bytes(scene)),
-        "small": asdict(per_tensor),
+        "bytes_a_change": count_bytes(scene),
+        "small": per_tensor,
         "aim_times_bare": AIM,
         "missed": slow,
         "machine": report.machine(),
@@ -341,7 +262,6 @@ def run(
 
 
 def main(*, json_output: bool) -> int:
-    """Run ``deltachain bench apply``; return 0 if a swap takes at most twice the bare writes."""
     result = run()
     title = f"Write {result['nnz'] / 1e6:.2f} M of {result['numel'] / 1e6:.0f} M bf16 elements"
     columns = ("", "threads", "best ns", "median", "GB/s", "of bare")

@@ -12,11 +12,7 @@ THREADS: Final = 8
 
 
 class BareS3:
-    """One bucket through boto3, configured by the environment.
-
-    Args:
-        url: ``s3://bucket/prefix``; keys are below the prefix.
-    """
+    """One bucket through boto3, configured by the environment."""
 
     def __init__(self, url: str) -> None:
         import boto3  # noqa: PLC0415 - an extra
@@ -37,12 +33,10 @@ class BareS3:
         )
 
     def put(self, key: str, data: bytes) -> None:
-        """Put an object by multipart upload."""
         body = io.BytesIO(data)
         self._client.upload_fileobj(body, self._bucket, self._at(key), Config=self._transfer)
 
     def get(self, key: str, nbytes: int) -> bytearray:
-        """Get an object by concurrent ranges into one buffer."""
         buffer = bytearray(nbytes)
         view = memoryview(buffer)
 

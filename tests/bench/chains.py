@@ -31,16 +31,12 @@ Step: TypeAlias = Mapping[str, tuple[U16, U16]]
 """Tensor name -> (old, new): bf16 bits, flat, read-only, every element of the tensor."""
 
 BETA1: Final = 0.9
-"""Decay of Adam's momentum."""
 
 STATIONARY_STD: Final = ((1 - BETA1) / (1 + BETA1)) ** 0.5
-"""Standard deviation of Adam's momentum over gradients of unit variance."""
 
 BF16_SIGNIFICANT_BITS: Final = 8
-"""A bf16 in [2**(e - 1), 2**e) has neighbours 2**(e - 8) away."""
 
 SAMPLE_STRIDE: Final = 7
-"""One in so many elements takes part in the search for a learning rate; odd: all columns do."""
 
 BLOCK: Final = 1 << 17
 """Elements worked on at a time: the arrays of one block stay in a core's second-level cache."""
@@ -85,7 +81,6 @@ class SyntheticChain:
             )
 
     def steps(self, count: int) -> Iterator[Step]:
-        """Yield ``count`` consecutive steps; the new bits of one are the old bits of the next."""
         states = self._warm_states()
         bits = {state.spec.name: state.published() for state in states}
         for number in range(self.warmup, self.warmup + count):
@@ -100,21 +95,7 @@ class SyntheticChain:
     def updates(
         self, densities: Sequence[float], lrs: Sequence[float] = ()
     ) -> Iterator[tuple[float, Step]]:
-        """Yield the next update at several learning rates, all from one warmed-up state.
-
-        Costs one warm-up, which takes most of the time, instead of one a learning rate. The
-        gradient is the same in all of them.
-
-        Args:
-            densities: Densities to find learning rates for, as `with_density` does.
-            lrs: Learning rates behind those.
-
-        Yields:
-            The learning rate, and the step.
-
-        Raises:
-            ConfigError: A density is not in (0, 0.5].
-        """
+        """Yield the next update at several learning rates, all from one warmed-up state."""
         states = self._warm_states()
         ulps_per_lr = np.concatenate([state.ulps_per_lr() for state in states])
         found = [_learning_rate(ulps_per_lr, density) for density in densities]
@@ -152,11 +133,6 @@ class SyntheticChain:
 
 
 class _TensorState:
-    """Master, momentum and gradient law of one tensor; matrices are worked on by blocks of rows.
-
-    The published bits at any time are ``published()``; ``advance`` is one optimizer step.
-    """
-
     def __init__(self, chain: SyntheticChain, index: int, spec: TensorSpec) -> None:
         self.spec = spec
         self._chain = chain
@@ -173,19 +149,16 @@ class _TensorState:
         self._touch = _touch_probability(rows) if spec.name == EMBEDDING else np.ones(rows)
 
     def advance(self, number: int) -> None:
-        """Draw the gradient of step ``number`` and take an Adam step."""
         step_size = np.float32(-self._chain.lr * self._chain.update_scale)
         for block, gradient in self._momenta(number):
             np.multiply(self._momentum[block], step_size, out=gradient)
             self._master[block] += gradient
 
     def draw(self, number: int) -> None:
-        """Draw the gradient of step ``number`` into the momentum, and take no step."""
         for _ in self._momenta(number):
             pass
 
     def published_after(self, lr: float) -> U16:
-        """The bf16 bits of the master after a step at ``lr``, which is not taken."""
         step_size = np.float32(-lr * self._chain.update_scale)
         bits = np.empty(self._master.shape, np.uint16)
         for block in self._blocks():
@@ -195,7 +168,6 @@ class _TensorState:
         return flat
 
     def _momenta(self, number: int) -> Iterator[tuple[slice, F32]]:
-        """Add the gradient of step ``number`` to the momentum by blocks of rows; yield each one."""
         rng = self._rng(number + 1)
         activity = self._activity(rng)
         cols = self._master.shape[1]
@@ -215,13 +187,11 @@ class _TensorState:
             yield slice(start, min(start + stride, rows))
 
     def published(self) -> U16:
-        """The bf16 bits of the master: flat, read-only."""
         bits = bf16_bits(self._master.reshape(-1))
         bits.flags.writeable = False
         return bits
 
     def ulps_per_lr(self) -> F32:
-        """Next step of a sample of elements, in units in the last place of bf16, per unit lr."""
         sample = slice(None, None, SAMPLE_STRIDE)
         momentum = np.abs(self._momentum.reshape(-1)[sample]) * np.float32(self._chain.update_scale)
         _, exponent = np.frexp(self._master.reshape(-1)[sample])
@@ -242,7 +212,6 @@ class _TensorState:
         self._master *= np.exp(sigma * rng.standard_normal(cols, dtype=np.float32))
 
     def _activity(self, rng: np.random.Generator) -> F32:
-        """Scale of each row's gradient, [rows, 1]: mean square ``(1 - BETA1) ** 2`` over time."""
         chain = self._chain
         rows = len(self._touch)
         log_scale = chain.activity_sigma * rng.standard_normal(rows)
@@ -254,7 +223,6 @@ class _TensorState:
 
 
 def _learning_rate(ulps_per_lr: F32, density: float) -> float:
-    """Learning rate whose step changes ``density`` of the elements."""
     if not 0 < density <= 0.5:
         raise ConfigError(f"density {density} is not in (0, 0.5]")
     low, high = 1e-12, 1.0
@@ -271,7 +239,6 @@ def _touch_probability(rows: int) -> npt.NDArray[np.float64]:
 
 
 def bf16_bits(values: F32) -> U16:
-    """Bits of ``values`` in bf16, rounded to nearest even, computed on integers; no NaN."""
     bits = values.view(np.uint32)
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)

@@ -19,7 +19,6 @@ def _jit(function: _F) -> _F:
 
 @_jit
 def read_both(one: Any, other: Any) -> Any:
-    """Compare two arrays of 64-bit words: zero if they are equal."""
     found = np.uint64(0)
     for i in range(one.shape[0]):
         found |= one[i] ^ other[i]
@@ -28,7 +27,6 @@ def read_both(one: Any, other: Any) -> Any:
 
 @_jit
 def read_master(snapshot: Any, master: Any) -> Any:
-    """Read both as 64-bit words, two of the fp32 master for one of the bf16 snapshot."""
     found = np.uint64(0)
     for i in range(snapshot.shape[0]):
         found |= master[2 * i] ^ master[2 * i + 1] ^ snapshot[i]
@@ -37,7 +35,6 @@ def read_master(snapshot: Any, master: Any) -> Any:
 
 @_jit
 def read_weights(codes: Any, weights: Any) -> Any:
-    """Read the codes of a snapshot and the weights that they are made of, as 64-bit words."""
     found = np.uint64(0)
     for i in range(codes.shape[0]):
         found |= codes[i]

@@ -23,7 +23,6 @@ from tests.bench.stats import biased_exponents
 Counts: TypeAlias = npt.NDArray[np.int64]
 
 CLASSES: Final = 16
-"""Classes of old exponents: one a binade, with open ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,30 +47,14 @@ class EntropyLimits:
 
     @property
     def stateless(self) -> float:
-        """Total for a reader with the base and nothing older."""
         return self.positions_given_exponent + self.sign + self.magnitude_given_exponent
 
     @property
     def without_base(self) -> float:
-        """Total for a reader without the base: all positions are alike."""
         return self.positions + self.sign + self.magnitude
-
-    def __str__(self) -> str:
-        """One line of bits a change."""
-        return (
-            f"density {self.density:.3%}: positions {self.positions:.2f}, given exponent "
-            f"{self.positions_given_exponent:.2f}; sign {self.sign:.2f}; magnitude "
-            f"{self.magnitude:.2f}, given exponent {self.magnitude_given_exponent:.2f}; total "
-            f"without the base {self.without_base:.2f}, stateless {self.stateless:.2f} bits/change"
-        )
 
 
 def entropy_limits(step: Step) -> EntropyLimits:
-    """Compute the limits of one update over all its tensors.
-
-    Raises:
-        ConfigError: Nothing changed.
-    """
     elements = np.zeros(256, np.int64)
     exponents, moves = [], []
     for old, new in step.values():
@@ -121,21 +104,14 @@ class CodeLimits:
 
     @property
     def stateless(self) -> float:
-        """Total for a reader with the base and nothing older."""
         return self.positions_given_code + self.move_given_code
 
     @property
     def without_base(self) -> float:
-        """Total for a reader without the base: all positions are alike."""
         return self.positions + self.move
 
 
 def code_limits(step: Mapping[str, tuple[Bits, Bits]]) -> CodeLimits:
-    """Compute the limits of one update of 8-bit codes over all its tensors of that width.
-
-    Raises:
-        ConfigError: Nothing changed.
-    """
     numel = np.zeros(256, np.int64)
     moved = np.zeros((256, 256), np.int64)
     for old, new in step.values():
@@ -174,7 +150,6 @@ def _position_bits(changes: npt.NDArray[Any], numel: npt.NDArray[Any]) -> float:
 
 
 def _symbol_bits(counts: Counts) -> float:
-    """Bits of a sequence of symbols that occur ``counts`` times, order 0."""
     return float(_plogp(counts.sum(keepdims=True)) - _plogp(counts))
 
 

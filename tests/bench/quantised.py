@@ -22,23 +22,18 @@ FP8: Final = "F8_E4M3"
 INT8: Final = "I8"
 
 BLOCK: Final = 128
-"""Rows and columns of a block with one scale."""
 
 FP8_MAX: Final = 448.0
 INT8_MAX: Final = 127.0
 
 QuantisedStep: TypeAlias = Mapping[str, tuple[Bits, Bits]]
-"""Tensor name -> (old, new): bits of codes or scales, flat."""
 
 Quantise: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Weight, bf16 [rows, columns] -> codes of the same shape, and float32 scales."""
 
 
 def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Fp8 e4m3 with a float32 scale a block of 128 x 128, as DeepSeek's checkpoints.
-
-    The last blocks of rows and columns may be smaller.
-    """
+    """Fp8 e4m3 with a float32 scale a block of 128 x 128, as DeepSeek's checkpoints."""
     rows, cols = weight.shape
     padded = torch.nn.functional.pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
@@ -59,22 +54,11 @@ SCHEMES: Final[dict[str, tuple[Quantise, str]]] = {
     FP8: (fp8_blocks, "_scale_inv"),
     INT8: (int8_rows, "_scale"),
 }
-"""Wire dtype of codes -> how they are made, and what follows the weight's name for its scales."""
 
 
 def quantised(
     step: Step, specs: Iterable[TensorSpec], dtype: str
 ) -> tuple[QuantisedStep, list[TensorSpec]]:
-    """Quantise both sides of an update of bf16 weights.
-
-    Args:
-        step: The update.
-        specs: Its tensors.
-        dtype: Wire dtype of the codes, ``F8_E4M3`` or ``I8``.
-
-    Returns:
-        Codes and scales, and their tensors.
-    """
     quantise, suffix = SCHEMES[dtype]
     out: dict[str, tuple[Bits, Bits]] = {}
     found: list[TensorSpec] = []
@@ -90,7 +74,6 @@ def quantised(
 
 
 def _scales(amax: Tensor, largest: float) -> Tensor:
-    """Scales of blocks by their largest magnitude; 1 for blocks of zeros."""
     return torch.where(amax > 0, amax / largest, torch.ones_like(amax))
 
 

@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from deltachain.kernels import host
+from tests.bench.timing import Timings
 
 CAVEAT = "One core; the best of many repetitions, in turn. On a busy machine trust only the ratios."
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and library versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -37,7 +37,6 @@ def emit(
     json_output: bool,
     caveat: str = CAVEAT,
 ) -> None:
-    """Print one JSON object, or the tables."""
     if json_output:
         sys.stdout.write(json.dumps(document, allow_nan=False) + "\n")
         return
@@ -50,11 +49,20 @@ def emit(
 
 
 def grid(title: str, *columns: str) -> Table:
-    """Create a table with a column of names and columns of figures."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, name in enumerate(columns):
         table.add_column(name, justify="right" if number else "left")
     return table
+
+
+def speeds(name: str, timings: Timings, nbytes: int) -> dict[str, Any]:
+    """Figures that every row has; throughput by the best time, in 10^9 bytes a second."""
+    return {
+        "name": name,
+        "best_s": timings.best(name),
+        "median_s": timings.typical(name),
+        "gb_per_s": nbytes / timings.best(name) / 1e9,
+    }
 
 
 def _version(package: str) -> str | None:
@@ -65,7 +73,6 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Return the processor's name, from /proc/cpuinfo on Linux."""
     listing = Path("/proc/cpuinfo")
     if listing.exists():
         for line in listing.read_text(encoding="utf-8").splitlines():

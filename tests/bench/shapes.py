@@ -12,18 +12,6 @@ EMBEDDING: Final = "model.embed_tokens.weight"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """Dimensions of a dense Qwen3 model whose head is tied to its embedding.
-
-    Attributes:
-        hidden: Width of the residual stream.
-        intermediate: Width of the gated MLP.
-        layers: Number of decoder layers.
-        heads: Query heads of one layer.
-        kv_heads: Key and value heads of one layer.
-        head_dim: Width of one head.
-        vocab: Rows of the embedding.
-    """
-
     hidden: int
     intermediate: int
     layers: int
@@ -33,7 +21,6 @@ class ModelLayout:
     vocab: int
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Return the tensors of the checkpoint in file order, without the tied head."""
         shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
         for layer in range(self.layers):
             shapes |= self._layer(f"model.layers.{layer}.")
@@ -42,7 +29,6 @@ class ModelLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of all tensors."""
         return sum(spec.numel for spec in self.specs())
 
     def _layer(self, prefix: str) -> dict[str, tuple[int, ...]]:

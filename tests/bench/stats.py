@@ -19,15 +19,7 @@ EXPONENT_BIAS: Final = 127
 
 
 class ExponentRow(NamedTuple):
-    """Elements with one exponent of the old bits, and their changes.
-
-    Attributes:
-        exponent: Binary exponent: |w| lies in [2**exponent, 2**(exponent + 1)).
-        elements: Share of all elements, in [0, 1].
-        flips: Share of all changes, in [0, 1].
-        flip_probability: Share of these elements that changed, in [0, 1].
-        ulp1: Share of these changes that are a single unit in the last place, in [0, 1].
-    """
+    """Elements with one exponent of the old bits, and their changes."""
 
     exponent: int
     elements: float
@@ -62,16 +54,6 @@ class ChainStats:
     sign_kept: float
     exponents: tuple[ExponentRow, ...]
 
-    def __str__(self) -> str:
-        """Return two lines: sizes, and fractions in percent."""
-        return (
-            f"{self.numel / 1e6:.1f} M elements, {self.steps} steps, "
-            f"median |w| {self.median_weight:.4f}\n"
-            f"density {self.density:.3%}, 1 ULP {self.ulp1:.1%}, <=2 ULP {self.ulp2:.1%}, "
-            f"changed in the step before {self.recurrence:.1%} "
-            f"(same direction {self.sign_kept:.1%})"
-        )
-
 
 class _Tally:
     """Counts over tensors and steps. Exponent histograms are int64[256], by biased exponent."""
@@ -86,7 +68,6 @@ class _Tally:
         self.same_direction = 0
 
     def add(self, old: U16, new: U16, before: Steps16 | None) -> Steps16:
-        """Count one tensor's step; return its dense integer steps, ``before`` of the next call."""
         moves = (new - old).view(np.int16)
         indices = np.flatnonzero(moves)
         changed = moves[indices]
@@ -105,7 +86,6 @@ class _Tally:
         return moves
 
     def rows(self) -> tuple[ExponentRow, ...]:
-        """Return the rows by old exponent."""
         return tuple(
             ExponentRow(
                 exponent=int(biased) - EXPONENT_BIAS,
@@ -119,11 +99,6 @@ class _Tally:
 
 
 def chain_stats(steps: Iterable[Step]) -> ChainStats:
-    """Measure consecutive steps. Fractions about the previous step need at least two steps.
-
-    Raises:
-        ConfigError: ``steps`` is empty.
-    """
     tally = _Tally()
     before: dict[str, Steps16] = {}
     first: Step | None = None
@@ -149,7 +124,6 @@ def chain_stats(steps: Iterable[Step]) -> ChainStats:
 
 
 def biased_exponents(bits: U16) -> npt.NDArray[np.uint8]:
-    """Exponent field of bf16 ``bits``: 127 for magnitudes in [1, 2)."""
     return ((bits >> 7) & 0xFF).astype(np.uint8)
 
 

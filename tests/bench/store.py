@@ -10,7 +10,6 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 from typing import Any, Final
 
@@ -30,9 +29,7 @@ from tests.bench.versions import AnchorVersion, make_version
 NBYTES: Final = 64_000_000
 ROUNDS: Final = 8
 LATENCIES: Final = 20
-"""Number of small objects for latencies."""
 VERSIONS: Final = 5
-"""Number of versions published and followed to count requests."""
 AIMS: Final[dict[str, tuple[str, float]]] = {"put": ("bare put", 0.8), "version": ("bare get", 0.7)}
 """Candidate -> its baseline, and the smallest allowed fraction of the baseline's speed."""
 NAMES: Final = {
@@ -45,20 +42,8 @@ NAMES: Final = {
 CAVEAT: Final = "Medians, in turn. Shares are the median over rounds of the share in that round."
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreRow:
-    """One candidate: median, and speed as a fraction of the bare client's."""
-
-    name: str
-    median_s: float
-    best_s: float
-    mb_per_s: float
-    of_bare: float | None
-
-
 @contextmanager
 def scratch(url: str) -> Iterator[Store]:
-    """Open a store at a new prefix below ``url``, and empty it at the end."""
     store = open_store(f"{url.rstrip('/')}/bench-{secrets.token_hex(4)}", writer=True)
     try:
         yield store
@@ -70,7 +55,6 @@ def scratch(url: str) -> Iterator[Store]:
 
 
 def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: int) -> Timings:
-    """Measure put and get of a part, and the fetch of its version."""
     part = version.part
     ref = version.edge.parts[0]
 
@@ -100,7 +84,6 @@ def measure(store: Store, version: AnchorVersion, bare: BareS3 | None, rounds: i
 
 
 def latencies(store: Store) -> dict[str, dict[str, float]]:
-    """Measure small requests: median and 95th percentile, in milliseconds."""
     calls: dict[str, Callable[[str], object]] = {
         "commit (put if absent)": lambda key: store.put_if_absent(key, b"x" * 4096),
         "look (find)": store.find,
@@ -121,7 +104,6 @@ def latencies(store: Store) -> dict[str, dict[str, float]]:
 
 
 def requests(url: str) -> dict[str, float]:
-    """Count requests a version of a publisher, and of a follower that polls once a version."""
     say(f"publish and follow {VERSIONS} versions")
     model = nn.Linear(256, 256).to(torch.bfloat16)
     mirror = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
@@ -147,7 +129,6 @@ def requests(url: str) -> dict[str, float]:
 
 
 def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str, Any]:
-    """Run all measurements; return the figures for JSON."""
     with scratch(url) as store:
         say(f"a version of {nbytes / 1e6:.0f} MB")
         version = make_version(store, nbytes)
@@ -164,36 +145,34 @@ def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str,
         "nbytes": len(version.part),
         "numel": version.numel,
         "rounds": rounds,
-        "rows": [asdict(row) for row in found],
+        "rows": found,
         "latencies": small,
         "requests_per_version": spent,
         "aims": {name: aim for name, (_, aim) in AIMS.items()},
-        "missed": [r.name for r in found if r.of_bare is not None and r.of_bare < aim_of(r.name)],
+        "missed": [
+            row["name"]
+            for row in found
+            if row["of_bare"] and row["name"] in AIMS and row["of_bare"] < AIMS[row["name"]][1]
+        ],
         "machine": report.machine(),
     }
 
 
-def aim_of(name: str) -> float:
-    """Return the smallest allowed fraction of the bare client's speed; 0 for none."""
-    return AIMS[name][1] if name in AIMS else 0.0
-
-
-def rows(timings: Timings, nbytes: int) -> Iterator[StoreRow]:
-    """Compute the figures of every candidate."""
+def rows(timings: Timings, nbytes: int) -> Iterator[dict[str, Any]]:
+    """Speed of each candidate; ``of_bare`` is its share of the bare client's."""
     floors = {"put": "bare put", "get": "bare get", "version": "bare get"}
     for name in timings.seconds:
         floor = floors.get(name, "")
-        yield StoreRow(
-            name=name,
-            median_s=timings.typical(name),
-            best_s=timings.best(name),
-            mb_per_s=nbytes / timings.typical(name) / 1e6,
-            of_bare=timings.paired_ratio(name, floor) if floor in timings.seconds else None,
-        )
+        yield {
+            "name": name,
+            "median_s": timings.typical(name),
+            "best_s": timings.best(name),
+            "mb_per_s": nbytes / timings.typical(name) / 1e6,
+            "of_bare": timings.paired_ratio(name, floor) if floor in timings.seconds else None,
+        }
 
 
 def main(url: str | None, *, json_output: bool, nbytes: int = NBYTES) -> int:
-    """Run ``deltachain bench store``; return 0 if all candidates reach their allowed speed."""
     if url is None:
         hint = "deltachain bench store s3://bucket/prefix"
         raise ConfigError("no store given", hint=hint)

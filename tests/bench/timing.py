@@ -19,23 +19,13 @@ from typing import Any, Final
 import torch
 
 EVERY: Final = 5
-"""Rounds between two progress messages."""
 
 
-def _nothing() -> None:
-    """Do nothing."""
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Code to measure.
-
-    Attributes:
-        name: Name in tables.
-        run: The measured function.
-        prepare: Called before each repetition, outside the timing.
-    """
-
     name: str
     run: Callable[[], Any]
     prepare: Callable[[], Any] = _nothing
@@ -43,24 +33,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of each candidate by round."""
-
     seconds: Mapping[str, Sequence[float]]
 
     def best(self, name: str) -> float:
-        """Return the minimum, in seconds."""
         return min(self.seconds[name])
 
     def typical(self, name: str) -> float:
-        """Return the median, in seconds."""
         return median(self.seconds[name])
 
     def ratio(self, name: str, to: str) -> float:
-        """Return the speed relative to ``to``, by the minima."""
         return self.best(to) / self.best(name)
 
     def paired_ratio(self, name: str, to: str) -> float:
-        """Return the median over rounds of the speed relative to ``to`` in the same round."""
         pairs = zip(self.seconds[to], self.seconds[name], strict=True)
         return median(other / own for other, own in pairs)
 
@@ -87,7 +71,6 @@ def round_robin(candidates: Sequence[Candidate], rounds: int) -> Timings:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Pin this process and its thread pools to one core, if the system supports it."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
@@ -102,6 +85,5 @@ def one_core() -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """Print progress on stderr."""
     sys.stderr.write(line + "\n")
     sys.stderr.flush()

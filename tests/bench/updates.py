@@ -19,7 +19,6 @@ QUANTISED_DENSITY: Final = 0.012
 """Density in bf16 of the update that is quantised, and at which speeds of layouts are measured."""
 
 QUANTISED: Final = {FP8: "fp8", INT8: "int8"}
-"""Labels of its quantised forms, by wire dtype of the codes."""
 
 WITHOUT_BASE: Final = "limit without the base"
 GIVEN_BASE: Final = "limit given the base"
@@ -27,17 +26,7 @@ GIVEN_BASE: Final = "limit given the base"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """One update of one model.
-
-    Attributes:
-        label: Name in tables.
-        lr: Learning rate.
-        dtype: Wire dtype of the weights or codes.
-        old: All bits of each tensor before it, flat.
-        changes: Its changes.
-        limits: Entropy limits in bits a change, by name; of quantised weights those of the codes.
-        peers_timed: Whether speeds of other systems' layouts are measured on it.
-    """
+    """One update of one model."""
 
     label: str
     lr: float
@@ -49,7 +38,6 @@ class Update:
 
 
 def updates(base: SyntheticChain) -> Iterator[Update]:
-    """Yield the updates to measure: by density, the quantised ones, by learning rate."""
     labels = [f"{density:.2%}" for density in DENSITIES]
     labels += [f"lr {lr:.0e}".replace("e-0", "e-") for lr in LEARNING_RATES]
     steps = base.updates(DENSITIES, LEARNING_RATES)
@@ -63,7 +51,6 @@ def updates(base: SyntheticChain) -> Iterator[Update]:
 def bf16_update(
     base: SyntheticChain, label: str, lr: float, step: Step, *, peers_timed: bool = False
 ) -> Update:
-    """Return an update of bf16 weights."""
     return Update(
         label=label,
         lr=lr,
@@ -76,7 +63,6 @@ def bf16_update(
 
 
 def quantised_updates(base: SyntheticChain, lr: float, step: Step) -> Iterator[Update]:
-    """Yield the same update of the weights in each quantised form."""
     for dtype, label in QUANTISED.items():
         codes, specs = quantised(step, base.layout.specs(), dtype)
         yield Update(

@@ -18,7 +18,6 @@ from deltachain.types import StateDigest, TensorSpec
 from tests.bench.chains import bf16_bits
 
 WEIGHTS: Final = 1 << 23
-"""Elements of each tensor: 16 MB in bf16."""
 
 STD: Final = 0.02
 """Standard deviation of the weights, which determines the compression of their exponents; that of
@@ -27,15 +26,7 @@ STD: Final = 0.02
 
 @dataclass(frozen=True, slots=True)
 class AnchorVersion:
-    """Version 0 of a chain: an anchor of one part.
-
-    Attributes:
-        chain: The chain.
-        plan: Plan from nothing to the version.
-        edge: The anchor.
-        part: Content of its part.
-        numel: Number of elements of the model.
-    """
+    """Version 0 of a chain: an anchor of one part."""
 
     chain: Chain
     plan: Plan
@@ -45,7 +36,6 @@ class AnchorVersion:
 
 
 def make_version(store: Store, nbytes: int) -> AnchorVersion:
-    """Commit a version of normal bf16 weights with a part of about ``nbytes`` bytes."""
     count = max(1, round(nbytes / DENSE_SHARE / 2 / WEIGHTS))
     numel = min(WEIGHTS, round(nbytes / DENSE_SHARE / 2))
     specs = [TensorSpec(f"layers.{n}.weight", "BF16", (numel,)) for n in range(count)]

@@ -16,8 +16,6 @@ from deltachain.types import Bits, Indices, StateDigest
 
 
 class DeviceArm:
-    """``kernels.device`` on one torch device."""
-
     def __init__(self, where: str) -> None:
         self._where = torch.device(where)
 
@@ -37,7 +35,6 @@ class DeviceArm:
         weights[:] = _receive(live, weights)
 
     def send(self, bits: Bits) -> Tensor:
-        """Bits as the device kernels take them."""
         signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
         return torch.from_numpy(signed.copy()).to(self._where)
 
@@ -74,7 +71,6 @@ class CrossingArm(DeviceArm):
 
 
 def _pinned(snapshot: Bits, where: torch.device) -> Tensor:
-    """The snapshot itself, its pages locked where a device copies from them."""
     signed = snapshot if snapshot.itemsize == 1 else snapshot.view(f"<i{snapshot.itemsize}")
     tensor = torch.from_numpy(signed)
     if where.type == "cuda":

@@ -1,7 +1,4 @@
-"""What the batched decode and stage kernels promise, as checks that need numpy and torch alone.
-
-Each check compares an implementation with the reference, bit for bit.
-"""
+"""What the batched decode and stage kernels promise, as checks that need numpy and torch alone."""
 
 from __future__ import annotations
 
@@ -51,7 +48,6 @@ class BatchArm:
 
 
 def check_decode(arm: BatchArm) -> None:
-    """Every width, gap and encoding; empty, full and single elements; steps at their edges."""
     rng = np.random.default_rng(21)
     for layout in LAYOUTS:
         given = [_given(rng, t, n, d, layout) for t, (n, d) in enumerate(SHAPES)]
@@ -105,7 +101,6 @@ def check_verdict(arm: BatchArm) -> None:
 
 
 def check_stage(arm: BatchArm) -> None:
-    """Whole tensors, rows, columns, four dimensions; several placements and none; all widths."""
     rng = np.random.default_rng(22)
     for layout in LAYOUTS:
         if layout.gap == 2:
@@ -134,7 +129,6 @@ def check_far(arm: BatchArm) -> None:
 
 
 def check_fold(arm: BatchArm) -> None:
-    """Three versions of steps and of new bits: they add up, vanish at 0, and replace."""
     rng = np.random.default_rng(24)
     every = list(itertools.product((False, True), repeat=3))
     cases = [(2, kinds) for kinds in every] + [(w, kinds) for w in (1, 4, 8) for kinds in every[:3]]
@@ -193,12 +187,9 @@ PLACEMENTS: list[_Place] = [
     (3, 7, [], 3),  # one element
     (3, 0, [(10, 120, 1)], 0),
 ]
-"""Tensor, offset, dimensions and slot; tensors 2 and 4 have none."""
 
 
 class Scenery:
-    """Live bits of some placements between guards, and what staging has to make of changes."""
-
     def __init__(
         self,
         arm: BatchArm,
@@ -245,7 +236,6 @@ class Scenery:
 
 
 def _stage_one(scene: Scenery, at: int, change: tuple[Given, Any], out: Any) -> None:
-    """What the reference makes of one tensor's changes in one placement."""
     (given, absolute), (wanted, slots, expected) = change, out
     tensor, offset, dims, slot = scene.placements[at]
     there, live = np.array([offset]), np.array([2])
@@ -322,7 +312,6 @@ def _none(layout: StreamLayout) -> Bits:
 
 
 def _opposite(given: Sequence[Given]) -> list[Given]:
-    """Steps back for every other element."""
     return [Given(g.tensor, g.numel, g.indices[::2], -g.values[::2]) for g in given]
 
 
@@ -352,7 +341,6 @@ def _extent(dims: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _storage(arm: BatchArm, bits: Bits) -> Tensor:
-    """Live bits between guards of 0x55."""
     guard = np.full(GUARD * bits.itemsize, 0x55, np.uint8).view(bits.dtype)
     whole = np.concatenate([guard, bits, guard])
     signed = whole if bits.itemsize == 1 else whole.view(f"<i{bits.itemsize}")
@@ -373,7 +361,6 @@ def _check_bounds(batch: SegmentBatch, indices: Tensor) -> None:
 
 
 def _same(found: Tensor, expected: Any) -> None:
-    """Equal dtype and bits."""
     array = found.cpu().numpy()
     if expected.dtype.kind == "u":
         assert found.dtype == INT_DTYPES[expected.dtype.itemsize]

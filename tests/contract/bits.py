@@ -1,7 +1,4 @@
-"""What :class:`BitKernels` promises for host and device, as checks that need numpy and torch alone.
-
-Each check is given an array, and holds the kernels for it to numpy, bit for bit.
-"""
+"""Promises of :class:`BitKernels` for host and device, as checks that need numpy and torch."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from deltachain.types import BITS_DTYPES
 
 
 def check_receive(live: LiveBits) -> None:
-    """Every width, indices and masks; read-only, with gaps, and empty."""
     receive = kernels_for(live).receive
     for array in (*_bits(), np.arange(7), np.arange(7) % 2 == 0):
         frozen = array.copy()
@@ -32,7 +28,6 @@ def check_receive(live: LiveBits) -> None:
 
 
 def check_views(live: LiveBits) -> None:
-    """Strided views share memory; flat ones have the order of numpy."""
     kernels = kernels_for(live)
     for array in _bits():
         flat: Any = kernels.copy(kernels.receive(array, live))
@@ -54,7 +49,6 @@ def check_views(live: LiveBits) -> None:
 
 
 def check_copy_and_equal(live: LiveBits) -> None:
-    """A copy has memory of its own; one bit tells two arrays apart."""
     kernels = kernels_for(live)
     for array in _bits():
         one: Any = kernels.copy(kernels.receive(array, live))
@@ -68,7 +62,6 @@ def check_copy_and_equal(live: LiveBits) -> None:
 
 
 def check_bounds(live: LiveBits) -> None:
-    """The range of indices in an interval, at its edges, between indices and of none."""
     kernels = kernels_for(live)
     for indices in (np.array([2, 3, 7, 7_000_000_000]), np.empty(0, np.int64)):
         there = kernels.receive(indices, live)

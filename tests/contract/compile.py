@@ -11,18 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (80, 90, 100)
-"""Compute capabilities: A100, H100 and B200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A kernel in machine code.
-
-    Attributes:
-        registers: Registers a thread.
-        spilled_nbytes: Bytes a thread that registers did not have room for.
-        ptx: Its assembly.
-    """
+    """A kernel in machine code."""
 
     registers: int
     spilled_nbytes: int
@@ -36,15 +29,6 @@ def compile_for(
     constants: Mapping[str, Any],
     warps: int = 4,
 ) -> Compiled:
-    """Compile a kernel; Triton's interpreter must be off in this process.
-
-    Args:
-        arch: Compute capability, such as 90.
-        kernel: Function decorated with ``triton.jit``.
-        signature: Triton's type of every argument; ``constexpr`` for constants.
-        constants: Values of the constants.
-        warps: Warps of a program.
-    """
     import triton  # noqa: PLC0415 - by those who compile alone
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
     from triton.compiler import ASTSource  # noqa: PLC0415
@@ -58,7 +42,6 @@ def compile_for(
 
 
 def _resources(arch: int, ptx: str) -> tuple[int, int]:
-    """Registers and spilled bytes, as the assembler tells them."""
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory() as folder:

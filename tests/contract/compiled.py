@@ -1,8 +1,4 @@
-"""Compile every Triton program for cards of three generations, without a card.
-
-Prints registers of each; fails if one spills registers to memory. A process of its own: Triton's
-interpreter and its compiler exclude one another.
-"""
+"""Compile every Triton program for cards of three generations, without a card."""
 
 from __future__ import annotations
 
@@ -36,7 +32,6 @@ OTHER_TYPES = {
 OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
-"""Program, bytes of an element, and compile-time arguments."""
 
 
 def cases() -> Iterator[Case]:
@@ -54,11 +49,6 @@ def cases() -> Iterator[Case]:
 
 
 def compile_for(arch: int, case: Case) -> str:
-    """Compile one program; return what uses which resources.
-
-    Raises:
-        AssertionError: Registers are spilled.
-    """
     program, width, constants = case
     if "BLOCK" in program.arg_names:
         constants = constants | {"BLOCK": BLOCK}
@@ -82,7 +72,6 @@ def compile_for(arch: int, case: Case) -> str:
 
 
 def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack and local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -95,7 +84,6 @@ def resources(cubin: bytes) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Compile every case for the architectures of the command line, such as 90."""
     for arch in map(int, sys.argv[1:]):
         for case in cases():
             sys.stdout.write(compile_for(arch, case) + "\n")

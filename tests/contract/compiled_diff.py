@@ -14,7 +14,6 @@ BITS = {1: "*u8", 2: "*i16", 4: "*i32", 8: "*i64"}
 
 
 def variants() -> Iterator[tuple[int, dict[str, Any]]]:
-    """Every variant of a comparison that a diff uses: bytes of the bits, and constants."""
     for width in BITS:
         for master in (False, True) if width == 2 else (False,):
             for aligned in (True, False) if width == 2 else (True,):
@@ -22,7 +21,6 @@ def variants() -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def main() -> int:
-    """Compile every variant that a diff uses for one architecture, and print a line for each."""
     arch = int(sys.argv[1])
     place = {"counts": "*i16", "blocks": "i32", "before": "*i64", "after": "*i64"}
     place |= {"starts": "*i64", "capacity": "i64"}

@@ -14,8 +14,6 @@ from tests.contract.kernels import pairs
 
 
 class HostArm(Protocol):
-    """Kernels in numpy or numba that decode parts and write into host memory."""
-
     def join_planes(self, planes: Sequence[Any], out: Bits) -> None: ...
 
     def decode_steps(self, segments: Any, streams: StepStreams) -> tuple[Indices, Bits]: ...
@@ -33,7 +31,6 @@ class HostArm(Protocol):
 
 
 def check_planes(arm: HostArm) -> None:
-    """Byte planes of every width, joined, into a part of an array."""
     for _, bits in pairs():
         planes = [bits.view(np.uint8)[k :: bits.itemsize].copy() for k in range(bits.itemsize)]
         whole = np.full(bits.size + 2, 77, bits.dtype)
@@ -43,7 +40,6 @@ def check_planes(arm: HostArm) -> None:
 
 
 def check_exchange(arm: HostArm) -> None:
-    """All elements, some and none, forward and back."""
     for before, after in pairs():
         one, other, done = before.copy(), after.copy(), np.zeros(1, np.int64)
         for end in (after.size // 3, after.size, after.size, after.size // 2, 0):
@@ -64,7 +60,6 @@ def check_decode(arm: HostArm) -> None:
 
 
 def check_hostile_decode(arm: HostArm) -> None:
-    """Changed streams are refused, or decoded, exactly as by the reference."""
     rng = np.random.default_rng(11)
     refused = 0
     for segments, streams, _, _ in _coded():
@@ -84,7 +79,6 @@ def check_hostile_decode(arm: HostArm) -> None:
 
 
 def check_stage(arm: HostArm) -> None:
-    """Whole tensors, runs, columns and single elements, in storage of any strides."""
     rng = np.random.default_rng(12)
     for segments, streams, indices, _ in _coded():
         first = int(indices[0])
@@ -116,7 +110,6 @@ def _outcome(arm: Any, segments: Any, streams: StepStreams) -> object:
 
 
 def _coded() -> Iterator[tuple[Any, StepStreams, Indices, Bits]]:
-    """Segments and streams of random steps, and what they decode to."""
     rng = np.random.default_rng(10)
     for width, dtype in BITS_DTYPES.items():
         top = 1 << (8 * width - 1)
@@ -146,7 +139,6 @@ def _coded() -> Iterator[tuple[Any, StepStreams, Indices, Bits]]:
 
 
 def _frozen(array: Any) -> Any:
-    """A read-only copy, as frames are."""
     return np.frombuffer(array.tobytes(), array.dtype)
 
 

@@ -1,8 +1,4 @@
-"""The contract of batched kernels, on Triton's interpreter: ``TRITON_INTERPRET=1 python -m ...``.
-
-Triton reads that variable when it is imported, so that this needs a process of its own. Streams end
-where a page ends that nobody may read, and every array that the kernels write has guards.
-"""
+"""The contract of batched kernels, on Triton's interpreter: ``TRITON_INTERPRET=1 python -m``."""
 
 from __future__ import annotations
 
@@ -36,8 +32,6 @@ _empty = torch.empty
 
 @dataclass(frozen=True)
 class GuardedArm(BatchArm):
-    """Triton's kernels, on streams before an unreadable page."""
-
     maps: dict[int, mmap.mmap] = field(default_factory=dict)
 
     def decode(self, batch: SegmentBatch) -> ChangeBatch:
@@ -46,12 +40,6 @@ class GuardedArm(BatchArm):
 
 
 def before_a_wall(buffer: Any, maps: dict[int, mmap.mmap]) -> Any:
-    """Copy bytes to the end of a page, aligned to 8; reading on ends the process.
-
-    Args:
-        buffer: The bytes.
-        maps: Memory by its number of pages, overwritten by the next bytes of as many.
-    """
     pages = -(-buffer.nbytes // PAGE) + 1
     if pages not in maps:
         maps[pages] = mmap.mmap(-1, pages * PAGE)
@@ -73,7 +61,6 @@ class Guards:
         self.made: list[Tensor] = []
 
     def empty(self, shape: Any, **options: Any) -> Tensor:
-        """Bytes of 0xAA before and after, and inside until something is written."""
         size = torch.Size([shape] if isinstance(shape, int) else shape)
         whole = _empty(size.numel() + 2 * GUARD, **options)
         whole.view(torch.uint8).fill_(0xAA)
@@ -81,7 +68,6 @@ class Guards:
         return whole[GUARD:-GUARD].view(size)
 
     def check(self) -> None:
-        """Assert that no guard was written."""
         assert self.made
         for whole in self.made:
             ends = torch.cat([whole[:GUARD], whole[-GUARD:]]).view(torch.uint8)
@@ -90,7 +76,6 @@ class Guards:
 
 
 def check_launches(arm: BatchArm) -> None:
-    """One launch decodes, two stage and one writes, whatever the number of tensors."""
     rng = np.random.default_rng(26)
     layout = StreamLayout(2, 1, absolute=False)
     for tensors in (10, 100):

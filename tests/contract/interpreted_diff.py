@@ -1,7 +1,4 @@
-"""``python -m tests.contract.interpreted_diff``: the fused diff in Triton's interpreter.
-
-The interpreter is chosen when Triton is imported, so that it needs a process of its own.
-"""
+"""``python -m tests.contract.interpreted_diff``: the fused diff in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ from tests.contract.many_tensors import MANY_CHECKS
 
 
 def main() -> int:
-    """Run every check; the first that fails ends the process."""
     for resident in (False, True):
         for check in DIFF_CHECKS:
             check(CrossingArm("cpu", resident=resident))

@@ -1,8 +1,4 @@
-"""What every kernel promises, as checks that need neither pytest nor any package but numpy.
-
-An *arm* wraps one implementation so that it takes and gives numpy arrays. Each check compares it
-with the reference bit for bit.
-"""
+"""What every kernel promises, as checks that need neither pytest nor any package but numpy."""
 
 from __future__ import annotations
 
@@ -82,7 +78,6 @@ def check_cast_nan(arm: DiffArm) -> None:
 
 
 def check_gaps(arm: Arm) -> None:
-    """Dense runs, escapes of both widths, a last change at the end."""
     rng = np.random.default_rng(6)
     for size, count in ((1, 1), (1 << 20, 1), (1 << 20, 12_000), (5_000, 5_000), (300_000, 3)):
         offsets = np.sort(rng.choice(size, count, replace=False)).astype(np.int64)
@@ -131,7 +126,6 @@ CHECKS: tuple[Callable[[Arm], None], ...] = (*DIFF_CHECKS, check_gaps, *LIVE_CHE
 
 
 def pairs() -> Iterator[tuple[Bits, Bits]]:
-    """Snapshots and what became of them: every width, sizes around blocks, any density."""
     rng = np.random.default_rng(4)
     for dtype in BITS_DTYPES.values():
         for size in (0, 1, 7, 1023, 1024, 1025, 4095, 4096, 4097, 70_001):

@@ -24,15 +24,7 @@ SIZES = (1, 0, 5000, 4096, 17, 40_000, 8192, 3)
 
 
 class Weights:
-    """Tensors of one kind, and their snapshot in one flat slab.
-
-    Args:
-        where: Device of the weights.
-        sizes: Number of elements of each.
-        resident: Whether the snapshot is there as well.
-        master: Whether the weights are fp32 and the snapshot is bf16.
-        density: Share of elements that differ.
-    """
+    """Tensors of one kind, and their snapshot in one flat slab."""
 
     def __init__(
         self,
@@ -65,18 +57,15 @@ class Weights:
         return torch.from_numpy(bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}"))
 
     def slab_before(self) -> Tensor:
-        """The snapshot before the changes, on the host."""
         return self._signed(self.before.copy())
 
     def add_to(self, diff: DeviceDiff) -> None:
-        """Add every tensor to a diff."""
         for number, (start, size) in enumerate(zip(self.starts, self.sizes, strict=False)):
             live = self.live[start : start + size]
             name = f"w{number}"
             diff.add(Compared(name, self.kept, start, live, self.dtype, self.resident))
 
     def expected(self) -> dict[str, Changes]:
-        """What the reference finds."""
         found = {}
         for number, (start, size) in enumerate(zip(self.starts, self.sizes, strict=False)):
             one = slice(start, start + size)
@@ -86,7 +75,6 @@ class Weights:
         return found
 
     def check(self, found: dict[str, Changes]) -> None:
-        """Every bit of the changes, and of the snapshot afterwards."""
         expected = self.expected()
         assert found.keys() == expected.keys()
         for name, changes in expected.items():
@@ -100,7 +88,6 @@ class Weights:
 
 
 def settle(diff: DeviceDiff) -> dict[str, Changes]:
-    """The changes of all tensors that were added."""
     found: dict[str, Changes] = {}
     diff.settle(found)
     return found
@@ -108,7 +95,6 @@ def settle(diff: DeviceDiff) -> dict[str, Changes]:
 
 @contextmanager
 def counted(name: str) -> Iterator[list[Any]]:
-    """Arguments of the calls of a method of ``CopyStream``."""
     calls: list[Any] = []
     original = getattr(CopyStream, name)
 
@@ -220,7 +206,6 @@ def check_other_casts(where: str) -> None:
 
 
 def check_room_that_is_too_small(where: str) -> None:
-    """Batches without room are compared again, with room of their own; then there is more."""
     for resident in (False, True):
         with (
             patch("deltachain.kernels.device_diff.SMALLEST_ROOM", 100),
@@ -241,7 +226,6 @@ def check_room_that_is_too_small(where: str) -> None:
 
 
 def check_launches(where: str) -> None:
-    """Three a batch, whatever the number of tensors."""
     from deltachain.kernels import fused_diff  # noqa: PLC0415 - needs Triton
 
     for count in (10, 300):

@@ -34,8 +34,6 @@ class Given:
 
 @dataclass
 class Streams:
-    """Streams of one tensor while they are made."""
-
     segments: list[tuple[int, ...]] = field(default_factory=list)
     gaps: list[Bits] = field(default_factory=list)
     negative: list[Any] = field(default_factory=list)
@@ -45,7 +43,6 @@ class Streams:
 
 
 def streams_of(given: Given, layout: StreamLayout, length: int, bit: int) -> TensorStreams:
-    """Encode by the reference; ``bit`` is where the bits of the tensor begin in a byte."""
     made = Streams()
     for number in np.unique(given.indices // length).tolist():
         start = number * length
@@ -80,7 +77,6 @@ def streams_of(given: Given, layout: StreamLayout, length: int, bit: int) -> Ten
 def batch_of(
     given: Sequence[Given], layout: StreamLayout, length: int = 1 << 20, first_bit: int = 3
 ) -> SegmentBatch:
-    """Encode tensors; the bits of each begin at another bit of a byte."""
     return pack(
         layout,
         [streams_of(g, layout, length, (first_bit + i) % 8) for i, g in enumerate(given)],
@@ -88,10 +84,6 @@ def batch_of(
 
 
 def decoded(batch: SegmentBatch) -> tuple[Indices, Bits, Any]:
-    """Indices, values and verdict by the reference kernels, a segment at a time.
-
-    Indices and values of a malformed segment are zeros.
-    """
     dtype = BITS_DTYPES[batch.layout.width]
     indices = np.zeros(batch.totals.nnz, np.int64)
     values = np.zeros(batch.totals.nnz, dtype)

@@ -1,7 +1,4 @@
-"""One process of a crash test: it publishes, follows or mirrors until it kills itself.
-
-A fork server runs :func:`run_job` in a process of its own.
-"""
+"""One process of a crash test: it publishes, follows or mirrors until it kills itself."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ PART_NBYTES = 64
 
 
 def publish(url: str, do: Any, prefix: str, nth: int, *, late: bool = False) -> None:
-    """Train and publish version after version; an anchor goes behind each.
-
-    If it is late, the anchor of version 1 waits for all versions, and is the only one.
-    """
+    """Train and publish version after version; an anchor goes behind each."""
     inner = open_store(url, writer=True)
 
     def wait_for_all() -> None:
@@ -55,7 +49,6 @@ def publish(url: str, do: Any, prefix: str, nth: int, *, late: bool = False) -> 
 
 
 def follow(url: str, kind: str, folder: str, versions: list[int], kill: list[Any]) -> None:
-    """Hold one version after another; die in the last swap, in the n-th call of a function."""
     *first, last = versions
     subscriber = Subscriber(url, replica_of(TinyModel(), kind, Path(folder)).target)
     for version in first:
@@ -67,7 +60,6 @@ def follow(url: str, kind: str, folder: str, versions: list[int], kill: list[Any
 
 
 def mirror(url: str, destination: str, do: Any, nth: int) -> None:
-    """Copy a chain into another store, until a fault of that store."""
     there = FaultyStore(open_store(destination, writer=True), Fault(do, nth=nth))
     for _ in Mirror(open_store(url), there).catch_up():
         pass
@@ -92,7 +84,6 @@ def die_in(module: str, name: str, nth: int, when: str) -> None:
 
 
 def run_job(job: dict[str, Any], environment: Mapping[str, str], printed: Path) -> None:
-    """Play a role, with the environment of the test and not that of the fork server."""
     os.environ.clear()
     os.environ.update(environment)
     with printed.open("w", encoding="utf-8") as file:

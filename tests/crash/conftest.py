@@ -20,7 +20,6 @@ PROCESSES.set_forkserver_preload(["tests.crash.child", "numba"])
 
 @pytest.fixture
 def killed(tmp_path: Path) -> Callable[..., None]:
-    """Run a process that must end by SIGKILL, and by nothing else."""
     printed = tmp_path / "printed-by-the-child"
 
     def run(**job: Any) -> None:
@@ -36,11 +35,9 @@ def killed(tmp_path: Path) -> Callable[..., None]:
 def place_of(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], Place]:
-    """Somewhere new to keep chains in, of a kind."""
     return lambda kind: open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
 
 
 @pytest.fixture(params=KINDS)
 def place(request: pytest.FixtureRequest, place_of: Callable[[str], Place]) -> Place:
-    """Somewhere new to keep chains in, one kind after the other."""
     return place_of(request.param)

@@ -16,7 +16,6 @@ from deltachain.store import open_store
 from tests.support.models import TinyModel, train_
 
 KEPT = 24
-"""Newest versions that the maintainers keep."""
 
 GRACE_S = 1.5
 
@@ -24,7 +23,6 @@ GRACE_S = 1.5
 def publish_until(
     url: str, stop: Path, environment: Mapping[str, str], printed: Path, pause_s: float
 ) -> None:
-    """Publish version after version until a file is there."""
     _begin(environment, printed)
     model = TinyModel()
     config = PublishConfig(url=url, anchor_every=16)
@@ -41,7 +39,6 @@ def publish_until(
 def maintain_for_ever(
     url: str, environment: Mapping[str, str], printed: Path, last: int = KEPT
 ) -> None:
-    """Maintain a chain until somebody kills this process; print failed rounds, and prunes."""
     _begin(environment, printed)
     maintainer = maintainer_of(url, last=last)
     while True:

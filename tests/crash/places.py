@@ -16,32 +16,18 @@ KINDS = ("file", "s3", "hf")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process and its children get in by the environment alone.
-
-    Attributes:
-        kind: One of ``KINDS``.
-        root: URL below which nobody else writes.
-    """
+    """Where this process and its children get in by the environment alone."""
 
     kind: str
     root: str
 
     def url(self, name: str = "chain") -> str:
-        """The URL of one chain."""
         return f"{self.root}/{name}"
 
 
 def open_place(
     kind: str, folder: Path, server: Callable[[str], Any], setenv: Callable[[str, str], None]
 ) -> Place:
-    """A place nobody has used.
-
-    Args:
-        kind: One of ``KINDS``.
-        folder: For files.
-        server: Gives the server of a kind, as the fixtures ``seaweed`` and ``hub`` do.
-        setenv: Sets variables until the place is left.
-    """
     if kind == "file":
         return Place(kind, str(folder))
     name = uuid.uuid4().hex
@@ -60,13 +46,11 @@ def open_place(
 
 
 def contents(url: str, prefix: str = "") -> dict[str, bytes]:
-    """Every object of a store whose key begins with ``prefix``."""
     with closing(open_store(url)) as store:
         return {info.key: store.get(info.key) for info in store.list(prefix)}
 
 
 def copy_store(url: str, other: str) -> None:
-    """Copy every object."""
     with closing(open_store(other)) as store:
         for key, data in contents(url).items():
             store.put(key, data)

@@ -49,7 +49,6 @@ LEAST_SAMPLES: Final = 12
 
 
 def stopping() -> Event:
-    """Return an event that is set by SIGTERM; Ctrl-C reaches the parent alone."""
     stop = Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -123,7 +122,6 @@ def arguments_of(role: str, folder: Path) -> tuple[str, ...]:
 
 
 def measure(pid: int) -> tuple[int, int]:
-    """Return resident memory in KiB and the number of open files of a process."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     memory = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
     return memory, len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208
@@ -134,7 +132,6 @@ def say(words: str) -> None:
 
 
 def begin(folder: Path) -> dict[str, Any]:
-    """Start every process, after the one that it reads from."""
     context = multiprocessing.get_context("spawn")
     children = {}
     for role, target in ROLES.items():
@@ -154,7 +151,6 @@ def end(children: Mapping[str, Any]) -> None:
 
 
 def sample(folder: Path, children: Mapping[str, Any]) -> dict[str, Any]:
-    """Measure the processes and the store."""
     store = open_store(str(folder / "chain"))
     chain = Chain.open(store)
     head = chain.head()
@@ -166,7 +162,6 @@ def sample(folder: Path, children: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run(folder: Path, minutes: float) -> int:
-    """Run until the minutes of all runs add up; return the exit status."""
     folder.mkdir(parents=True, exist_ok=True)
     samples = folder / "samples.jsonl"
     lines = samples.read_text(encoding="utf-8").splitlines() if samples.exists() else []
@@ -197,7 +192,6 @@ def run(folder: Path, minutes: float) -> int:
 
 
 def report(found: list[dict[str, Any]]) -> int:
-    """Print growth of memory and open files after the warm-up; return 1 if something grew."""
     warm = [row for row in found if row["head"] >= max(0, found[0]["head"]) + WARM_UP]
     if len(warm) < LEAST_SAMPLES:
         say("too short to tell growth: let it run on for an hour at least")

@@ -22,7 +22,7 @@ from deltachain.store import open_store
 from tests.crash.chaos.diary import Diary
 from tests.crash.chaos.load import unjudged
 from tests.crash.chaos.record import Record
-from tests.crash.chaos.report import lines, totals_of
+from tests.crash.chaos.report import totals_of
 from tests.crash.chaos.scene import KINDS, ROOT
 from tests.crash.chaos.trainer import BEGIN, SESSION, file_of, keep
 from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
@@ -31,17 +31,6 @@ from tests.small_disk import may_mount, run_on_small_disk
 
 PROMPT = [5, 6, 7, 8]
 LENGTH = 48
-
-
-def test_a_diary_outlives_a_line_that_was_cut(tmp_path: Path) -> None:
-    path = tmp_path / "diary.jsonl"
-    assert list(Diary(path).events("answer")) == []
-    Diary(path).note("answer", engine="vllm")
-    with path.open("a") as file:
-        file.write('{"time": 1, "event": "ans')
-    diary = Diary(path)
-    diary.note("answer", engine="sglang")
-    assert [event["engine"] for event in diary.events("answer")] == ["vllm", "sglang"]
 
 
 def test_no_process_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
@@ -64,7 +53,6 @@ def test_no_process_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
 
 @pytest.fixture
 def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Diary]:
-    """A diary of some events, each at a time."""
     diary = Diary(tmp_path / "diary.jsonl")
 
     def note(*events: tuple[float, str, dict[str, object]]) -> Diary:
@@ -151,32 +139,7 @@ def test_an_answer_without_a_verdict_is_a_failure_until_another_run_judges_it(
     assert (totals_of(diary).failures, unjudged(diary)) == ([], [])
 
 
-def test_everything_in_a_diary_is_counted(noted: Callable[..., Diary]) -> None:
-    wrong = {**EXPLAINED, "unexplained": "tokens [1] are not those of version 3"}
-    diary = noted(
-        (1.0, "accident", {"kind": "pause"}),
-        (2.0, "accident", {"kind": "revert"}),
-        (3.0, "void", {"kind": "revert"}),
-        (4.0, "answer", ANSWER),
-        (4.0, "verdict", {**EXPLAINED, "told_apart": True}),
-        (4.0, "answer", ANSWER),
-        (5.0, "verdict", wrong),
-        (6.0, "failure", {"what": "vllm is not well"}),
-        (7.0, "minute", {"run": 0, "minutes": 2.0}),
-        (8.0, "minute", {"run": 1, "minutes": 3.0}),
-        (9.0, "end", {"first": 5, "head": 25, "taken_over": 1, "restarts": {"vllm": 2}}),
-    )
-    found = totals_of(diary)
-    assert (found.minutes, found.longest, found.versions) == (5.0, 3.0, 20)
-    assert (found.accidents.total(), found.void.total()) == (1, 1)
-    assert (found.answers["vllm"], found.judged, found.tokens) == (2, 2, 4)
-    assert found.told_apart == (1, 1)
-    assert [when for when, _ in found.failures] == [5.0, 6.0]
-    assert "2 failures" in lines(found)
-
-
 def greedy(model: PreTrainedModel) -> list[int]:
-    """Tokens that a model goes on with, in bf16."""
     with torch.no_grad():
         generate: Any = model.bfloat16().generate
         given = torch.tensor([PROMPT])
@@ -186,22 +149,12 @@ def greedy(model: PreTrainedModel) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A chain that two trainer processes published, one after the other.
-
-    Attributes:
-        record: Of its versions.
-        answers: What the weights of each process and step go on with.
-        taken_over: First version of the second process, which has changed weights.
-        head: Its last one.
-    """
-
     record: Record
     answers: list[list[int]]
     taken_over: int
     head: int
 
     def why(self, answer: int, *spans: tuple[int, int, str]) -> str:
-        """Why an answer is not that of some versions."""
         tokens = self.answers[answer]
         return self.record.judge(PROMPT, tokens, spans, thorough=False).unexplained
 
@@ -252,7 +205,6 @@ def test_a_record_knows_the_versions_of_a_process_that_took_over(published: Publ
 
 
 def masters_of_bits(base: Path, model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with the bits that it publishes."""
     found = masters_of(base)
     found.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()})
     return found

@@ -34,25 +34,20 @@ PRUNES: Final = {"file": 50, "s3": 100, "hf": 20}
 """Rounds of maintainers that deleted something, at least: a slow machine has more rounds."""
 
 CHAIN: Final = 50
-"""Rounds on one chain."""
 
 RULES: Final = (17, 48)
-"""Newest versions that the maintainers keep."""
 
 KEPT_TAGS: Final = 12
 
 
 @dataclass
 class Tagger:
-    """Sets and removes tags; knows which were acknowledged."""
-
     url: str
     chance: random.Random
     acknowledged: dict[str, int] = field(default_factory=dict)
     refused: int = 0
 
     def set_one(self, number: int) -> None:
-        """Tag a version that a rule, both rules or none keeps; remove the oldest of many tags."""
         with closing(open_store(self.url, writer=True)) as store:
             chain = Chain.open(store)
             head = chain.head()
@@ -71,7 +66,6 @@ class Tagger:
                 tags.remove(chain, oldest, time=time.time())
 
     def check(self) -> None:
-        """Load every tagged version from nothing: an apply proves its bits."""
         with closing(open_store(self.url)) as store:
             there = {tag.name: tag.version for tag in tags.read_all(Chain.open(store))}
         assert there == self.acknowledged
@@ -83,7 +77,6 @@ class Tagger:
 
 
 def check_versions(url: str) -> None:
-    """Every version is there, and the newest can be rebuilt."""
     with closing(open_store(url)) as store:
         chain = Chain.open(store)
         head = chain.head()
@@ -94,25 +87,14 @@ def check_versions(url: str) -> None:
 
 
 class Chaos:
-    """A publisher, and maintainers that are stopped, continued and killed while tags are set.
-
-    Args:
-        url: Where the chain is.
-        folder: For what the processes print.
-        chance: Decides who is stopped, for how long, and which tags are set.
-        alone: Whether one maintainer runs at a time, of one rule and then the other.
-    """
-
     def __init__(self, url: str, folder: Path, chance: random.Random, *, alone: bool) -> None:
         self.url, self.folder, self.chance, self.alone = url, folder, chance, alone
         self.tagger, self.printed = Tagger(url, chance), folder / "maintainers"
 
     def prunes(self) -> int:
-        """Rounds of maintainers that deleted something so far."""
         return self.printed.read_text("utf-8").count("pruned ") if self.printed.exists() else 0
 
     def run(self, rounds: int) -> None:
-        """Stop or kill a maintainer so many times, then look at everything."""
         with publishing(self.url, self.folder, pause_s=0.2) as end:
             running = [self._start(rule) for rule in RULES[: 1 if self.alone else 2]]
             for number in range(rounds):

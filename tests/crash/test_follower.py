@@ -23,7 +23,6 @@ TARGET = "deltachain.subscribe.targets.base"
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
-    """A chain of versions 0 to 3, and their bits."""
     url = str(tmp_path_factory.mktemp("store") / "chain")
     model = TinyModel()
     truth: list[State] = [bits_of(model)]
@@ -37,7 +36,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
 
 
 def prove(url: str, kind: str, folder: Path, *, holds: int | None, truth: list[State]) -> None:
-    """Open what the killed process left, prove it, and follow on."""
     replica = replica_of(TinyModel(), kind, folder)
     subscriber = Subscriber(url, replica.target)
     assert subscriber.status().version == holds

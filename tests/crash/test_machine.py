@@ -66,12 +66,7 @@ ENCODINGS = st.sampled_from(["step", "overwrite", "raw"])
 
 
 class Follower:
-    """A subscriber, its target, and what is known of it.
-
-    Attributes:
-        tainted: Whether somebody else wrote to the target and nobody has noticed yet.
-        floor: The version that it may not go below by itself.
-    """
+    """A subscriber, its target, and what is known of it."""
 
     def __init__(self, store: Store, replica: Replica) -> None:
         self.inner, self.replica = store, replica
@@ -79,19 +74,16 @@ class Follower:
         self.open()
 
     def open(self) -> None:
-        """Start the process anew; memory stays where it is."""
         self.store = FaultyStore(self.inner)
         config = SubscribeConfig(url=self.inner.url, stage_budget=20_000)
         self.subscriber = Subscriber(config, self.replica.target, store=self.store)
 
     def bits(self) -> State | None:
-        """What the target holds; None for a folder that was never filled."""
         target = self.replica.target
         empty = isinstance(target, Path) and not (target / "model.safetensors").exists()
         return None if empty else self.replica.bits()
 
     def attempt(self, call: Callable[[], object]) -> None:
-        """Do something that may fail; then it must not have written."""
         before = self.bits()
         try:
             call()
@@ -103,7 +95,6 @@ class Follower:
             assert before is None or after is None or same(before, after)
 
     def scribble(self, name: str) -> None:
-        """Flip one bit behind the subscriber's back."""
         scribble(self.replica, name=name)
         self.tainted = True
 
@@ -114,12 +105,6 @@ def publish_and_wait(publisher: Publisher, step: int | None = None) -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """Everything at once.
-
-    Attributes:
-        fresh: Makes the store of each run.
-    """
-
     fresh: Callable[[], Store] = MemoryStore
 
     @initialize(encoding=ENCODINGS, every=st.sampled_from([1, 3, 1000]))
@@ -146,7 +131,6 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
     def end(self) -> None:
-        """With all damage repaired, everything can be proven and everybody gets to the head."""
         for key, data in self.damaged.items():
             self.inner.put(key, data)
         found = recompute(self.inner)
@@ -167,13 +151,11 @@ class Machine(RuleBasedStateMachine):
     # The trainer
 
     def attach(self, model: Any) -> None:
-        """Another process takes over, with a model in some state."""
         self.model, self.store = model, FaultyStore(self.inner)
         config = PublishConfig(url=self.inner.url, **self.settings)
         self.publisher = Publisher(config, store=self.store).attach(model)
 
     def note(self, *states: State) -> None:
-        """Record what has been committed: one state for each new version, or fewer."""
         chain = Chain.open(self.inner)
         head = chain.head()
         assert head is not None

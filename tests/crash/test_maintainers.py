@@ -34,13 +34,10 @@ from tests.support.models import TinyModel, tensors_of
 
 KILLS = {"file": 100, "s3": 100, "hf": 100}
 VERSIONS = 5 * KEPT
-"""Versions that are published at least, so that much is pruned."""
 FOLLOWERS = 4
 
 
 class Reader(Thread):
-    """Follows a chain, or joins it again and again; notes every error and every version."""
-
     def __init__(self, url: str, *, joins: bool) -> None:
         super().__init__(daemon=True)
         self.url, self.joins = url, joins
@@ -77,7 +74,6 @@ class Reader(Thread):
 
 @contextmanager
 def publishing(url: str, folder: Path, pause_s: float = 0.02) -> Iterator[Callable[[], None]]:
-    """Publish in another process; yield what ends it, at the end of the block at the latest."""
     stop, printed = folder / "stop", folder / "publisher"
     arguments = (url, stop, dict(os.environ), printed, pause_s)
     process = PROCESSES.Process(target=publish_until, args=arguments)
@@ -153,7 +149,6 @@ def test_maintainers_killed_at_any_moment_harm_nobody(
 
 
 def check_end(url: str, head: int) -> None:
-    """Finish what the killed ones began; the store is then exactly what is kept."""
     maintainer = maintainer_of(url, grace_s=0.2)
     assert maintainer.pruner is not None
     done = maintainer.round()

@@ -19,7 +19,6 @@ KILLS = 10
 
 
 def publish(url: str) -> TinyModel:
-    """Publish a chain with several parts a version, and anchors behind some."""
     model = TinyModel()
     config = PublishConfig(url=url, part_nbytes=64, anchor_every=2)
     with Publisher(config).attach(model, assets={"config.json": b"{}"}) as publisher:
@@ -31,15 +30,11 @@ def publish(url: str) -> TinyModel:
 
 
 def arrived(place: Place, url: str) -> dict[str, bytes]:
-    """Every object of a mirror whose writers were killed.
-
-    SeaweedFS keeps an empty object of a PUT whose sender died before the body.
-    """
+    """Every object of a mirror whose writers were killed."""
     return {key: data for key, data in contents(url).items() if data or place.kind != "s3"}
 
 
 def check_whole(found: dict[str, bytes]) -> None:
-    """Check that everything that a document names is there."""
     for key, data in found.items():
         if key.startswith("manifests/"):
             parts = unseal(data, Manifest, key=key).edge.parts

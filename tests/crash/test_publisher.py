@@ -29,7 +29,6 @@ MANIFEST = f"manifests/{2:020d}"
 
 
 def at_step(step: int) -> TinyModel:
-    """The model as the trainer had it after a step."""
     model = TinyModel()
     for done in range(1, step + 1):
         train_(model, done)
@@ -37,7 +36,6 @@ def at_step(step: int) -> TinyModel:
 
 
 def assert_truth(found: dict[int, State]) -> None:
-    """What the killed process committed are the states that it had, one a version."""
     for version, state in found.items():
         assert same(state, bits_of(at_step(version))), f"version {version}"
 
@@ -48,7 +46,6 @@ def states(url: str) -> dict[int, State]:
 
 
 def restart(url: str, model: TinyModel) -> None:
-    """Continue from a state, and publish two more versions."""
     with Publisher(PublishConfig(url=url)).attach(model) as publisher:
         for step in (100, 101):
             train_(model, step)
@@ -57,7 +54,6 @@ def restart(url: str, model: TinyModel) -> None:
 
 
 def check_restart(url: str, copy: str, *, step: int) -> None:
-    """Restart on a copy of the store, with a follower that was there before."""
     copy_store(url, copy)
     before, model = contents(copy, "manifests/"), at_step(step)
     followed = tensors_of(model)

@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 @pytest.fixture(params=ROUNDS)
 def fresh(request: pytest.FixtureRequest, place_of: Callable[[str], Place]) -> Iterator[Store]:
-    """A fresh store for each round."""
     kind, rounds = request.param, range(ROUNDS[request.param])
     if kind == "memory":
         return (MemoryStore() for _ in rounds)
@@ -39,7 +38,6 @@ def fresh(request: pytest.FixtureRequest, place_of: Callable[[str], Place]) -> I
 
 
 def race(one: Callable[[], T], two: Callable[[], T]) -> T:
-    """Run both at once; exactly one must succeed, and the other be fenced."""
     with ThreadPoolExecutor(2) as pool:
         futures = [pool.submit(one), pool.submit(two)]
     errors = [future.exception() for future in futures]
@@ -48,7 +46,6 @@ def race(one: Callable[[], T], two: Callable[[], T]) -> T:
 
 
 def at_once(store: Store, *, nth: int = 1) -> tuple[FaultyStore, FaultyStore]:
-    """Two handles that reach their ``nth`` commit together."""
     barrier = Barrier(2, timeout=60)
     fault = Fault(barrier.wait, "manifests/", nth=nth)
     return FaultyStore(store, fault), FaultyStore(store, fault)
@@ -63,8 +60,6 @@ def writer(store: Store, parent: Committed | None) -> Writer:
 
 
 def commit(store: Store, parent: Committed | None) -> Callable[[], Committed]:
-    """Commit the version after ``parent``."""
-
     def run() -> Committed:
         mine = writer(store, parent)
         draft = mine.draft(state=StateDigest(1, 1), step=None, nnz=0)
@@ -75,8 +70,6 @@ def commit(store: Store, parent: Committed | None) -> Callable[[], Committed]:
 
 
 def adopt(store: Store) -> Callable[[], Committed]:
-    """Take the chain over."""
-
     def run() -> Committed:
         mine = take_over(open_chain(store), numel=4, metadata={})
         assert mine is not None
@@ -102,8 +95,6 @@ def test_of_two_racing_writers_exactly_one_commits(fresh: Iterator[Store]) -> No
 
 
 class Trainer:
-    """A model and its publisher."""
-
     def __init__(self, store: Store) -> None:
         self.model = plain_model()
         self.publisher = Publisher(PublishConfig(url=store.url), store=store).attach(self.model)
@@ -115,7 +106,6 @@ class Trainer:
         self.publisher.close()
 
     def publish(self, seed: int) -> int:
-        """Train and publish one version."""
         train_(self.model, seed)
         self.publisher.publish(step=seed)
         receipt = self.publisher.flush()
@@ -139,7 +129,6 @@ def test_of_two_publishers_racing_on_s3_exactly_one_owns_the_chain(place: Place)
 
 
 def race_for_a_chain(store: Store, number: int) -> None:
-    """Race for a new chain, and then for taking it over."""
     one, two = at_once(store)
     with race(attach(one), attach(two)) as owner:
         owner.publish(number)

@@ -23,14 +23,11 @@ from tests.support.faults import Fault, FaultyStore
 from tests.support.models import State, bits_of, fill_, recompute, same, tensors_of, train_
 
 DOWN_S = 0.5
-"""How long a server stays away, at least."""
 
 PATIENCE_S = 60.0
 
 
 class Killer:
-    """Ends a server at once, and starts it again in the background."""
-
     def __init__(self, server: Any) -> None:
         self._server = server
         self._threads: list[Thread] = []
@@ -43,7 +40,6 @@ class Killer:
         self._later(seconds, self.kill)
 
     def join(self) -> None:
-        """Wait until the server is back."""
         for thread in self._threads:  # grows while it is walked: each kill starts another
             thread.join()
 
@@ -69,14 +65,12 @@ def killer(place: Place, request: pytest.FixtureRequest) -> Iterator[Killer]:
 
 
 def model_of(layers: int) -> nn.Module:
-    """A few megabytes, so that a transfer takes long enough to be hit."""
     model = nn.Sequential(*(nn.Linear(1024, 1024, dtype=torch.bfloat16) for _ in range(layers)))
     fill_(model, 0)
     return model
 
 
 def check(url: str, truth: list[State]) -> None:
-    """Every version is there, has the trainer's bits, and is proven."""
     with closing(open_store(url)) as store:
         found = recompute(store)
         assert list(found) == list(range(len(truth)))
@@ -120,8 +114,6 @@ def test_a_server_dies_in_the_middle_of_a_fetch(place: Place, killer: Killer) ->
 
 
 class Following:
-    """A follower in a thread of its own, until it is left."""
-
     def __init__(self, url: str, target: Any) -> None:
         self.subscriber = Subscriber(SubscribeConfig(url=url, poll_s=0.05), target)
         self.versions: list[int] = []
@@ -151,7 +143,6 @@ class Following:
 
 @pytest.mark.slow
 def test_a_server_dies_again_and_again(place: Place, killer: Killer, tmp_path: Path) -> None:
-    """At any moment of anything; trainer and followers go on, and nothing is lost."""
     url, model = place.url(), model_of(2)
     tensors = tensors_of(model)
     config = PublishConfig(url=url, anchor_factor=0.5)

@@ -20,8 +20,7 @@ from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from tests.crash.places import Place
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import bits_of, plain_model, recompute, same, tensors_of
-from tests.support.models import train_ as train_some_
+from tests.support.models import bits_of, plain_model, recompute, same, tensors_of, train_
 
 
 @pytest.fixture
@@ -29,17 +28,17 @@ def url(place_of: Callable[[str], Place]) -> str:
     return place_of("hf").url()
 
 
-def train_(model: nn.Module, seed: int) -> None:
-    train_some_(model, seed, share=0.05)
+def change_(model: nn.Module, seed: int) -> None:
+    train_(model, seed, share=0.05)
 
 
-def attach(url: str, model: nn.Module, *faults: Fault) -> tuple[Publisher, FaultyStore]:
+def attach_to(url: str, model: nn.Module, *faults: Fault) -> tuple[Publisher, FaultyStore]:
     store = FaultyStore(open_store(url, writer=True), *faults)
     return Publisher(PublishConfig(url=url), store=store).attach(model), store
 
 
 def publish(publisher: Publisher, model: nn.Module, seed: int) -> None:
-    train_(model, seed)
+    change_(model, seed)
     publisher.publish(step=seed)
     publisher.flush()
 
@@ -50,9 +49,9 @@ def test_the_bucket_says_that_it_can_not_decide(url: str) -> None:
 
 def test_a_second_publisher_that_comes_later_fences_the_first(url: str) -> None:
     first, second = plain_model(), plain_model(1)
-    one, _ = attach(url, first)
+    one, _ = attach_to(url, first)
     publish(one, first, 1)
-    two, _ = attach(url, second)
+    two, _ = attach_to(url, second)
     with pytest.raises(PublisherFencedError, match="version 2 was committed by another publisher"):
         publish(one, first, 2)
     publish(two, second, 2)
@@ -63,19 +62,18 @@ def test_a_second_publisher_that_comes_later_fences_the_first(url: str) -> None:
 def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_followers(
     url: str,
 ) -> None:
-    """The late one looked before the early one wrote, and wrote after it."""
     early, late = plain_model(), plain_model()
     held = tensors_of(early)
     follower = Subscriber(url, held)
 
     def the_early_one_goes_first() -> None:
-        one, _ = attach(url, early)
+        one, _ = attach_to(url, early)
         follower.update()
         publishers.append(one)
 
     publishers: list[Publisher] = []
-    train_(late, 5)
-    two, _ = attach(url, late, Fault(the_early_one_goes_first, "manifests/"))
+    change_(late, 5)
+    two, _ = attach_to(url, late, Fault(the_early_one_goes_first, "manifests/"))
     publishers.append(two)
     before = bits_of(held)
     with pytest.raises(PublisherFencedError, match="version 0 was replaced by another publisher"):
@@ -93,14 +91,14 @@ def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_follow
 
 def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: str) -> None:
     first, second = plain_model(), plain_model(1)
-    one, store = attach(url, first)
+    one, store = attach_to(url, first)
     publish(one, first, 1)
     held = tensors_of(first)
     follower = Subscriber(url, held)
     follower.update()
 
     def another_takes_over_and_goes_on() -> None:
-        two, _ = attach(url, second)
+        two, _ = attach_to(url, second)
         publish(two, second, 2)
 
     store.add(Fault(another_takes_over_and_goes_on, "manifests/"))
@@ -119,9 +117,8 @@ def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: i
     models = plain_model(1), plain_model(2)
 
     def run(model: nn.Module) -> bool:
-        """Publish until fenced; whether it never was."""
         with suppress(PublisherFencedError, ForkedChainError):
-            publisher, _ = attach(url, model)
+            publisher, _ = attach_to(url, model)
             for seed in range(4):
                 publish(publisher, model, 10 * number + seed)
             return True

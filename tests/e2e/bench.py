@@ -46,7 +46,6 @@ NUMEL: Final = 10**9
 ANCHORS, SKIPS = 200, 50
 
 KINDS: Final = ("", "_median")
-"""Of the figures of several openings: the smallest, and the median."""
 
 SHOWN: Final = """
 const done = () => ["density", "bytes", "phases", "track"].every((name) =>
@@ -57,7 +56,6 @@ const look = () => requestAnimationFrame(done()
   ? () => requestAnimationFrame(() => { window.shown = performance.now(); }) : look);
 requestAnimationFrame(look);
 """
-"""Notes when a page was painted with everything on it."""
 
 NEWEST: Final = """
 window.seen = {};
@@ -68,7 +66,6 @@ const note = () => {
 };
 note();
 """
-"""Notes when each version was first shown."""
 
 FLOOR: Final = """<!doctype html><title>floor</title><script>
 Promise.all(%s.map((path) => fetch(path).then((answer) => answer.arrayBuffer())))
@@ -77,7 +74,6 @@ Promise.all(%s.map((path) => fetch(path).then((answer) => answer.arrayBuffer()))
 
 
 def grow(chain: Chain, parent: Committed | None, dice: random.Random) -> Committed:
-    """Commit a version without payload, as large as that of a model of a billion elements."""
     version = parent.version + 1 if parent else 0
     density = 1.0 if parent is None else min(dice.lognormvariate(-4.5, 0.4), 1.0)
     kind = "delta" if parent else "anchor"
@@ -111,7 +107,6 @@ def _edge(kind: Any, version: int, base: int | None, nbytes: int) -> Edge:
 
 
 def make_chain(folder: Path, versions: int) -> tuple[Chain, Committed]:
-    """Write a chain into a folder; its files are written at once, as a copy is."""
     store, dice, head = MemoryStore(), random.Random(0), None
     made = create(store)
     for _ in range(versions):
@@ -128,7 +123,6 @@ def make_chain(folder: Path, versions: int) -> tuple[Chain, Committed]:
 
 @contextmanager
 def replicas(folder: Path, count: int) -> Iterator[list[str]]:
-    """Addresses of replicas, which answer in a process of their own."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.e2e.many_replicas", str(folder), str(count)],
         stdin=subprocess.PIPE,
@@ -145,7 +139,6 @@ def replicas(folder: Path, count: int) -> Iterator[list[str]]:
 
 @contextmanager
 def dashboard(folder: Path, engines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Address and process id of a dashboard that has read the chain and asked all replicas."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "deltachain", "dashboard", str(folder), "--listen", str(port)],
@@ -176,21 +169,12 @@ def _is_ready(url: str) -> bool:
 
 @dataclass(frozen=True)
 class Opening:
-    """One opening of a page.
-
-    Attributes:
-        shown_ms: Milliseconds until it was painted.
-        cpu_ms: Processor time of its main thread until then, in milliseconds.
-        paths: Paths that it loaded.
-    """
-
     shown_ms: float
     cpu_ms: float
     paths: Sequence[str]
 
 
 def opened_in(browser: Any, url: str, script: str = "") -> Opening:
-    """Open a page."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     paths: list[str] = []
@@ -206,7 +190,6 @@ def opened_in(browser: Any, url: str, script: str = "") -> Opening:
 
 
 def _value(page: Any, expression: str) -> float:
-    """Return the value of an expression once there is one."""
     limit = time.monotonic() + PATIENCE_S
     while not (found := page.evaluate(expression)):
         assert time.monotonic() < limit
@@ -217,7 +200,6 @@ def _value(page: Any, expression: str) -> float:
 
 @contextmanager
 def floor(url: str, paths: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Address of a page that loads the same bytes and shows nothing, and their number."""
     app, bodies = FastAPI(), {}
     with httpx.Client(trust_env=False, timeout=PATIENCE_S) as client:
         for path in paths:
@@ -239,7 +221,6 @@ def floor(url: str, paths: Sequence[str]) -> Iterator[tuple[str, int]]:
 def live(
     browser: Any, url: str, pid: int, chain: Chain, head: Committed, live_s: float
 ) -> dict[str, float]:
-    """Grow the chain under an open page; return what it costs, and how late versions are shown."""
     context = browser.new_context(viewport={"width": 1400, "height": 1000})
     page = context.new_page()
     page.goto(url)
@@ -267,7 +248,6 @@ def live(
 
 
 def _profiled(page: Any) -> Any:
-    """Return a session that counts processor time, which others on the machine change little."""
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     return session
@@ -279,7 +259,6 @@ def _metrics(session: Any) -> Mapping[str, float]:
 
 
 def _cpu_s(pid: int) -> float:
-    """Return the processor time of a process, in seconds; not a number where it is unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -288,7 +267,6 @@ def _cpu_s(pid: int) -> float:
 
 
 def measure(versions: int, count: int, rounds: int, live_s: float = LIVE_S) -> dict[str, Any]:
-    """Return all figures of one run."""
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         folder = Path(scratch)
         chain, head = make_chain(folder, versions)
@@ -321,7 +299,6 @@ def _figures(name: str, openings: Sequence[Opening]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, and print."""
     parser = argparse.ArgumentParser(prog="python -m tests.e2e.bench")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--versions", type=int, default=VERSIONS)

@@ -1,8 +1,4 @@
-"""``python -m tests.e2e.many_replicas FOLDER COUNT``: statuses of many replicas of one chain.
-
-Replica N is at ``/rN`` of the address that is printed. It holds the newest version of the chain in
-the folder, or one of the two before; every fortieth is cut off from its store.
-"""
+"""``python -m tests.e2e.many_replicas FOLDER COUNT``: statuses of many replicas of one chain."""
 
 from __future__ import annotations
 
@@ -29,8 +25,6 @@ LOOK_S: Final = 0.2
 
 
 class Followers:
-    """Statuses of replicas, which change as the chain grows."""
-
     def __init__(self, folder: str) -> None:
         self._chain = Chain.open(open_store(folder))
         self._digests: dict[Version, str] = {}
@@ -38,7 +32,6 @@ class Followers:
         self.look()
 
     def look(self) -> None:
-        """Take over what is new in the chain."""
         head = self._chain.newest(self.head) or 0
         for version in range(max(head - BEHIND, 0), head + 1):
             if version not in self._digests:
@@ -67,7 +60,6 @@ class Followers:
 
 
 def main(folder: str, count: int) -> None:
-    """Answer until standard input ends."""
     followers, app = Followers(folder), FastAPI()
 
     @app.get("/r{number}/v1/deltachain/status")

@@ -20,7 +20,6 @@ FLAGS: Final = (
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser."""
     from playwright.sync_api import sync_playwright  # noqa: PLC0415 - its group may be missing
 
     with sync_playwright() as playwright:
@@ -31,7 +30,6 @@ def chromium() -> Iterator[Any]:
 
 @contextmanager
 def opened(browser: Any, url: str, **settings: Any) -> Iterator[Any]:
-    """A page whose errors, and whose breaches of the policy, are failures."""
     wrong: list[str] = []
     context = browser.new_context(**settings)
     page = context.new_page()

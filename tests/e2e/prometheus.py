@@ -21,30 +21,24 @@ FOLDER: Final = DEPLOY / "prometheus"
 PROMETHEUS: Final = shutil.which("prometheus") or shutil.which("prometheus", path=str(TOOLS))
 
 EVERY: Final = "200ms"
-"""Time between two scrapes, and between two evaluations of the rules."""
 
 PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True)
 class Prometheus:
-    """Address of a running server."""
-
     url: str
 
     def alerts(self) -> set[tuple[str, str]]:
-        """Name and state of every alert: ``pending`` or ``firing``."""
         found = self._get("alerts")["alerts"]
         return {(alert["labels"]["alertname"], alert["state"]) for alert in found}
 
     def summary(self, name: str) -> str:
-        """What a firing alert says."""
         (found,) = [a for a in self._get("alerts")["alerts"] if a["labels"]["alertname"] == name]
         said: str = found["annotations"]["summary"]
         return said
 
     def health(self) -> list[str]:
-        """How the last scrape of each target went: ``up``, ``down`` or ``unknown``."""
         return [target["health"] for target in self._get("targets")["activeTargets"]]
 
     def _get(self, what: str) -> Mapping[str, Any]:
@@ -58,17 +52,7 @@ class Prometheus:
 def prometheus(
     folder: Path, replicas: Sequence[str], token: str, *, silence_s: float
 ) -> Iterator[Prometheus]:
-    """A server that scrapes replicas as the recipe does.
-
-    Its rules are those of the recipe, but each ``for`` is a second, and ``StoreSilent`` has the
-    given limit.
-
-    Args:
-        folder: Folder of its files.
-        replicas: Addresses of replicas, as ``HOST:PORT``.
-        token: Their token.
-        silence_s: Limit of the time without an answer of the store.
-    """
+    """A server that scrapes replicas as the recipe does."""
     assert PROMETHEUS is not None
     folder.mkdir()
     (folder / "token").write_text(token, encoding="utf-8")
@@ -119,7 +103,6 @@ def _config(folder: Path, replicas: Sequence[str]) -> Mapping[str, Any]:
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
-    """Wait until a server is ready."""
     limit = time.monotonic() + PATIENCE_S
     while True:
         try:

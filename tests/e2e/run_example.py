@@ -1,8 +1,4 @@
-"""``python run_example.py EXAMPLE [PACKAGES ...]``: an example as its user runs it, on a CPU.
-
-Each folder of packages is of another environment: what is missing in this one is found there. TRL's
-asynchronous trainer has a CUDA kernel for attention alone, in place of which ours is put.
-"""
+"""``python run_example.py EXAMPLE [PACKAGES ...]``: an example as its user runs it, on a CPU."""
 
 from __future__ import annotations
 

@@ -39,8 +39,6 @@ pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus: make 
 
 @dataclass(frozen=True)
 class Scene:
-    """A trainer, an S3 server behind a link that can be cut, a replica, and who watches it."""
-
     publish: Callable[[], int]
     link: Proxy
     leader: Leader
@@ -49,7 +47,6 @@ class Scene:
     store: Store
 
     def cut_off(self) -> None:
-        """Cut the link, and wait until the replica is not ready."""
         self.link.refuse()
         self.publish()
         eventually(lambda: not self.client.ready().ready)

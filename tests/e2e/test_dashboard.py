@@ -33,8 +33,6 @@ pytestmark = pytest.mark.browser
 
 @dataclass(frozen=True)
 class Replica:
-    """An engine that follows the chain through a store that can be cut off."""
-
     here: Followed
     leader: Leader
     url: str

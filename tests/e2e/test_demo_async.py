@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from examples.demo.display import Display
 from examples.demo.online.engine import EngineKind
 from examples.demo.online.report import OnlineReport
 from examples.demo.online.run import Running, RunOptions, run_online
+from examples.demo.report import Display
 
 pytestmark = pytest.mark.slow
 
@@ -47,7 +47,6 @@ def run(
 
 
 def store(running: Running) -> None:
-    """Kill the store, and start it again after a while."""
     running.store.kill()
     threading.Timer(AWAY_S, running.store.restart).start()
 

@@ -40,7 +40,6 @@ slow = pytest.mark.slow
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small Qwen3 of random weights, with the chat template of the real one."""
     folder = tmp_path_factory.mktemp("model") / "small"
     tokenizer = make_tokenizer()
     templates = Path(trl.__file__).with_name("chat_templates")
@@ -50,7 +49,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def packages(venv: str) -> Path:
-    """Where the packages of another environment are."""
     (found,) = (ROOT / venv / "lib").glob("python*/site-packages")
     return found
 
@@ -62,7 +60,6 @@ def run(
     python: Path = Path(sys.executable),
     more: tuple[Path, ...] = (),
 ) -> str:
-    """Run an example to its end; what it printed."""
     script = [str(Path(__file__).with_name("run_example.py")), str(EXAMPLES / name)]
     done = subprocess.run(
         [str(python), *script, *map(str, more)],
@@ -76,14 +73,12 @@ def run(
 
 
 def receipts(printed: str) -> list[int]:
-    """The versions of the receipts."""
     return [
         int(version) for version in re.findall(r"^version (\d+) .*density", printed, re.MULTILINE)
     ]
 
 
 def head_of(url: str, options: Mapping[str, str] | None = None) -> int:
-    """The newest version of a chain."""
     head = Chain.open(open_store(url, dict(options or {}))).head()
     assert head is not None
     return head.version
@@ -93,7 +88,6 @@ def head_of(url: str, options: Mapping[str, str] | None = None) -> int:
 def engine(
     kind: EngineKind, model: Path, folder: Path, environment: Mapping[str, str], name: str = ""
 ) -> Iterator[str]:
-    """A real server on a CPU, ready to serve; its address."""
     python, port = ROOT / f".venv-{kind}" / "bin" / "python", free_port()
     assert python.exists(), f"make venv-{kind}"
     start = {

@@ -26,7 +26,6 @@ WRITES = 8
 def test_the_requests_of_readers_do_not_grow_with_the_chain(
     seaweed: Seaweed, s3_url: Callable[[], str]
 ) -> None:
-    """Parts are not there: they are planned, and their sizes and keys are in the documents."""
     made, url = MemoryStore(), s3_url()
     grow(made)
     store = open_store(url, seaweed.options)

@@ -31,7 +31,6 @@ CALLS = 1000
 
 
 def test_shares_of_a_free_token_add_up() -> None:
-    """By construction: no more can leave, whatever anybody does."""
     url = "hf://buckets/me/any"
     options = {"token": "hf_any"}
     budgets: list[Any] = [open_store(url, options, writer=True)]

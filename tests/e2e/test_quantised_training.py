@@ -31,7 +31,6 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def delta_nbytes(chain: Chain, version: int, names: Collection[str]) -> tuple[int, int]:
-    """Bytes and changed elements of some tensors in a delta, as a part of their own."""
     head = chain.read(version)
     fetched = fetch(chain, chain.plan(version - 1, head))
     deltas = [delta for delta in fetched.deltas() if delta.spec.name in names]
@@ -40,7 +39,6 @@ def delta_nbytes(chain: Chain, version: int, names: Collection[str]) -> tuple[in
 
 
 def linear(chain: Chain) -> set[str]:
-    """Tensors of the linear layers: weights, or codes and scales."""
     names = {name for name, *_ in chain.table.tensors}
     return {name for name in names if "_proj.weight" in name}
 

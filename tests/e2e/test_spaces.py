@@ -21,15 +21,15 @@ from rich.console import Console
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from examples.demo.display import Display
 from examples.demo.evaluate import compare, manifests_in, verify
 from examples.demo.online.engine import EngineKind
 from examples.demo.online.game_transcripts import transcripts
 from examples.demo.online.processes import Service, until
+from examples.demo.online.report import unknown_in
 from examples.demo.online.run import answers
-from examples.demo.online.sample_log import unknown_in
 from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from examples.demo.pretrain import pretrain
+from examples.demo.report import Display
 from tests.containers import ARGUMENTS, ROOT, USER, VARIABLES, as_user, environment_in, home_of
 from tests.support.hub.server import HubServer
 
@@ -50,14 +50,12 @@ SIZES: Final = {
 
 
 def contained(name: str, command: list[str], folder: Path, environment: dict[str, str]) -> Service:
-    """A service that gets these variables and no other."""
     given = [f"{variable}={value}" for variable, value in environment.items()]
     return Service(name, ["env", "-i", *given, *command], folder, {})
 
 
 @contextmanager
 def game(folder: Path) -> Iterator[Service]:
-    """The Space with the game, by the command of its image."""
     python = ROOT / ".venv" / "bin" / "python"
     source = ROOT / "spaces" / "environment"
     (line,) = [
@@ -76,7 +74,6 @@ def game(folder: Path) -> Iterator[Service]:
 
 @contextmanager
 def rollouts(kind: EngineKind, folder: Path, hub: HubServer, url: str) -> Iterator[Service]:
-    """The Space with the engine, by its entrypoint."""
     python = ROOT / f".venv-{kind}" / "bin" / "python"
     assert python.exists(), f"make venv-{kind}"
     settings = {

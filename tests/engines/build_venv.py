@@ -36,7 +36,6 @@ process imports as it starts."""
 
 
 def main() -> int:
-    """Build, or bring up to date, the environment of the engine that the command line names."""
     engines = sorted(lock.stem for lock in HERE.glob("*.txt"))
     if len(sys.argv) != 2 or sys.argv[1] not in engines:
         sys.stderr.write(f"usage: {Path(__file__).name} {'|'.join(engines)}\n")
@@ -57,7 +56,6 @@ def main() -> int:
 
 @contextmanager
 def _mutex(path: Path) -> Iterator[None]:
-    """One build of one environment at a time, on this machine."""
     with path.open("w") as file:
         # A pip that outlives a killed build goes on writing: it inherits the lock and holds it.
         os.set_inheritable(file.fileno(), True)
@@ -70,7 +68,6 @@ def _mutex(path: Path) -> Iterator[None]:
 
 
 def _folder() -> Path:
-    """Where clones share environments."""
     if chosen := os.environ.get("DELTACHAIN_VENVS"):
         return Path(chosen).expanduser().resolve()
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -105,7 +102,6 @@ def _build_shared(venv: Path, lock: Path) -> None:
 
 
 def _build_own(venv: Path, shared: Path, engine: str) -> None:
-    """This clone, and a view of the shared packages."""
     stamp = venv / "stamp"
     recipe = (Path(__file__), ROOT / "pyproject.toml")  # the latter has the entry points
     state = "\n".join([str(ROOT), str(shared), *map(_digest, recipe)])
@@ -128,7 +124,6 @@ def _build_own(venv: Path, shared: Path, engine: str) -> None:
 
 
 def _carry_scripts(source: Path, target: Path) -> None:
-    """What the shared packages have installed to be run, run by the clone's own interpreter."""
     for path in sorted(source.iterdir()):
         runs = path.is_file() and not path.is_symlink() and os.access(path, os.X_OK)
         # pip would install into, and uninstall from, what other clones use.
@@ -156,7 +151,6 @@ def _alias(packages: Path, engine: str) -> None:
 
 
 def _version(lock: Path, distribution: str) -> str:
-    """What ``lock`` pins."""
     found = re.search(rf"^{distribution}==(\S+)$", lock.read_text(encoding="utf-8"), re.MULTILINE)
     if found is None:
         raise SystemExit(f"{lock} does not pin {distribution}")

@@ -26,7 +26,6 @@ from examples.demo.model import make_tokenizer
 from tests.engines.families import named, with_tokenizer
 
 NAMES: Final = ("qwen3", "qwen2", "llama", "gemma3")
-"""Families that a chain is trained of."""
 
 LEARNING_RATE: Final = 3e-6
 """Of the published steps; each then changes a few hundredths of all bf16 weights or fewer."""
@@ -39,17 +38,7 @@ _LENGTH: Final = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A chain, and what is known of it without reading it.
-
-    Attributes:
-        family: Name of the model's family.
-        url: Of the chain, ``file://``. Its version 0 holds the bits of ``base``.
-        base: Checkpoint folder, in bf16 and with its tokenizer, that training began from.
-        last: Number of the newest version.
-        densities: Changed share of all elements, of versions 1 to ``last``.
-        losses: Of the batches that these were steps on.
-        dumps: Folder with the trainer's own bits of every version.
-    """
+    """A chain, and what is known of it without reading it."""
 
     family: str
     url: str
@@ -60,14 +49,9 @@ class Trained:
     dumps: Path
 
     def dump(self, version: int) -> Path:
-        """Bits that the trainer held at a version, as the demo's oracle writes them."""
         return self.dumps / f"{version}.npz"
 
     def compare(self, version: int, folder: Path) -> Comparison:
-        """Hold a checkpoint folder against the trainer's bits of a version.
-
-        No code of the package's readers and writers takes part.
-        """
         return compare(self.dump(version), folder)
 
 
@@ -81,24 +65,7 @@ def train(
     rate: float = LEARNING_RATE,
     encoding: str = "step",
 ) -> Trained:
-    """Train a model of 2 layers on the demo's text, and publish every step after the first ones.
-
-    The masters are fp32, the wire is bf16. The same arguments give the same bits on every machine
-    of one kind: torch computes in one thread meanwhile.
-
-    Args:
-        family: One of ``NAMES``.
-        folder: Gets the checkpoint, the chain and the dumps; empty or not there yet.
-        versions: Optimizer steps to publish, after version 0.
-        seed: Decides the first weights and the text.
-        anchor_every: Versions between two anchors.
-        rate: Learning rate of the published steps. At ten times the usual one a model says
-            something else from version to version.
-        encoding: Encoding of deltas.
-
-    Raises:
-        ValueError: No chain is trained of that family.
-    """
+    """Train a model of 2 layers on the demo's text, and publish every step after the first ones."""
     if family not in NAMES:
         raise ValueError(f"{family!r} is none of {NAMES}")
     base, dumps = folder / "base", folder / "dumps"
@@ -135,22 +102,11 @@ def train(
 
 
 def pulled(trained: Trained, version: int, folder: Path) -> Path:
-    """The checkpoint folder of a version, by what ``deltachain pull`` runs.
-
-    Args:
-        trained: The chain.
-        version: Any of its versions.
-        folder: Not there yet, or filled by this chain before: it is then brought forwards or back.
-
-    Returns:
-        The folder, which loads as it is.
-    """
     pull(trained.url, out=folder, version=version)
     return folder
 
 
 def pretrain(family: str, base: Path, batches: Iterator[Tensor], seed: int) -> None:
-    """Write a checkpoint whose weights look like trained ones."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         configuration = named(family).configuration()
@@ -172,7 +128,6 @@ def masters_of(base: Path) -> PreTrainedModel:
 
 
 def optimizer_steps(model: nn.Module, batches: Iterator[Tensor], rate: float) -> Iterator[float]:
-    """Take an optimizer step a batch, without end, and yield the loss before each."""
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
     for inputs in batches:
@@ -185,7 +140,6 @@ def optimizer_steps(model: nn.Module, batches: Iterator[Tensor], rate: float) ->
 
 
 def make_batches(seed: int) -> Iterator[Tensor]:
-    """Token ids, int64 (_BATCH, _LENGTH), cut from one stream of documents."""
     tokenizer, wanted = make_tokenizer(), _BATCH * _LENGTH
     stream: list[int] = []
     for document in documents(seed):
@@ -197,7 +151,6 @@ def make_batches(seed: int) -> Iterator[Tensor]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Sums are then in one order, whatever the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

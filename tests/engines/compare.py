@@ -15,19 +15,12 @@ NOISE: Final[Mapping[str, str]] = {
 """Last parts of names that :func:`differences` leaves out, and why."""
 
 _HELPERS: Final = ("quant_method", "impl")
-"""Objects beside a module, that are no modules and may keep tensors of their own."""
 
 _DEPTH: Final = 3
-"""How far lists and dicts are followed for tensors."""
 
 
 def live(model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor with elements that a model has, not copied, tied ones under every name.
-
-    These are parameters and buffers of each module, and whatever else of its attributes is a
-    tensor or holds some, on the module or on what vLLM puts beside it. Out of reach is what only
-    kernels hold: the packed weights of linear layers that were not loaded :func:`unpacked`.
-    """
+    """Every tensor with elements that a model has, not copied, tied ones under every name."""
     return {
         path: tensor
         for name, module in model.named_modules(remove_duplicate=False)
@@ -38,7 +31,6 @@ def live(model: nn.Module) -> dict[str, Tensor]:
 
 
 def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What they hold now, to be compared with what they hold later."""
     return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
 
@@ -66,7 +58,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _parts(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """What a module has by name, short of the modules in it."""
     apart = ("_parameters", "_buffers", "_modules")
     yield from module._parameters.items()
     yield from module._buffers.items()
@@ -78,7 +69,6 @@ def _parts(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _tensors(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in a value, which may be a list or dict of them."""
     if isinstance(value, Tensor):
         yield name, value
     elif depth and isinstance(value, list | tuple | dict):

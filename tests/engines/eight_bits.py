@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 SCALE = "_scale"
-"""Behind the name of a weight: of its scales, one a row."""
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""Dtypes of codes, and the code of the largest activation of a token."""
 
 
 def is_quantised(checkpoint: Path) -> bool:
-    """Whether a checkpoint has codes."""
     return "quantization_config" in json.loads((checkpoint / "config.json").read_text())
 
 

@@ -29,7 +29,6 @@ CANDIDATES: Final = 5
 """Tokens of the highest logits, whose errors those are."""
 
 NOISY: Final = 8
-"""Models with noise that a token beyond the tolerance is judged by."""
 
 _FUSED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
@@ -70,12 +69,6 @@ def _shards(tensors: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]
 
 
 class Judge:
-    """Says whether tokens are what a checkpoint would have gone on with.
-
-    Args:
-        checkpoint: Of one version.
-    """
-
     def __init__(self, checkpoint: Path) -> None:
         self._model, self._rounding = (
             _loaded(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)
@@ -111,7 +104,6 @@ class Judge:
         )
 
     def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
-        """Logits between the best token and the given one at each position, and the tolerance."""
         exact, rounded = (
             self._logits(model, prompt, tokens) for model in (self._model, self._rounding)
         )
@@ -122,7 +114,6 @@ class Judge:
 
     @cached_property
     def _noisy(self) -> list[PreTrainedModel]:
-        """Models of the same weights, each with other errors of the size of a rounding."""
         dice = torch.Generator().manual_seed(5)
         found = [copy.deepcopy(self._model) for _ in range(NOISY)]
         for weight in (weight for model in found for weight in model.parameters()):
@@ -133,7 +124,6 @@ class Judge:
     def _logits(
         self, model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]
     ) -> Tensor:
-        """Logits that each of some tokens was chosen by, ``(tokens, vocabulary)``."""
         with torch.no_grad():
             found = model(input_ids=torch.tensor([[*prompt, *tokens]])).logits
         return cast("Tensor", found[0, len(prompt) - 1 : -1].float())
@@ -153,7 +143,6 @@ def _loaded(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _gap(logits: Tensor, tokens: Sequence[int]) -> Tensor:
-    """How far each token is from the best one."""
     return logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 

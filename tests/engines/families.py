@@ -32,10 +32,8 @@ from deltachain.checkpoint import WEIGHTS_FILE
 from examples.demo.model import BOS, CONTEXT, EOS, PAD, VOCABULARY, make_tokenizer
 
 _SPREAD: Final = 0.05
-"""Standard deviation of every weight."""
 
 _IDS: Final[Mapping[str, int]] = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
-"""The special tokens where the demo's tokenizer has them."""
 
 _SMALL: Final[Mapping[str, Any]] = {
     "vocab_size": VOCABULARY,
@@ -77,16 +75,7 @@ _LATENT: Final[Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture, small.
-
-    Attributes:
-        name: What tests call it.
-        model_type: What transformers calls it.
-        config: Where its configuration differs from the model type's own defaults.
-        auto: The class of transformers that makes a model of it.
-        said: What else its ``config.json`` says.
-        edit: Makes other tensors of those that transformers saves.
-    """
+    """One architecture, small."""
 
     name: str
     model_type: str
@@ -96,14 +85,12 @@ class Family:
     edit: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
 
     def configuration(self) -> PreTrainedConfig:
-        """Its configuration, which says bf16."""
         made: PreTrainedConfig = AutoConfig.for_model(self.model_type, **self.config)
         made.dtype = torch.bfloat16
         return made
 
 
 def _family(name: str, model_type: str, *parts: Mapping[str, Any], **more: Any) -> Family:
-    """A family that spells its sizes as most do, with what is given put on top, last wins."""
     config = dict(_SMALL)
     for part in (*parts, more):
         config.update(part)
@@ -111,7 +98,6 @@ def _family(name: str, model_type: str, *parts: Mapping[str, Any], **more: Any) 
 
 
 def _own(name: str, model_type: str, **config: Any) -> Family:
-    """A family with words of its own for its sizes."""
     common = {"vocab_size": VOCABULARY, **_IDS}
     return Family(name, model_type, MappingProxyType(common | config))
 
@@ -270,18 +256,10 @@ _ALL: Final = (
 )
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})
-"""Every family by name."""
 
 
 def make(family: Family | str, folder: Path) -> Path:
-    """Write a checkpoint folder: ``config.json`` and bf16 safetensors, of a few MB at most.
-
-    The same family gives the same bits wherever it is made: each tensor is drawn from a seed of its
-    own, so that neither their order nor another tensor decides them.
-
-    Returns:
-        The folder.
-    """
+    """Write a checkpoint folder: ``config.json`` and bf16 safetensors, of a few MB at most."""
     wanted = named(family) if isinstance(family, str) else family
     maker = getattr(transformers, wanted.auto)
     with torch.random.fork_rng(devices=[]):  # the model draws weights of its own first
@@ -307,7 +285,6 @@ def make(family: Family | str, folder: Path) -> Path:
 
 
 def named(family: str) -> Family:
-    """The family of a name, of this table or of the others."""
     from tests.engines.more import MORE  # noqa: PLC0415 - they are made of what is in here
     from tests.engines.unusual import UNUSUAL  # noqa: PLC0415
 
@@ -315,7 +292,6 @@ def named(family: str) -> Family:
 
 
 def _fill(tensor: Tensor, key: str) -> None:
-    """Draw a tensor from a seed of its own."""
     generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
     tensor.copy_(torch.randn(tensor.shape, generator=generator) * _SPREAD)
 
@@ -332,15 +308,7 @@ def checkpoint(family: str) -> Path:
 
 
 def with_tokenizer(folder: Path) -> Path:
-    """Put the demo's byte-level tokenizer into a checkpoint folder.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ValueError: The model has fewer rows in its embedding than the tokenizer has tokens, or
-            other ids for the special ones.
-    """
+    """Put the demo's byte-level tokenizer into a checkpoint folder."""
     config = json.loads((folder / "config.json").read_text())
     tokenizer = make_tokenizer()
     if config["vocab_size"] < len(tokenizer):
@@ -353,7 +321,6 @@ def with_tokenizer(folder: Path) -> Path:
 
 
 def _kept(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every floating point tensor that a checkpoint of the model has, tied ones once."""
     names = set(model.state_dict())
     yield from model.named_parameters()
     for name, buffer in model.named_buffers():

@@ -12,26 +12,16 @@ from typing import Final
 from tests.engines.serving import Generated, Server
 
 VOCABULARY: Final = range(3, 500)
-"""Token ids without a meaning of their own."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What clients got.
-
-    Attributes:
-        finished: Tokens and reason of every stream that ended.
-        generated: Every answer with labels, with the version that was applied before it was asked.
-        failures: Everything else.
-    """
-
     finished: list[tuple[int, str]] = field(default_factory=list)
     generated: list[tuple[int, Generated]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
 
 
 def prompt(dice: random.Random, length: int = 10) -> list[int]:
-    """Tokens that nobody has asked with before."""
     return dice.choices(VOCABULARY, k=length)
 
 
@@ -39,15 +29,7 @@ def prompt(dice: random.Random, length: int = 10) -> list[int]:
 def clients(
     server: Server, *, streams: int, labelled: int, length: int, applied: Callable[[], int]
 ) -> Iterator[Seen]:
-    """Keep asking from as many threads until this is left; every answer has been awaited then.
-
-    Args:
-        server: Whom.
-        streams: Clients that are streamed to.
-        labelled: Clients whose tokens are labelled.
-        length: Tokens to ask for.
-        applied: A version that the server is known to hold by now.
-    """
+    """Keep asking from as many threads until this is left; every answer has been awaited then."""
     seen, stop = Seen(), Event()
 
     def loop(once: Callable[[random.Random], None], seed: int) -> None:

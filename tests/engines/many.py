@@ -1,7 +1,4 @@
-"""Many versions, one after another, in one rank: each is what a freshly loaded model holds.
-
-For shapes that an engine loads on a CPU, and cannot generate with there.
-"""
+"""Many versions, one after another, in one rank: each is what a freshly loaded model holds."""
 
 from __future__ import annotations
 
@@ -24,15 +21,7 @@ from tests.support.spools import spool_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """What one rank held after each version.
-
-    Attributes:
-        classes: How many tensors in each class.
-        versions: How many arrived.
-        proven: How many had the state digest of their checkpoint.
-        wrong: Live tensors and outputs that differ from the fresh model's, with the version.
-        alike: Versions after which nothing had changed.
-    """
+    """What one rank held after each version."""
 
     classes: dict[str, int]
     versions: int
@@ -42,7 +31,6 @@ class Held:
 
 
 def examine_many(rank: int, family: str, tp: str | int, versions: str | int) -> dict[str, Any]:
-    """Let random versions arrive at one rank, then load each anew; every rank must call this."""
     with tempfile.TemporaryDirectory() as scratch:
         return asdict(_examine(rank, family, int(tp), int(versions), Path(scratch)))
 

@@ -36,23 +36,11 @@ from tests.engines.two_ranks import two_ranks
 from tests.support.spools import spool_of
 
 SHARE: Final = 0.3
-"""Of the elements of each tensor that change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one rank did with one family.
-
-    Attributes:
-        family: Its name.
-        tensors: In the checkpoint.
-        classes: How many of them in each class.
-        reasons: Why some are not in place, with how many.
-        wrong: Live tensors that differ from the fresh model's.
-        undone_wrong: Live tensors that are not as before once the change is taken back.
-        digest: Whether the state digest was what the changed checkpoint has.
-        refused: Why the family cannot be followed at all.
-    """
+    """What one rank did with one family."""
 
     family: str
     tensors: int
@@ -65,28 +53,25 @@ class Row:
 
     @property
     def right(self) -> bool:
-        """Whether nothing was silently wrong."""
         return not self.wrong and not self.undone_wrong and self.digest
+
+    def checked(self, *, followed: bool = False) -> Row:
+        """Assert that nothing is silently wrong, and if asked that nothing is refused either."""
+        assert (self.wrong, self.undone_wrong, self.digest) == ([], [], True)
+        assert self.refused or sum(self.classes.values()) == self.tensors
+        assert not followed or (self.refused, "refused" in self.classes) == ("", False)
+        return self
 
 
 def examine(
     rank: int, family: str, tp: int = 1, *, plain: bool = True, plain_experts: bool = False
 ) -> dict[str, Any]:
-    """The row of one rank, as JSON; every rank of a group must call this.
-
-    Args:
-        rank: Of ``tp`` ranks.
-        family: One of ``FAMILIES``.
-        tp: How many ranks there are.
-        plain: Keep linear layers unpacked, as accelerators do.
-        plain_experts: Keep experts unpacked, too.
-    """
+    """The row of one rank, as JSON; every rank of a group must call this."""
     how = {"tp": tp, "rank": rank, "plain_linears": plain, "plain_experts": plain_experts}
     return asdict(_examine(family, how))
 
 
 def examine_two(rank: int, *families: str) -> list[dict[str, Any]]:
-    """The rows of several families on one of two ranks."""
     for family in families:  # once there are ranks, only the first can save
         checkpoint(family)
     return [examine(rank, family, 2) for family in families]
@@ -131,7 +116,6 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
 
 
 def attached(mine: Rank, specs: Mapping[str, TensorSpec], number: int, tp: int) -> Agreement:
-    """What a rank and the others agree on; it is told."""
     reports = gather(mine.report(), tp)
     lost = orphans(specs, reports)
     if lost:
@@ -143,19 +127,15 @@ def attached(mine: Rank, specs: Mapping[str, TensorSpec], number: int, tp: int) 
 
 
 def computed(known: EngineModel, model: nn.Module) -> dict[str, Tensor]:
-    """What every layer that hides its weights makes of the same input."""
     layers = frozenset(name for name, _ in model.named_modules())
     return {f"{name}()": output for name, output in copied(known.compute(layers)).items()}
 
 
 def engine_fresh() -> ModuleType:
-    """How checkpoints are loaded by the engine that is installed here."""
     return import_module(f"tests.engines.{ENGINE}.fresh")
 
 
 class Change:
-    """What leads from one checkpoint to another."""
-
     def __init__(
         self, specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path
     ) -> None:
@@ -182,7 +162,6 @@ class Change:
 def changed(
     specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path, seed: int = 0
 ) -> Path:
-    """The checkpoint with random elements changed, in bits where they are written as bits."""
     old = Checkpoint(before)
 
     def bits(spec: TensorSpec) -> Bits:
@@ -254,7 +233,6 @@ def _row(
 
 
 def examine_two_known(rank: int, *families: str) -> list[dict[str, Any]]:
-    """As :func:`examine_two`, without those that the engine does not load on two ranks."""
     found = []
     for family in families:
         with suppress(Exception):  # that of the engine, and the same on both
@@ -270,11 +248,9 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     },
     "sglang": {"TP=1": {}},
 }
-"""Columns of the matrix of an engine, and how each is examined on one rank."""
 
 
 def main() -> None:
-    """Print the matrix of all families as Markdown; those that the engine does not load, below."""
     rows: dict[str, list[Row | None]] = {}
     for family in FAMILIES:
         with suppress(Exception):  # that of the engine, which does not know the model

@@ -52,7 +52,6 @@ def _as(
     edit: Callable[[Tensors], Tensors] | None = None,
     **said: Any,
 ) -> Family:
-    """A family of the other table, said to be of another architecture."""
     said = {"architectures": [architecture], **said}
     return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
 
@@ -68,7 +67,6 @@ def _seeing(name: str, model_type: str, **vision: Any) -> Family:
 
 
 def _later(saved: Tensors) -> Tensors:
-    """With a layer for later tokens, as MiMo has it."""
     made = dict(saved)
     for name, tensor in saved.items():
         if name.startswith("model.layers.1."):
@@ -92,7 +90,6 @@ _INTERN: Final = (
 
 
 def _intern(saved: Tensors) -> Tensors:
-    """With InternLM2's names; each group of queries lies beside its key and value."""
     made = {}
     for name, tensor in saved.items():
         new = name
@@ -109,7 +106,6 @@ def _intern(saved: Tensors) -> Tensors:
 
 
 def _normed(saved: Tensors) -> Tensors:
-    """With biases of norms, as Orion has them."""
     norms = [name for name in saved if "norm" in name]
     return saved | {n.replace(".weight", ".bias"): torch.empty_like(saved[n]) for n in norms}
 
@@ -143,4 +139,3 @@ _ALL: Final = (
 )  # fmt: skip
 
 MORE: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})
-"""Every one of them by name."""

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.engines.serving import ROOT
 
 
 def run_program(
     module: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a module of these tests to its end."""
     return subprocess.run(
         [sys.executable, "-m", module, *arguments],
         cwd=ROOT,

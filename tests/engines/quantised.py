@@ -30,14 +30,12 @@ INT8: Final[Mapping[str, Any]] = {
         }
     },
 }  # fmt: skip
-"""Weights and activations of eight bits."""
 
 KEYS_AND_VALUES: Final[Mapping[str, Any]] = {
     **INT8,
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor",
                         "dynamic": False},
 }  # fmt: skip
-"""The same, with scales of keys and values in the checkpoint."""
 
 GPTQ: Final[Mapping[str, Any]] = {
     "quant_method": "gptq",
@@ -53,7 +51,6 @@ _ATTENTION: Final = re.compile(r"^(model\.layers\.\d+\.self_attn)\.k_proj\.weigh
 
 
 def to_int8(saved: Tensors) -> Tensors:
-    """Every linear weight in eight bits, with a scale for each row."""
     made = dict(saved)
     for name, weight in _linears(saved):
         made[name] = _random(name, weight.shape, torch.int8)
@@ -62,14 +59,12 @@ def to_int8(saved: Tensors) -> Tensors:
 
 
 def with_scales(saved: Tensors) -> Tensors:
-    """The same, with scales of keys and values."""
     prefixes = [found[1] for name in saved if (found := _ATTENTION.match(name))]
     scales = [f"{prefix}.{kind}_scale" for prefix in prefixes for kind in "kv"]
     return to_int8(saved) | {name: torch.empty(1, dtype=torch.bfloat16) for name in scales}
 
 
 def to_gptq(saved: Tensors) -> Tensors:
-    """Every linear weight in four bits, packed in columns of int32."""
     made = dict(saved)
     for name, weight in _linears(saved):
         del made[name]

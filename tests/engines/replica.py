@@ -19,37 +19,25 @@ from tests.engines.trainer import Trainer
 
 
 class Replica:
-    """A server with plain linears and vLLM's development routes, and the trainer of its chain.
-
-    Args:
-        trainer: Of a chain in a folder, unless only what needs no folder is used.
-        server: Started.
-        tp: Its ranks.
-        strikes: The file by which its ranks are made to fail.
-    """
+    """A server with plain linears and vLLM's development routes, and the trainer of its chain."""
 
     def __init__(self, trainer: Trainer, server: Server, tp: int, strikes: Path) -> None:
         self.trainer, self.server, self.tp, self.strikes = trainer, server, tp, strikes
 
     @property
     def store(self) -> Path:
-        """The folder that the chain lies in."""
         return Path(urlsplit(self.trainer.url).path)
 
     def payload(self, version: int) -> Path:
-        """The first part of the delta of a version."""
         return next((self.store / "deltas").glob(f"{version:020d}-*")) / "00000.safetensors"
 
     def strike(self, at: str, **how: Any) -> None:
-        """Let the last rank fail; see :func:`tests.engines.strikes.order`."""
         strikes.order(self.strikes, at, rank=self.tp - 1, **how)
 
     def is_struck(self) -> bool:
-        """Whether it has failed as often as it should."""
         return not self.strikes.exists()
 
     def holds(self, version: int) -> bool:
-        """Whether every bit of every rank, and what the server says of it, is of a version."""
         return (
             self.server.status()["version"] == version
             and self.server.named() == str(version)
@@ -57,7 +45,6 @@ class Replica:
         )
 
     def has(self, checkpoint: Path) -> bool:
-        """Whether every bit of every rank is that of a checkpoint."""
         wanted = sharded(checkpoint, self.tp)
         return self.server.checksums() == {n: self.server.digest(t) for n, t in wanted.items()}
 
@@ -66,7 +53,6 @@ class Replica:
         return self.server.get("ready").status_code == 200 and self.generates_with(version)
 
     def generates_with(self, version: int) -> bool:
-        """Whether tokens come, and are said to be of a version."""
         return self.server.generate([5, 6, 7], 4).spans == ((0, 4, str(version)),)
 
     def goes_on_as(self, version: int, *, label: int | None = None) -> bool:
@@ -90,13 +76,11 @@ class Replica:
         return right == [version]
 
     def stands_still(self) -> bool:
-        """Whether it is not ready, is paused, and cannot be resumed."""
         paused = self.server.paused()
         codes = (self.server.get("ready").status_code, self.server.post("resume").status_code)
         return paused and self.server.paused() and codes == (503, 409)
 
     def is_settled(self) -> bool:
-        """Bring it to the head; whether it then holds and serves that, and nothing is left over."""
         self.strikes.unlink(missing_ok=True)
         self.server.post("release")
         self.server.update()
@@ -114,14 +98,12 @@ class Replica:
 
 @contextmanager
 def replicas(folder: Path, tp: int = 1, *, url: str = "", **options: Any) -> Iterator[Replica]:
-    """One whose server has loaded version 0 and follows only when it is told to."""
     with Trainer(folder, url) as trainer, serving(trainer, folder, tp, **options) as replica:
         yield replica
 
 
 @contextmanager
 def serving(trainer: Trainer, folder: Path, tp: int = 1, **options: Any) -> Iterator[Replica]:
-    """A server for a chain that is there already."""
     order = folder / "strike"
     settings = {"plain": True, "dev": True, "strikes": order, **options}
     base = settings.pop("base", trainer.base)
@@ -130,7 +112,6 @@ def serving(trainer: Trainer, folder: Path, tp: int = 1, **options: Any) -> Iter
 
 
 def error_of(response: httpx.Response, code: int) -> dict[str, Any]:
-    """The error of a response that must have one."""
     assert response.status_code == code, response.text
     error = response.json()["error"]
     assert error["message"]

@@ -16,7 +16,6 @@ NAMES: Final = ("gate", "router")
 
 
 def routers(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -25,7 +24,6 @@ def routers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weight of each router, ``(experts, hidden size)``, without gradient, by name."""
     return {name: cast("Tensor", one.weight).detach() for name, one in routers(model).items()}
 
 
@@ -58,14 +56,7 @@ def rounding(exact: nn.Module, rounded: nn.Module, run: Callable[[nn.Module], ob
 
 
 def nudged(model: nn.Module, position: int, by: float, run: Callable[[], object]) -> Iterator[None]:
-    """Move the logit of one expert after another at a position, up and down; yield at each.
-
-    Args:
-        model: Has its own weights again after each.
-        position: Of the token, among those that ``run`` gives the model.
-        by: How far; other positions are moved by the part that they have in common with it.
-        run: Runs the model.
-    """
+    """Move the logit of one expert after another at a position, up and down; yield at each."""
     for name, given in inputs(model, run).items():
         weight, at = weights(model)[name], given[position]
         for expert in range(len(weight)):

@@ -1,13 +1,4 @@
-"""A stock server of either engine on this machine alone, for as long as a test needs it.
-
-::
-
-    with start(checkpoint, folder, url) as server:
-        server.update(3)
-        server.generate([1, 2, 3], 20)
-
-Which engine it is is decided by the environment that the tests run in: each has one.
-"""
+"""A stock server of either engine on this machine alone, for as long as a test needs it."""
 
 from __future__ import annotations
 
@@ -36,13 +27,11 @@ MODEL: Final = "tiny"
 ROOT: Final = Path(__file__).resolve().parents[2]
 
 ENGINE: Final = next((e for e in ("vllm", "sglang") if importlib.util.find_spec(e)), "")
-"""The engine that is installed here; empty where none is."""
 
 PAUSES: Final = {
     "vllm": ("keep", "wait", "abort"),
     "sglang": ("retract", "in_place", "abort"),
 }.get(ENGINE, ())
-"""Its pause modes."""
 
 START_S: Final = 240.0
 STOP_S: Final = 15.0
@@ -143,56 +132,44 @@ class Server(ABC):
         self._leash: subprocess.Popen[bytes] | None = None
 
     @abstractmethod
-    def command(self, checkpoint: Path, options: Options) -> list[str]:
-        """What starts it."""
+    def command(self, checkpoint: Path, options: Options) -> list[str]: ...
 
     @abstractmethod
-    def variables(self, options: Options) -> dict[str, str]:
-        """Of its environment."""
+    def variables(self, options: Options) -> dict[str, str]: ...
 
     @abstractmethod
-    def generate(self, prompt: Sequence[int], length: int) -> Generated:
-        """Greedy tokens after a prompt, and the versions that they were made with."""
+    def generate(self, prompt: Sequence[int], length: int) -> Generated: ...
 
     @abstractmethod
-    def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]:
-        """The same one by one: how many came, and why they ended; raises if they never did."""
+    def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]: ...
 
     @abstractmethod
-    def checksums(self) -> dict[str, str]:
-        """A digest of every parameter by rank and name, as the engine itself computes them."""
+    def checksums(self) -> dict[str, str]: ...
 
     @abstractmethod
-    def digest(self, tensor: Tensor) -> str:
-        """What the engine would say of a parameter."""
+    def digest(self, tensor: Tensor) -> str: ...
 
     @abstractmethod
-    def named(self) -> str:
-        """The version that the engine has for its weights."""
+    def named(self) -> str: ...
 
     @abstractmethod
     def halt(self) -> None:
         """Pause it behind deltachain's back."""
 
     @abstractmethod
-    def go_on(self) -> None:
-        """Resume it behind deltachain's back."""
+    def go_on(self) -> None: ...
 
     @abstractmethod
-    def paused(self) -> bool:
-        """Whether its scheduler stands still."""
+    def paused(self) -> bool: ...
 
     @abstractmethod
-    def reset(self) -> None:
-        """Overwrite all weights behind deltachain's back."""
+    def reset(self) -> None: ...
 
     @abstractmethod
-    def load(self, checkpoint: Path) -> None:
-        """Load a checkpoint behind deltachain's back."""
+    def load(self, checkpoint: Path) -> None: ...
 
     @abstractmethod
-    def flush(self) -> None:
-        """Forget cached prefixes."""
+    def flush(self) -> None: ...
 
     def __enter__(self) -> Self:
         with self.log_path.open("ab") as log:
@@ -234,7 +211,6 @@ class Server(ABC):
         return cast("httpx.Client", self._own.client)
 
     def stop(self) -> float:
-        """Ask the server to end, and end all of its processes; the seconds that asking took."""
         if self._process is None:
             return 0.0
         process, self._process = self._process, None
@@ -254,29 +230,23 @@ class Server(ABC):
 
     @property
     def alive(self) -> bool:
-        """Whether its first process runs."""
         return self._process is not None and self._process.poll() is None
 
     def log(self) -> str:
-        """Everything that it printed so far."""
         return self.log_path.read_text(errors="replace")
 
     def get(self, path: str) -> httpx.Response:
-        """Ask something of deltachain."""
         return self.client.get(f"{self.prefix}/{path}")
 
     def post(self, path: str, **body: Any) -> httpx.Response:
-        """Tell deltachain something."""
         return self.client.post(f"{self.prefix}/{path}", json=body)
 
     def status(self) -> dict[str, Any]:
-        """What the replica says of itself."""
         response = self.get("status")
         assert response.status_code == 200, response.text
         return dict(response.json())
 
     def update(self, version: int | None = None) -> dict[str, Any]:
-        """Bring it to a version, which must work; the status afterwards."""
         response = self.post("update", **({} if version is None else {"version": version}))
         assert response.status_code == 200, response.text
         return dict(response.json())
@@ -284,7 +254,6 @@ class Server(ABC):
     def wait_for(
         self, what: Callable[[dict[str, Any]], object], within_s: float = PATIENCE_S
     ) -> Any:
-        """Look at the status again and again until it is as wanted; returns it."""
         deadline = time.monotonic() + within_s
         while not what(found := self.status()):
             assert time.monotonic() < deadline, f"{found}\n{self._tail()}"
@@ -308,7 +277,6 @@ class Server(ABC):
 
 
 def lines(response: httpx.Response) -> Iterator[Any]:
-    """What a server streams, as JSON; raises if it ends before it is done."""
     if response.status_code != 200:
         raise RuntimeError(f"{response.status_code}: {response.read().decode()}")
     for line in _lines(response):
@@ -329,7 +297,6 @@ def _lines(response: httpx.Response) -> Iterator[str]:
 
 
 def server_class() -> type[Server]:
-    """That of the engine that is installed here."""
     if ENGINE == "vllm":
         from tests.engines.vllm.server import VllmServer  # noqa: PLC0415
 
@@ -340,5 +307,4 @@ def server_class() -> type[Server]:
 
 
 def start(checkpoint: Path, folder: Path, url: str = "", **options: Any) -> Server:
-    """A server of the engine that is installed here, to be entered; see :class:`Options`."""
     return server_class()(checkpoint, folder, url, Options(**options))

@@ -26,23 +26,13 @@ VARIABLE: Final = "TEST_DELTACHAIN_STRIKE"
 def order(
     path: Path, at: str, *, rank: int = 0, nth: int = 1, kill: bool = False, lasting: bool = False
 ) -> None:
-    """Let a rank fail.
-
-    Args:
-        path: The file.
-        at: ``stage``, ``write`` (of one patch) or ``load`` (of one tensor, by the engine).
-        rank: Which.
-        nth: How many times it gets there before it fails.
-        kill: Whether it is gone at once, rather than raising.
-        lasting: Whether it fails every time from then on, until the file is gone.
-    """
+    """Let a rank fail."""
     found = {"at": at, "rank": rank, "nth": nth, "kill": kill, "lasting": lasting}
     path.with_suffix(".new").write_text(json.dumps(found))
     path.with_suffix(".new").replace(path)
 
 
 def strike(at: str) -> None:
-    """Carry out an order that is about this rank and this place."""
     path = Path(os.environ.get(VARIABLE) or os.devnull)
     if not path.is_file():
         return

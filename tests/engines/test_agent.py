@@ -23,7 +23,6 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 def holds(server: Server, checkpoint: Path) -> bool:
-    """Whether its live weights are those of a checkpoint, bit for bit."""
     return server.checksums() == {n: server.digest(t) for n, t in sharded(checkpoint, 1).items()}
 
 

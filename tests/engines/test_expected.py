@@ -22,7 +22,6 @@ LAYER = "model.layers.0.mlp.gate"
 
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> tuple[PreTrainedModel, list[int]]:
-    """A model of experts, two of four a token, and a text."""
     base = tmp_path_factory.mktemp("experts")
     with one_thread():
         batches = make_batches(0)

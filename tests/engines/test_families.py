@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltachain.checkpoint import WEIGHTS_FILE
-from tests.engines.families import FAMILIES, make, with_tokenizer
+from tests.engines.families import FAMILIES, make
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -26,9 +26,3 @@ def test_a_family_has_the_same_bits_wherever_it_is_made(tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = make(FAMILIES["jamba"], tmp_path / "other") / WEIGHTS_FILE
     assert one.read_bytes() == other.read_bytes()
-
-
-def test_the_tokenizer_needs_room(tmp_path: Path) -> None:
-    assert (with_tokenizer(make("gpt2", tmp_path / "gpt2")) / "tokenizer.json").is_file()
-    with pytest.raises(ValueError, match="512 tokens, 500 rows"):
-        with_tokenizer(make("llama_v500", tmp_path / "llama"))

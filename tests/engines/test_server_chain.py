@@ -33,7 +33,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 @pytest.fixture(scope="module")
 def pulled(chain: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
-    """The checkpoint of every version, by ``deltachain pull``."""
     folder = tmp_path_factory.mktemp("pulled")
     for version in range(VERSIONS + 1):
         pull(chain.url, out=folder / str(version), version=version)
@@ -55,23 +54,13 @@ def pair(
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A server that follows the chain, and one that knows nothing of it.
-
-    Attributes:
-        follower: Under test.
-        other: Is told to load checkpoints by its own means.
-        tp: Ranks of each.
-    """
+    """A server that follows the chain, and one that knows nothing of it."""
 
     follower: Server
     other: Server
     tp: int
 
     def holds(self, checkpoint: Path) -> bool:
-        """Whether every rank's digests are those of the other server, once that has loaded it.
-
-        The other's own loading is held against what is cut by hand.
-        """
         self.other.load(checkpoint)
         loaded = self.other.checksums()
         cut = {n: self.follower.digest(t) for n, t in sharded(checkpoint, self.tp).items()}
@@ -80,7 +69,6 @@ class Pair:
 
 
 def wrong(answers: Sequence[Generated], checkpoint: Path) -> int:
-    """Tokens that a checkpoint would not have gone on with."""
     judge = Judge(checkpoint)
     return sum(len(judge.wrong(a.prompt, a.tokens, range(LENGTH))) for a in answers)
 

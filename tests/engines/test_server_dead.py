@@ -31,7 +31,6 @@ def is_unhealthy(server: Server) -> bool:
 
 
 def engine_of(server: Server) -> psutil.Process:
-    """The process without which nothing is generated."""
     assert server._process is not None
     (found,) = (
         one
@@ -42,7 +41,6 @@ def engine_of(server: Server) -> psutil.Process:
 
 
 def readiness(server: Server) -> set[int]:
-    """The status codes of all routes of readiness, without those of refused connections."""
     codes = set()
     for path in (f"{server.prefix}/ready", f"{server.prefix}/readyz", "/readyz/deltachain"):
         with suppress(httpx.TransportError):

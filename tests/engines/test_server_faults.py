@@ -23,7 +23,6 @@ KEY = "the-key"
 def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Replica]:
-    """A server for many tests: starting one takes half a minute."""
     folder = tmp_path_factory.mktemp(f"tp{request.param}")
     environment = {"DELTACHAIN_TOKEN": TOKEN}
     with replicas(folder, request.param, environment=environment, key=KEY) as replica:
@@ -32,7 +31,6 @@ def shared(
 
 @pytest.fixture
 def replica(shared: Replica) -> Iterator[Replica]:
-    """One that holds its head, and must be able to get there again afterwards."""
     assert shared.is_settled()
     yield shared
     assert shared.is_settled()
@@ -40,7 +38,6 @@ def replica(shared: Replica) -> Iterator[Replica]:
 
 @contextmanager
 def instead(file: Path, content: bytes | None) -> Iterator[None]:
-    """Another content of a file, or none at all, for a while."""
     before = file.read_bytes()
     if content is None:
         file.unlink()

@@ -25,30 +25,18 @@ STALE = "in_place"
 """The mode in which they go on with what older weights left in the cache."""
 
 LATENT = "deepseek_v3_wide"
-"""A family with experts and latent attention."""
 
 EXPERTS = ("qwen3_moe", LATENT) if ENGINE == "vllm" else ("qwen3_moe",)
 """Families with experts that the stock engine serves on a CPU without AMX."""
 
 LENGTH = 64
-"""Tokens of a request of the load."""
 
 FRESH = (4, 24)
-"""Prompts that nobody asked with before, asked at once, and tokens after each."""
 
 MOST_ROUNDS = 10
-"""Rounds of those in which an answer must tell a version from the one before."""
 
 
 class Trial:
-    """A trainer and a server that follows it.
-
-    Args:
-        trainer: At version 0 when the server starts.
-        server: Started.
-        push: Whether the server is told of versions, rather than following them by itself.
-    """
-
     def __init__(self, trainer: Trainer, server: Server, *, push: bool) -> None:
         self.trainer, self.server, self.push = trainer, server, push
         self.judge = cache(lambda version: Judge(trainer.pulled(version, near=True)))
@@ -58,7 +46,6 @@ class Trial:
         self._pool = ThreadPoolExecutor(FRESH[0])
 
     def version(self) -> None:
-        """Let the next version arrive, and ask it something new."""
         version = self.trainer.step()
         if self.push:
             self.server.update(version)
@@ -75,12 +62,10 @@ class Trial:
         pytest.fail(f"versions {version - 1} and {version} go on alike with every prompt")
 
     def receipts(self) -> list[int]:
-        """The versions that the server says it wrote, in their order."""
         found = re.findall(r"\] deltachain: version (\d+) \(from \S+\) nnz", self.server.log())
         return [int(version) for version in found]
 
     def wrong(self, answer: Generated, version: int | None = None) -> int:
-        """Tokens that are not those of a version; of the one they are labelled with, by default."""
         return sum(
             len(
                 self.judge(int(label) if version is None else version).wrong(
@@ -91,7 +76,6 @@ class Trial:
         )
 
     def explain(self, answer: Generated) -> str:
-        """How far each unexpected token is from the best, by its version and those beside it."""
         lines = [str(answer)]
         for first, end, label in answer.spans:
             around = range(max(0, int(label) - 1), min(int(label) + 1, self.trainer.head) + 1)
@@ -128,7 +112,6 @@ class Trial:
 
 
 def checked(trial: Trial, versions: int, *, finish: set[str], stale: bool = False) -> Seen:
-    """Let versions arrive under load, and hold everything that was seen against the truth."""
     with clients(
         trial.server, streams=8, labelled=2, length=LENGTH, applied=lambda: trial.applied
     ) as seen:
@@ -191,7 +174,6 @@ def test_thirty_versions_arrive_under_load(
 
 
 def of_experts(folder: Path, family: str, tp: int, versions: int) -> None:
-    """Let versions of a family with experts arrive under load, on stock layers."""
     with (
         # Late in a training, versions that are one step apart go on alike.
         Trainer(folder, family=family, steps=4) as trainer,
@@ -224,7 +206,6 @@ def test_a_kept_cache_serves_stale_prefixes_and_the_test_of_them_sees_it(
 
 
 def wrong_after_an_update(trial: Trial) -> int:
-    """Tokens after long prompts that are not the new version's, though the old one cached them."""
     dice = random.Random(7)
     prompts = [prompt(dice, 400) for _ in range(4)]
     for asked in prompts:

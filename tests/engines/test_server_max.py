@@ -21,7 +21,6 @@ NO_ANCHOR = 1000
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Qwen2, whose biases and small matrices are shared by ranks as well."""
     folder = tmp_path_factory.mktemp("chain") / "run"
     return train("qwen2", folder, VERSIONS, anchor_every=NO_ANCHOR, encoding="max")
 

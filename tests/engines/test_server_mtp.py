@@ -30,7 +30,6 @@ WITH_HEADS: Final = {"vllm": "deepseek_v3_mtp", "sglang": "glm4_moe_mtp"}
 
 
 def with_heads(checkpoint: Path, folder: Path, seed: int) -> Path:
-    """A checkpoint, and in it the tensors of such a head."""
     family = named(WITH_HEADS[ENGINE])
     assert family.edit is not None
     shutil.copytree(checkpoint, folder)

@@ -33,7 +33,6 @@ SERVING_ON = {**FOLLOWING, "DELTACHAIN_STRICT": "0"}
 
 @pytest.fixture
 def s3(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Seaweed:
-    """A server of objects, which every process of a test finds."""
     for name, value in seaweed.env().items():
         monkeypatch.setenv(name, value)
     return seaweed
@@ -225,7 +224,6 @@ def test_a_replica_in_doubt_generates_nothing_and_forgets_what_it_cached(
 
 
 def arrive(replica: Replica) -> None:
-    """Let a version arrive by itself, and hold every bit against it."""
     version = replica.trainer.step()
     replica.server.wait_for(lambda status: status["version"] == version)
     assert replica.holds(version)
@@ -233,7 +231,6 @@ def arrive(replica: Replica) -> None:
 
 
 def serves_without_a_store(replica: Replica) -> None:
-    """It serves what it holds for as long as its store is away."""
     version = replica.trainer.head
     deadline = time.monotonic() + AWAY_S
     while time.monotonic() < deadline:

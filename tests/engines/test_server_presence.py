@@ -31,7 +31,6 @@ def test_a_server_shows_its_presence_until_it_is_told_to_end(tmp_path: Path) -> 
 
 
 def _ready(file: Path) -> PresenceRecord:
-    """The record once it says that the replica is ready: it is renewed every ten seconds."""
     until = time.monotonic() + 60
     while not (record := parse_record(file.read_bytes(), file.name)).status.ready:
         assert time.monotonic() < until

@@ -32,16 +32,6 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
 
 
 class Callers:
-    """Everybody who may tell a replica something, each on a thread of its own, again and again.
-
-    Args:
-        server: Whom they tell it.
-
-    Attributes:
-        answered: How often each path was answered with each status.
-        failures: Whatever should not have been answered.
-    """
-
     PATHS: Final = ("update", "rollback", "release", "scrub")
     REFUSALS: Final = {
         "rollback": "cannot roll back",  # there is nothing to go back to yet
@@ -92,7 +82,6 @@ class Callers:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_callers_at_once_never_make_a_mixture(tmp_path: Path, tp: int) -> None:
-    """Forward, back, scrubbed, paused and resumed by as many callers, under load."""
     following = {"DELTACHAIN_FOLLOW": "1", "DELTACHAIN_POLL_S": "0.05"}
     with replicas(tmp_path, tp, environment=following) as replica:
         server, trainer = replica.server, replica.trainer
@@ -117,7 +106,6 @@ def test_callers_at_once_never_make_a_mixture(tmp_path: Path, tp: int) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_weights_that_somebody_loads_are_found(trainer: Trainer, tmp_path: Path, tp: int) -> None:
-    """Where an engine packs its linears, their live bits are nowhere to be seen."""
     with serving(trainer, tmp_path, tp, plain=False) as replica:
         server = replica.server
         server.update(trainer.step())

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.engine
 
 
 def go_back(url: str, version: int) -> int:
-    """Revert a chain, as ``deltachain revert`` does; the new version."""
     chain = Chain.open(open_store(url))
     done = revert(chain, chain.read(version))
     assert done.committed is not None

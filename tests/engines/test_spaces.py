@@ -40,14 +40,6 @@ PREFIX: Final = {"vllm": "/v1/deltachain", "sglang": "/deltachain"}
 
 
 class Space:
-    """A container's worth of processes, all gone after leaving it.
-
-    Args:
-        home: The folder that the user may write to.
-        log: Gets what is printed.
-        environment: What the settings of the Space say.
-    """
-
     def __init__(self, home: Path, log: Path, environment: Mapping[str, str]) -> None:
         self._log = log
         self.home = home
@@ -79,7 +71,6 @@ class Space:
         self.client.close()
 
     def start(self) -> None:
-        """Start it as user 1000, or as whoever runs the tests."""
         entrypoint = ROOT / "spaces" / "rollout" / "entrypoint.sh"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -92,7 +83,6 @@ class Space:
             )
 
     def kill(self) -> None:
-        """End all of it at once."""
         if self._process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -100,13 +90,11 @@ class Space:
             self._process = None
 
     def stop(self) -> None:
-        """Tell the first process to end, as Spaces do, and wait until it has."""
         assert self._process is not None
         self._process.terminate()
         self._process.wait(STOP_S)
 
     def first_process(self) -> tuple[int, str]:
-        """Who runs it, and its command line."""
         assert self._process is not None
         folder = Path("/proc") / str(self._process.pid)
         command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
@@ -114,17 +102,14 @@ class Space:
         return int(status.partition("\nUid:")[2].split()[0]), command.lower()
 
     def log(self) -> str:
-        """Everything that it printed so far, in all of its lives."""
         return self._log.read_text(errors="replace")
 
     def wait_for_log(self, words: str) -> None:
-        """Wait until it has printed this."""
         deadline = time.monotonic() + PATIENCE_S
         while words not in self.log():
             self._check(deadline)
 
     def wait_for(self, version: int) -> None:
-        """Wait until it is ready and holds this version."""
         deadline = time.monotonic() + START_S
         while True:
             with suppress(httpx.TransportError):
@@ -135,13 +120,11 @@ class Space:
             self._check(deadline)
 
     def prove(self) -> dict[str, Any]:
-        """Let it recompute the state of its live weights; the status afterwards."""
         answer = self.client.post(f"{PREFIX[ENGINE]}/scrub")
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
     def generate(self) -> str:
-        """A few greedy tokens, by the name that the policy is served under."""
         body = {"model": "policy", "prompt": [1, 2, 3], "max_tokens": 16, "temperature": 0}
         answer = self.client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -157,20 +140,12 @@ class Space:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Where a chain is.
-
-    Attributes:
-        url: Of the chain.
-        reader: Variables of those who follow it.
-    """
-
     url: str
     reader: Mapping[str, str]
 
 
 @pytest.fixture(params=["hub", "s3"])
 def chain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Bucket:
-    """A chain in a bucket; the trainer may write there by variables of this process."""
     if request.param == "s3":
         seaweed: Seaweed = request.getfixturevalue("seaweed")
         writer, found = seaweed.env(), Bucket(seaweed.url("space/run-1"), seaweed.env())
@@ -193,7 +168,6 @@ def home() -> Iterator[Path]:
 
 @pytest.fixture
 def space(chain: Bucket, home: Path, tmp_path: Path) -> Iterator[Space]:
-    """One that looks for versions often."""
     often = {"DELTACHAIN_URL": chain.url, "DELTACHAIN_POLL_S": "0.5", "RETRY_S": "1"}
     with Space(home, tmp_path / "log", {**chain.reader, **often}) as space:
         yield space

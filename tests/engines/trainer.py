@@ -18,16 +18,7 @@ RATE: Final = 1e-2
 
 
 class Trainer:
-    """A small model that is trained for real; its checkpoint is version 0 of the chain.
-
-    Args:
-        folder: Gets the checkpoint, and what is pulled.
-        url: Where the chain is made; in the folder when not given.
-        family: Any that transformers trains; see :func:`tests.engines.families.named`.
-        seed: Decides the first weights and the text.
-        steps: Of the optimizer, for each version.
-        quantization: Recipe of what is published; the checkpoint is quantised then as well.
-    """
+    """A small model that is trained for real; its checkpoint is version 0 of the chain."""
 
     def __init__(
         self,
@@ -68,7 +59,6 @@ class Trainer:
         self._publisher.__exit__(kind, error, traceback)
 
     def step(self) -> int:
-        """Take steps and commit them; the version."""
         with one_thread(), torch.enable_grad():
             for _ in range(self._each):
                 next(self._steps)
@@ -76,13 +66,6 @@ class Trainer:
         return self.head
 
     def pulled(self, version: int, *, near: bool = False) -> Path:
-        """The checkpoint of a version, by ``deltachain pull``.
-
-        Args:
-            version: Which.
-            near: Start from the version before, where that was pulled already: a busy machine
-                takes long to decode a whole chain.
-        """
         folder, before = self._pulled / str(version), self._pulled / str(version - 1)
         if not folder.exists():
             if near and before.exists():

@@ -34,39 +34,21 @@ _GRACE_S: Final = 10.0
 """How long a rank may go on when the other has failed: it may wait in a collective for ever."""
 
 _TAIL: Final = 4000
-"""Characters of what a process said before it died without a word."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank came to.
-
-    Attributes:
-        rank: Which.
-        result: What the function returned.
-        error: Empty if it returned; else its traceback, or the end of what the process said.
-    """
-
     rank: int
     result: Any
     error: str
 
 
 class RanksFailedError(RuntimeError):
-    """A rank raised, died or was late; the message has the words of each."""
+    pass
 
 
 def two_ranks(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Any]:
-    """Run ``MODULE:FUNCTION`` in both ranks, and return what it returned in each.
-
-    Args:
-        function: A module that can be imported from the root of the repository, and a name in it.
-        arguments: Passed on as strings.
-        deadline_s: Both processes are killed when they take longer.
-
-    Raises:
-        RanksFailedError: Not both of them returned.
-    """
+    """Run ``MODULE:FUNCTION`` in both ranks, and return what it returned in each."""
     outcomes = run(function, *arguments, deadline_s=deadline_s)
     failed = [f"rank {one.rank}: {one.error}" for one in outcomes if one.error]
     if failed:
@@ -75,7 +57,6 @@ def two_ranks(function: str, *arguments: object, deadline_s: float = DEADLINE_S)
 
 
 def run(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Outcome]:
-    """As :func:`two_ranks`, with errors as values: of use to tests that expect some."""
     with tempfile.TemporaryDirectory(prefix="deltachain-ranks-") as scratch:
         folder = Path(scratch)
         environment = _environment(folder)
@@ -93,7 +74,6 @@ def run(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> li
 
 
 def _environment(folder: Path) -> dict[str, str]:
-    """Where the ranks meet, and no more threads or cores for each than there are."""
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
     return {
         "GLOO_SOCKET_IFNAME": "lo",
@@ -123,7 +103,6 @@ def _start(
 def _wait(
     processes: Sequence[subprocess.Popen[bytes]], deadline: float
 ) -> list[subprocess.Popen[bytes]]:
-    """Wait for both to end; those that had not when it was time to."""
     while running := [process for process in processes if process.poll() is None]:
         if any(process.returncode for process in processes):
             deadline = min(deadline, time.monotonic() + _GRACE_S)
@@ -134,7 +113,6 @@ def _wait(
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a rank, and it alone: what it started watches it, and gives shared memory back."""
     process.kill()
     process.wait()
 
@@ -165,7 +143,6 @@ def _be_rank(rank: int, folder: Path, function: str, arguments: Sequence[str]) -
 
 
 def main() -> int:
-    """Run both ranks, or be one of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("function", metavar="MODULE:FUNCTION")
     parser.add_argument("arguments", nargs="*")

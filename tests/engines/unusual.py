@@ -17,7 +17,6 @@ from tests.engines.quantised import GPTQ, INT8, KEYS_AND_VALUES, to_gptq, to_int
 Tensors: TypeAlias = dict[str, Tensor]
 
 _WORDS: Final[Mapping[str, Any]] = FAMILIES["llama"].config
-"""Sizes, spelt as most do."""
 
 _TEXT: Final = {**_WORDS, "head_dim": 32}
 _SIGHT: Final[Mapping[str, Any]] = {
@@ -35,18 +34,15 @@ def _family(name: str, model_type: str, auto: str = "AutoModelForCausalLM", **mo
 
 
 def _saying(said: Mapping[str, Any], *parts: str, **more: Any) -> Family:
-    """A family whose published checkpoints say something that transformers does not write."""
     return replace(_family(*parts, **more), said=MappingProxyType(dict(said)))
 
 
 def _seeing(name: str, model_type: str, text: str, sight: Mapping[str, Any], **more: Any) -> Family:
-    """A family that sees, with a language model of a type of its own."""
     config = {"text_config": {"model_type": text, **_TEXT}, "vision_config": dict(sight), **more}
     return Family(name, model_type, MappingProxyType(config), "AutoModelForImageTextToText")
 
 
 def _and(base: str, name: str, edit: Callable[[Tensors], Tensors], **said: Any) -> Family:
-    """A family of the other table, with other tensors in its checkpoint."""
     return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
 
 
@@ -64,7 +60,6 @@ def _wide(base: str, name: str) -> Family:
 
 
 def _layer_again(saved: Tensors, last: int, prefix: str, **more: tuple[int, ...]) -> Tensors:
-    """The last layer once more under another name, as heads for later tokens have it, and more."""
     own = re.compile(rf"^model\.layers\.{last}\.")
     made = dict(saved)
     for name, tensor in saved.items():
@@ -105,7 +100,6 @@ def _inv_freq(saved: Tensors) -> Tensors:
 
 
 def _of_clip(saved: Tensors) -> Tensors:
-    """Named as in checkpoints that others made: transformers leaves out a part of the names."""
     part = re.compile(r"(vision_tower\.)(?!vision_model\.)")
     return {part.sub(r"\1vision_model.", name): tensor for name, tensor in saved.items()}
 
@@ -246,4 +240,3 @@ _ALL: Final = (
 )  # fmt: skip
 
 UNUSUAL: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})
-"""Every one of them by name."""

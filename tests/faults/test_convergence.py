@@ -32,7 +32,6 @@ CREATED = ["", "manifests/", "edges/"]
 
 HOURS = 3600.0
 LAST = 4
-"""The newest version that a trainer publishes for its followers."""
 
 
 @pytest.fixture
@@ -50,12 +49,6 @@ def fault(action: Action, prefix: str = "", *, nth: int = 1, times: int | None =
 
 
 class Trainer:
-    """Trains a model and publishes it, whatever the store does.
-
-    Attributes:
-        states: What the model was at every call of ``step``.
-    """
-
     def __init__(self, store: Store, model: nn.Module) -> None:
         config = PublishConfig(url=store.url, on_error="warn", anchor_factor=0.001)
         self.model, self.states = model, [bits_of(model)]
@@ -73,7 +66,6 @@ class Trainer:
 
 
 def attached(store: FaultyStore, model: nn.Module, *, attempts: int = 12) -> Trainer:
-    """Start a trainer as a supervisor would: again, until it runs."""
     for _ in range(attempts):
         with suppress(DeltaChainError):
             return Trainer(store, model).attach()
@@ -81,7 +73,6 @@ def attached(store: FaultyStore, model: nn.Module, *, attempts: int = 12) -> Tra
 
 
 def assert_converged(inner: MemoryStore, trainer: Trainer) -> None:
-    """Every version is one that was trained, and the newest is the model."""
     found = recompute(inner)
     for version in found.values():
         assert any(same(version.state, state) for state in trainer.states)
@@ -194,7 +185,6 @@ def trainer(inner: MemoryStore) -> Iterator[Trainer]:
 
 
 def followed(subscriber: Subscriber, trainer: Trainer, bits: Callable[[], State]) -> None:
-    """Follow to the last version; every state on the way is one that was trained."""
     stop = Event()
     for receipt in subscriber.follow(stop=stop):
         assert same(bits(), trainer.states[receipt.version])

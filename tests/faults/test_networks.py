@@ -34,7 +34,6 @@ FAULTS: dict[str, Callable[[Proxy], None]] = {
 
 @pytest.fixture(params=["seaweed", "hub"])
 def place(request: pytest.FixtureRequest) -> Iterator[Place]:
-    """A proxy, and what opens one empty store through it."""
     with ExitStack() as stack:
 
         def opened(port: int, url: str, **options: object) -> Place:

@@ -50,7 +50,6 @@ KEYS = (
     "a b",
     "aaaa/" * 110 + "a",
 )
-"""Keys that no store can hold."""
 
 TABLES: dict[str, dict[str, Any]] = {
     "a name twice": {"tensors": [["a", "F32", [1]], ["a", "F32", [2]]], "aliases": {}},
@@ -63,4 +62,3 @@ TABLES: dict[str, dict[str, Any]] = {
     "a row of two": {"tensors": [["a", "F32"]], "aliases": {}},
     "a row of four": {"tensors": [["a", "F32", [1], 0]], "aliases": {}},
 }
-"""Tables of no model."""

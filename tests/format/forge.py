@@ -25,29 +25,12 @@ def compress(data: bytes) -> bytes:
 
 
 def unsized(data: bytes) -> bytes:
-    """A zstd frame that does not state its content size."""
     return zstandard.ZstdCompressor(level=1, write_content_size=False).compress(data)
 
 
 @dataclass
 class Forgery:
-    """A part in pieces. Whoever edits them decides what the file says; digests are made to fit.
-
-    Attributes:
-        metadata: The strings of the header.
-        rows: Tensor rows.
-        segments: Columns.
-        streams: Inflated bytes, by entry.
-        forms: dtype and shape of entries that are not flat bytes.
-        on_frame: Last word on a stored frame.
-        on_directory: Last word on the directory, as a document.
-        on_document: Last word on the bytes of the directory, before compression.
-        on_stored: Last word on them behind it.
-        on_header: Last word on the header, as a document.
-        on_front: Last word on the bytes of the header.
-        claims: Metadata that replaces what is true.
-        frame_nbytes: Most bytes of a frame.
-    """
+    """A part in pieces. Whoever edits them decides what the file says; digests are made to fit."""
 
     metadata: dict[str, str]
     rows: list[Json]
@@ -73,12 +56,10 @@ class Forgery:
         return nnz * 9 // 8 + (-(away + 1) // 2 if away % 2 else away // 2)
 
     def set_tile_nbytes(self, segment: int, nbytes: int) -> None:
-        """Store another size of a segment of ``max``."""
         away = nbytes - self.segments["nnz"][segment] * 9 // 8
         self.segments["gaps"][segment] = 2 * away if away >= 0 else -2 * away - 1
 
     def names(self) -> list[str]:
-        """The names of all rows, of which those of ``max`` are stored front coded."""
         found = [""]
         for row in self.rows:
             shared, _, rest = row["name"].partition(":")
@@ -87,13 +68,11 @@ class Forgery:
         return found[1:]
 
     def set_names(self, names: list[str]) -> None:
-        """Store other names of all rows."""
         for row, name, before in zip(self.rows, names, ["", *names], strict=False):
             shared = len(commonprefix((name, before)))  # noqa: RUF071 - characters, not paths
             row["name"] = f"{shared}:{name[shared:]}" if row["encoding"] == "max" else name
 
     def build(self) -> bytes:
-        """The file."""
         frames = {name: self.frames(data) for name, data in self.streams.items()}
         stored = self.directory(frames)
         shapes = [("directory", "U8", [len(stored)], len(stored)), ("digest", "U8", [32], 32)]
@@ -138,7 +117,6 @@ class Forgery:
 
 
 def take_apart(data: bytes) -> Forgery:
-    """The pieces of a sound part."""
     start = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:start])
     metadata = header.pop("__metadata__")

@@ -86,7 +86,6 @@ def rename(f: Forgery) -> None:
 
 
 def large_frame(f: Forgery) -> None:
-    """A dense tensor whose planes are one frame each, one byte too long."""
     nbytes = (1 << 20) + 1
     f.frame_nbytes = 1 << 21
     f.rows[0].update(shape=[nbytes], nnz=nbytes, segments=2)
@@ -96,19 +95,16 @@ def large_frame(f: Forgery) -> None:
 
 
 def overlap(f: Forgery) -> None:
-    """A dense tensor whose first half is there twice and whose second half is not."""
     f.rows[0].update(segments=2)
     f.segments.update(start=[0, 0], length=[4, 4], nnz=[4, 4])
     f.segments.update(gaps=[0, 0], exceptions=[0, 0], wide=[0, 0])
 
 
 def share(f: Forgery) -> None:
-    """A plain tensor that is the values of a raw one."""
     f.rows.append(f.rows[0] | {"name": "w.values", "shape": [3], "encoding": "plain"})
 
 
 def swap_lengths(f: Forgery) -> None:
-    """Two frames that are not compressed, each of which says the length of the other."""
     f.metadata["compression"] = "none"
     data = f.streams["#0.dense.0"]
     digests = [digest_of(data[:2]), digest_of(data[2:])]
@@ -116,13 +112,11 @@ def swap_lengths(f: Forgery) -> None:
 
 
 def as_long_as_raw(f: Forgery) -> None:
-    """A frame that compresses ten zeros to ten bytes."""
     f.metadata["compression"] = "zstd"
     f.on_frame = lambda _: b"\x28\xb5\x2f\xfd\x20\x0a\x53\0\0\0"
 
 
 def steps(sign: int, exception: int, magnitude: bytes, *wide: int) -> Edit:
-    """Other steps in the part of four; ``wide`` in 16 bits."""
     planes = np.array(wide, "<u2").view(np.uint8).reshape(-1, 2)
     edits = [column("exceptions", len(magnitude)), column("wide", len(wide))]
     contents = {
@@ -138,7 +132,6 @@ def steps(sign: int, exception: int, magnitude: bytes, *wide: int) -> Edit:
 
 
 def halves(*exceptions: int) -> Edit:
-    """The part of three steps of a byte in two segments; 1 and 1 is what they have."""
     return both(
         row("segments", 2),
         column("start", 0, 2),

@@ -107,7 +107,6 @@ def tiny_change() -> Change:
 
 
 def large_change() -> Change:
-    """Two-byte gaps in two segments, one of them an escape."""
     old = np.zeros(LARGE.numel, np.uint16)
     new = old.copy()
     new[[3, 65_538, 200_000, 1_048_575, 1_048_576, 1_099_999]] = [1, 2, 0xFFFF, 254, 255, 0x8000]
@@ -115,7 +114,6 @@ def large_change() -> Change:
 
 
 def parts() -> Iterator[tuple[str, bytes]]:
-    """One part for each encoding, and the one whose bytes FORMAT.md explains."""
     old, new = version(0), version(2)
     some = [spec for spec in SPECS if not np.array_equal(old[spec.name], new[spec.name])]
     pairs = [(spec, old[spec.name], new[spec.name]) for spec in some]
@@ -131,7 +129,6 @@ def parts() -> Iterator[tuple[str, bytes]]:
 
 
 def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
-    """A part whose only segment has some tiles side by side, in three classes, and its old bits."""
     spec = TensorSpec("w", "BF16", (8, 6))
     old = np.array([0x3C00 + 61 * n % 1024 for n in range(48)], np.uint16)
     new = old.copy()
@@ -151,12 +148,10 @@ def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
 
 
 def tiny_max() -> bytes:
-    """A part of a vector, without old bits."""
     return encode_part([replace(tiny_change(), encoding=ENCODINGS.get("max"))]).data
 
 
 def tiles() -> Iterator[tuple[str, bytes, Weights]]:
-    """Parts of the encoding ``max``, with the bits before them."""
     old, new = version(0), version(2)
     pairs = [(spec, old[spec.name], new[spec.name]) for spec in SPECS[:4]]
     yield "whole", encode_part(as_max(*pair) for pair in pairs).data, old
@@ -168,8 +163,6 @@ def tiles() -> Iterator[tuple[str, bytes, Weights]]:
 
 
 class Builder:
-    """A chain in memory, made of fixed ids and times."""
-
     def __init__(
         self,
         specs: Iterable[TensorSpec],
@@ -198,7 +191,6 @@ class Builder:
         *,
         raw: bool = False,
     ) -> Edge:
-        """One part in the store, and the edge that it makes."""
         part = encode_part(items, raw=raw)
         key = payload_key(kind, number, 0, f"{number:032x}", 0)
         self.store.put(key, part.data)
@@ -233,7 +225,6 @@ class Builder:
 
 
 def chain() -> Iterator[tuple[str, bytes]]:
-    """An anchor, a delta of steps, one of absolute bits, an empty version of the next epoch."""
     builder = Builder(SPECS, {"lm_head.weight": "embed.weight"})
     zero, one, two = version(0), version(1), version(2)
     by_step = [step(s, zero[s.name], one[s.name]) for s in SPECS[:4]]
@@ -262,7 +253,6 @@ def chain() -> Iterator[tuple[str, bytes]]:
 
 
 def contents(part: Part, old: Mapping[str, Bits] | None = None) -> dict[str, Any]:
-    """What a part says, in a form that any language can compare with."""
     given = {name: OldBits(bits) for name, bits in (old or {}).items()}
     return {
         delta.spec.name: {
@@ -277,7 +267,6 @@ def contents(part: Part, old: Mapping[str, Bits] | None = None) -> dict[str, Any
 
 
 def expected(files: Mapping[str, bytes]) -> bytes:
-    """What a reader must find in the fixtures, for readers that do not trust ours."""
     found = {name: contents(Part.from_bytes(files[name])) for name in files if "parts/" in name}
     versions = [
         {"state": str(state(w)), "weights": {name: w[name].tobytes().hex() for name in w}}
@@ -287,7 +276,6 @@ def expected(files: Mapping[str, bytes]) -> bytes:
 
 
 def max_files() -> Iterator[tuple[str, bytes]]:
-    """The parts of ``max``, what a reader must find in them, and the bits that it needs."""
     found = {}
     for name, data, old in tiles():
         rows = contents(Part.from_bytes(data), old)
@@ -299,7 +287,6 @@ def max_files() -> Iterator[tuple[str, bytes]]:
 
 
 def build() -> dict[str, bytes]:
-    """Every fixture, by path inside its folder."""
     files = {f"parts/{name}.safetensors": data for name, data in parts()}
     files |= {f"chain/{key}": data for key, data in chain()}
     files |= {"expected.json": expected(files)}
@@ -307,7 +294,6 @@ def build() -> dict[str, bytes]:
 
 
 def main(folder: Path) -> None:
-    """Write the fixtures into a folder that does not exist yet."""
     folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
     for name, data in build().items():
         file = folder / name

@@ -29,12 +29,10 @@ RECORD: Final = PruneRecord(
 
 
 def build() -> dict[str, bytes]:
-    """The record, by key."""
     return {prune_key(RECORD.number): seal(RECORD)}
 
 
 def main(folder: Path) -> None:
-    """Write the fixtures into a folder that does not exist yet."""
     folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
     for name, data in build().items():
         file = folder / name

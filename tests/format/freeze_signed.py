@@ -24,7 +24,6 @@ OWNER: Final = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
 
 
 def version(number: int) -> Bits:
-    """Bits of the tensor; the last version differs from none."""
     bits = np.arange(0x3F80, 0x3F88, dtype=np.uint16)
     if number >= 1:
         bits[[0, 5]] += np.array([1, 0xFFFF], np.uint16)
@@ -32,7 +31,6 @@ def version(number: int) -> Bits:
 
 
 def build() -> Iterator[tuple[str, bytes]]:
-    """An anchor, which nobody signed, a signed delta and its anchor, and an empty version."""
     builder = Builder([TINY], {}, trust=Trust())
     states = [reference.digest(digest_key(TINY), version(number)) for number in range(2)]
     first = builder.put("anchor", None, 0, [dense(TINY, version(0))], raw=True)
@@ -51,7 +49,6 @@ def build() -> Iterator[tuple[str, bytes]]:
 
 
 def main(folder: Path) -> None:
-    """Write the chain into a folder that does not exist yet."""
     folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
     for name, data in build():
         file = folder / name

@@ -19,7 +19,6 @@ TIME: Final = 1700000100.25
 
 
 def chain() -> Chain:
-    """The frozen chain."""
     store, root = MemoryStore(), freeze.FOLDER / "chain"
     for file in root.rglob("*"):
         if file.is_file():
@@ -28,7 +27,6 @@ def chain() -> Chain:
 
 
 def build() -> dict[str, bytes]:
-    """Every record, by key: one that moves, and one that is removed."""
     found = chain()
     tags.set_(found, "best", found.read(1), time=TIME)
     tags.set_(found, "best", found.read(3), time=TIME + 1)
@@ -38,7 +36,6 @@ def build() -> dict[str, bytes]:
 
 
 def main(folder: Path) -> None:
-    """Write the fixtures into a folder that does not exist yet."""
     folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
     for name, data in build().items():
         file = folder / name

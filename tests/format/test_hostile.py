@@ -26,7 +26,6 @@ def read(data: bytes) -> None:
 
 
 def is_refused(data: bytes) -> bool:
-    """Whether it is, with the right kind of error; any other error is the test's failure."""
     try:
         read(data)
     except FormatError:

@@ -105,7 +105,6 @@ def sealed(name: str, content: Any) -> bytes:
 
 
 def places(content: Any, *path: Any) -> Iterator[tuple[Any, ...]]:
-    """The path of every value inside a document."""
     if path:
         yield path
     items = content.items() if isinstance(content, dict) else enumerate(content)

@@ -36,7 +36,6 @@ def random_bits(rng: np.random.Generator, spec: TensorSpec) -> Bits:
 
 
 def moved(rng: np.random.Generator, old: Bits, density: float) -> Bits:
-    """Mostly small steps, some large ones, at random places."""
     new = old.copy()
     where = rng.random(old.size) < density
     small = rng.choice(np.array([1, -1, 2, -3, 254, -255, 255, -256]), old.size)
@@ -53,7 +52,6 @@ def change(spec: TensorSpec, old: Bits, new: Bits, encoding: str) -> Change:
 
 
 def models(seed: int) -> Iterator[tuple[TensorSpec, Bits, Bits]]:
-    """A tensor of each dtype and shape, before and after."""
     rng = np.random.default_rng(seed)
     for dtype in WIRE_DTYPES:
         for number, shape in enumerate(SHAPES):

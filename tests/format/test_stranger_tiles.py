@@ -24,7 +24,6 @@ OLD: Bits = np.array([0x3C00 + 61 * n % 1024 for n in range(48)], np.uint16)
 
 
 def part_of(cuts: int = 1) -> bytes:
-    """A part whose only segment has some tiles side by side."""
     return freeze.tiles_beside(cuts)[0]
 
 

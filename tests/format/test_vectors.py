@@ -282,7 +282,6 @@ def test_sizes_are_distances(row: dict[str, str]) -> None:
 
 
 def directory_of(*rows: tuple[str, str, int, int]) -> d.Directory:
-    """A directory of encodings, names, and changed elements and bytes of one segment each."""
     tensors = tuple(
         d.TensorRow(
             name=name,

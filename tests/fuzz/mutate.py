@@ -20,10 +20,8 @@ from tests.format.freeze import absolute, as_max, dense, step
 from tests.fuzz.targets import MAX_OLD, old_of
 
 LARGE: Final = ((1 << 20) + 5,)
-"""Shape of a tensor of two segments."""
 
 Mutate = Callable[[bytes, int], bytes]
-"""The fuzzer's own change of bytes, to at most so many."""
 
 Mutator = Callable[[bytes, int, Random, Mutate], bytes]
 
@@ -61,7 +59,6 @@ TORN: Final = (
 
 
 def mutate_part(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
-    """A part, changed behind its digests; sometimes a new one, or changed blindly."""
     for _ in range(4 if rng.random() < 0.95 else 0):  # not every edit fits every part
         try:
             forgery = take_apart(random_part(rng.randrange(256)) if rng.random() < 0.1 else data)
@@ -77,7 +74,6 @@ def mutate_part(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
 
 @cache  # encoding takes longer than all else here
 def random_part(seed: int) -> bytes:
-    """A sound part of some tensors, in some encodings."""
     rng, numbers = Random(seed), np.random.default_rng(seed)
     raw = rng.random() < 0.3
     changes = []
@@ -101,7 +97,6 @@ def edit_row(f: Forgery, rng: Random, _: Mutate) -> None:
 
 
 def edit_rows(f: Forgery, rng: Random, _: Mutate) -> None:
-    """A row more, a row less, rows in another order."""
     at, to, what = rng.randrange(len(f.rows)), rng.randint(0, len(f.rows)), rng.randrange(3)
     names = f.names()
     if what == 0:
@@ -117,7 +112,6 @@ def edit_rows(f: Forgery, rng: Random, _: Mutate) -> None:
 
 
 def edit_name(f: Forgery, rng: Random, _: Mutate) -> None:
-    """Another name, or the same one, stored in another way."""
     row = rng.choice(f.rows)
     if rng.random() < 0.5:
         names = f.names()
@@ -129,7 +123,6 @@ def edit_name(f: Forgery, rng: Random, _: Mutate) -> None:
 
 
 def edit_segments(f: Forgery, rng: Random, _: Mutate) -> None:
-    """One number of one segment, or a segment more or less."""
     column = rng.choice(list(f.segments.values()))
     what = rng.randrange(4)
     at = rng.randrange(len(column))
@@ -172,7 +165,6 @@ def edit_stream(f: Forgery, rng: Random, mutate: Mutate) -> None:
 
 
 def edit_streams(f: Forgery, rng: Random, _: Mutate) -> None:
-    """A stream under another name, gone, or twice."""
     name = rng.choice(list(f.streams))
     other = rng.choice([*f.streams, *WORDS, name.replace("#0", "#1")])
     data = f.streams.pop(name) if rng.random() < 0.7 else f.streams[name]
@@ -229,12 +221,10 @@ EDITS: Final = (
 
 
 def number(value: int, rng: Random) -> int:
-    """Another number, near or far."""
     return value + rng.choice((-1, 1)) if rng.random() < 0.5 else rng.choice(NUMBERS)
 
 
 def edit_json(content: Any, rng: Random) -> None:
-    """Change one place somewhere inside a list or an object."""
     inner = content
     while isinstance(inner, (list, dict)) and inner:
         place = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
@@ -246,7 +236,6 @@ def edit_json(content: Any, rng: Random) -> None:
 
 
 def edit_place(inner: Any, place: Any, rng: Random) -> None:
-    """One value goes, is there twice, or becomes another one."""
     value = inner[place]
     what = rng.randrange(8)
     if what == 0:
@@ -264,7 +253,6 @@ def edit_place(inner: Any, place: Any, rng: Random) -> None:
 
 
 def alike(value: Any, rng: Random) -> Any:
-    """Something of the same type."""
     if isinstance(value, int) and not isinstance(value, bool):
         return number(value, rng)
     if isinstance(value, str):
@@ -276,7 +264,6 @@ def alike(value: Any, rng: Random) -> Any:
 
 
 def mutate_document(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
-    """A bare document, changed in one place; sometimes blindly."""
     if rng.random() < 0.1:
         return mutate(data, limit)
     try:
@@ -290,7 +277,6 @@ def mutate_document(data: bytes, limit: int, rng: Random, mutate: Mutate) -> byt
 
 
 def mutate_envelope(data: bytes, limit: int, rng: Random, mutate: Mutate) -> bytes:
-    """An envelope whose payload is changed, sealed again."""
     if rng.random() < 0.1:
         return mutate(data, limit)
     head, tail = b'{"blake3":"' + b"0" * 64 + b'","payload":', b',"signatures":[]}'

@@ -57,18 +57,15 @@ def bounded(target: Target) -> Target:
 
 
 def resident() -> int:
-    """Bytes of memory that the process has."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * resource.getpagesize()
 
 
 def peak() -> int:
-    """The most bytes of memory that it ever had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
 def main() -> None:
-    """Never returns: the fuzzer ends the process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--target", choices=TARGETS, required=True)
     parser.add_argument("--seconds", type=int, default=60)

@@ -31,14 +31,9 @@ KEYS: Final = {
 
 
 LAYER: Final = {"a": "BF16", "b": "F8_E4M3", "c": "BF16", "d": "F32"}
-"""Tensors of a layer."""
 
 
 def max_of(*specs: TensorSpec, alone: bool = False) -> bytes:
-    """A part of tensors in which every seventh element of the fuzzer's old bits changed.
-
-    ``alone`` is without old bits.
-    """
     return encode_part(_as_max(spec, alone=alone) for spec in specs).data
 
 
@@ -52,7 +47,6 @@ def _as_max(spec: TensorSpec, *, alone: bool) -> Change:
 
 
 def seeds(target: str) -> Iterator[tuple[str, bytes]]:
-    """Objects for one target, by a name that a file can have."""
     if target == "part":
         for name, data in (*PARTS.items(), *parts()):
             yield f"sound-{name}", data

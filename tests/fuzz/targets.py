@@ -53,15 +53,12 @@ Target = Callable[[bytes], None]
 _D = TypeVar("_D", bound=Document)
 
 FROZEN: Final = dict(chain()) | freeze_tags.build()
-"""The objects of a sound chain of four versions and of two tags, by key."""
 
 MANIFEST_KEY: Final = keys.manifest_key(3)
 RECORD_KEY: Final = keys.edge_key(2, "skip", 0)
 TAG_KEY: Final = keys.tag_key("best", 1)
 MAX_OLD: Final = 1 << 14
-"""Elements of a tensor whose bits the fuzzer makes up."""
 COMPARED_NNZ: Final = 1 << 12
-"""Elements of a part that the slow reader is asked for as well."""
 
 
 class FindingError(Exception):
@@ -75,12 +72,10 @@ REFUSALS: Final = (
     ForkedChainError,
     StoreWentBackError,
 )
-"""What a reader may say of bytes that are not a publisher's."""
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What a hostile object may lead to, beside being read."""
     try:
         yield
     except ObjectNotFoundError:
@@ -91,13 +86,11 @@ def refusing() -> Iterator[None]:
 
 
 def must(fits: object, what: str) -> None:
-    """Raise a finding unless something holds."""
     if not fits:
         raise FindingError(what)
 
 
 def read_part(data: bytes) -> None:
-    """Open a part and decode all of it; what is accepted keeps every promise."""
     with refusing():
         part = Part.from_bytes(data, key="part")
         part.verify()
@@ -110,7 +103,6 @@ def read_part(data: bytes) -> None:
 
 
 def old_of(spec: TensorSpec) -> Bits:
-    """The bits before a part, for encodings that need them: those of the seeds' tensors."""
     count = min(spec.numel, MAX_OLD)
     bits: Bits = (np.arange(count) * 61 % 1024 + 0x3C00).astype(spec.bits_dtype)
     return bits
@@ -127,7 +119,6 @@ def read_tensor(part: Part, name: str) -> TensorDelta:
 
 
 def check_delta(delta: TensorDelta) -> None:
-    """Indices ascend inside the tensor, folding works, and the digest can be computed."""
     spec, indices = delta.spec, delta.indices
     must(0 <= delta.nnz <= spec.numel <= MAX_NUMEL, "more elements than the tensor has")
     must(delta.values.dtype == spec.bits_dtype, "values of another width")
@@ -140,7 +131,6 @@ def check_delta(delta: TensorDelta) -> None:
 
 
 def check_stage(part: Part, delta: TensorDelta) -> None:
-    """Streams that can be read are staged in one pass as their delta is."""
     spec = delta.spec
     if not ENCODINGS.get(part.rows[spec.name].encoding).stages or spec.numel > MAX_OLD:
         return
@@ -159,7 +149,6 @@ def check_stage(part: Part, delta: TensorDelta) -> None:
 
 
 def compare_with_stranger(data: bytes, deltas: list[TensorDelta]) -> None:
-    """A reader made from FORMAT.md alone accepts what ours accepts, and finds the same in it."""
     old = {delta.spec.name: old_of(delta.spec).tolist() for delta in deltas}
     theirs = stranger.read_part(data, old)
     must(list(theirs) == [delta.spec.name for delta in deltas], "other tensors")
@@ -168,7 +157,6 @@ def compare_with_stranger(data: bytes, deltas: list[TensorDelta]) -> None:
 
 
 def read_manifest(data: bytes) -> None:
-    """Follow a chain whose newest manifest is these bytes, from nothing and from each version."""
     with refusing():
         manifest = unseal(data, Manifest, key=MANIFEST_KEY)
         must(unseal(seal(manifest), Manifest, key="again") == manifest, "another manifest")
@@ -176,7 +164,6 @@ def read_manifest(data: bytes) -> None:
 
 
 def read_record(data: bytes) -> None:
-    """Take the edge of a record that the newest manifest lists by its digest."""
     record = None
     with refusing():
         record = unseal(data, EdgeRecord, key=RECORD_KEY)
@@ -196,13 +183,11 @@ def read_record(data: bytes) -> None:
 
 
 def relisted(listed: EdgeSummary, digest: str) -> EdgeSummary:
-    """The same edge, in a record of another digest."""
     fields = {name: getattr(listed, name) for name in listed.__struct_fields__}
     return EdgeSummary(**fields | {"digest": digest})
 
 
 def read_table(data: bytes) -> None:
-    """Open a chain that has this table."""
     with refusing():
         check_table(reparsed(data, Table))
     identity = parse(FROZEN[keys.CHAIN_KEY], Identity, key=keys.CHAIN_KEY)
@@ -214,7 +199,6 @@ def read_table(data: bytes) -> None:
 
 
 def check_table(table: Table) -> None:
-    """Every tensor can be counted and hashed."""
     try:
         specs = table.specs()
     except ValueError:  # ConfigError, which opening a chain turns into MalformedError
@@ -226,7 +210,6 @@ def check_table(table: Table) -> None:
 
 
 def read_chain(data: bytes) -> None:
-    """Open a chain of this identity, and read its small files."""
     with refusing():
         reparsed(data, Identity)
     store = stored({keys.CHAIN_KEY: data})
@@ -237,7 +220,6 @@ def read_chain(data: bytes) -> None:
 
 
 def read_tag(data: bytes) -> None:
-    """Read a tag whose newest record is these bytes, and the version that it names."""
     with refusing():
         record = unseal(data, Tag, key=TAG_KEY)
         must(unseal(seal(record), Tag, key="again") == record, "another record")
@@ -261,14 +243,12 @@ def read_head(data: bytes) -> None:
 
 
 def reparsed(data: bytes, kind: type[_D]) -> _D:
-    """A document, which must survive being written and read again."""
     document = parse(data, kind, key="document")
     must(parse(dump(document), kind, key="again") == document, "another document")
     return document
 
 
 def stored(forged: dict[str, bytes]) -> MemoryStore:
-    """The sound chain, some of whose objects are others."""
     store = MemoryStore()
     for key, data in (FROZEN | forged).items():
         store.put(key, data)
@@ -276,7 +256,6 @@ def stored(forged: dict[str, bytes]) -> MemoryStore:
 
 
 def follow_(store: MemoryStore) -> None:
-    """Plan and fetch from nothing and from each version, as a subscriber does."""
     with refusing():
         opened = Chain.open(store)
         head = opened.head()
@@ -289,7 +268,6 @@ def follow_(store: MemoryStore) -> None:
 
 
 def take(opened: Chain, plan: Plan) -> None:
-    """Fetch a plan and decode what it brings."""
     try:
         fetched = fetch(opened, plan)
     except ConfigError:

@@ -38,7 +38,6 @@ FAULTS = {
 
 
 def fuzz(program: list[str], corpus: Path, target: str, seconds: int) -> tuple[int, str]:
-    """Exit status and log of the fuzzer, in a process of its own."""
     arguments = ["--target", target, "--seconds", str(seconds), "--corpus", str(corpus)]
     done = subprocess.run(
         [sys.executable, *program, *arguments],

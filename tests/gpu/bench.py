@@ -37,12 +37,6 @@ class Found(NamedTuple):
 
 
 def bench(where: str, numel: int = NUMEL) -> dict[str, Any]:
-    """Times in seconds, throughputs in GB/s of bf16, nanoseconds a change, and ratios to floors.
-
-    Args:
-        where: A torch device; ``cpu`` to try the benchmark itself.
-        numel: Elements of the tensor.
-    """
     torch.manual_seed(0)
     current = torch.randint(-(1 << 15), 1 << 15, (numel,), dtype=torch.int16, device=where)
     changed = (torch.rand(numel, device=where) < DENSITY).nonzero().view(-1)
@@ -96,8 +90,6 @@ def _decode(found: Found) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object], like: Tensor) -> float:
-    """Median seconds of ``work``, waiting for the device on both sides."""
-
     def once() -> float:
         if like.is_cuda:
             torch.cuda.synchronize()

@@ -59,18 +59,14 @@ def check_stream_order(where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Numbers of elements of a model's tensors."""
-
     name: str
     numels: tuple[int, ...]
 
     def scaled(self, divisor: int) -> ModelShape:
-        """The same number of tensors, of fewer elements."""
         return ModelShape(self.name, tuple(max(1, n // divisor) for n in self.numels))
 
     @property
     def numel(self) -> int:
-        """Number of elements of all tensors."""
         return sum(self.numels)
 
 
@@ -92,13 +88,7 @@ MOE_18K = ModelShape(
 
 
 class Model:
-    """Weights of a shape on a device, and their snapshot.
-
-    Args:
-        shape: The shape.
-        where: Device of the weights.
-        resident: Whether the snapshot is there as well.
-    """
+    """Weights of a shape on a device, and their snapshot."""
 
     def __init__(self, shape: ModelShape, where: str, *, resident: bool) -> None:
         self._resident = resident
@@ -119,7 +109,6 @@ class Model:
         self._flips = (torch.rand(largest, device=where) < DENSITY).to(torch.int16)
 
     def change(self) -> int:
-        """Flip a bit of some elements; return their number."""
         changed = torch.zeros((), dtype=torch.int64, device=self._flips.device)
         for live in self.live:
             flips = self._flips[: live.numel()]
@@ -128,18 +117,12 @@ class Model:
         return int(changed)
 
     def tensors(self) -> Iterator[Compared]:
-        """Every tensor, with its place in the snapshot."""
         for number, (at, live) in enumerate(zip(self._starts, self.live, strict=False)):
             yield Compared(str(number), self._kept, at, live, torch.int16, self._resident)
 
 
 def bench_diff(where: str, divisor: int | None = None) -> dict[str, Any]:
-    """Seconds of a diff of whole models, beside the floors of the same run.
-
-    Args:
-        where: A torch device; ``cpu`` to try the benchmark itself.
-        divisor: What to divide the sizes of tensors by; by default as little as fits.
-    """
+    """Seconds of a diff of whole models, beside the floors of the same run."""
     figures: dict[str, Any] = {"floors": floors(where)}
     for shape, resident in product((DENSE_8B, MOE_18K), (False, True)):
         used = divisor or fitting(shape, where, resident=resident)
@@ -158,7 +141,6 @@ def bench_diff(where: str, divisor: int | None = None) -> dict[str, Any]:
 
 
 def fitting(shape: ModelShape, where: str, *, resident: bool) -> int:
-    """The smallest power of two by which to divide a shape so that it fits, with room to work."""
     free = torch.cuda.mem_get_info(where)[0] if torch.device(where).type == "cuda" else 0
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     divisor = 1
@@ -209,7 +191,6 @@ def _times(model: Model, where: str, known: dict[str, float]) -> dict[str, float
 
 
 def floors(where: str) -> dict[str, float]:
-    """GB/s: a copy within the device (reads and writes), and pinned copies both ways."""
     numel = COPY_NBYTES * (16 if torch.device(where).type == "cuda" else 1)
     one = torch.zeros(numel, dtype=torch.uint8, device=where)
     other = torch.ones_like(one)

@@ -30,8 +30,6 @@ BUDGET = 1 << 30
 
 
 class Graph:
-    """A forward pass of a rank: captured where a device has graphs, called again where not."""
-
     def __init__(self, model: FakeModel, tokens: Tensor) -> None:
         self._model, self._tokens = model, tokens
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -49,7 +47,6 @@ class Graph:
             self._output = self._model.forward(self._tokens)
 
     def replay(self) -> Tensor:
-        """What it computes from the weights as they are now, on the host."""
         if self._graph is None:
             return self._model.forward(self._tokens).cpu()
         self._graph.replay()
@@ -58,13 +55,6 @@ class Graph:
 
 @dataclass
 class Bench:
-    """A rank that holds one version, and the plan that leads to the next.
-
-    Attributes:
-        where: A torch device.
-        kind: Of the plan: ``step``, ``mixed``, ``max``, or ``dense`` for one from nothing.
-    """
-
     where: str
     kind: str
     folder: Path
@@ -103,22 +93,18 @@ class Bench:
             yield step
 
     def state(self) -> StateDigest:
-        """State digest of the live weights."""
         return sum(self.rank.state().values(), StateDigest())
 
     def stage(self, ticket: int, budget: int = BUDGET) -> Effect:
-        """Stage the plan; what it would do."""
         staged = self.rank.stage(ticket, self.spool.folder, budget)
         return sum(staged.effects.values(), Effect())
 
 
 def check_digest(bench: Bench) -> None:
-    """What a device says of its windows is what the host says of the files."""
     assert bench.state() == bench.before.state(bench.before.specs)
 
 
 def check_stage_beside_a_graph(bench: Bench) -> None:
-    """Staging writes nothing, whatever is computed meanwhile, and tells the next state."""
     graph = Graph(bench.model, bench.tokens)
     output = graph.replay()
     with ThreadPoolExecutor(1) as pool:
@@ -134,7 +120,6 @@ def check_stage_beside_a_graph(bench: Bench) -> None:
 
 
 def check_swap_under_a_graph(bench: Bench) -> None:
-    """A captured graph computes from the new weights, at the old addresses; and back."""
     graph = Graph(bench.model, bench.tokens)
     fresh = FakeModel(bench.shape, 0, bench.folder / "new", bench.where)
     old, new = graph.replay(), Graph(fresh, bench.tokens).replay()
@@ -173,7 +158,6 @@ KINDS = ("step", "mixed", "dense", "max")
 
 
 def checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Every check with every kind of plan, by name."""
     for kind in KINDS:
         for check in CHECKS:
             yield f"{kind}.{check.__name__}", _on(where, kind, check)

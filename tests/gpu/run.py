@@ -27,7 +27,6 @@ from tests.gpu.diff import bench_diff, diff_checks
 
 
 def main() -> int:
-    """Run what the command line names."""
     if sys.argv[1:] != ["test"] and sys.argv[1:2] != ["bench"]:
         sys.stderr.write("usage: python -m tests.gpu.run test | bench [DIVISOR OF MODEL SIZES]\n")
         return 2
@@ -41,7 +40,6 @@ def main() -> int:
 
 
 def _bench_update(where: str, divisor: int | None) -> dict[str, Any]:
-    """Figures of updates, which need what deltachain is installed with."""
     try:
         from tests.gpu.update import bench_update  # noqa: PLC0415
     except ModuleNotFoundError as exc:
@@ -54,11 +52,9 @@ BENCHES: dict[str, Callable[[str, int | None], dict[str, Any]]] = {
     "diff": bench_diff,
     "update": _bench_update,
 }
-"""Benchmarks by name: of a device, and what to divide the sizes of models by, if given."""
 
 
 def _bench(card: str, divisor: int | None) -> int:
-    """Print the figures of every benchmark as one document."""
     figures = {name: one("cuda", divisor) for name, one in BENCHES.items()}
     sys.stdout.write(json.dumps({"device": card, **figures}, indent=2) + "\n")
     return 0

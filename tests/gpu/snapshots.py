@@ -22,7 +22,6 @@ from tests.support.models import plain_model, train_
 
 
 def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """The check of a snapshot in each place, with weights as they are and with fp32 masters."""
     places: tuple[SnapshotPlace, ...] = ("host", "device")
     for place in places:
         for dtype in (torch.bfloat16, torch.float32):
@@ -38,7 +37,6 @@ def snapshot_checks(where: str) -> Iterator[tuple[str, Callable[[], None]]]:
 
 
 def check_snapshot(where: str, place: SnapshotPlace, dtype: torch.dtype) -> None:
-    """It finds what the snapshot of a copy on the host finds; it is restored, and done again."""
     host_model, model = plain_model(dtype=dtype), plain_model(dtype=dtype).to(where)
     host = Snapshot(collect_weights(host_model, dtype="BF16"))
     on_device = torch.device(where).type == "cpu"
@@ -61,7 +59,6 @@ def check_snapshot(where: str, place: SnapshotPlace, dtype: torch.dtype) -> None
 
 
 def check_quantised(where: str, place: SnapshotPlace, dtype: torch.dtype, recipe: str) -> None:
-    """Codes and scales are those that a copy on the host has; what is refused changes nothing."""
     torch.manual_seed(1)
     layers = nn.ModuleDict({"a": nn.Linear(300, 260), "b": nn.Linear(260, 130, bias=False)})
     model, host_model = layers.to(where, dtype), copy.deepcopy(layers).to("cpu", dtype)
@@ -90,7 +87,6 @@ def check_quantised(where: str, place: SnapshotPlace, dtype: torch.dtype, recipe
 
 
 def quantised_tensors(model: nn.Module, recipe: str) -> ModelTensors:
-    """The matrices of a model, quantised, beside what else it has."""
     source = collect_weights(model, dtype="BF16")
     made = quantise(source, {"a.weight", "b.weight"}, RECIPES[recipe], Ranks.alone())
     made.agree("begin")

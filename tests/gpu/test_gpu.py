@@ -13,5 +13,4 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("check", [pytest.param(check, id=name) for name, check in checks("cuda")])
 def test_a_rank_on_a_device(check: Callable[[], None]) -> None:
-    """Scatter plan, stage and swap of fused parameters, under CUDA graphs."""
     check()

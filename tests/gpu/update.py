@@ -30,12 +30,7 @@ PART_NUMEL = 1 << 31
 
 
 class Scene:
-    """Live weights of a shape on a device, and the parts of their next version.
-
-    Args:
-        shape: The shape.
-        where: Device of the weights.
-    """
+    """Live weights of a shape on a device, and the parts of their next version."""
 
     def __init__(self, shape: ModelShape, where: str) -> None:
         self.where = torch.device(where)
@@ -60,24 +55,20 @@ class Scene:
         self.shares = {n: Share([(slot, p)], 0, specs[n].numel) for n, p in self.places.items()}
 
     def plans(self) -> Iterator[TensorPlan]:
-        """What the version says of each tensor."""
         for part in self.parts:
             for row in part.rows.values():
                 yield TensorPlan(row.spec, (part,))
 
     def stage(self) -> RankStaged:
-        """Stage the version, as a rank does it."""
         staged = stage(self.plans(), self.shares.__getitem__, BUDGET, cores(), self.stager)
         self.wait()
         return staged
 
     def wait(self) -> None:
-        """Wait for the device."""
         if self.where.type == "cuda":
             torch.cuda.synchronize(self.where)
 
     def floor(self) -> float:
-        """Seconds of a bare ``index_copy_`` of as many elements into every tensor."""
         bits = {name: live[self.indices[name]] for name, live in self.live.items()}
         self.wait()
         start = time.perf_counter()
@@ -92,13 +83,6 @@ def bench_update(
     divisor: int | None = None,
     shapes: Sequence[ModelShape] = (DENSE_8B, MOE_18K),
 ) -> dict[str, Any]:
-    """Seconds to stage and to swap a version of whole models, beside bare writes.
-
-    Args:
-        where: A torch device; ``cpu`` to try the benchmark itself.
-        divisor: What to divide the sizes of tensors by; by default as little as fits.
-        shapes: The models.
-    """
     figures: dict[str, Any] = {}
     for shape in shapes:
         used = divisor or 2 * fitting(shape, where, resident=True)
@@ -154,7 +138,6 @@ def _seconds(scene: Scene, writes: Iterator[Any]) -> float:
 
 
 def _groups(changes: list[Change]) -> Iterator[list[Change]]:
-    """Divide changes among parts."""
     group: list[Change] = []
     numel = 0
     for change in changes:

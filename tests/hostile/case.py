@@ -60,5 +60,4 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Unique in the corpus."""
         return f"{self.level}: {self.category}: {self.name}"

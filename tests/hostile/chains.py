@@ -31,7 +31,6 @@ NO_TABLE: Final[dict[str, Category]] = {
 
 
 def chains() -> Iterator[Case]:
-    """Every case of the three levels."""
     for name, fields in TABLES.items():
         category = NO_TABLE.get(name, "another rule")
         yield case("table", category, name, updating(fields))
@@ -53,7 +52,6 @@ def chains() -> Iterator[Case]:
 
 
 def assets() -> Iterator[Case]:
-    """Small files that are not what the identity says."""
     for category, name, act, error in FILES:
         yield Case(
             level="chain",
@@ -102,7 +100,6 @@ def file(**fields: Any) -> Callable[[Scene], object]:
 
 
 def anchor(**fields: Any) -> Edit:
-    """A hint of an anchor of version 1 that costs nothing, and is not there."""
     summary = {
         "version": 1,
         "kind": "anchor",
@@ -116,14 +113,12 @@ def anchor(**fields: Any) -> Edit:
 
 
 def two(identity: Any) -> None:
-    """Another content under the name of the first."""
     first = identity["assets"][0]
     key = f"assets/{'0' * 32}/config.json"
     identity["assets"].append(first | {"key": key, "blake3": "0" * 64})
 
 
 def deeper(identity: Any) -> None:
-    """A name with a slash in it."""
     ref = identity["assets"][0]
     ref.update(key=ref["key"].replace("config.json", "x/config.json"))
 

@@ -43,7 +43,6 @@ COUNTS: Final[dict[Level, str]] = {"manifest": "nnz", "record": "version", "head
 
 
 def documents() -> Iterator[Case]:
-    """Every case that any level can have."""
     for level in LEVELS:
         yield from texts(level)
         yield from fields(level)
@@ -55,7 +54,6 @@ def documents() -> Iterator[Case]:
 
 
 def texts(level: Level) -> Iterator[Case]:
-    """What is no document, or not all of one."""
     for name in no_documents(SOUND):
         yield case(level, NAMED.get(name, "another rule"), name, text(level, name))
     for name, cut in CUTS.items():
@@ -64,7 +62,6 @@ def texts(level: Level) -> Iterator[Case]:
 
 
 def fields(level: Level) -> Iterator[Case]:
-    """What every document begins with, and a count."""
     for category, name, edit in EDITS:
         yield case(level, category, name, edited(level, edit))
     for name, edit in NEWER.items():
@@ -75,7 +72,6 @@ def fields(level: Level) -> Iterator[Case]:
 
 
 def envelopes(level: Level) -> Iterator[Case]:
-    """What can be wrong around a payload."""
     for category, name, change in AROUND:
         yield case(level, category, name, around(level, change))
     yield case(
@@ -142,7 +138,6 @@ def around(level: Level, change: Callable[[bytes], bytes]) -> Callable[[Scene], 
 
 
 def spaced(level: Level) -> Callable[[Scene], object]:
-    """Another text of the same content, where only its digest can tell."""
     return lambda scene: scene.replace(
         level, scene.read(level).replace(b'"format":1,', b'"format":1 ,')
     )
@@ -153,7 +148,6 @@ def setting(field: str, value: Any) -> Callable[[Any], object]:
 
 
 def only(d: Any, name: str) -> None:
-    """No field but one is left."""
     for field in set(d) - {name}:
         del d[field]
 

@@ -27,7 +27,6 @@ OLDER: Final = f"deltas/{0:020d}-00000000-{1:032x}/00000.safetensors"
 
 
 def edges() -> Iterator[Case]:
-    """Every case of both levels."""
     yield from ways("manifest", "step")
     yield from ways("record", RECORD)
     for category, name, edit in MANIFESTS:
@@ -44,7 +43,6 @@ def edges() -> Iterator[Case]:
 
 
 def ways(level: Level, scene: str) -> Iterator[Case]:
-    """What can be wrong with an edge, wherever it is."""
     for category, name, edit in EDGES:
         yield case(level, category, name, edited(level, of_edge(edit)), scene=scene)
     for key in KEYS:
@@ -90,22 +88,18 @@ def part(**fields: Any) -> Edit:
 
 
 def of_edge(edit: Edit) -> Edit:
-    """The edit of the edge that a document holds."""
     return lambda document: edit(document["edge"])
 
 
 def of_listing(edit: Edit) -> Edit:
-    """The edit of the summary of the record in the manifest that lists it."""
     return lambda manifest: edit(listed(manifest))
 
 
 def recent(**fields: Any) -> Edit:
-    """The first of the recent edges, that of version 0, says something else."""
     return lambda manifest: manifest["recent"][0].update(fields)
 
 
 def overlap(edge: Any) -> None:
-    """Two references to one object, which differ in what they say of it."""
     edge["parts"].append(edge["parts"][0] | {"nbytes": 1})
 
 
@@ -141,7 +135,6 @@ EDGES: Final[tuple[tuple[Category, str, Edit], ...]] = (
     ("another rule", "a field of an edge that nobody knows", lambda e: e.update(colour="red")),
     ("another rule", "a field of a part that nobody knows", part(colour="red")),
 )
-"""Edits of an edge that no reader may take."""
 
 LIES: Final[dict[str, int]] = {
     "a part of 2^62 bytes": 1 << 62,
@@ -205,4 +198,3 @@ LISTINGS: Final[tuple[tuple[Category, str, Edit, type[DeltaChainError]], ...]] =
     ("wrong digest", "another digest", lambda e: e.update(digest="0" * 64), DigestMismatchError),
     ("path", "is listed elsewhere", lambda e: e.update(record=ELSEWHERE), MalformedError),
 )
-"""What a manifest can list wrongly of a record."""

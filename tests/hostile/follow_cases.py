@@ -55,21 +55,7 @@ OWNER: Final = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one case.
-
-    Attributes:
-        id: Of the case; ``control: SCENE`` for a chain in which nothing is forged.
-        kind: Of the target.
-        error: Name of the class that was raised; empty for none.
-        message: What it says.
-        key: The object that it names, by level; the key itself where it is none of ours.
-        reached: Whether the target has the bits of the head.
-        untouched: Whether its bits are those of version 0.
-        held: The version that the follower says it holds.
-        remembered: The version that the target remembers.
-        stored: Whether the store is as it was.
-        seconds: How long it took.
-    """
+    """What became of one case."""
 
     id: str
     kind: str
@@ -94,7 +80,6 @@ class Replica:
 
 
 def replica_of(kind: str, spec: TensorSpec, folder: Path) -> Replica:
-    """A tensor, or an empty folder."""
     if kind == "folder":
         file, held = folder / WEIGHTS_FILE, folder / HELD_FILE
         return Replica(
@@ -111,7 +96,6 @@ def replica_of(kind: str, spec: TensorSpec, folder: Path) -> Replica:
 
 
 def follow_case(case: Case | None, scene: Scene, kind: str, folder: Path) -> Outcome:
-    """Apply a case (None: no change) to a chain, and let a follower at version 0 update."""
     replica = replica_of(kind, scene.spec, folder)
     follower = Subscriber(scene.store.url, replica.target, store=scene.store)
     follower.update(0)
@@ -158,7 +142,6 @@ def caught(
     store: MemoryStore,
     folder: Path,
 ) -> BaseException | None:
-    """Whatever was raised: which it was is for the test to judge."""
     try:
         with deadline(), little_memory():
             take(follower, store, folder)
@@ -169,8 +152,6 @@ def caught(
 
 @contextmanager
 def deadline() -> Iterator[None]:
-    """Stop what takes too long, with an error that no case expects."""
-
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise TimeoutError(f"more than {DEADLINE_S} s")
 
@@ -209,7 +190,6 @@ def little_memory() -> Iterator[None]:
 
 
 def main() -> None:
-    """Every sound scene first, then every case."""
     is_signed = sys.argv[1:] == ["signed"]
     if is_signed:
         os.environ["DELTACHAIN_TRUSTED_KEYS"] = str(KEY.public)
@@ -228,7 +208,6 @@ def main() -> None:
 
 
 def scene_of(name: str, kind: str) -> Scene:
-    """A chain as it is for a kind of target or attacker."""
     if kind in KINDS:
         return Scene(name)
     return Scene(name, trust=OWNER, keeps=kind == KEEPS)

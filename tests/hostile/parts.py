@@ -91,7 +91,6 @@ def category_of(name: str) -> Category:
 
 
 def parts() -> Iterator[Case]:
-    """Every case of this level."""
     for name, (scene, _) in FORGERIES.items():
         yield case(category_of(name), name, put(partial(forged, name)), scene=scene)
     for category, name, act in (*CUT, *HUGE, *STRANGE):
@@ -106,7 +105,6 @@ def parts() -> Iterator[Case]:
 
 
 def tiles() -> Iterator[Case]:
-    """Forgeries of the encoding ``max``: what depends on live bits makes these doubtful first."""
     for category, name, edit in TABLES:
         yield case(category, name, put(partial(retiled, edit)), scene=MAX)
     for category, name, edit in BITS:
@@ -135,7 +133,6 @@ def poke(f: Forgery, stream: str, at: int, value: int) -> None:
 
 
 def alone(f: Forgery) -> None:
-    """Let a row do without old bits, and have rates of two bins."""
     f.rows[0]["gap"] = 0
     for at in (0, 5):
         poke(f, "#0.class", at, 3)
@@ -192,13 +189,10 @@ def case(
 
 
 def put(make: Callable[[], bytes]) -> Callable[[Scene], object]:
-    """Replace the part, and let the manifest name what is there."""
     return lambda scene: scene.put("part", make())
 
 
 def changed(edit: Callable[[Forgery], object]) -> Callable[[], bytes]:
-    """The part of steps, to pieces and together again."""
-
     def make() -> bytes:
         forgery = take_apart(PARTS["step"])
         edit(forgery)
@@ -208,12 +202,10 @@ def changed(edit: Callable[[Forgery], object]) -> Callable[[], bytes]:
 
 
 def columns(value: int) -> Callable[[Forgery], object]:
-    """As many segments of one number as fit the largest directory."""
     item = f"{value},".encode()
     count = (LIMIT - 4096) // (6 * len(item))
 
     def fill(document: bytes) -> bytes:
-        """As text, which takes less memory than numbers would."""
         head, rest = document.split(b'"segments":', 1)
         fields = (b'"%s":[%s]' % (name.encode(), (item * count)[:-1]) for name in COLUMNS)
         return head + b'"segments":{' + b",".join(fields) + rest[rest.index(b"}") :]
@@ -222,7 +214,6 @@ def columns(value: int) -> Callable[[Forgery], object]:
 
 
 def blank(f: Forgery) -> None:
-    """A directory that inflates to one byte more than the limit."""
     f.on_document = lambda text: text + b" " * (LIMIT + 1 - len(text))
 
 
@@ -232,18 +223,15 @@ def long_frame(f: Forgery) -> None:
 
 
 def other(spec: TensorSpec) -> bytes:
-    """A sound part, of another tensor than the chain's."""
     old = OLD.view(spec.bits_dtype)[: spec.numel]
     return encode_part([absolute(spec, old, old ^ old.dtype.type(1))]).data
 
 
 def smuggle(scene: Scene) -> None:
-    """A sound part of another encoding, under an edge that lists the old one."""
     scene.put("part", PARTS["dense"])
 
 
 def head_of(data: bytes, length: int) -> bytes:
-    """Another length of the header."""
     return length.to_bytes(8, "little") + data[8:]
 
 
@@ -318,26 +306,22 @@ NEWER: Final[dict[str, Callable[[Forgery], object]]] = {
 
 
 def reference(**fields: object) -> Callable[[Scene], object]:
-    """The manifest says something else of its part."""
     return lambda scene: scene.edit("manifest", lambda d: d["edge"]["parts"][0].update(fields))
 
 
 def flipped(scene: Scene) -> None:
-    """One bit of the last frame; nobody else knows."""
     data = bytearray(scene.read("part"))
     data[-1] ^= 1
     scene.replace("part", bytes(data))
 
 
 def flipped_frame(scene: Scene) -> None:
-    """One bit of the last frame, and a manifest that names what is there."""
     data = bytearray(scene.read("part"))
     data[-1] ^= 1
     scene.put("part", bytes(data))
 
 
 def flipped_front(scene: Scene) -> None:
-    """One bit of the compressed directory, and a manifest that names what is there."""
     data = bytearray(scene.read("part"))
     data[8 + int.from_bytes(data[:8], "little") + 20] ^= 1
     scene.put("part", bytes(data))

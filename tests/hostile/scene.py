@@ -31,7 +31,6 @@ ENVELOPES: Final = ("manifest", "record")
 
 
 def max_part() -> bytes:
-    """A part in the encoding ``max`` over bits that are all 1."""
     old = np.ones(SPEC.numel, SPEC.bits_dtype)
     before = partial(OldBits, old)
     delta, digest = changes(SPEC, old, NEW), change_of(SPEC, old, NEW)
@@ -40,24 +39,7 @@ def max_part() -> bytes:
 
 
 class Scene:
-    """A chain of one tensor, whose elements are all 1, as bits, in version 0.
-
-    The way from there to the head is one part in the delta of version 1; or, in the scene
-    ``record``, the recorded anchor of version 1 alone, which version 2 then lists.
-
-    Attributes:
-        name: Of the part, or ``record``.
-        store: Where the chain lies.
-        spec: Its tensor.
-        head: Its newest version.
-        truth: The bits of the head.
-        keys: Of the object of each level.
-
-    Args:
-        name: As above.
-        trust: Keys that sign the chain; ``None``: nothing is signed.
-        keeps: Whether a forged envelope keeps the signatures of the one that it replaces.
-    """
+    """A chain of one tensor, whose elements are all 1, as bits, in version 0."""
 
     def __init__(self, name: str, *, trust: Trust | None = None, keeps: bool = False) -> None:
         self.name = name
@@ -117,24 +99,19 @@ class Scene:
         builder.chain.write_head(2, [])
 
     def state(self, bits: Bits) -> StateDigest:
-        """State digest of a version."""
         return reference.digest(digest_key(self.spec), bits)
 
     def objects(self) -> dict[str, bytes]:
-        """Everything in the store."""
         return {info.key: self.store.get(info.key, limit=info.nbytes) for info in self.store.list()}
 
     def read(self, level: str) -> bytes:
-        """The object of a level."""
         return self.store.get(self.keys[level])
 
     def document(self, level: str) -> bytes:
-        """The document of a level, without its envelope."""
         whole = json.loads(self.read(level))
         return dumps(whole["payload"]) if level in ENVELOPES else self.read(level)
 
     def put_document(self, level: str, document: bytes) -> None:
-        """Replace a document; its envelope and all that name it say what it is."""
         self.put(level, self._enveloped(level, document) if level in ENVELOPES else document)
 
     def _enveloped(self, level: str, document: bytes) -> bytes:
@@ -160,20 +137,17 @@ class Scene:
         self.store.put(self.keys[level], data)
 
     def edit(self, level: str, change: Callable[[Any], object]) -> None:
-        """Change a document, and seal it again."""
         content = json.loads(self.document(level))
         change(content)
         self.put_document(level, dumps(content))
 
 
 def listed(manifest: Any) -> Any:
-    """The summary of the recorded anchor in the manifest that lists it."""
     (summary,) = (edge for edge in manifest["recent"] if edge["record"])
     return summary
 
 
 def front(data: bytes) -> str:
-    """What a part says of its own front; nothing where nobody can tell."""
     start = 8 + int.from_bytes(data[:8], "little")
     try:
         first, last = json.loads(data[8:start])["digest"]["data_offsets"]

@@ -25,7 +25,6 @@ SPEC: Final = TensorSpec("w", "BF16", (8, 8))
 
 
 def trust_of(*seeds: int, key: int | None = None) -> Trust:
-    """Keys of small seeds: those that are trusted, and the one that signs."""
     trusted = TrustedKeys(tuple(key_of(seed).public for seed in seeds)) if seeds else None
     return Trust(key=None if key is None else key_of(key), trusted=trusted)
 
@@ -40,7 +39,6 @@ NOBODY: Final = Trust()
 
 
 def bits_of(version: int, evil: int = 0) -> Bits:
-    """Bits of a version; those of an attacker differ everywhere."""
     return np.full(SPEC.numel, 0x3F80 + version + 0x100 * evil, np.uint16)
 
 
@@ -49,14 +47,11 @@ def state_of(bits: Bits) -> StateDigest:
 
 
 class Author(Builder):
-    """Writes a chain: an anchor, then deltas of steps."""
-
     def __init__(self, trust: Trust = OWNER, *, chain_id: str = f"{7:032x}", evil: int = 0) -> None:
         super().__init__([SPEC], {}, trust=trust, chain_id=chain_id)
         self.evil = evil
 
     def grow(self, count: int, *, epoch: int = 0) -> Author:
-        """Commit more versions."""
         for _ in range(count):
             version = 0 if self.parent is None else self.parent.version + 1
             new = bits_of(version, self.evil)
@@ -69,7 +64,6 @@ class Author(Builder):
         return self
 
     def anchor(self) -> Author:
-        """Record an anchor of the newest version, listed by the next one."""
         assert self.parent is not None
         version = self.parent.version
         edge = self.put("anchor", None, version, [dense(SPEC, bits_of(version, self.evil))])
@@ -77,14 +71,11 @@ class Author(Builder):
         return self
 
     def with_trust(self, trust: Trust) -> Author:
-        """Go on with other keys, as a publisher that was started again."""
         self.chain = type(self.chain).open(self.store, trust)
         return self
 
 
 class Follower:
-    """A tensor that follows a store, and whether anything was written to it."""
-
     def __init__(self, store: MemoryStore, *trusted: int) -> None:
         self.tensor: Tensor = torch.zeros(SPEC.shape, dtype=torch.bfloat16)
         given = ",".join(str(key_of(seed).public) for seed in trusted)
@@ -103,7 +94,6 @@ def objects(store: MemoryStore) -> dict[str, bytes]:
 
 
 def replace_all(store: MemoryStore, with_: dict[str, bytes]) -> None:
-    """The store is another one from now on."""
     for key in objects(store):
         store.delete(key)
     for key, data in with_.items():

@@ -36,7 +36,6 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 @pytest.fixture(scope="module")
 def signed_outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
-    """What became of every case where the chain is signed, and the follower trusts its key."""
     return _outcomes(tmp_path_factory.getbasetemp(), "signed")
 
 

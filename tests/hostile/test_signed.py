@@ -52,12 +52,10 @@ HEAD = 3
 
 
 def rewritten(store: MemoryStore, author: Author) -> None:
-    """All objects are those of another author."""
     replace_all(store, objects(author.store))
 
 
 def forged_versions(store: MemoryStore, author: Author) -> None:
-    """The versions of an author, under the identity that is there."""
     for key, data in objects(author.store).items():
         if key not in (CHAIN_KEY, TABLE_KEY) and not key.startswith(("assets/", "signatures/")):
             store.put(key, data)
@@ -70,8 +68,6 @@ def swap_signatures(store: MemoryStore) -> None:
 
 
 def other_identity(**fields: object) -> Attack:
-    """Other fields of ``chain.json``, whose signature stays."""
-
     def act(store: MemoryStore) -> None:
         store.put(CHAIN_KEY, dumps(json.loads(store.get(CHAIN_KEY)) | fields))
 
@@ -79,19 +75,16 @@ def other_identity(**fields: object) -> Attack:
 
 
 def identity_of_mallory(store: MemoryStore) -> None:
-    """A signature of the identity by the attacker's key, in the place of the owner's."""
     other = Author(MALLORY).grow(HEAD + 1)
     store.put(signature_place(1), other.store.get(signature_place(9)))
 
 
 def identity_by_another_chain(store: MemoryStore) -> None:
-    """The owner's signature of another chain's identity."""
     other = Author(chain_id="b" * 32)
     store.put(signature_place(1), other.store.get(signature_place(1, "b" * 32)))
 
 
 def other_chain(store: MemoryStore) -> None:
-    """Manifests that the owner signed for another chain."""
     forged_versions(store, Author(chain_id="b" * 32, evil=1).grow(HEAD + 1))
 
 
@@ -108,7 +101,6 @@ def record_as_manifest(store: MemoryStore) -> None:
 
 
 def many_signatures(store: MemoryStore) -> None:
-    """A thousand false signatures in the owner's name."""
     (true,) = signatures_of(store, manifest_key(HEAD))
     edit(store, manifest_key(HEAD), lambda d: d.update(nnz=0), keeps=False)
     resign(store, manifest_key(HEAD), [true] * 1000)
@@ -132,8 +124,6 @@ def unsigned_head(store: MemoryStore) -> None:
 
 
 def rehash(*, keeps: bool) -> Attack:
-    """Other weights in the head's part, with all digests right."""
-
     def act(store: MemoryStore) -> None:
         forged = Author(NOBODY, evil=1).grow(HEAD + 1)
         key = manifest_key(HEAD)
@@ -311,7 +301,6 @@ def test_a_listed_edge_record_counts_by_its_digest_alone() -> None:
 
 
 def begun(before: int, after: int) -> Author:
-    """A chain whose first versions nobody signed."""
     author = Author(NOBODY).grow(before).with_trust(trust_of(key=1))
     for key, data in author.chain.sign_identity().items():
         author.store.put(key, data)

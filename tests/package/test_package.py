@@ -94,7 +94,6 @@ def test_what_it_says_of_itself(metadata: Message) -> None:
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The program, in an environment that has the wheel and what it always needs."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=True)
     install: list[str | Path] = [folder / "bin" / "pip", "install", "-q", built("*.whl")]

@@ -12,7 +12,6 @@ from tests.property.trial_run import run
 
 
 def main() -> None:
-    """A range of seeds; or one, told whatever it is."""
     kind, start = sys.argv[1], int(sys.argv[2])
     stop = int(sys.argv[3]) if len(sys.argv) > 3 else start + 1
     logging.disable(logging.CRITICAL)

@@ -26,12 +26,7 @@ METHODS: tuple[LoadMethod, ...] = ("loaded", "reloaded", "repacked")
 
 
 class Alternatives:
-    """The ways in which one random engine could be updated.
-
-    Args:
-        recipe: Of it.
-        folder: That it says it loaded.
-    """
+    """The ways in which one random engine could be updated."""
 
     def __init__(self, recipe: Recipe, folder: Path) -> None:
         self.recipe, self.folder = recipe, folder
@@ -41,10 +36,6 @@ class Alternatives:
         self.alias = {name: alias for alias, name in aliases.items()}
 
     def needless(self, refused: Iterable[str]) -> dict[str, str]:
-        """The classes that refused tensors could have had.
-
-        None where one of them has no way: an engine is followed as a whole or not at all.
-        """
         wanted = self.names if "*" in refused else [n for n in refused if n in self.names]
         found: dict[str, str] = {}
         for name in wanted:
@@ -66,7 +57,6 @@ class Alternatives:
 
     @cached_property
     def changes(self) -> list[dict[str, frozenset[str]]]:
-        """The modules of each rank that hold something else when a tensor has other bits."""
         return [
             {name: self._modules(rank, name) for name in self.names}
             for rank in range(self.recipe.ranks)
@@ -85,7 +75,6 @@ class Alternatives:
         return frozenset(found)
 
     def _shows(self, name: str) -> bool:
-        """Whether every module that a tensor changes can be seen to have changed."""
         for rank in range(self.recipe.ranks):
             for turn in (1, 2):
                 one = _visible(self._engine(rank, self.base))
@@ -100,7 +89,6 @@ class Alternatives:
         return True
 
     def _group(self, name: str) -> list[str]:
-        """Tensors that have a module in common, or are collected together."""
         names, grown = {name}, True
         while grown:
             grown = False
@@ -114,7 +102,6 @@ class Alternatives:
         return [one for one in self.names if one in names]
 
     def _beside(self, names: Iterable[str]) -> set[str]:
-        """Tensors of the same layers, used or not."""
         units = {name.rpartition(".")[0] for name in names}
         return {name for name in self.names if name.rpartition(".")[0] in units}
 
@@ -166,7 +153,6 @@ class Alternatives:
         return True
 
     def _is_seen_unused(self) -> bool:
-        """Whether a way to load everything exists, so that what nothing follows can be told."""
         if any(unit.process for unit in self.recipe.units):
             return any(self._is_right(way, self.names) for way in METHODS[1:])
         return any(self._is_right(way, self.names) for way in METHODS)
@@ -175,7 +161,6 @@ class Alternatives:
         return {self.alias[name] for name in names if name in self.alias}
 
     def _with(self, names: Iterable[str], turn: int) -> dict[str, Tensor]:
-        """The checkpoint with other bits in some tensors."""
         found = dict(self.base)
         for name in names if turn else ():
             found[name] = other(self.recipe, name, turn)
@@ -193,7 +178,6 @@ def _modules_that_differ(one: Mapping[str, object], other: Mapping[str, object])
 
 
 def _visible(engine: RandomEngine) -> dict[str, bytes]:
-    """What can be seen of an engine from outside."""
     found = {**engine.tensors()}
     for path, output in engine.compute(frozenset(engine.modules())).items():
         found[f"{path}.()"] = output

@@ -19,17 +19,10 @@ KINDS: Final[Mapping[str, Callable[[int], Recipe]]] = {
 }
 
 MORE: Final = 6
-"""Faults that are listed; the first few say enough."""
 
 
 def examine(kind: str, seed: int, folder: Path) -> str:
-    """What is wrong with one engine; empty if nothing is.
-
-    Args:
-        kind: One of ``KINDS``.
-        seed: Of the engine.
-        folder: For its files.
-    """
+    """What is wrong with one engine; empty if nothing is."""
     recipe = KINDS[kind](seed)
     outcome = run(recipe, folder)
     if not is_bad(recipe, outcome, folder):
@@ -39,12 +32,10 @@ def examine(kind: str, seed: int, folder: Path) -> str:
 
 
 def is_bad(recipe: Recipe, outcome: Outcome, folder: Path) -> bool:
-    """Whether something is wrong, damaged, or refused without need."""
     return outcome.is_fault or bool(needless(recipe, outcome, folder))
 
 
 def needless(recipe: Recipe, outcome: Outcome, folder: Path) -> dict[str, str]:
-    """Ways that were there for what was refused, and not for a reason that is known."""
     if outcome.is_fault or not unexplained(outcome.refused):
         return {}
     return Alternatives(recipe, folder).needless(outcome.refused)
@@ -59,7 +50,6 @@ def _same_fault(outcome: Outcome, recipe: Recipe, folder: Path) -> bool:
 
 
 def shrunk(recipe: Recipe, holds: Callable[[Recipe], bool]) -> Recipe:
-    """The smallest recipe found for which something still holds."""
     while True:
         found = next((one for one in smaller(recipe) if _tried(holds, one)), None)
         if found is None:
@@ -75,7 +65,6 @@ def _tried(holds: Callable[[Recipe], bool], recipe: Recipe) -> bool:
 
 
 def told(recipe: Recipe, outcome: Outcome, folder: Path) -> str:
-    """An outcome in words."""
     faults = {"wrong": outcome.wrong, "damaged": outcome.damaged, "raised": outcome.broke}
     lines = [f"{kind}: {one[:300]}" for kind, found in faults.items() for one in found[:MORE]]
     for name, way in needless(recipe, outcome, folder).items():

@@ -21,21 +21,7 @@ from tests.property.writers import WRITERS
 
 
 class RandomEngine:
-    """One rank; see :class:`deltachain.replica.engine.EngineModel`.
-
-    Args:
-        recipe: What it is made of.
-        rank: Number of this one.
-        checkpoint: The folder that it loaded.
-        tensors: What is in there.
-
-    Attributes:
-        layers_by_path: Its layers, in order.
-        targets: Where each tensor of the checkpoint is loaded to.
-        hidden: What its loader keeps in a closure.
-        trip: After how many tensors the loader raises; never if negative.
-        kept_as_one: Layers that share a weight because their bits were equal.
-    """
+    """One rank; see :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(
         self, recipe: Recipe, rank: int, checkpoint: Path, tensors: Mapping[str, Tensor]
@@ -84,7 +70,6 @@ class RandomEngine:
         return next((one for one in others if one is not layer), None)
 
     def tie(self, layer: Layer) -> None:
-        """Let a layer that is tied have the other one's weight."""
         base = self.base_of(layer)
         if base is None:
             return
@@ -97,14 +82,12 @@ class RandomEngine:
             layer.weight = frozen(base.weight.data[:])
 
     def base_of(self, layer: Layer) -> Layer | None:
-        """The layer that one is tied to."""
         if layer.unit.equal >= 0:
             is_tied = any(self.layers_by_path[path] is layer for path in self.kept_as_one)
             return self.layers_by_path[f"layers_{layer.unit.equal}"] if is_tied else None
         return self.layers_by_path.get(f"layers_{layer.unit.tie}")
 
     def _tie_equal(self) -> None:
-        """Share weights that turned out to be equal, as vLLM does with a head."""
         for path, layer in self.layers_by_path.items():
             base = self.layers_by_path.get(f"layers_{layer.unit.equal}")
             if base is not None and torch.equal(base.weight, layer.weight):
@@ -112,7 +95,6 @@ class RandomEngine:
                 self.tie(layer)
 
     def move(self) -> None:
-        """Turn stacked weights around where they are, as engines balance the load of experts."""
         for layer in self.layers_by_path.values():
             if layer.unit.layout == "experts" and "weight" in layer._parameters:
                 layer.weight.data.copy_(layer.weight.data.flip(0).clone())
@@ -120,13 +102,11 @@ class RandomEngine:
     # What deltachain asks for
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Those of the model under every name they have, and of its draft."""
         found = dict(self.root.named_modules(remove_duplicate=False))
         draft = self.draft.named_modules(prefix="draft", remove_duplicate=False)
         return found | dict(draft)
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Whatever can be seen."""
         return {
             f"{name}.{path}" if name else path: tensor
             for name, module in self.modules().items()
@@ -135,7 +115,6 @@ class RandomEngine:
         }
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """The loader."""
         if self.recipe.loader == "quiet" and vars(self.root).get("loader_done", False):
             return
         seen = self.load_into(tensors, None)
@@ -144,7 +123,6 @@ class RandomEngine:
         vars(self.root)["loader_done"] = True
 
     def load_into(self, tensors: Iterable[tuple[str, Tensor]], only: set[str] | None) -> set[str]:
-        """Load into some layers, or all; the names that there were."""
         waiting: dict[str, dict[str, Tensor]] = defaultdict(dict)
         late: list[tuple[Layer, Source, Tensor]] = []
         seen: set[str] = set()
@@ -171,7 +149,6 @@ class RandomEngine:
         waiting: dict[str, dict[str, Tensor]],
         late: list[tuple[Layer, Source, Tensor]],
     ) -> None:
-        """Write a tensor now, with its partners, or at the end."""
         if layer.unit.late:
             late.append((layer, source, w))
         elif layer.unit.collect and source.part.startswith("w"):
@@ -187,7 +164,6 @@ class RandomEngine:
     def _collect(
         self, path: str, source: Source, w: Tensor, waiting: dict[str, dict[str, Tensor]]
     ) -> None:
-        """Hold a tensor back until all that belong with it are there."""
         layer = self.layers_by_path[path]
         kept: Any = waiting if layer.unit.collect == "local" else self.hidden
         if layer.unit.collect == "module":
@@ -216,19 +192,16 @@ class RandomEngine:
             layer.weight.data[sum(layer.unit.rows) :].zero_()
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load whole layers again, as this engine does it."""
         with torch.no_grad():
             reloading.RELOADS[self.recipe.reload](self, dict(tensors))
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Load into raw layers and process them from the start."""
         if self.recipe.repack == "absent":
             raise EngineVersionError("this engine does not say how its layers were created")
         with torch.no_grad():
             reloading.repack(self, layers, tensors)
 
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        """Layers by tensor, of all that can be seen without bits."""
         found: dict[str, frozenset[str]] = {}
         for name in names:
             into = {path for path, source in self.targets[name] if self._is_seen(path, source)}
@@ -241,15 +214,12 @@ class RandomEngine:
         return not unit.is_blind and not (source.part == "bias" and unit.bias_late)
 
     def processed(self) -> frozenset[str]:
-        """Layers that something acts on."""
         return frozenset(p for p, m in self.modules().items() if "quant_method" in vars(m))
 
     def made_by_running(self) -> frozenset[str]:
-        """Nothing: it never ran."""
         return frozenset()
 
     def is_plain(self, layer: str) -> bool:
-        """Whether it is known to multiply by its weight."""
         found = self.modules()[layer]
         return isinstance(found, Layer) and found.unit.tryable and found.unit.process == "nothing"
 
@@ -257,17 +227,14 @@ class RandomEngine:
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Nothing: no layer is quantised."""
         del layers, tensors
         yield {}
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Nothing: no layer is compared."""
         del layer, seed
         return None
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """What those of some layers that can be tried compute."""
         found: dict[str, Tensor] = {}
         with torch.no_grad():
             for path, module in self.modules().items():
@@ -277,7 +244,6 @@ class RandomEngine:
 
 
 def _visible(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a module itself: its own, in containers, and in what acts after loading."""
     own = {k: v for k, v in vars(module).items() if not k.startswith(("_", "loader_"))}
     method = own.pop("quant_method", None)
     for prefix, members in (

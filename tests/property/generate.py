@@ -121,7 +121,6 @@ def _unit(random: Random, process: str) -> Unit:
 
 
 def _with_more(random: Random, unit: Unit) -> Unit:
-    """What not every layer can have."""
     more: dict[str, Any] = {}
     if unit.layout == "rows":
         more["padded"] = random.random() < 0.15
@@ -147,7 +146,6 @@ def _with_more(random: Random, unit: Unit) -> Unit:
 
 
 def _relative(random: Random, units: Sequence[Unit]) -> Unit:
-    """A layer that shares its weight, or what is loaded into it, with an earlier one."""
     process = random.choice(("", "pack", "empty", "delete", "first", "alias", "derive", "nothing"))
     bases = [n for n, unit in enumerate(units) if unit.process in KEPT and unit.tie < 0]
     own = _unit(random, process)
@@ -206,7 +204,6 @@ def smaller(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _without(units: tuple[Unit, ...], number: int) -> tuple[Unit, ...]:
-    """The units short of one, and of those that share with it."""
     left = []
     for at, unit in enumerate(units):
         if at == number or number in (unit.tie, unit.twin, unit.equal):
@@ -218,7 +215,6 @@ def _without(units: tuple[Unit, ...], number: int) -> tuple[Unit, ...]:
 
 
 def _matched(units: Sequence[Unit]) -> tuple[Unit, ...]:
-    """Units whose relatives are shaped as they are."""
     found = []
     for unit in units:
         base = units[max(unit.tie, unit.twin)] if max(unit.tie, unit.twin) >= 0 else unit

@@ -21,12 +21,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 
 
 class Packed:
-    """What a kernel keeps to itself: nobody can look inside, as with weights packed by oneDNN.
-
-    Args:
-        weight: Rearranged.
-        bias: Or none, where the layer adds its own.
-    """
+    """What a kernel keeps to itself: nobody can look inside, as with weights packed by oneDNN."""
 
     __slots__ = ("bias", "weight")
 
@@ -39,13 +34,6 @@ class Packed:
 
 
 class Layer(nn.Module):
-    """A layer as its engine creates it, before anything is loaded.
-
-    Args:
-        unit: What it is made like.
-        rank: Whose.
-    """
-
     weight: Any
 
     def __init__(self, unit: Unit, rank: int) -> None:
@@ -80,7 +68,6 @@ class Layer(nn.Module):
             self.factors = [torch.full((2,), 0.5), torch.full((2,), 1.5)]
 
     def forward(self, x: Tensor) -> Tensor:
-        """What it computes."""
         packed: Packed | None = vars(self).get("apply_packed")
         if packed is None:
             packed = vars(vars(self).get("quant_method", self)).get("kernel")
@@ -99,14 +86,12 @@ class Layer(nn.Module):
         return y * scale
 
     def region(self, source: Source) -> Region:
-        """Where a tensor of the checkpoint goes."""
         if not source.part.startswith("w") and source.part != "shadow":
             return Region(self, source.part, lambda data: data)
         at = 0 if source.part == "shadow" else int(source.part[1:])
         return Region(self, "weight", partial(_cut, self.unit, at))
 
     def own_share(self, source: Source, w: Tensor) -> Tensor:
-        """What this rank has of a tensor of the checkpoint."""
         unit = self.unit
         if source.part in ("scale", "scale2", "order", "bias") or not unit.shard or unit.only >= 0:
             return w
@@ -116,17 +101,14 @@ class Layer(nn.Module):
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
-    """A parameter as engines have them."""
     return nn.Parameter(tensor, requires_grad=False)
 
 
 def fixed_input(layer: Layer) -> Tensor:
-    """What every layer is tried with."""
     return torch.linspace(0.5, 1.5, layer.unit.cols)
 
 
 def _cut(unit: Unit, at: int, data: Tensor) -> Tensor:
-    """The region of one of several tensors in a weight."""
     if unit.layout == "experts":
         return data[at]
     turned = data.t() if unit.layout == "transposed" else data

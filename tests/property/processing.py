@@ -13,15 +13,11 @@ from tests.property.recipe import Unit
 
 
 class Method:
-    """What acts on a layer after loading, as quantisation methods do."""
-
     def process_weights_after_loading(self, layer: Layer) -> None:
-        """Rearrange its weights."""
         PROCESSES[layer.unit.process](layer, self)
 
 
 def create(unit: Unit, rank: int) -> Layer:
-    """A layer with nothing loaded into it."""
     layer = Layer(unit, rank)
     if unit.process in PROCESSES:
         vars(layer)["quant_method"] = Method()
@@ -29,7 +25,6 @@ def create(unit: Unit, rank: int) -> Layer:
 
 
 def packed(layer: Layer) -> Packed:
-    """What a kernel makes of a layer's weight; nobody sees where its elements are."""
     weight = layer.weight.data
     if layer.unit.layout == "experts":
         weight = weight.flatten(0, 1)
@@ -76,7 +71,6 @@ def _delete(layer: Layer, method: Method) -> None:
 
 
 def _prepack(layer: Layer, method: Method) -> None:
-    """In place, and only once, as vLLM's experts on CPUs are."""
     if not vars(method).get("is_packed", False):
         layer.weight.data.copy_(layer.weight.data.flip(-1).clone())
         vars(method)["is_packed"] = True
@@ -137,7 +131,6 @@ def _last_is_cols(layer: Layer) -> bool:
 
 
 def _unordered(layer: Layer, _: Method) -> None:
-    """What was loaded for it is not looked at."""
     layer.order = frozen(torch.empty(0, dtype=torch.int32))
 
 
@@ -146,7 +139,6 @@ def _derive(layer: Layer, method: Method) -> None:
 
 
 def keep(layer: Layer, method: object, made: Tensor) -> None:
-    """Put what was derived where some engine would."""
     place = layer.unit.place
     if place == "list":
         vars(layer)["parts"] = [made, "and more"]
@@ -174,7 +166,6 @@ def _maximum(layer: Layer, method: Method) -> None:
 
 
 def _other(layer: Layer, method: Method) -> None:
-    """Derived from two layers; the other one is beside it in the model."""
     other = vars(layer)["neighbour"][0]
     found = (
         other.weight.data.float().sum()
@@ -208,11 +199,9 @@ PROCESSES: Final[dict[str, Callable[[Layer, Method], None]]] = {
     "maximum": _maximum,
     "other": _other,
 }
-"""By the names of ``recipe.PROCESSES``."""
 
 
 def process(layer: Layer) -> None:
-    """Let what acts after loading act."""
     method = vars(layer).get("quant_method")
     if method is not None:
         method.process_weights_after_loading(layer)

@@ -100,32 +100,18 @@ class Unit:
 
     @property
     def is_pure(self) -> bool:
-        """Whether every tensor of its weight and bias can be written in place."""
         styles = (*self.styles, *([self.bias] if self.bias else ()))
         plain = not self.process and not self.collect and not self.bias_late
         return plain and self.stored == self.live and all(style in PURE for style in styles)
 
     @property
     def is_blind(self) -> bool:
-        """Whether its loader cannot be run on tensors without bits."""
         return not BLIND.isdisjoint((*self.styles, self.bias))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An engine.
-
-    Attributes:
-        seed: Of all its bits.
-        units: Its layers, in order.
-        ranks: That share it.
-        loader: ``plain``; ``strict`` raises unless everything is loaded; ``quiet`` loads once.
-        reload: One of ``RELOADS``.
-        repack: One of ``REPACKS``.
-        share: Of the tensors that the next version changes.
-        trips: The loader raises once in the middle of a swap.
-        moves: The engine turns its stacked weights around after the first version.
-    """
+    """An engine."""
 
     seed: int = 0
     units: tuple[Unit, ...]
@@ -138,12 +124,10 @@ class Recipe:
     moves: bool = False
 
     def __str__(self) -> str:
-        """Only what is not as usual, a line a unit."""
         units = "\n".join(f"  {number}: {_unusual(unit)}" for number, unit in enumerate(self.units))
         return f"{_unusual(self, but='units')}\n{units}"
 
     def aliases(self) -> dict[str, str]:
-        """Other names of tensors."""
         found = {}
         for number, unit in enumerate(self.units):
             if unit.shadow == "alias" and unit.tie < 0 and unit.twin < 0:
@@ -151,7 +135,6 @@ class Recipe:
         return found
 
     def sources(self) -> dict[str, Source]:
-        """Every tensor of the checkpoint, by name."""
         found = [s for number, unit in enumerate(self.units) for s in sources(self, number, unit)]
         return {source.name: source for source in found}
 
@@ -178,7 +161,6 @@ PROCESSES: Final = (
     "maximum",
     "other",
 )
-"""What is done to layers after loading; see ``processing.py``."""
 
 RELOADS: Final = (
     "right",
@@ -191,13 +173,11 @@ RELOADS: Final = (
     "damaging",
     "replacing",
 )
-"""What an engine makes of a call to reload; see ``reloading.py``."""
 
 REPACKS: Final = ("right", "absent", "midway", "packed still")
 
 
 def sources(recipe: Recipe, number: int, unit: Unit) -> Iterator[Source]:
-    """The tensors of the checkpoint that one unit has of its own."""
     if unit.tie >= 0 or unit.twin >= 0:
         return
     prefix = f"model.{number}"
@@ -215,7 +195,6 @@ def sources(recipe: Recipe, number: int, unit: Unit) -> Iterator[Source]:
 
 
 def _beside(prefix: str, unit: Unit) -> Iterator[Source]:
-    """Those that are not of its weight."""
     if unit.bias:
         yield Source(f"{prefix}.bias", "bias", (sum(unit.rows),), unit.stored, "bias" in unit.flat)
     if unit.scale or unit.process in ("dequantize", "number", "maximum"):
@@ -230,7 +209,6 @@ def _beside(prefix: str, unit: Unit) -> Iterator[Source]:
 
 
 def _unusual(thing: Any, but: str = "") -> str:
-    """The fields that differ from their defaults."""
     found = []
     for field in fields(thing):
         value = getattr(thing, field.name)

@@ -49,9 +49,7 @@ KNOWN: Final[Mapping[str, str]] = {
     "no engine": "its loader raises as the engine starts",
     "a kernel is missing": "the engine's other way raises, and this one needs to be confirmed",
 }
-"""By what their reasons have in common."""
 
 
 def unexplained(refused: Mapping[str, str]) -> dict[str, str]:
-    """Refusals of no known kind."""
     return {n: why for n, why in refused.items() if not any(part in why for part in KNOWN)}

@@ -18,7 +18,6 @@ Tensors = Mapping[str, Tensor]
 
 
 def _affected(engine: RandomEngine, tensors: Tensors, *, with_tied: bool = True) -> list[str]:
-    """Layers all of whose tensors are given, and those that are tied to them."""
     needed: dict[str, set[str]] = {}
     for name, targets in engine.targets.items():
         for path, _ in targets:
@@ -33,13 +32,6 @@ def _affected(engine: RandomEngine, tensors: Tensors, *, with_tied: bool = True)
 
 
 def make_raw(engine: RandomEngine, paths: Iterable[str], *, pristine: bool) -> None:
-    """Give layers what they were created with.
-
-    Args:
-        engine: Whose.
-        paths: The layers.
-        pristine: Also what acts on them, and what it kept.
-    """
     for path in paths:
         layer = engine.layers_by_path[path]
         raw = create(layer.unit, layer.rank)
@@ -67,7 +59,6 @@ def _kernels(engine: RandomEngine, paths: Iterable[str]) -> dict[str, tuple[Any,
 
 
 def _place(layer: Layer, kernel: tuple[Any, Any]) -> None:
-    """Copy what a layer has now into the tensors that it had."""
     own: tuple[dict[str, Any], ...] = (layer._parameters, layer._buffers)
     for members, before in zip(own, kernel, strict=True):
         for name, old in before.items():
@@ -105,7 +96,6 @@ def _reload(
 
 
 def _midway(engine: RandomEngine, tensors: Tensors) -> None:
-    """Raises with layers as they were created."""
     paths = _affected(engine, tensors)
     make_raw(engine, paths, pristine=False)
     raise RuntimeError("a kernel is missing")
@@ -121,7 +111,6 @@ def _nothing(engine: RandomEngine, tensors: Tensors) -> None:
 
 
 def _without_bias(engine: RandomEngine, tensors: Tensors) -> None:
-    """Everything but biases, which stay as they were."""
     biases = {
         path: layer.bias.data.clone()
         for path, layer in engine.layers_by_path.items()
@@ -144,7 +133,6 @@ def _damaging(engine: RandomEngine, tensors: Tensors) -> None:
 
 
 def _first_rows(engine: RandomEngine, tensors: Tensors) -> None:
-    """The first row of each weight; the others stay as they were."""
     before = {
         path: layer.weight.data.clone()
         for path, layer in engine.layers_by_path.items()
@@ -167,13 +155,11 @@ RELOADS: Final[dict[str, Callable[[RandomEngine, Tensors], object]]] = {
     "replacing": lambda e, t: _reload(e, t, places=False),
     "first rows": _first_rows,
 }
-"""By the names of ``recipe.RELOADS``, and one that no random engine has."""
 
 
 def repack(
     engine: RandomEngine, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raw layers, loaded and processed; their ties among each other are kept."""
     by_module = {id(layer): path for path, layer in engine.layers_by_path.items()}
     modules = engine.modules()
     chosen = {by_module.get(id(modules[path]), "") for path in layers} - {""}

@@ -20,19 +20,11 @@ LOADER = "loader_"
 
 
 class Seen(NamedTuple):
-    """One thing.
-
-    Attributes:
-        served: What it holds, as far as anything that is computed can depend on it.
-        kept: Which object it is, and where its bits lie.
-    """
-
     served: object
     kept: object
 
 
 def look(engine: RandomEngine) -> dict[str, Seen]:
-    """Everything that the modules of an engine hold, by path."""
     found: dict[str, Seen] = {}
     names = [*engine.modules().items()]
     found["modules"] = Seen([name for name, _ in names], [id(module) for _, module in names])
@@ -42,7 +34,6 @@ def look(engine: RandomEngine) -> dict[str, Seen]:
 
 
 def served(seen: dict[str, Seen]) -> dict[str, object]:
-    """Of what was seen, what matters to whoever is served."""
     return {
         path: one.served
         for path, one in seen.items()
@@ -51,12 +42,10 @@ def served(seen: dict[str, Seen]) -> dict[str, object]:
 
 
 def addresses(engine: RandomEngine) -> dict[str, tuple[int, int]]:
-    """Where each live tensor is."""
     return {name: (id(t), t.data_ptr()) for name, t in engine.tensors().items()}
 
 
 def differences(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
-    """Paths of what only one has, or has otherwise."""
     return [
         f"{path}: {_short(one.get(path))} / {_short(other.get(path))}"
         for path in sorted(one.keys() | other.keys())
@@ -90,7 +79,6 @@ def _walk(path: str, value: Any, inside: set[int]) -> Iterator[tuple[str, Seen]]
 
 
 def _items(value: Any) -> dict[Any, Any] | None:
-    """What is in something; nothing where it cannot be changed."""
     if isinstance(value, dict):
         return value
     if isinstance(value, list | tuple):

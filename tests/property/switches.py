@@ -28,17 +28,14 @@ from tests.property.recipe import Recipe, Unit
 Switch: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 
 
-def _nothing(*_: object, **__: object) -> None:
-    """In the place of what raises, changes or tells."""
+def _nothing(*_: object, **__: object) -> None: ...
 
 
 def _none(*_: object, **__: object) -> frozenset[str]:
-    """In the place of what finds."""
     return frozenset()
 
 
 def _unchanged(*context: object) -> object:
-    """In the place of a step: what was found before it, which is the last that it is given."""
     return context[-1]
 
 
@@ -55,8 +52,6 @@ def _empty(owner: Any, name: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def _own_change(patch: pytest.MonkeyPatch) -> None:
-    """A tensor that nothing follows is loaded all the same."""
-
     def judge(seen: _Seen, name: str, group: LoadGroup, changed: frozenset[str]) -> str:
         del name, changed
         seen.left.discard(group.names[0])
@@ -66,7 +61,6 @@ def _own_change(patch: pytest.MonkeyPatch) -> None:
 
 
 def _alone(patch: pytest.MonkeyPatch) -> None:
-    """What follows a tensor's neighbours is taken to follow the tensor."""
     load = Trial._load
 
     def together(
@@ -79,13 +73,10 @@ def _alone(patch: pytest.MonkeyPatch) -> None:
 
 
 def _opaque(patch: pytest.MonkeyPatch) -> None:
-    """Layers that cannot be inspected are not known to be so."""
     patch.setattr(ModelState, "opaque", frozenset())
 
 
 def _where(patch: pytest.MonkeyPatch) -> None:
-    """Other bits show only that something arrived, as equal elements stay equal."""
-
     def alike(tensor: Tensor, turn: int = 0) -> Tensor:
         return tensor * (2 + turn) + 1 if tensor.is_floating_point() else tensor ^ (1 + turn)
 
@@ -94,7 +85,6 @@ def _where(patch: pytest.MonkeyPatch) -> None:
 
 
 def _uniform(patch: pytest.MonkeyPatch) -> None:
-    """Equal elements are not checked: neither that they arrive, nor that they stay."""
     _skip("verify_uniform", patch)
     patch.setattr(Untouched, "lost", _none)
 
@@ -110,26 +100,21 @@ def _turns(patch: pytest.MonkeyPatch) -> None:
 
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
-    """What is not loaded holds what it held."""
     patch.setattr(Untouched, "write", _nothing)
     patch.setattr(Untouched, "lost", _none)
 
 
 def _ties(patch: pytest.MonkeyPatch) -> None:
-    """Layers that share elements are not known to."""
     patch.setattr(MemoryIndex, "overlapping", _none)
     patch.setattr(MemoryIndex, "tied", lambda _, names: names)
 
 
 def _read_back(patch: pytest.MonkeyPatch) -> None:
-    """Live bits are not compared with those of the checkpoint."""
     patch.setattr(read_back, "holds_bits", lambda *_: True)
     patch.setattr(reloads, "holds_bits", lambda *_: True)
 
 
 def _made(patch: pytest.MonkeyPatch) -> None:
-    """What is derived need not follow the way that is taken."""
-
     def find(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
         return replace(find_derived(state, source, findings), derived={})
 
@@ -142,13 +127,11 @@ def _confirmed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nearby(patch: pytest.MonkeyPatch) -> None:
-    """Only what is tried is loaded with other bits, and with it what it is grouped with."""
     affected = _Search.affected
     patch.setattr(_Search, "affected", lambda search, names, **_: affected(search, names))
 
 
 def loaders(seed: int) -> Recipe:
-    """An engine nothing of which is changed after loading."""
     return KINDS["loaders"](seed)
 
 
@@ -165,16 +148,12 @@ def shares(seed: int) -> Recipe:
 
 
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
-"""Computes from a copy, and has no output to test; random engines of the kind have."""
 
 INTO: Final = Recipe(units=(Unit(process="into"), Unit()))
-"""Computes from memory of a kernel that stays, with other bits in it; it has no output to test."""
 
 ROWS: Final = Recipe(units=(Unit(process="derive", rows=(3,)),), reload="first rows")
-"""Its reload loads a part of each weight."""
 
 TIED: Final = Recipe(units=(Unit(), Unit(tie=0, process="first")))
-"""The same, with what it computes from tied to a layer that is plain."""
 
 FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "its own change is followed": (_own_change, loaders(945)),
@@ -227,7 +206,6 @@ MORE: Final[dict[str, tuple[Switch, Recipe]]] = {
     "other bits arrive where they were recorded": (partial(_empty, reloads, "_stray"), ROWS),
     "outputs are restored": (partial(_off, discover, "restore_outputs"), modules(1798)),
 }
-"""The same of those that take longer."""
 
 SETTLE: Final = partial(_off, Members, "settle")
 """Tensors do not keep their places: engines are refused that can be followed."""

@@ -18,10 +18,8 @@ from tests.property.check import KINDS, examine
 from tests.property.trial_run import run
 
 COUNTS = {"loaders": 20_000, "modules": 2_000, "shares": 1_000}
-"""Engines of each kind in the longest of these tests."""
 
 SOME = 300
-"""Loaders in the shortest."""
 
 BLOCK = 25
 """Engines that a process examines at a time."""
@@ -40,15 +38,12 @@ TELLS: Final = "python -m tests.property loaders|modules|shares SEED tells more"
 
 
 class Tally(NamedTuple):
-    """Of some engines: seeds of those that are followed wrong or damaged; how many are followed."""
-
     faults: tuple[int, ...]
     followed: int
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Nothing is logged: engines fail on purpose."""
     logging.disable(logging.CRITICAL)
     try:
         yield
@@ -57,7 +52,6 @@ def quiet() -> Iterator[None]:
 
 
 def tally(kind: str, first: int) -> Tally:
-    """What becomes of some engines, by any process."""
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         seeds = range(first, first + BLOCK)
         found = {seed: run(KINDS[kind](seed), Path(scratch) / "engine") for seed in seeds}
@@ -68,7 +62,6 @@ def tally(kind: str, first: int) -> Tally:
 
 
 def block(kind: str, first: int) -> list[str]:
-    """What is wrong with some engines, by any process."""
     with quiet(), tempfile.TemporaryDirectory() as scratch:
         found = [examine(kind, first + n, Path(scratch) / "engine") for n in range(BLOCK)]
     return [one for one in found if one]

@@ -36,16 +36,7 @@ BUDGET = 1 << 30
 
 @dataclass
 class Outcome:
-    """What became of a recipe.
-
-    Attributes:
-        classes: Of each tensor; none where the engine was refused as a whole.
-        refused: Why each tensor was refused, or the engine (by the name of ``*``).
-        wrong: What the live engine held otherwise than a fresh one.
-        damaged: What was not put back.
-        broke: What raised though it must not.
-        told: Why a version was refused, or what was found to have been moved.
-    """
+    """What became of a recipe."""
 
     classes: dict[str, str] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
@@ -56,19 +47,15 @@ class Outcome:
 
     @property
     def is_told(self) -> bool:
-        """Whether it was said that the engine must be restarted."""
         return "restart the engine" in self.refused.get("*", "")
 
     @property
     def is_fault(self) -> bool:
-        """Whether it must not be."""
         return bool(self.wrong or self.damaged or self.broke)
 
 
 @dataclass
 class Stage:
-    """Everything that a run has at hand."""
-
     recipe: Recipe
     folder: Path
     engines: list[RandomEngine]
@@ -78,12 +65,6 @@ class Stage:
 
 
 def run(recipe: Recipe, folder: Path) -> Outcome:
-    """Let one engine be followed.
-
-    Args:
-        recipe: What the engine is made of.
-        folder: For its files; emptied before and after.
-    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
@@ -103,7 +84,6 @@ def run(recipe: Recipe, folder: Path) -> Outcome:
 
 
 def fresh(recipe: Recipe, tensors: Mapping[str, Tensor], folder: Path) -> list[RandomEngine]:
-    """Engines that loaded a checkpoint, one a rank."""
     return [RandomEngine(recipe, rank, folder, tensors) for rank in range(recipe.ranks)]
 
 
@@ -133,7 +113,6 @@ def _follow(stage: Stage) -> None:
 
 
 def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
-    """What the leader of a replica does: one tensor that is refused refuses the engine."""
     reports = [rank.report() for rank in ranks]
     lost = orphans(stage.specs, reports)
     try:
@@ -154,8 +133,6 @@ def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
 
 
 class _Chain:
-    """A few versions, one after another."""
-
     def __init__(self, stage: Stage, ranks: list[Rank]) -> None:
         self.stage, self.ranks = stage, ranks
         aliases, refused = stage.recipe.aliases(), stage.outcome.refused.keys()
@@ -165,7 +142,6 @@ class _Chain:
         self.at = [addresses(engine) for engine in stage.engines]
 
     def play(self) -> None:
-        """There, back, there again by another way, and on."""
         base, recipe = self.stage.base, self.stage.recipe
         one = later(recipe, base, 1, self.fixed)
         two = later(recipe, one, 2, self.fixed)
@@ -185,7 +161,6 @@ class _Chain:
             self._judge("version 2 loaded again", two)
 
     def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:
-        """Whether all ranks have staged a version; if not, they say why and hold the old one."""
         deltas = _Plan(self.stage.specs, old, new).deltas()
         spool = spool_of(self.stage.folder / "spool", deltas)
         outcome = self.stage.outcome
@@ -203,7 +178,6 @@ class _Chain:
         return not outcome.told
 
     def _stumble(self, ticket: int, old: Mapping[str, Tensor]) -> None:
-        """Let a swap fail in the middle, wherever the engine loads anything for it."""
         if not self.stage.recipe.trips or self.stage.outcome.is_fault:
             return
         for rank, engine in zip(self.ranks, self.stage.engines, strict=True):
@@ -227,7 +201,6 @@ class _Chain:
                 self.stage.outcome.broke.append(f"swap raised {exc!r}")
 
     def _judge(self, when: str, tensors: Mapping[str, Tensor]) -> None:
-        """Hold every rank against a fresh one."""
         outcome = self.stage.outcome
         if outcome.broke:
             return
@@ -257,21 +230,17 @@ class _Chain:
 
 
 def _kept(before: dict[str, Seen], after: dict[str, Seen]) -> list[str]:
-    """What is not what it was, to the object and the bit."""
     one = {path: seen.kept for path, seen in before.items()}
     return differences(one, {path: seen.kept for path, seen in after.items()})
 
 
 def bits_of(tensor: Tensor) -> Bits:
-    """Flat bits."""
     flat = tensor.contiguous().view(-1).view(torch.uint8).numpy()
     found: Bits = flat.view(BITS_DTYPES[tensor.element_size()])
     return found
 
 
 class _Plan:
-    """A plan from one version to another, as the spool asks for it."""
-
     from_nothing = False
     nbytes = 0
 
@@ -281,7 +250,6 @@ class _Plan:
         self.specs, self.old, self.new = specs, old, new
 
     def deltas(self) -> Iterator[TensorDelta]:
-        """Steps, absolute bits and whole tensors by turns."""
         for number, (name, spec) in enumerate(self.specs.items()):
             old, new = bits_of(self.old[name]), bits_of(self.new[name])
             indices = np.flatnonzero(old != new)

@@ -16,7 +16,6 @@ WIDTHS: Final = {2: torch.int16, 4: torch.int32}
 
 
 def first(recipe: Recipe) -> dict[str, Tensor]:
-    """What an engine loads at its start, in the order of the file."""
     drawn = torch.Generator().manual_seed(recipe.seed)
     random = Random(recipe.seed)
     found: dict[str, Tensor] = {}
@@ -35,14 +34,7 @@ def first(recipe: Recipe) -> dict[str, Tensor]:
 def later(
     recipe: Recipe, before: Mapping[str, Tensor], version: int, fixed: frozenset[str]
 ) -> dict[str, Tensor]:
-    """The next version: some tensors have other bits, some of them in a few elements only.
-
-    Args:
-        recipe: Of the engine.
-        before: The version before.
-        version: Its number.
-        fixed: What stays as it is.
-    """
+    """The next version: some tensors have other bits, some of them in a few elements only."""
     drawn = torch.Generator().manual_seed(recipe.seed * 7 + version)
     random = Random(f"{recipe.seed} {version}")
     sources, found = recipe.sources(), dict(before)
@@ -66,7 +58,6 @@ def later(
 
 
 def equals(recipe: Recipe) -> dict[str, str]:
-    """Tensors that equal another one at first, and that one."""
     return {
         f"model.{number}.w{at}": f"model.{unit.equal}.w{at}"
         for number, unit in enumerate(recipe.units)
@@ -75,12 +66,10 @@ def equals(recipe: Recipe) -> dict[str, str]:
 
 
 def are_parted(recipe: Recipe, tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a version has different bits for tensors that were equal at first."""
     return any(not torch.equal(tensors[n], tensors[o]) for n, o in equals(recipe).items())
 
 
 def other(recipe: Recipe, name: str, turn: int) -> Tensor:
-    """Other bits for one tensor."""
     drawn = torch.Generator().manual_seed(recipe.seed * 11 + turn)
     return _drawn(recipe.sources()[name], drawn)
 

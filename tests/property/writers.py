@@ -16,13 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Some elements of a parameter of a layer.
-
-    Attributes:
-        layer: The module.
-        key: The parameter's name.
-        cut: Finds the region in the parameter's data.
-    """
+    """Some elements of a parameter of a layer."""
 
     layer: nn.Module
     key: str
@@ -30,12 +24,10 @@ class Region:
 
     @property
     def parameter(self) -> Any:
-        """The whole parameter, as it is now."""
         return getattr(self.layer, self.key)
 
     @property
     def live(self) -> Tensor:
-        """A view of the region as it is now."""
         return self.cut(self.parameter.data)
 
 
@@ -101,7 +93,6 @@ def last_write_wins(region: Region, w: Tensor) -> None:
 
 
 def then_zero_a_row(region: Region, w: Tensor) -> None:
-    """As padding rows of embeddings are: the last row of the checkpoint is not kept."""
     region.live.copy_(w)
     region.live[-1:].zero_()
 
@@ -165,7 +156,6 @@ def _never_again(region: Region, w: Tensor) -> None:
 
 
 def _turn_by_turn(region: Region, w: Tensor) -> None:
-    """Turned over each second time."""
     odd = getattr(region.layer, "loader_odd", False)
     region.live.copy_(w.flip(0) if odd else w)
     if not w.is_meta:

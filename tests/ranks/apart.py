@@ -28,7 +28,6 @@ from tests.support.faults import Fault, FaultyStore
 
 
 def comes_late(rank: int, url: str, folder: str) -> None:
-    """One rank does not attach; a second attempt in the same processes meets it."""
     model = LAYOUTS["rows"]()
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=1.0)
     if rank != 1:
@@ -42,7 +41,6 @@ def comes_late(rank: int, url: str, folder: str) -> None:
 
 
 def flushes_alone(rank: int, url: str, folder: str) -> None:
-    """One rank flushes while a version waits, and does not meet the others there."""
     slow = Fault("slow", "deltas/", seconds=4.0, times=1)
     store = FaultyStore(open_store(url, writer=True), slow)
     config = PublishConfig(url=url, dtype="BF16", on_error="warn", deadline_s=4.0)
@@ -63,7 +61,6 @@ def flushes_alone(rank: int, url: str, folder: str) -> None:
 
 
 def can_not_look(rank: int, url: str) -> None:
-    """The store fails on one rank while the chain begins: the others know at once."""
     fault = [Fault("fail-read", "chain.json", times=None)] if rank == 1 else []
     store = FaultyStore(open_store(url, writer=True), *fault)
     config = PublishConfig(url=url, dtype="BF16", deadline_s=60)
@@ -76,7 +73,6 @@ def can_not_look(rank: int, url: str) -> None:
 
 
 def misses_one(rank: int, url: str, folder: str) -> None:
-    """One rank leaves a call of publish out; both are in step again at the next."""
     model = LAYOUTS["rows"]()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
@@ -93,7 +89,6 @@ def misses_one(rank: int, url: str, folder: str) -> None:
 
 
 def leaves_steps(rank: int, url: str, folder: str) -> None:
-    """Steps after the last version are one more at the end, also if one rank alone changed."""
     model = LAYOUTS["rows"]()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
@@ -117,7 +112,6 @@ def leaves_steps(rank: int, url: str, folder: str) -> None:
 
 
 def store_goes_back(rank: int, url: str, folder: str) -> None:
-    """The store loses its newest versions: all ranks say so, and go on once they are back."""
     model = LAYOUTS["rows"]()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
@@ -155,7 +149,6 @@ def store_goes_back(rank: int, url: str, folder: str) -> None:
 
 
 def covers(rank: int, url: str, folder: str) -> None:
-    """Ranks come at their own pace while versions are in flight: each is of one step, on all."""
     slow = Fault("slow", "deltas/", seconds=0.2, times=None)
     store = FaultyStore(open_store(url, writer=True), slow)
     model = LAYOUTS["rows"]()
@@ -182,8 +175,6 @@ def covers(rank: int, url: str, folder: str) -> None:
 
 
 def exports(rank: int, url: str, folder: str) -> None:
-    """An export of which every rank gives a part, and one rank nothing."""
-
     def part() -> Iterator[tuple[str, Tensor]]:
         if rank < 2:
             yield f"layer.{rank}", torch.full((3, 4), float(step * (rank + 1)))

@@ -48,7 +48,6 @@ ROWS: Final[tuple[tuple[str, Callable[[Mapping[str, float]], str]], ...]] = (
 
 
 def measure(rank: int, folder: str) -> None:
-    """Train and publish on one rank; its figures go into a file."""
     _warm_up(folder)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, 4 * WIDTH, bias=False) for _ in range(LAYERS)))
@@ -96,7 +95,6 @@ def measure(rank: int, folder: str) -> None:
 
 
 def _warm_up(folder: str) -> None:
-    """Load and compile what any publisher needs, so that it is not counted as this model's."""
     model = nn.Linear(1024, 1024)
     fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
@@ -107,7 +105,6 @@ def _warm_up(folder: str) -> None:
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-    """An optimizer step on drawn gradients: a forward pass would only take time."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         sharded: Any = parameter
@@ -121,7 +118,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> floa
 
 
 def _resident() -> int:
-    """Bytes that this process has, once what was freed is given back."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return _status("VmRSS")
 
@@ -135,7 +131,6 @@ def _reset_peak() -> None:
 
 
 def _status(field: str) -> int:
-    """A field of the kernel's account of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
@@ -143,7 +138,6 @@ def _status(field: str) -> int:
 
 
 def main() -> int:
-    """Measure each number of ranks in turn, and print."""
     parser = argparse.ArgumentParser(prog="python -m tests.ranks.bench")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--ranks", default="1,2,4", help="how many, with commas")
@@ -162,7 +156,6 @@ def main() -> int:
 
 
 def _measured(ranks: int) -> dict[str, float]:
-    """Medians over versions, of the rank that had to wait longest or to hold most."""
     with tempfile.TemporaryDirectory() as folder:
         run("tests.ranks.bench:measure", ranks, folder)
         facts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]

@@ -8,11 +8,10 @@ from deltachain.publish import PublishConfig, Publisher
 from tests.ranks.layouts import LAYOUTS, train_step
 
 LAYOUT = "rows"
-VERSIONS = 4
+HUB_VERSIONS = 4
 
 
 def publishes(rank: int, url: str, endpoint: str, token: str) -> None:
-    """Publish versions and an anchor; ranks other than 0 make no request of the Hub for them."""
     model = LAYOUTS[LAYOUT]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     options = {"endpoint": endpoint, "token": token}
@@ -21,8 +20,8 @@ def publishes(rank: int, url: str, endpoint: str, token: str) -> None:
     )
     with Publisher(config).attach(model) as publisher:
         attached = publisher._store.requests
-        for number in range(VERSIONS):
+        for number in range(HUB_VERSIONS):
             train_step(LAYOUT, model, optimizer, number)
             assert publisher.publish(step=number).result(60).step == number
     made = publisher._store.requests - attached
-    assert made >= 3 * VERSIONS if rank == 0 else made <= 1  # another token of the storage
+    assert made >= 3 * HUB_VERSIONS if rank == 0 else made <= 1  # another token of the storage

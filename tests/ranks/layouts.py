@@ -25,8 +25,6 @@ WIDTH, INNER, VOCAB, EXPERTS = 20, 36, 131, 3
 
 
 class Block(nn.Module):
-    """A gate, a way up and a way down, as transformers have them."""
-
     def __init__(self, inner: int = INNER) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
@@ -41,8 +39,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """A tied embedding, two blocks, a frozen layer, a buffer that training changes."""
-
     def __init__(self, inner: int = INNER) -> None:
         super().__init__()
         torch.manual_seed(7)
@@ -64,7 +60,6 @@ class Model(nn.Module):
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One real step, the same on every rank that has the same seed."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCAB, (2, 9), generator=generator)
     logits = model(tokens[:, :-1])
@@ -84,12 +79,10 @@ def _sharded(model: nn.Module, mesh: DeviceMesh, **how: Any) -> nn.Module:
 
 
 def rows(mesh: DeviceMesh | None = None) -> nn.Module:
-    """FSDP2 along the first dimension; uneven, and empty on some ranks."""
     return _sharded(Model(), mesh or init_device_mesh("cpu", (distributed.get_world_size(),)))
 
 
 def columns() -> nn.Module:
-    """FSDP2 along the second dimension, where it divides."""
     ranks = distributed.get_world_size()
 
     def place(parameter: nn.Parameter) -> Shard:
@@ -100,7 +93,6 @@ def columns() -> nn.Module:
 
 
 def hybrid() -> nn.Module:
-    """HSDP: copies of shards."""
     shape = (2, distributed.get_world_size() // 2)
     return _sharded(Model(), init_device_mesh("cpu", shape, mesh_dim_names=("r", "s")))
 
@@ -117,13 +109,10 @@ def tensor_parallel() -> nn.Module:
 
 
 def copies() -> nn.Module:
-    """DDP: everything on every rank."""
     return DistributedDataParallel(Model())
 
 
 class Experts(nn.Module):
-    """Experts that are spread over ranks, beside a router that all have."""
-
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -133,12 +122,10 @@ class Experts(nn.Module):
 
 
 def experts() -> nn.Module:
-    """Expert parallelism, as a sharded tensor."""
     return Experts(init_device_mesh("cpu", (distributed.get_world_size(),)))
 
 
 def stages() -> nn.Module:
-    """Pipeline parallelism: every rank has other layers."""
     torch.manual_seed(5)
     whole = Model()
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
@@ -165,7 +152,6 @@ LAYOUTS: Final[Mapping[str, Callable[..., nn.Module]]] = {
 
 
 def train_step(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """One step of a model in a layout."""
     if layout not in ("experts", "stages"):
         step(model, optimizer, seed)
         return
@@ -187,7 +173,6 @@ def train_step(layout: str, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def whole(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tensor]:
-    """Every tensor that some rank has, whole; all ranks of the group must call it."""
     mine: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in named_tensors(model):

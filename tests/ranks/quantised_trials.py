@@ -21,8 +21,6 @@ DEADLINE_S = 60.0
 
 
 class Layers(nn.Module):
-    """Matrices of which a rank's part begins and ends within blocks, and a bias."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(2)
@@ -34,7 +32,6 @@ class Layers(nn.Module):
 
 
 def mixture() -> Qwen3MoeForCausalLM:
-    """Experts that transformers stacks, and a checkpoint has one by one."""
     torch.manual_seed(3)
     sizes: dict[str, Any] = {
         "hidden_size": 80,
@@ -55,7 +52,6 @@ MODELS: Final[dict[str, Callable[[], nn.Module]]] = {"layers": Layers, "mixture"
 
 
 def shard_(model: nn.Module, dim: int) -> None:
-    """Spread every parameter over all ranks: along a dimension, or the last that it has."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -65,7 +61,6 @@ def shard_(model: nn.Module, dim: int) -> None:
 
 
 def step_(model: nn.Module, number: int) -> None:
-    """Change every parameter as each number of ranks does."""
     generator = torch.Generator().manual_seed(number)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,7 +72,6 @@ def step_(model: nn.Module, number: int) -> None:
 
 
 def publishes(rank: int, model: str, recipe: str, dim: int, url: str, steps: int) -> None:
-    """Publish some steps of a model that is spread over all ranks."""
     del rank
     made = MODELS[model]()
     if distributed.get_world_size() > 1:
@@ -103,7 +97,6 @@ def publishes(rank: int, model: str, recipe: str, dim: int, url: str, steps: int
 
 
 def refuses(rank: int, recipe: str, url: str, spoilt: int) -> None:
-    """One rank's weights become NaN: no rank publishes, and all go on once they are finite."""
     model = Layers()
     shard_(model, 0)
     config = PublishConfig(
@@ -135,7 +128,6 @@ def refuses(rank: int, recipe: str, url: str, spoilt: int) -> None:
 
 
 def splits_bytes(rank: int, url: str) -> None:
-    """Three ranks that have 11, 11 and 10 columns: the edges of two divide a byte of two codes."""
     del rank
     model = nn.ModuleDict({"up": nn.Linear(32, 6, bias=False)})
     shard_(model, 1)

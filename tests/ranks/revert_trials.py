@@ -19,7 +19,6 @@ LAYOUT = "rows"
 
 
 def goes_back(rank: int, url: str) -> None:
-    """A reverted head is refused on every rank, and continued with the old weights or on demand."""
     model, older = LAYOUTS[LAYOUT](), LAYOUTS[LAYOUT]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)

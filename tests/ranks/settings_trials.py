@@ -24,7 +24,6 @@ DEADLINE_S = 60.0
 def refuses(
     rank: int, url: str, settings: Sequence[Mapping[str, Any]], said: Sequence[str]
 ) -> None:
-    """Every rank refuses to attach, and names what differs and where."""
     model = Layers()
     shard_(model, 0)
     config = PublishConfig(
@@ -38,7 +37,6 @@ def refuses(
 
 
 def refuses_steps(rank: int, url: str) -> None:
-    """Ranks that would publish after different steps refuse, instead of waiting for each other."""
     model = LAYOUTS["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     with pytest.raises(ConfigError, match="every_steps is 1 on rank 0, 2 on rank 1"):
@@ -46,7 +44,6 @@ def refuses_steps(rank: int, url: str) -> None:
 
 
 def publishes(rank: int, url: str, quantization: str | None) -> None:
-    """Publish one step with the same settings on every rank."""
     del rank
     model = Layers()
     shard_(model, 0)
@@ -57,7 +54,6 @@ def publishes(rank: int, url: str, quantization: str | None) -> None:
 
 
 def publishes_with(rank: int, url: str, settings: Sequence[Mapping[str, Any]]) -> None:
-    """Publish three steps with settings in which ranks may differ."""
     model = LAYOUTS["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
     config = PublishConfig(url=url, dtype="BF16", deadline_s=DEADLINE_S, **settings[rank])
@@ -68,8 +64,6 @@ def publishes_with(rank: int, url: str, settings: Sequence[Mapping[str, Any]]) -
 
 
 class StoreOfAnotherHost(FaultyStore):
-    """Store that has the URL of another one, as a folder that hosts do not share."""
-
     shown = ""
 
     @property
@@ -79,7 +73,6 @@ class StoreOfAnotherHost(FaultyStore):
 
 
 def opens_another_store(rank: int, folder: str, message: str) -> None:
-    """Rank 1 has another store under the URL of rank 0: every rank is told."""
     store = StoreOfAnotherHost(open_store(Path(folder) / str(rank), writer=True))
     store.shown = (Path(folder) / "0").as_uri()
     config = PublishConfig(url=store.shown, dtype="BF16", deadline_s=DEADLINE_S)

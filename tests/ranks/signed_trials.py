@@ -16,7 +16,6 @@ OLD_KEY = SigningKey.of(b"\2" * 32)
 
 
 def publishes(rank: int, key: str, url: str, first: int) -> None:
-    """Continue a chain by one step; rank 0 alone has the key, the others know only an old one."""
     os.environ["DELTACHAIN_TRUSTED_KEYS"] = str(OLD_KEY.public)
     model = LAYOUTS[LAYOUT]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)

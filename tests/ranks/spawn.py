@@ -24,17 +24,6 @@ PRELOADED: Final = ("tests.ranks.trials", "tests.ranks.transformers_trials", "nu
 
 
 def run(function: str, ranks: int, *arguments: Any, deaths: int = 0) -> None:
-    """Call ``module:function`` with the rank and arguments on every rank.
-
-    Args:
-        function: What to call.
-        ranks: How many.
-        arguments: Further ones.
-        deaths: How many of them are killed by themselves.
-
-    Raises:
-        AssertionError: A rank failed, as its output says, or took too long.
-    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
     # As torchrun has it: the store is none of the ranks', so it outlives each of them.

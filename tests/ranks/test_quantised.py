@@ -15,7 +15,6 @@ pytestmark = pytest.mark.dist
 
 
 def states(folder: Path, model: str, recipe: str, ranks: int, dim: int = 0) -> list[str]:
-    """The table and the state of every version, published by some ranks."""
     url = (folder / f"{model}-{recipe}-{ranks}-{dim}").as_uri()
     run("tests.ranks.quantised_trials:publishes", ranks, model, recipe, dim, url, STEPS)
     chain = Chain.open(open_store(url))

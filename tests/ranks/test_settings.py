@@ -26,11 +26,9 @@ DIFFERENT: dict[str, tuple[Any, Any, list[str]]] = {
     "first": ("int8-row", None, ["'int8-row'", "None on rank 1"]),
     "second": (None, "int8-row", ["None on rank 0", "'int8-row'"]),
 }
-"""Quantisation of two ranks, and what the error names."""
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Names and content of all files."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}
 

@@ -15,11 +15,10 @@ from deltachain.control.transfer import DeltaChainWeightTransfer
 from tests.ranks.layouts import LAYOUTS, train_step
 from tests.ranks.trials import RATE, check
 
-STEPS = 3
+SYNCS = 3
 
 
 def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
-    """Sync as TRL does: the first rank sends, the others use up what they would gather."""
     model = LAYOUTS["rows"]()
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
     trainer: Any = SimpleNamespace(
@@ -31,7 +30,7 @@ def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
     )
     transfer = DeltaChainWeightTransfer(url, wait=wait, dtype="BF16", when_busy="wait")
     transfer.attach(trainer)
-    for step in range(STEPS + 1):
+    for step in range(SYNCS + 1):
         if step:
             train_step("rows", model, optimizer, step)
             trainer.state.global_step = step
@@ -49,4 +48,4 @@ def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
     if rank == 0:  # as TRL does
         transfer.destroy()
     distributed.barrier()
-    check(rank, STEPS, model, url, f"{folder}/last")
+    check(rank, SYNCS, model, url, f"{folder}/last")

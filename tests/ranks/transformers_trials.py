@@ -46,7 +46,6 @@ def _model() -> Any:
 
 
 def trainer_with_copies(rank: int, url: str, folder: str) -> None:
-    """The Trainer of transformers under DDP, attached in one line."""
     _say_where(rank)
     model = _model()
     tokens = torch.randint(0, 60, (16, 12), generator=torch.Generator().manual_seed(1))
@@ -69,7 +68,6 @@ def trainer_with_copies(rank: int, url: str, folder: str) -> None:
 
 
 def accelerate_with_shards(rank: int, url: str, folder: str) -> None:
-    """FSDP2 by Accelerate, with the optimizer's hook as the trigger."""
     _say_where(rank)
     os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
     plugin = FullyShardedDataParallelPlugin(
@@ -98,7 +96,6 @@ def accelerate_with_shards(rank: int, url: str, folder: str) -> None:
 
 
 def _say_where(rank: int) -> None:
-    """What a launcher tells its processes."""
     ranks = distributed.get_world_size()
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ.update({name: str(number) for name, number in where.items()})
@@ -163,7 +160,6 @@ CONVERTED: dict[str, dict[str, Any]] = {
 
 
 def converted(rank: int, kind: str, url: str, folder: str) -> None:
-    """Such a model under FSDP2, into a folder that loads and computes the same."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[kind](**CONVERTED[kind])
     maker: Any = AutoModelForImageTextToText if kind == "llava" else AutoModelForCausalLM

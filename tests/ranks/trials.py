@@ -37,7 +37,6 @@ DEADLINE_S = 4.0
 
 
 def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: int) -> None:
-    """Train, publish every step, and hold every pulled version against the whole model."""
     model = LAYOUTS[layout]()
     trained = [p for p in model.parameters() if p.requires_grad]
     some = trained or [nn.Parameter(torch.zeros(1))]  # a stage may have nothing to train
@@ -75,7 +74,6 @@ def publishes_max(rank: int, url: str, folder: str) -> None:
 
 
 def check(rank: int, version: int, model: nn.Module, url: str, folder: str) -> None:
-    """Compare a version, pulled, with the model, gathered."""
     expected = whole(model)
     if rank == 0:
         pulled = Path(folder) / str(version)
@@ -84,7 +82,6 @@ def check(rank: int, version: int, model: nn.Module, url: str, folder: str) -> N
 
 
 def compare(folder: Path, expected: dict[str, Tensor]) -> None:
-    """Every tensor of a checkpoint equals the model's, bit for bit, and there is no other."""
     checkpoint = Checkpoint(folder)
     assert set(checkpoint.specs) == set(expected)
     for name, tensor in expected.items():
@@ -94,10 +91,6 @@ def compare(folder: Path, expected: dict[str, Tensor]) -> None:
 
 
 def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
-    """One rank is killed in the second publish; the others say so, and commit nothing.
-
-    Where it comes to: ``absent``: it does not come; ``in-diff``; else what it does to an object.
-    """
     at_store = rank == victim and bool(prefix)
     fault = [Fault(do, prefix, nth=2)] if at_store else []  # type: ignore[arg-type]
     store = FaultyStore(open_store(url, writer=True), *fault)
@@ -129,12 +122,10 @@ def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
 
 
 def _end(*_: object) -> None:
-    """End this rank as a power cut would."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stalls(rank: int, url: str, folder: str) -> None:
-    """One rank takes too long over its part once; the next version covers what was left."""
     slow = [Fault("slow", "deltas/", nth=2, seconds=3 * DEADLINE_S)] if rank == 1 else []
     store = FaultyStore(open_store(url, writer=True), *slow)
     config = PublishConfig(
@@ -155,7 +146,6 @@ def stalls(rank: int, url: str, folder: str) -> None:
 
 
 def leaves(rank: int, url: str) -> None:
-    """One rank's training fails while a version waits; it ends at once, and the other is told."""
     slow = Fault("slow", "deltas/", seconds=1.0, times=None)
     store = FaultyStore(open_store(url, writer=True), slow)
     config = PublishConfig(url=url, dtype="BF16", deadline_s=DEADLINE_S)
@@ -177,7 +167,6 @@ def leaves(rank: int, url: str) -> None:
 
 
 def refused(rank: int, kind: str, message: str, hint: str, url: str) -> None:
-    """A model that cannot be published: every rank is told what to do instead."""
     del rank
     with pytest.raises(ConfigError, match=message) as caught:
         Publisher(PublishConfig(url=url, deadline_s=30)).attach(REFUSED[kind]())
@@ -199,19 +188,16 @@ def _partial() -> nn.Module:
 
 
 def _unequal() -> nn.Module:
-    """Copies that are not equal."""
     module = nn.Linear(3, 2)
     nn.init.constant_(module.weight, distributed.get_rank())
     return module
 
 
 def _another_shape() -> nn.Module:
-    """Shards that call themselves by one name, as plain tensors."""
     return nn.Linear(3, 2 + distributed.get_rank())
 
 
 def _scattered() -> nn.Module:
-    """Rows that are dealt out one by one."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     module = nn.Module()
     placement = _StridedShard(0, split_factor=2)
@@ -221,7 +207,6 @@ def _scattered() -> nn.Module:
 
 
 def _misfit() -> nn.Module:
-    """A shard of another size than its placement says."""
     mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
     module = nn.Module()
     local = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], shape=torch.Size([8]), stride=(1,))
@@ -230,7 +215,6 @@ def _misfit() -> nn.Module:
 
 
 def _frozen_on_one() -> nn.Module:
-    """Copies of which one is not trained."""
     module = nn.Linear(3, 2)
     nn.init.ones_(module.weight)
     nn.init.ones_(module.bias)
@@ -252,12 +236,10 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 
 
 def note(folder: str, rank: int, **facts: Any) -> None:
-    """Leave facts for the test."""
     (Path(folder) / f"rank-{rank}.json").write_text(json.dumps(facts))
 
 
 def hurries(rank: int, url: str, folder: str) -> None:
-    """Ranks publish again at once: no version takes the words of another for its own."""
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=30)
     model = LAYOUTS["rows"]()
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -23,29 +23,10 @@ from tests.support.sharding import (
 )
 
 FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
-"""Layers with several checkpoint tensors, by tensor."""
 
 
 class FakeModel:
-    """The model of one rank; implements :class:`deltachain.replica.engine.EngineModel`.
-
-    The tensors in ``ODD`` are difficult: ``conv`` is stored transposed, ``sliced`` assigned by
-    slices, ``cast`` served in fp32, ``decay`` stored as its negative exponential, ``bias`` edited
-    before it is copied, ``indexed`` written by index, ``flipped`` reversed after loading;
-    ``packed`` is moved to hidden memory, ``shadow`` is copied there. ``stuck`` is reversed as well,
-    but only after the first load.
-
-    Args:
-        shape: Shape of the engine.
-        rank: Number of the rank.
-        checkpoint: Folder of the checkpoint to load.
-        device: Device of the weights.
-
-    Attributes:
-        root: Module with the parameters.
-        failing: Function called with the name of each tensor before it is loaded; may raise.
-        replaces: Whether a reload creates new parameters instead of writing into the old ones.
-    """
+    """The model of one rank; implements :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(self, shape: Sharding, rank: int, checkpoint: Path, device: str = "cpu") -> None:
         self.share = RankModel(shape, rank)
@@ -64,20 +45,16 @@ class FakeModel:
 
     @property
     def hidden(self) -> dict[str, Tensor]:
-        """Inputs of layers with a packed copy, by parameter."""
         modules = self.root.named_modules()
         return {f"{n}.weight": m.handle.packed for n, m in modules if hasattr(m, "handle")}
 
     def modules(self) -> Mapping[str, nn.Module]:
-        """Return every module."""
         return dict(self.root.named_modules())
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Return every parameter with elements."""
         return live_tensors(self.root)
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load checkpoint tensors; return the names of the written parameters."""
         done: set[str] = set()
         with torch.no_grad():
             for name, tensor in tensors:
@@ -88,7 +65,6 @@ class FakeModel:
         return done
 
     def reload(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Unpack, load, and pack again into the same memory."""
         kept = {name: self._unpack(name) for name in self.hidden}
         try:
             for name in sorted(self.load(tensors)):
@@ -101,27 +77,22 @@ class FakeModel:
                 put(self.root, name, parameter)
 
     def layers(self, names: Full) -> Mapping[str, frozenset[str]]:
-        """Return the layers that each checkpoint tensor is loaded into."""
         found = {name: frozenset(self._layers_of(name)) for name in names}
         return {name: layers for name, layers in found.items() if layers}
 
     def processed(self) -> frozenset[str]:
-        """Return the layers that are reversed or packed after loading."""
         kinds = ("flipped", "stuck", "packed", "shadow")
         layers = {name.rpartition(".")[0] for name in self.tensors()}
         return frozenset(layer for layer in layers if layer.rpartition(".")[2] in kinds)
 
     def made_by_running(self) -> frozenset[str]:
-        """Return nothing, since this model never runs."""
         return frozenset()
 
     def is_plain(self, layer: str) -> bool:
-        """Return false, since its layers never multiply."""
         del layer
         return False
 
     def repack(self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Refuse: post-load processing cannot be repeated here."""
         del layers, tensors
         raise EngineVersionError("this engine gives no way to do that")
 
@@ -129,26 +100,21 @@ class FakeModel:
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Yield nothing, since no layer is quantised."""
         del layers, tensors
         yield {}
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Return nothing, since no layer is compared."""
         del layer, seed
         return None
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
-        """Return the outputs of layers with hidden weights: here, the weights themselves."""
         hidden = {name.removesuffix(".weight"): tensor for name, tensor in self.hidden.items()}
         return {name: tensor.clone() for name, tensor in hidden.items() if name in layers}
 
     def computed(self) -> dict[str, Tensor]:
-        """Return the inputs of all layers: parameters, or their packed copies."""
         return {n: t.detach().cpu() for n, t in {**self.tensors(), **self.hidden}.items()}
 
     def holds(self, full: Full) -> bool:
-        """Return whether the layers compute from exactly these weights."""
         wanted, found = expected(self.share, full), self.computed()
         if self.share.embeds and self.share.ends and not self.share.has_own_head:
             wanted["head.weight"] = wanted["embed.weight"]
@@ -157,7 +123,6 @@ class FakeModel:
         )
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return an output that depends on every weight, on a rank with all of them."""
         live = {**self.tensors(), **self.hidden}
         hidden = live["embed.weight"][tokens]
         for layer in self.share.layers:
@@ -174,7 +139,6 @@ class FakeModel:
     # Loading
 
     def _layers_of(self, name: str) -> list[str]:
-        """Return the layers that a checkpoint tensor is loaded into; none on other ranks."""
         kind = name.split(".")
         if kind[0] == "embed":
             return ["embed"] * self.share.embeds + ["head"] * self.share.has_own_head
@@ -232,7 +196,6 @@ class FakeModel:
     # Packing
 
     def _pack(self, name: str, *, again: bool) -> None:
-        """Process a parameter after it was loaded."""
         live = self.root.get_parameter(name)
         kind = name.split(".")[-2]
         if kind == "flipped" or (kind == "stuck" and not again):
@@ -243,7 +206,6 @@ class FakeModel:
             put(self.root, name, nn.Parameter(live.data.new_empty(0), requires_grad=False))
 
     def _unpack(self, name: str) -> nn.Parameter:
-        """Create a raw parameter in place of a packed one; return the former parameter."""
         before = self.root.get_parameter(name)
         if not before.numel():
             room = torch.empty_like(self.hidden[name])
@@ -252,8 +214,6 @@ class FakeModel:
 
 
 class _Handle:
-    """Weights packed by a kernel, hidden from any inspection of the module."""
-
     __slots__ = ("packed",)
 
     def __init__(self, packed: Tensor) -> None:
@@ -261,5 +221,4 @@ class _Handle:
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the flat bytes of a tensor."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,12 +1,4 @@
-"""A store with scripted faults, for crash and corruption tests.
-
->>> FaultyStore(inner, Fault("kill-after", "manifests/", nth=2))        # doctest: +SKIP
->>> FaultyStore(inner, Fault("corrupt", "deltas/", times=None))         # doctest: +SKIP
-
-Each fault counts the calls of its kind (write, read or list, by its action) for keys with its
-prefix. It applies from the ``nth`` call on, ``times`` times. ``clock_jump`` changes the wall clock
-of this process instead.
-"""
+"""A store with scripted faults, for crash and corruption tests."""
 
 from __future__ import annotations
 
@@ -98,7 +90,6 @@ class Fault:
     seconds: float = 0.0
 
     def strikes(self, call: int) -> bool:
-        """Return whether it affects the ``call``-th matching call."""
         return self.nth <= call and (self.times is None or call < self.nth + self.times)
 
 
@@ -127,7 +118,6 @@ class FaultyStore(Store):
         self.add(*faults)
 
     def add(self, *faults: Fault) -> None:
-        """Add faults; they count calls from now on."""
         listed = {
             fault: frozenset(found.key for found in self.inner.list())
             for fault in faults
@@ -138,7 +128,6 @@ class FaultyStore(Store):
             self._listed.update(listed)
 
     def mend(self) -> None:
-        """Remove all faults."""
         with self._lock:
             self._calls.clear()
             self._listed.clear()
@@ -146,19 +135,16 @@ class FaultyStore(Store):
 
     @property
     def url(self) -> str:
-        """URL of the wrapped store."""
         return self.inner.url
 
     @property
     def capabilities(self) -> Capabilities:
-        """Capabilities of the wrapped store; listings are stale with ``stale-list``."""
         if not self._listed:
             return self.inner.capabilities
         return replace(self.inner.capabilities, list_consistent=False)
 
     @property
     def requests(self) -> int:
-        """Requests of the wrapped store."""
         return self.inner.requests
 
     @override
@@ -256,7 +242,6 @@ class FaultyStore(Store):
         return result
 
     def _before(self, fault: Fault, key: str) -> None:
-        """Apply a fault before a write."""
         if callable(fault.do):
             fault.do()
         elif fault.do == "kill":
@@ -274,7 +259,6 @@ class FaultyStore(Store):
             raise StoreUnavailableError(f"{key!r}: unavailable", key=key, url=self.url)
 
     def _spoil(self, fault: Fault, key: str, data: bytes) -> bytes:
-        """Apply a fault to read bytes."""
         self._fail_read(fault, key)
         if fault.do == "hide":
             raise not_found(key, self.url)
@@ -289,7 +273,6 @@ class FaultyStore(Store):
         return data
 
     def _due(self, key: str, actions: frozenset[str]) -> Sequence[Fault]:
-        """Count a call for all matching faults, and return those that apply."""
         lists = actions is _LISTS  # a listing matches all keys below its prefix
         with self._lock:
             about = [
@@ -314,11 +297,6 @@ class FaultyStore(Store):
 
 @contextmanager
 def clock_jump(seconds: float) -> Iterator[None]:
-    """Shift the wall clock of this process by ``seconds``; nested shifts add up.
-
-    Affects only ``time.time``, and thus times recorded by publishers, subscribers and memory
-    stores. ``time.monotonic`` and ``time.perf_counter`` are unaffected, as when a clock is set.
-    """
     clock = time.time
 
     def jumped() -> float:

@@ -34,15 +34,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TinyModel(nn.Module):
-    """Model with all special cases of weights, in a few thousand elements.
-
-    A bf16 trunk with an fp32 norm, an output layer tied to the embedding, a frozen layer, a
-    persistent and a non-persistent buffer.
-
-    Args:
-        seed: Seed of the weights.
-        width: Width of the hidden state.
-    """
+    """Model with all special cases of weights, in a few thousand elements."""
 
     def __init__(self, seed: int = 0, *, width: int = 16) -> None:
         super().__init__()
@@ -59,7 +51,6 @@ class TinyModel(nn.Module):
 
 
 def fill_(model: nn.Module, seed: int) -> None:
-    """Fill all weights with normally distributed values from a seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -68,18 +59,12 @@ def fill_(model: nn.Module, seed: int) -> None:
 
 
 def plain_model(seed: int = 0, *, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Create a model of two layers in one dtype."""
     model = nn.Sequential(nn.Linear(24, 40, dtype=dtype), nn.Linear(40, 8, dtype=dtype))
     fill_(model, seed)
     return model
 
 
 def train_(model: nn.Module, seed: int, *, share: float = 0.01) -> None:
-    """Change a fraction of the elements of trainable weights and persistent integer buffers.
-
-    Each changes by one unit in the last place of bf16, in fp32 masters as well, so that it shows on
-    the wire. Determined by the seed.
-    """
     generator = torch.Generator().manual_seed(seed)
     trained = [parameter.data for parameter in model.parameters() if parameter.requires_grad]
     kept = set(model.state_dict())
@@ -94,18 +79,15 @@ def train_(model: nn.Module, seed: int, *, share: float = 0.01) -> None:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """Create a target of zero tensors with the model's checkpoint names."""
     return {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
 
 
 def bits_of(tensors: nn.Module | Mapping[str, Tensor]) -> dict[str, Bits]:
-    """Copy the current bits of a model or of named tensors."""
     named = tensors.state_dict() if isinstance(tensors, nn.Module) else tensors
     return {name: _unsigned(tensor) for name, tensor in named.items()}
 
 
 def same(one: State, other: State) -> bool:
-    """Return whether all common tensors have equal bits, and there is at least one."""
     shared = one.keys() & other.keys()
     return bool(shared) and all(np.array_equal(one[name], other[name]) for name in shared)
 
@@ -117,13 +99,7 @@ def _unsigned(tensor: Tensor) -> Bits:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """A target for tests.
-
-    Attributes:
-        kind: ``dict``, ``module`` or ``folder``.
-        target: The target argument of a subscriber.
-        bits: Reads its bits without the subscriber.
-    """
+    """A target for tests."""
 
     kind: str
     target: nn.Module | dict[str, Tensor] | Path
@@ -131,13 +107,6 @@ class Replica:
 
 
 def replica_of(model: nn.Module, kind: str, folder: Path) -> Replica:
-    """Create a target for a model, without its weights.
-
-    Args:
-        model: Model whose shapes are copied.
-        kind: Kind of the target; see :class:`Replica`.
-        folder: Folder to create, for kind ``folder``.
-    """
     if kind == "folder":
         return Replica(kind, folder, lambda: bits_of(load_file(folder / WEIGHTS_FILE)))
     if kind == "dict":
@@ -167,13 +136,7 @@ def scribble(replica: Replica, *, name: str = "layer.weight") -> None:
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """One version, rebuilt from its objects.
-
-    Attributes:
-        committed: Manifest of the version.
-        state: Bits after its own edge.
-        anchored: Whether it has a recorded anchor, which leads to the same bits.
-    """
+    """One version, rebuilt from its objects."""
 
     committed: Committed
     state: State
@@ -181,11 +144,7 @@ class Recomputed:
 
 
 def recompute(store: Store) -> dict[Version, Recomputed]:
-    """Rebuild and verify every version of a chain, edge by edge.
-
-    Manifests must be contiguous, each the parent of the next; epochs must not decrease; the bits
-    after each edge must have the state digest of the manifest.
-    """
+    """Rebuild and verify every version of a chain, edge by edge."""
     chain = Chain.open(store)
     head = chain.head()
     found: dict[Version, Recomputed] = {}
@@ -204,14 +163,12 @@ def recompute(store: Store) -> dict[Version, Recomputed]:
 
 
 def state_digest(chain: Chain, state: State) -> StateDigest:
-    """Compute the state digest of bits with the reference kernels."""
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in chain.table.specs()}
     digests = (reference.digest(digest_key(spec), state[name]) for name, spec in specs.items())
     return sum(digests, StateDigest())
 
 
 def _apply(chain: Chain, summary: EdgeSummary, state: State) -> dict[str, Bits]:
-    """Apply one edge to the bits."""
     plan = Plan(held=summary.base, target=summary.version, edges=(summary,))
     reference = chain.edge(summary).reference
     base = Path(reference.path) if reference else None  # a test trusts the store that it made
@@ -228,7 +185,6 @@ def _apply(chain: Chain, summary: EdgeSummary, state: State) -> dict[str, Bits]:
 
 
 def _records(chain: Chain, committed: Committed) -> Iterator[EdgeSummary]:
-    """Yield the anchors recorded for a version after its commit."""
     for info in chain.store.list(f"edges/{committed.version:020d}/"):
         data = chain.store.get(info.key)
         edge = unseal(data, EdgeRecord, key=info.key).edge

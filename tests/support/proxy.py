@@ -24,21 +24,10 @@ _HOST: Final = "127.0.0.1"
 _PIECE: Final = 16 << 10
 _REQUEST: Final = re.compile(rb"[A-Z]+ /[^\r\n]* HTTP/1\.1\r\n")
 _RESET: Final = struct.pack("ii", 1, 0)
-"""SO_LINGER with timeout 0, so that a close sends RST."""
 
 
 class Proxy:
-    """Forwards connections to a local port, with faults on request.
-
-    Args:
-        port: Port of the server.
-
-    Attributes:
-        received: Forwarded bytes of responses.
-        dropped: Number of dropped responses.
-        cuts: Number of truncated responses.
-        answered: Number of requests answered by the proxy itself.
-    """
+    """Forwards connections to a local port, with faults on request."""
 
     def __init__(self, port: int) -> None:
         self._target = port
@@ -58,29 +47,23 @@ class Proxy:
 
     @property
     def endpoint(self) -> str:
-        """URL for clients, instead of the server's."""
         return f"http://{_HOST}:{self.port}"
 
     def delay(self, seconds: float) -> None:
-        """Delay each piece of a response."""
         self._delay_s = seconds
 
     def throttle(self, bytes_per_s: float) -> None:
-        """Limit the speed of responses, for each connection."""
         self._speed = bytes_per_s
 
     def cut_after(self, nbytes: int, *, times: int = 1, reset: bool = False) -> None:
-        """Truncate ``times`` responses after ``nbytes``, by RST instead of FIN if ``reset``."""
         with self._lock:
             self._cut_nbytes, self._cuts_left, self._cut_resets = nbytes, times, reset
 
     def drop_reply(self, method: str, *, times: int = 1) -> None:
-        """Drop ``times`` responses to requests of this method and close the connection."""
         with self._lock:
             self._drop_method, self._drops_left = method.encode(), times
 
     def answer(self, status: str, *headers: str, body: bytes = b"", method: str = "") -> None:
-        """Answer requests of a method (or all) itself, as a captive portal does."""
         head = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
         with self._lock:
             self._answer_method = method.encode()
@@ -91,14 +74,12 @@ class Proxy:
         self._pace_s = pace_s
 
     def refuse(self) -> None:
-        """Close all connections and refuse new ones."""
         listener, self._listener = self._listener, None
         if listener is not None:
             _close(listener)
         self._close_all()
 
     def reset(self) -> None:
-        """Remove all faults."""
         with self._lock:
             self._delay_s = 0.0
             self._speed = 0.0
@@ -110,7 +91,6 @@ class Proxy:
             self._listen()
 
     def stop(self) -> None:
-        """Close all connections and join the threads."""
         self.refuse()
         for thread in self._threads:
             thread.join()
@@ -149,7 +129,6 @@ class Proxy:
             asking.join()
 
     def _ask(self, client: socket.socket, server: socket.socket, connection: _Connection) -> None:
-        """Forward requests."""
         with suppress(OSError):
             while piece := client.recv(_PIECE):
                 if _REQUEST.match(piece):
@@ -160,7 +139,6 @@ class Proxy:
             server.shutdown(socket.SHUT_WR)
 
     def _answers_itself(self, client: socket.socket, method: bytes) -> bool:
-        """Answer a request itself if configured, and read the rest of the request."""
         with self._lock:
             answer = self._own_answer if self._answer_method in (b"", method) else b""
             self.answered += bool(answer)
@@ -175,7 +153,6 @@ class Proxy:
     def _answer(
         self, server: socket.socket, client: socket.socket, connection: _Connection
     ) -> None:
-        """Forward responses, with faults."""
         with suppress(OSError):
             while piece := server.recv(_PIECE):
                 # 100 Continue is not the final response.
@@ -212,7 +189,6 @@ class Proxy:
             return True
 
     def _cut(self, before: int, nbytes: int) -> int:
-        """Return how many of the next bytes of a response to forward."""
         with self._lock:
             if not self._cuts_left or before + nbytes <= self._cut_nbytes:
                 return nbytes
@@ -239,8 +215,6 @@ class Proxy:
 
 
 class _Connection:
-    """State of the current request of a connection."""
-
     method = b""
     nbytes = 0
 

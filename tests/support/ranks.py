@@ -59,21 +59,7 @@ class Faults:
 
 
 class FakeEngine:
-    """A fake :class:`deltachain.replica.engine.Engine`, which refuses writes unless paused.
-
-    Args:
-        shape: Number of ranks, and the share of each.
-        checkpoint: Folder of the checkpoint to load.
-        spool: Folder from which the ranks read plans.
-        url: URL of the chain to follow.
-
-    Attributes:
-        models: Models of the ranks.
-        faults: Injected faults.
-        events: Requests that concern its scheduler and its weights, oldest first.
-        software: Name and version of no engine that exists.
-        dead: Whether it says that it has ended.
-    """
+    """A fake :class:`deltachain.replica.engine.Engine`, which refuses writes unless paused."""
 
     def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
         self.models = [FakeModel(shape, rank, checkpoint) for rank in range(shape.ranks)]
@@ -89,7 +75,6 @@ class FakeEngine:
         self._before: list[str] = []
 
     def call(self, request: RankRequest) -> Sequence[RankReply]:
-        """Send a request to every rank, as text."""
         name = name_of(request)
         if isinstance(request, SwapRequest):
             assert self.paused, "weights are written while the engine runs"
@@ -102,7 +87,6 @@ class FakeEngine:
         return self._received(name, replies)
 
     def _received(self, name: str, replies: list[str]) -> Sequence[RankReply]:
-        """Return the replies to a call, as they arrive."""
         faults = self.faults
         if name in faults.shifted:
             replies = replies[1:] + replies[:1]
@@ -146,37 +130,30 @@ class FakeEngine:
             yield
 
     def is_dead(self) -> bool:
-        """Return whether it has ended."""
         return self.dead
 
     def is_paused(self) -> bool:
-        """Return whether generation is paused."""
         return self.paused
 
     def pause(self, *, in_doubt: bool = False) -> None:
-        """Stop generation."""
         self.events.append("pause in doubt" if in_doubt else "pause")
         if self.faults.pause is not None:
             raise self.faults.pause
         self.paused = True
 
     def resume(self) -> None:
-        """Resume generation."""
         self.events.append("resume")
         self.paused = False
 
     def name_version(self, version: int) -> None:
-        """Record the version that labels tokens."""
         self.events.append(f"name {version}")
         if self.faults.name is not None:
             raise self.faults.name
 
     def holds(self, full: Full) -> bool:
-        """Return whether every rank computes from exactly these weights."""
         return all(model.holds(full) for model in self.models)
 
     def bits(self) -> list[dict[str, bytes]]:
-        """Return a copy of the bits from which each rank computes."""
         return [
             {name: bytes_of(tensor).numpy().tobytes() for name, tensor in model.computed().items()}
             for model in self.models

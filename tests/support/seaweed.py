@@ -48,16 +48,7 @@ _STOP_S: Final = 0.3
 
 
 class Seaweed:
-    """A running server.
-
-    Args:
-        folder: Folder of objects and configuration, created if missing.
-        host: Address to listen on. Other addresses than loopback expose the server to the network
-            with publicly known credentials.
-
-    Raises:
-        RuntimeError: It did not start.
-    """
+    """A running server."""
 
     def __init__(self, folder: Path, *, host: str = HOST) -> None:
         self._folder = folder
@@ -91,17 +82,14 @@ class Seaweed:
 
     @property
     def port(self) -> int:
-        """Port of the S3 API."""
         return self._base + _PORTS.index("s3.port")
 
     @property
     def endpoint(self) -> str:
-        """The URL of the server."""
         return f"http://{self._host}:{self.port}"
 
     @property
     def options(self) -> dict[str, str]:
-        """Options for ``open_store``."""
         return {
             "key": KEY,
             "secret": SECRET,
@@ -110,7 +98,6 @@ class Seaweed:
         }
 
     def env(self) -> dict[str, str]:
-        """Environment variables for client processes."""
         return {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -119,16 +106,13 @@ class Seaweed:
         }
 
     def url(self, prefix: str = "", *, bucket: str = BUCKET) -> str:
-        """Return the URL of a store in the initial bucket."""
         return f"s3://{bucket}/{prefix}".rstrip("/")
 
     @property
     def pid(self) -> int:
-        """Process id; 0 if it is not running."""
         return 0 if self._process is None else self._process.pid
 
     def kill(self) -> None:
-        """Kill it with SIGKILL and wait for its exit."""
         with self._lock:
             if self._process is not None:
                 self._process.kill()
@@ -139,7 +123,6 @@ class Seaweed:
                     left.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Terminate it, and kill it after a short wait."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -147,11 +130,6 @@ class Seaweed:
             self.kill()
 
     def restart(self) -> None:
-        """Kill and restart it, on the same ports and with the same objects.
-
-        Raises:
-            RuntimeError: It did not start.
-        """
         with self._lock:
             self._restart()
 
@@ -196,7 +174,6 @@ class Seaweed:
             raise RuntimeError(f"SeaweedFS did not start at {self.endpoint}:\n{tail}")
 
     def _is_ready(self) -> bool:
-        """Wait until it accepts an object, which is later than its first response."""
         client = boto3.client(
             "s3",
             endpoint_url=self.endpoint,
@@ -219,7 +196,6 @@ class Seaweed:
 
 
 def _binary() -> str:
-    """Find the server's executable in this environment or the system."""
     path = Path(sysconfig.get_path("scripts")) / "weed"
     found = str(path) if path.exists() else shutil.which("weed")
     if found is None:
@@ -228,7 +204,6 @@ def _binary() -> str:
 
 
 def _free_block(host: str) -> int:
-    """Return the first of eight consecutive free ports."""
     for _ in range(100):
         # Below the range of ephemeral ports.
         base = random.randrange(12_000, 32_000, 10)

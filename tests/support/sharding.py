@@ -1,7 +1,4 @@
-"""A small model as a trainer holds it, and its expected shards on the ranks of an engine.
-
-``expected`` computes the reference for engines by plain slicing of checkpoint tensors.
-"""
+"""A small model as a trainer holds it, and its expected shards on the ranks of an engine."""
 
 from __future__ import annotations
 
@@ -25,7 +22,6 @@ KV_HEADS: Final = 2
 INNER: Final = 24
 VOCAB: Final = 50
 PADDED: Final = 56
-"""Rows of the embedding in an engine, padded with zeros."""
 EXPERTS: Final = 4
 
 ODD: Final[dict[str, tuple[int, ...]]] = {
@@ -49,20 +45,11 @@ HOSTED: Final = tuple(name for name in ODD if name != "stuck")
 """Special tensors that the engine can load."""
 
 Full: TypeAlias = Mapping[str, Tensor]
-"""Checkpoint tensors, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Sharding of a model over ranks, and its special tensors.
-
-    Attributes:
-        tp: Tensor-parallel size.
-        pp: Pipeline-parallel size.
-        layers: Number of layers.
-        odd: Special tensors of each layer, from :data:`ODD`.
-        untied: Whether the engine unties the output layer of a model with tied embeddings.
-    """
+    """Sharding of a model over ranks, and its special tensors."""
 
     tp: int = 1
     pp: int = 1
@@ -72,65 +59,49 @@ class Sharding:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
         return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """The shard of one rank.
-
-    Attributes:
-        shape: Sharding of the engine.
-        rank: Number of the rank.
-    """
-
     shape: Sharding
     rank: int
 
     @property
     def part(self) -> int:
-        """Tensor-parallel rank."""
         return self.rank % self.shape.tp
 
     @property
     def layers(self) -> range:
-        """Layers of this rank."""
         each = self.shape.layers // self.shape.pp
         stage = self.rank // self.shape.tp
         return range(stage * each, (stage + 1) * each)
 
     @property
     def embeds(self) -> bool:
-        """Whether the rank holds the embedding."""
         return 0 in self.layers
 
     @property
     def ends(self) -> bool:
-        """Whether the rank holds the final norm and the output layer."""
         return self.shape.layers - 1 in self.layers
 
     @property
     def has_own_head(self) -> bool:
-        """Whether the output layer is a separate parameter."""
         return self.ends and (self.shape.untied or not self.embeds)
 
     @property
     def kv(self) -> slice:
-        """Rows of keys and values; replicated if there are fewer heads than ranks."""
         tp = self.shape.tp
         first = self.part * KV_HEADS // tp
         return slice(first * HEAD, (first + max(KV_HEADS // tp, 1)) * HEAD)
 
     @property
     def experts(self) -> range:
-        """Experts of this rank."""
         tp = self.shape.tp
         return range(self.part * EXPERTS // tp, (self.part + 1) * EXPERTS // tp)
 
 
 def shapes_of_layer(shape: Sharding) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a layer's checkpoint tensors."""
     return {
         "q": (HIDDEN, HIDDEN),
         "k": (KV_HEADS * HEAD, HIDDEN),
@@ -146,7 +117,6 @@ def shapes_of_layer(shape: Sharding) -> dict[str, tuple[int, ...]]:
 
 
 def trained(shape: Sharding, seed: int = 0) -> nn.Module:
-    """Create the trainer's whole model with checkpoint names and a tied output layer."""
     root = nn.Module()
     shapes: dict[str, tuple[int, ...]] = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
     for layer in range(shape.layers):
@@ -160,7 +130,6 @@ def trained(shape: Sharding, seed: int = 0) -> nn.Module:
 
 
 def put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Register a parameter under a dotted name, with its parent modules."""
     *path, leaf = name.split(".")
     for part in path:
         if part not in root._modules:
@@ -170,12 +139,10 @@ def put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def full_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copy the trainer's tensors by name; tied weights once."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
 def save(model: nn.Module, folder: Path) -> Path:
-    """Write a Hugging Face checkpoint; tied weights once."""
     folder.mkdir(parents=True, exist_ok=True)
     full = full_of(model)
     specs = [TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in full.items()]
@@ -188,7 +155,6 @@ def save(model: nn.Module, folder: Path) -> Path:
 
 
 def read(folder: Path) -> dict[str, Tensor]:
-    """Read the tensors of a checkpoint."""
     checkpoint = Checkpoint(folder)
     return {
         name: torch.from_numpy(checkpoint.bits(name).copy())
@@ -199,7 +165,6 @@ def read(folder: Path) -> dict[str, Tensor]:
 
 
 def expected(share: RankModel, full: Full) -> dict[str, Tensor]:
-    """Compute the parameters of a rank after it has loaded a checkpoint."""
     embed = torch.zeros(PADDED, HIDDEN, dtype=torch.bfloat16)
     embed[:VOCAB] = full["embed.weight"]
     rows = embed.chunk(share.shape.tp)[share.part]

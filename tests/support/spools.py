@@ -22,17 +22,7 @@ def spool_of(
     from_nothing: bool = False,
     old: Callable[[str], Bits] | None = None,
 ) -> Spool:
-    """Write the deltas of each edge of a plan into a new spool, as one object an edge.
-
-    A delta that mixes steps and absolute bits becomes one of an edge of its own before the others.
-
-    Args:
-        parent: Folder of spools.
-        edges: Deltas of each edge.
-        from_nothing: Whether the plan needs no base bits.
-        old: Function that returns the bits of a tensor before the only edge, whose steps are then
-            encoded as ``max``.
-    """
+    """Write the deltas of each edge of a plan into a new spool, as one object an edge."""
     plan: list[Sequence[TensorDelta]] = []
     for edge in edges:
         absolute, steps = _split(edge)
@@ -64,7 +54,6 @@ def _change(delta: TensorDelta, old: Callable[[str], Bits] | None) -> Change:
 
 
 def _split(deltas: Iterable[TensorDelta]) -> tuple[Sequence[TensorDelta], Sequence[TensorDelta]]:
-    """Split deltas that mix into one of absolute bits and one of steps."""
     absolute: list[TensorDelta] = []
     rest: list[TensorDelta] = []
     for delta in deltas:

@@ -18,13 +18,12 @@ from rich.console import Console
 
 from deltachain.cli.console import say_error
 from deltachain.errors import ConfigError, DeltaChainError
-from examples.demo.display import Display
 from examples.demo.online.report import OnlineReport
 from examples.demo.online.run import STEPS, RunOptions, run_online
+from examples.demo.report import Display
 
 
 def main() -> int:
-    """Run the demo; return 0 if the reward rises and all bits are equal."""
     asked = _parser().parse_args()
     console = Console(stderr=asked.json)
     try:

@@ -27,22 +27,7 @@ def tree_attention(  # noqa: PLR0913 - TRL calls it so
     scaling: float | None = None,
     **_: Any,  # noqa: ANN401 - longest lengths, which only the kernel needs
 ) -> tuple[Tensor, None]:
-    """Replace :func:`trl.experimental.async_grpo.packing.tree_attention` on a CPU.
-
-    Args:
-        module: The attention layer.
-        query: Shape (1, heads, tokens, head_dim).
-        key: Shape (1, key heads, tokens, head_dim).
-        value: Shape of ``key``.
-        attention_mask: None, since the tree defines the mask.
-        tree_kv_index: Concatenated positions of each segment's path.
-        tree_cu_seqlens_q: Bounds of the segments, shape (segments + 1).
-        tree_cu_seqlens_k: Bounds of their paths, shape (segments + 1).
-        scaling: Factor of the scores.
-
-    Returns:
-        Output of shape (1, tokens, heads, head_dim), and None for the weights.
-    """
+    """Replace :func:`trl.experimental.async_grpo.packing.tree_attention` on a CPU."""
     del module, attention_mask
     q = query[0]  # (heads, tokens, head_dim)
     groups = q.shape[0] // key.shape[1]
@@ -61,6 +46,5 @@ def tree_attention(  # noqa: PLR0913 - TRL calls it so
 
 
 def run_on_cpu() -> None:
-    """Patch TRL's trainer to run on a CPU, for which it has no setting."""
     packing.tree_attention = tree_attention
     setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # noqa: B010 - no export

@@ -17,14 +17,7 @@ MODEL: Final = "policy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """Result of one request.
-
-    Attributes:
-        tokens: Token ids.
-        logprobs: Log probability of each token when it was sampled.
-        versions: Version of the chain that sampled each token.
-        finished: Whether the request finished; a pausing server may abort it.
-    """
+    """Result of one request."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -33,18 +26,10 @@ class Sampled:
 
 
 class UnlabelledError(RuntimeError):
-    """A server returned tokens without a version."""
+    pass
 
 
 def command(kind: EngineKind, python: Path, checkpoint: Path, port: int) -> list[str]:
-    """Return the command of a stock server with small memory use.
-
-    Args:
-        kind: The engine.
-        python: Python of the engine's environment.
-        checkpoint: Checkpoint to load.
-        port: Port to listen on.
-    """
     at = ("--host", HOST, "--port", str(port), "--served-model-name", MODEL, "--dtype", "bfloat16")
     if kind == "vllm":
         return [
@@ -63,7 +48,6 @@ def command(kind: EngineKind, python: Path, checkpoint: Path, port: int) -> list
 
 
 def variables(kind: EngineKind) -> dict[str, str]:
-    """Return the server's environment variables: one core, no telemetry."""
     one = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     if kind == "vllm":
         return one | {
@@ -84,20 +68,7 @@ async def sample(
     stop: Sequence[int],
     seed: int,
 ) -> Sampled:
-    """Sample a completion of a prompt at temperature 1.
-
-    Args:
-        client: HTTP client of the server.
-        kind: The engine.
-        prompt: Token ids of the prompt.
-        length: Largest number of tokens.
-        stop: Token ids that end the completion.
-        seed: Sampling seed.
-
-    Raises:
-        httpx.HTTPError: The server did not answer, or refused.
-        UnlabelledError: A token has no version, or several.
-    """
+    """Sample a completion of a prompt at temperature 1."""
     if kind == "vllm":
         return await _vllm(client, prompt, length, stop, seed)
     return await _sglang(client, prompt, length, stop)
@@ -142,7 +113,6 @@ async def _sglang(
 
 
 def _each(spans: Sequence[dict[str, Any]], count: int) -> tuple[int, ...]:
-    """Expand version spans to the version of each token."""
     found: list[int] = []
     for span in spans:
         if span["start"] != len(found) or not str(span["version"]).isdecimal():

@@ -1,8 +1,4 @@
-"""Transcripts of simulated games for pretraining, in which half of the guesses are invalid words.
-
-They teach the form of a game. The valid words, and the use of feedback, are left to reinforcement
-learning.
-"""
+"""Transcripts of simulated games for pretraining; half of the guesses are invalid words."""
 
 from __future__ import annotations
 
@@ -18,18 +14,15 @@ import numpy as np
 from deltachain.errors import ConfigError
 
 ENVIRONMENT: Final = Path(__file__).parents[3] / "spaces" / "environment"
-"""Folder of the game server's source, a Space in the repository."""
 
 MADE_UP: Final = 0.5
 
 
 def read_words() -> list[str]:
-    """Read the valid words."""
     return (ENVIRONMENT / "words.txt").read_text(encoding="utf-8").split()
 
 
 def transcripts(seed: int) -> Iterator[str]:
-    """Yield transcripts without end, each of several lines."""
     rules, words = _rules(), read_words()
     tried = [*words, *_made_up(words)]
     chances = np.repeat([1 - MADE_UP, MADE_UP], len(words)) / len(words)
@@ -45,13 +38,11 @@ def transcripts(seed: int) -> Iterator[str]:
 
 
 def _made_up(words: Sequence[str]) -> list[str]:
-    """Return as many invalid words, by reversal of the letters."""
     there = set(words)
     return [w[::-1] if w[::-1] not in there else w[1:] + w[0] for w in words]
 
 
 def _rules() -> ModuleType:
-    """Load the rules from the server's folder, which is not a package."""
     file = ENVIRONMENT / "game.py"
     spec = importlib.util.spec_from_file_location("deltachain_game", file)
     if spec is None or spec.loader is None:

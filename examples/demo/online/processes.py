@@ -24,20 +24,7 @@ PORTS: Final = range(10_000, 32_000)  # below the ephemeral ports of Linux, macO
 
 
 class Service:
-    """A process with its children, restarted if it exits early.
-
-    Args:
-        name: Name in messages.
-        command: Command line.
-        folder: Folder of its log.
-        environment: Environment variables, added to this process's.
-        forever: Restart after any exit; otherwise exit code 0 ends it.
-        most_starts: Largest number of starts.
-        heard: Called with each output line, in a thread; if not given, output goes to the log.
-
-    Attributes:
-        deaths: Number of early exits.
-    """
+    """A process with its children, restarted if it exits early."""
 
     def __init__(  # noqa: PLR0913 - settings of one process
         self,
@@ -61,17 +48,14 @@ class Service:
 
     @property
     def log(self) -> Path:
-        """Log file of the process."""
         return self._folder / f"{self.name}.log"
 
     @property
     def restarts(self) -> bool:
-        """Whether it is restarted after another early exit."""
         return self.deaths < self._most_starts
 
     @property
     def pid(self) -> int:
-        """Process id; 0 if it is not running."""
         return self._process.pid if self._process and self._process.poll() is None else 0
 
     def __enter__(self) -> Self:
@@ -91,21 +75,14 @@ class Service:
         self._thread.join(2 * STOP_S)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its exit with code 0.
-
-        Raises:
-            DemoError: It failed, or did not exit in time.
-        """
         if not self._ended.wait(seconds) or self._process is None or self._process.returncode:
             raise self.failure(f"did not finish in {seconds:.0f} s")
 
     def failure(self, what: str) -> DemoError:
-        """Build an error with the end of its log as hint."""
         tail = self.log.read_text(errors="replace").strip().splitlines()[-8:]
         return DemoError(f"the {self.name} {what}", hint="\n  ".join(tail))
 
     def kill(self) -> None:
-        """Kill it with SIGKILL; it is then restarted."""
         self._end(signal.SIGKILL)
 
     def _start(self) -> None:
@@ -155,11 +132,6 @@ class Service:
 
 
 def until(ready: Callable[[], bool], service: Service, seconds: float) -> float:
-    """Wait until a service is ready; return the duration in seconds.
-
-    Raises:
-        DemoError: It was not ready in time.
-    """
     start = time.monotonic()
     while not ready():
         if time.monotonic() - start > seconds or not service.restarts:

@@ -2,36 +2,75 @@
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from examples.demo.figures import ChainFigures
+from examples.demo.report import ChainFigures
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Mean rewards at the begin and the end of a run."""
+
+    first: float
+    last: float
+    error: float
+
+
+def staleness_of(diary: Path) -> list[int]:
+    """Return, for each sampled token, the versions behind the newest at the end of its game."""
+    found: list[int] = []
+    for sample_of in _lines(diary):
+        for version, count in sample_of["versions"]:
+            found += [max(0, sample_of["held"] - version)] * count
+    return found
+
+
+def unknown_in(diary: Path) -> int:
+    """Count tokens with an impossible version label.
+
+    Such a version did not exist at the end of the game, or is older than an earlier token's.
+    """
+    found = 0
+    for sample_of in _lines(diary):
+        newest = 0
+        for version, count in sample_of["versions"]:
+            if not newest <= version <= sample_of["held"]:
+                found += count
+            newest = max(newest, version)
+    return found
+
+
+def rewards_of(diary: Path, share: float = 0.2) -> Rewards:
+    lines = _lines(diary)
+    count = max(1, int(share * len(lines)))
+    (first, first_error), (last, last_error) = map(_mean, (lines[:count], lines[-count:]))
+    return Rewards(first=first, last=last, error=math.hypot(first_error, last_error))
+
+
+def _mean(lines: list[dict[str, Any]]) -> tuple[float, float]:
+    groups: dict[int, list[float]] = {}
+    for line in lines:
+        groups.setdefault(line["group"], []).append(line["reward"])
+    means = [statistics.mean(rewards) for rewards in groups.values()]
+    error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+    return statistics.mean(line["reward"] for line in lines), error
+
+
+def _lines(diary: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in diary.read_text(encoding="utf-8").splitlines()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineReport(ChainFigures):
-    """Measurements of the asynchronous demo.
-
-    Attributes:
-        engine: The engine.
-        replica_agrees: Whether the replica's live weights have the state of the last version.
-        samples: Number of games passed to the trainer.
-        tokens: Number of sampled tokens in them.
-        unknown_versions: Number of these tokens with an impossible version.
-        reward_first: Mean reward of the first fifth of the samples.
-        reward_last: Mean reward of the last fifth.
-        reward_error: Standard error of their difference.
-        staleness_p50: Median versions of a token behind the newest at the end of its game.
-        staleness_max: Largest such value.
-        pause_ms_p50: Median pause of the engine for a version, in milliseconds.
-        pause_ms_max: Largest pause.
-        sync_s_p50: Median time that training was blocked for a version, in seconds.
-        deaths: Number of restarts, by name of the process.
-    """
-
     engine: str
     replica_agrees: bool
     samples: int
@@ -49,17 +88,14 @@ class OnlineReport(ChainFigures):
 
     @property
     def fine(self) -> bool:
-        """Whether trainer, chain, replica and samples agree, and the reward rose."""
         agree = self.verified and self.replica_agrees
         return agree and not self.mismatching_bits and not self.unknown_versions and self.learnt
 
     @property
     def learnt(self) -> bool:
-        """Whether the reward rose; ``reward_error`` gives the uncertainty."""
         return self.reward_last > self.reward_first
 
     def print(self, console: Console) -> None:
-        """Print a table."""
         table = Table(box=box.SIMPLE_HEAD, show_header=False, title="Trainer, bucket, replica")
         table.add_column(style="dim")
         table.add_column(justify="right")

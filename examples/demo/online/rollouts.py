@@ -25,30 +25,17 @@ from examples.demo.online.engine import EngineKind, Sampled, UnlabelledError, sa
 GUESS_TOKENS: Final = 6
 PAUSES: Final = Backoff(1.0, 1.0)
 PATIENCE_S: Final = 120.0
-"""Longest outage of a server, in seconds."""
 
 
 class Tokenizer(Protocol):
-    """The used part of a transformers tokenizer."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode text to token ids."""
-
-    def decode(self, token_ids: list[int]) -> str:
-        """Decode token ids to text."""
+    def decode(self, token_ids: list[int]) -> str: ...
 
 
 @dataclass
 class Played:
-    """The tokens of one game.
-
-    Attributes:
-        tokens: Token ids, the first prompt included.
-        drawn: Whether the policy sampled the token, as opposed to the environment.
-        logprobs: Log probability of sampled tokens; 0 for others.
-        versions: Version that sampled the token; -1 for others.
-        reward: Reward at the end of the game.
-    """
+    """The tokens of one game."""
 
     tokens: list[int] = field(default_factory=list)
     drawn: list[int] = field(default_factory=list)
@@ -57,14 +44,12 @@ class Played:
     reward: float = 0.0
 
     def read(self, tokens: list[int]) -> None:
-        """Append tokens of the environment."""
         self.tokens += tokens
         self.drawn += [0] * len(tokens)
         self.logprobs += [0.0] * len(tokens)
         self.versions += [-1] * len(tokens)
 
     def say(self, sampled: Sampled) -> None:
-        """Append sampled tokens."""
         self.tokens += sampled.tokens
         self.drawn += [1] * len(sampled.tokens)
         self.logprobs += sampled.logprobs
@@ -72,24 +57,12 @@ class Played:
 
     @property
     def oldest(self) -> int:
-        """The oldest version that sampled a token."""
         return min(version for version in self.versions if version >= 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GameTable:
-    """Settings of rollouts.
-
-    Attributes:
-        engine: Address of the inference server.
-        kind: The engine.
-        environment: Address of the game server.
-        group: Number of games of one hidden word, a group of GRPO.
-        at_once: Number of concurrent games.
-        ahead: Largest number of samples queued for the trainer.
-        seed: Seed of hidden words and sampling.
-        diary: File of the sample log.
-    """
+    """Settings of rollouts."""
 
     engine: str
     kind: EngineKind
@@ -126,12 +99,10 @@ class GameWorker:
         (self._stop_token,) = tokenizer.encode(" =", add_special_tokens=False)
 
     def start(self) -> None:
-        """Start playing games."""
         self._thread = threading.Thread(target=self._run, name="games", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop playing games."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -141,7 +112,6 @@ class GameWorker:
         self._syncs[self._held()] = model_version
 
     def check_health(self, stale_after_s: float) -> None:
-        """Raise the error that ended the games, if any."""
         del stale_after_s  # a long outage of a server raises an error by itself
         if self._failure is not None:
             raise self._failure
@@ -187,7 +157,6 @@ class GameWorker:
     async def _play_group(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, number: int
     ) -> None:
-        """Play the games of one hidden word, and queue the samples."""
         table = self._table
         seed = table.seed * 1_000_003 + number
         games = [self._until_done(engine, environment, seed, n) for n in range(table.group)]
@@ -228,7 +197,6 @@ class GameWorker:
     async def _until_done(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, number: int
     ) -> Played:
-        """Play one game; restart it after an outage of a server."""
         end, attempt = time.monotonic() + PATIENCE_S, 0
         while True:
             draw = hash((seed, number, attempt)) & 0x7FFFFFFF
@@ -246,7 +214,6 @@ class GameWorker:
     async def _play(
         self, engine: httpx.AsyncClient, environment: httpx.AsyncClient, seed: int, draw: int
     ) -> Played | None:
-        """Play one game; ``None`` if the engine aborted a request."""
         opened = (await environment.post("/sessions", json={"seed": seed})).raise_for_status()
         session = opened.json()["session"]
         try:
@@ -284,6 +251,5 @@ class GameWorker:
 
 
 def _runs(versions: list[int]) -> list[list[int]]:
-    """Return ``[version, count]`` for each run of sampled tokens of one version."""
     drawn = [version for version in versions if version >= 0]
     return [[version, len(list(run))] for version, run in itertools.groupby(drawn)]

@@ -22,20 +22,18 @@ from deltachain.errors import ControlPlaneError
 from deltachain.format.documents import Manifest
 from deltachain.store import open_store
 from deltachain.subscribe import ApplyReceipt, Subscriber
-from examples.demo.display import Display
 from examples.demo.evaluate import compare, manifests_in, sent, verify
 from examples.demo.follower_process import DemoError
 from examples.demo.online.engine import HOST, EngineKind, command, variables
 from examples.demo.online.game_transcripts import ENVIRONMENT, transcripts
 from examples.demo.online.processes import Service, free_port, until
-from examples.demo.online.report import OnlineReport
-from examples.demo.online.sample_log import rewards_of, staleness_of, unknown_in
+from examples.demo.online.report import OnlineReport, rewards_of, staleness_of, unknown_in
 from examples.demo.online.trainer import TrainerOptions, bits_of, diary_of
 from examples.demo.pretrain import pretrain
+from examples.demo.report import Display
 from tests.support.seaweed import Seaweed
 
 ROOT: Final = Path(__file__).parents[3]
-"""The clone, from which the trainer imports the demo."""
 
 STEPS: Final = 40
 PRETRAIN_STEPS: Final = 250
@@ -46,18 +44,7 @@ LOOK_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """Options of a run.
-
-    Attributes:
-        root: Folder of all files.
-        kind: The engine.
-        python: Python of the engine's environment.
-        steps: Number of optimizer steps.
-        seed: Seed of initial policy and games.
-        display: Console output.
-        dashboard: Serve a web page of the run, on this machine alone.
-        at_step: Called after each step with the running processes, for fault injection.
-    """
+    """Options of a run."""
 
     root: Path
     kind: EngineKind
@@ -71,8 +58,6 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """The running processes, which in production run on different machines."""
-
     store: Seaweed
     environment: Service
     replica: Service
@@ -80,11 +65,6 @@ class Running:
 
 
 def run_online(plan: RunOptions) -> OnlineReport:
-    """Pretrain, train and evaluate.
-
-    Raises:
-        DemoError: A part of the demo failed.
-    """
     start = time.monotonic()
     base = plan.root / "base"
     with plan.display.phase("pretrain", PRETRAIN_STEPS) as bar:
@@ -104,8 +84,6 @@ def run_online(plan: RunOptions) -> OnlineReport:
 
 
 class _Run:
-    """The four processes of a run, and their events."""
-
     def __init__(self, plan: RunOptions, store: Seaweed) -> None:
         self.plan, self.store = plan, store
         self.url, self.token = store.url("policy"), secrets.token_urlsafe(16)
@@ -116,7 +94,6 @@ class _Run:
         self._running: Running | None = None
 
     def start(self, stack: ExitStack) -> Running:
-        """Start all processes, the trainer last."""
         plan, say = self.plan, self.plan.display.say
         self.folder.mkdir(parents=True)
         environment = stack.enter_context(self._environment())
@@ -152,7 +129,6 @@ class _Run:
         return Service("replica", started, plan.root / "logs", environment)
 
     def _open_dashboard(self, stack: ExitStack) -> None:
-        """Serve the dashboard of the run in a process of its own, which ends with the run."""
         url = f"http://{HOST}:{free_port()}"
         page = Service(
             "dashboard",
@@ -270,7 +246,6 @@ def _agrees(run: _Run, head: Manifest) -> bool:
 
 
 def _join_late(run: _Run) -> ApplyReceipt:
-    """Join from nothing after the end of training."""
     folder = _newcomer(run)
     with Subscriber(run.url, folder, store=open_store(run.url, run.store.options)) as subscriber:
         receipt = subscriber.update()
@@ -289,14 +264,12 @@ def _newcomer(run: _Run) -> Path:
 
 
 def dashboard_command(chain: str, engine: str, url: str) -> list[str]:
-    """Return the command that serves the dashboard of a chain and its replica at ``url``."""
     listen = url.rpartition("/")[2]
     words = ["dashboard", chain, "--engine", engine, "--listen", listen]
     return [sys.executable, "-m", "deltachain", *words]
 
 
 def answers(url: str) -> bool:
-    """Return whether a GET request to ``url`` is answered with 200."""
     with suppress(httpx.HTTPError):
         return httpx.get(url, timeout=2, trust_env=False).status_code == httpx.codes.OK
     return False

@@ -1,8 +1,4 @@
-"""Trainer process: TRL's asynchronous GRPO, with the chain as weight transfer.
-
-Reads its options from a JSON file, prints one JSON object a line, and resumes from its last
-checkpoint after a restart.
-"""
+"""Trainer process: TRL's asynchronous GRPO, with the chain as weight transfer."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,15 +19,14 @@ from transformers import (
 )
 from trl.experimental.async_grpo.async_grpo_config import AsyncGRPOConfig
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
-from typing_extensions import override
 
 from deltachain.control.transfer import DeltaChainWeightTransfer
+from examples.demo.callbacks import RewardCallback
 from examples.demo.compare_bits import dump_bits
 from examples.demo.online.cpu import run_on_cpu
 from examples.demo.online.engine import EngineKind
 from examples.demo.online.rollouts import GameTable, GameWorker
 from examples.demo.process_setup import quiet_libraries, spare_one_core
-from examples.demo.reward_callback import RewardCallback
 
 LEARNING_RATE: Final = 1e-4
 GROUP: Final = 8
@@ -45,19 +41,7 @@ TRAINER_STATE: Final = "trainer_state.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerOptions:
-    """Options of the trainer process.
-
-    Attributes:
-        checkpoint: Initial checkpoint of the policy.
-        url: URL of the chain.
-        engine: Address of the replica.
-        kind: The engine.
-        environment: Address of the game server.
-        folder: Folder of checkpoints, sample log and final bits.
-        steps: Total number of optimizer steps.
-        seed: Seed of the games.
-        token: Token of the replica.
-    """
+    """Options of the trainer process."""
 
     checkpoint: str
     url: str
@@ -70,22 +54,18 @@ class TrainerOptions:
     token: str
 
     def write(self, file: Path) -> None:
-        """Write the options as JSON."""
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> TrainerOptions:
-        """Read the options from JSON."""
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def diary_of(folder: Path) -> Path:
-    """Return the file of the sample log."""
     return folder / "samples.jsonl"
 
 
 def bits_of(folder: Path) -> Path:
-    """Return the file of the trainer's final bits, a dump."""
     return folder / "last.npz"
 
 
@@ -99,7 +79,6 @@ def last_checkpoint(folder: Path) -> str | None:
 
 
 def train(orders: TrainerOptions) -> None:
-    """Train, from the last checkpoint if there is one."""
     run_on_cpu()
     folder = Path(orders.folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(orders.checkpoint, local_files_only=True)
@@ -130,7 +109,7 @@ def train(orders: TrainerOptions) -> None:
             processing_class=tokenizer,
             rollout_worker=worker,
             weight_transfer=transfer,
-            callbacks=[_StepLog(transfer)],
+            callbacks=[RewardCallback(partial(_say_step, transfer))],
         )
         trainer.remove_callback(PrinterCallback)
         transfer.attach(trainer)
@@ -140,13 +119,11 @@ def train(orders: TrainerOptions) -> None:
 
 
 def say(**facts: object) -> None:
-    """Print one line of JSON."""
     sys.stdout.write(json.dumps(facts) + "\n")
     sys.stdout.flush()
 
 
 def _unused(completions: list[str], **_: object) -> list[float]:
-    """Return zero rewards; the game server computes the actual ones."""
     return [0.0] * len(completions)
 
 
@@ -176,23 +153,16 @@ def _arguments(orders: TrainerOptions) -> AsyncGRPOConfig:
     )
 
 
-class _StepLog(RewardCallback):
-    """Prints the metrics of each step."""
-
-    def __init__(self, transfer: DeltaChainWeightTransfer) -> None:
-        self._transfer = transfer
-
-    @override
-    def on_reward(self, step: int, logs: Mapping[str, float]) -> None:
-        announced = self._transfer.announced
-        say(
-            event="step",
-            step=step,
-            reward=logs["reward"],
-            version=self._transfer.version,
-            sync_s=logs.get("perf/weight_sync_s"),
-            late=list(announced.stragglers) if announced else [],
-        )
+def _say_step(transfer: DeltaChainWeightTransfer, step: int, logs: Mapping[str, float]) -> None:
+    announced = transfer.announced
+    say(
+        event="step",
+        step=step,
+        reward=logs["reward"],
+        version=transfer.version,
+        sync_s=logs.get("perf/weight_sync_s"),
+        late=list(announced.stragglers) if announced else [],
+    )
 
 
 if __name__ == "__main__":

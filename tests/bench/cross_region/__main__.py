@@ -28,12 +28,6 @@ CAVEAT: Final = (
 def run(
     *, parameters: int, versions: int, density: float, poll_s: float, ways: tuple[str, ...] = WAYS
 ) -> tuple[dict[str, list[Sample]], dict[str, Any]]:
-    """Measure; every sample, and the settings.
-
-    Raises:
-        ConfigError: This machine cannot do it.
-        CrossRegionError: A part of it failed.
-    """
     check_host()
     with tempfile.TemporaryDirectory(prefix="deltachain-regions-") as name:
         folder = Path(name)
@@ -53,7 +47,6 @@ def run(
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """0 if every replica held the trainer's bits at every version."""
     asked = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _end)  # as Ctrl-C: the namespaces go with it
     try:
@@ -76,11 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     found = figures.document(samples, settings)
     made = figures.tables(samples)
     report.emit(found, made, json_output=asked.json, caveat=f"{title}. {CAVEAT}")
-    return 1 if any(row.mismatches for row in figures.rows(samples)) else 0
+    return 1 if any(row["mismatches"] for row in figures.rows(samples)) else 0
 
 
 def _density(scene: Scene, versions: int) -> float:
-    """Changed share of all elements, of a step on average."""
     changed = [scene.change(number).bits.size for number in range(1, versions + 1)]
     return sum(changed) / versions / scene.numel
 

@@ -17,20 +17,11 @@ from typing import Final, Self, TypeAlias
 
 _PIECE: Final = 64 << 10
 _HELD: Final = 512
-"""Most pieces that one way holds: 32 MB, far more than any link has under way at a time."""
 
 Held: TypeAlias = "queue.Queue[tuple[float, bytes]]"
 
 
 class DelayProxy:
-    """Forwards connections to a server.
-
-    Args:
-        target: Address and port of the server.
-        delay_s: Seconds that a piece takes, each way.
-        host: Where it listens.
-    """
-
     def __init__(self, target: tuple[str, int], *, delay_s: float, host: str = "127.0.0.1") -> None:
         self._target = target
         self._delay_s = delay_s
@@ -55,7 +46,6 @@ class DelayProxy:
         self.stop()
 
     def stop(self) -> None:
-        """Close everything."""
         with self._lock:
             self._stopped = True
             ends = [self._listener, *self._open]
@@ -100,7 +90,6 @@ class DelayProxy:
                 way.join()
 
     def _carry(self, source: socket.socket, sink: socket.socket, first_s: float) -> None:
-        """Carry one way until it ends, or until the other end is gone."""
         held: Held = queue.Queue(_HELD)
         sending = threading.Thread(target=_send, args=(held, sink), daemon=True)
         sending.start()
@@ -116,7 +105,6 @@ class DelayProxy:
         sending.join()
 
     def _keep(self, end: socket.socket) -> bool:
-        """Remember an open end; whether the proxy still runs."""
         with self._lock:
             if not self._stopped:
                 self._open.add(end)
@@ -129,7 +117,6 @@ class DelayProxy:
 
 
 def _send(held: Held, sink: socket.socket) -> None:
-    """Send each piece when its time has come; an empty one ends it."""
     broken = False
     while True:
         ready, piece = held.get()

@@ -1,9 +1,9 @@
-"""Figures of a run: what is told of many versions, a table, a document and a picture."""
+"""Figures of a run: what is told of many versions, as tables and as a document."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import median, quantiles
 from typing import Any, TypeAlias
 
@@ -17,90 +17,46 @@ Samples: TypeAlias = Mapping[str, Sequence[Sample]]
 """Way -> its versions."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One way at one replica.
-
-    Attributes:
-        way: Which way.
-        replica: Which replica.
-        median_s: Seconds from the end of the optimizer's step until it served the version.
-        p90_s: Nine versions in ten took no longer.
-        sent_s: Seconds until the trainer had sent it, the median.
-        sent_nbytes: Bytes a version on the trainer's link, the median.
-        received_nbytes: Bytes a version on the replica's link, the median.
-        mismatches: Elements that were not the trainer's, of all versions.
-    """
-
-    way: str
-    replica: str
-    median_s: float
-    p90_s: float
-    sent_s: float
-    sent_nbytes: float
-    received_nbytes: float
-    mismatches: int
-
-
-def p90(values: Sequence[float]) -> float:
-    """The ninth decile; of a single value, that."""
-    if len(values) == 1:
-        return values[0]
-    return quantiles(values, n=10, method="inclusive")[-1]
-
-
-def rows(samples: Samples) -> list[Row]:
-    """Every way at every replica."""
+def rows(samples: Samples) -> list[dict[str, Any]]:
+    """Every way at every replica: medians of seconds and bytes, all mismatches."""
     return [_row(way, place.name, found) for place in REPLICAS for way, found in samples.items()]
 
 
-def _row(way: str, replica: str, samples: Sequence[Sample]) -> Row:
+def _row(way: str, replica: str, samples: Sequence[Sample]) -> dict[str, Any]:
     seconds = [sample.served_s[replica] for sample in samples]
-    return Row(
-        way=way,
-        replica=replica,
-        median_s=median(seconds),
-        p90_s=p90(seconds),
-        sent_s=median(sample.sent_s for sample in samples),
-        sent_nbytes=median(sample.sent_nbytes for sample in samples),
-        received_nbytes=median(sample.received_nbytes[replica] for sample in samples),
-        mismatches=sum(sample.mismatches[replica] for sample in samples),
-    )
+    deciles = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds
+    return {
+        "way": way,
+        "replica": replica,
+        "median_s": median(seconds),
+        "p90_s": deciles[-1],
+        "sent_s": median(sample.sent_s for sample in samples),
+        "sent_nbytes": median(sample.sent_nbytes for sample in samples),
+        "received_nbytes": median(sample.received_nbytes[replica] for sample in samples),
+        "mismatches": sum(sample.mismatches[replica] for sample in samples),
+    }
 
 
 def document(samples: Samples, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything, for programs."""
-    links = {place.name: asdict(place.link) for place in (TRAINER, *REPLICAS)}
     return {
         "benchmark": "cross-region",
         **settings,
-        "links": links,
-        "rows": [asdict(row) for row in rows(samples)],
+        "links": {place.name: asdict(place.link) for place in (TRAINER, *REPLICAS)},
+        "rows": rows(samples),
         "samples": {way: [asdict(one) for one in found] for way, found in samples.items()},
         "machine": report.machine(),
     }
 
 
 def tables(samples: Samples) -> list[Table]:
-    """For people: one table a replica."""
+    columns = ("", "median s", "p90 s", "sent s", "MB sent", "MB received", "mismatches")
     made = []
-    found = rows(samples)
     for place in REPLICAS:
-        table = report.grid(
-            f"Replica {place.name}: {place.link} round trip",
-            "",
-            *("median s", "p90 s", "sent s", "MB sent", "MB received", "mismatches"),
-        )
-        for row in found:
-            if row.replica == place.name:
-                table.add_row(
-                    row.way,
-                    f"{row.median_s:.2f}",
-                    f"{row.p90_s:.2f}",
-                    f"{row.sent_s:.2f}",
-                    f"{row.sent_nbytes / 1e6:.2f}",
-                    f"{row.received_nbytes / 1e6:.2f}",
-                    f"{row.mismatches:,}",
-                )
+        table = report.grid(f"Replica {place.name}: {place.link} round trip", *columns)
+        for row in rows(samples):
+            if row["replica"] == place.name:
+                seconds = (f"{row[name]:.2f}" for name in ("median_s", "p90_s", "sent_s"))
+                sizes = (f"{row[name] / 1e6:.2f}" for name in ("sent_nbytes", "received_nbytes"))
+                table.add_row(row["way"], *seconds, *sizes, f"{row['mismatches']:,}")
         made.append(table)
     return made

@@ -16,25 +16,12 @@ from tests.bench.timing import say
 
 START_S: Final = 120.0
 VERSION_S: Final = 120.0
-"""Longest that anything is waited for: far more than any of it should take."""
 
 WARM_UP: Final = 2
-"""Versions at first that load libraries and open connections, which a run of hours does once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One version.
-
-    Attributes:
-        version: Its number.
-        sent_s: Seconds from the end of the optimizer's step until the trainer had sent it.
-        served_s: The same until each replica served it.
-        sent_nbytes: Bytes that the trainer put on its link.
-        received_nbytes: Bytes that each replica took from its link.
-        mismatches: Elements of each replica that are not the trainer's.
-    """
-
     version: int
     sent_s: float
     served_s: Mapping[str, float]
@@ -45,8 +32,6 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What all ways share."""
-
     network: Network
     scene: Scene
     folder: Path
@@ -57,7 +42,6 @@ class Run:
 
     @contextmanager
     def way(self, way: str) -> Iterator[Cast]:
-        """A trainer and replicas that do it one way, at version 0."""
         slug = way.replace(" ", "-").replace(",", "")
         order = {
             "scene": str(self.scene.folder),
@@ -68,7 +52,6 @@ class Run:
         with ExitStack() as stack:
 
             def start(role: str, place: Place) -> Process:
-                """A process behind a proxy of its own."""
                 log = self.folder / f"{slug}-{place.name}.log"
                 proxy = Process(
                     self.network.plan,
@@ -92,14 +75,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """The processes of one way."""
-
     network: Network
     trainer: Process
     replicas: Mapping[str, Process]
 
     def version(self, number: int) -> Sample:
-        """One step, and everything until all replicas serve its version and were compared."""
         before = {name: self.network.counted(name) for name in (TRAINER.name, *self.replicas)}
         for replica in self.replicas.values():
             replica.order(receive=number)
@@ -123,7 +103,6 @@ class Cast:
 
 @contextmanager
 def opened(network: Network, scene: Scene, folder: Path, *, poll_s: float) -> Iterator[Run]:
-    """A run, with its store started."""
     plan = network.plan
     order = {"folder": str(folder / "store"), "host": plan.address(STORE.name)}
     with Process(plan, STORE.name, "store", order, log=folder / "store.log") as store:
@@ -134,7 +113,6 @@ def opened(network: Network, scene: Scene, folder: Path, *, poll_s: float) -> It
 
 
 def measure(run: Run, ways: Sequence[str], *, versions: int) -> dict[str, list[Sample]]:
-    """So many versions of every way, after the first ones, which do not count."""
     return {way: _measure(run, way, versions) for way in ways}
 
 

@@ -20,42 +20,27 @@ logger = logging.getLogger(__name__)
 
 
 class CrossRegionError(DeltaChainError):
-    """The measurement could not be made."""
+    pass
 
 
 class Counted(NamedTuple):
-    """Bytes sent and received by a place over its link, headers included."""
-
     sent: int
     received: int
 
     def since(self, before: Counted) -> Counted:
-        """Return the difference from an earlier count."""
         return Counted(self.sent - before.sent, self.received - before.received)
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network of namespaces, for the duration of a run."""
-
     plan: NetworkPlan
 
     def counted(self, place: str) -> Counted:
-        """Return the bytes over a limited link since its creation.
-
-        Raises:
-            CrossRegionError: The counters cannot be read.
-        """
         sent, received = (sent_bytes(_run(command)) for command in self.plan.counters(place))
         return Counted(sent, received)
 
 
 def check_host() -> None:
-    """Refuse a machine or a user that cannot make network namespaces.
-
-    Raises:
-        ConfigError: This is not Linux, not root, or the tools are missing.
-    """
     if sys.platform != "linux":
         raise ConfigError(
             f"network namespaces need Linux, this is {sys.platform}",
@@ -75,14 +60,6 @@ def check_host() -> None:
 
 @contextmanager
 def network(places: Sequence[Place]) -> Iterator[Network]:
-    """Create the network; remove it at the end of the block, even after an error.
-
-    Processes in it must end first, since a namespace exists as long as its processes.
-
-    Raises:
-        ConfigError: See :func:`check_host`.
-        CrossRegionError: The kernel refused a command.
-    """
     check_host()
     plan = NetworkPlan(secrets.token_hex(3), tuple(places))
     try:
@@ -105,7 +82,6 @@ def _run(command: Command) -> str:
 
 
 def _try(command: Command) -> None:
-    """Run a cleanup command; ignore a failure, since its object may not exist."""
     try:
         _run(command)
     except CrossRegionError as exc:

@@ -11,17 +11,13 @@ from deltachain.errors import ConfigError
 Command: TypeAlias = tuple[str, ...]
 
 WIRE: Final = "wire"
-"""A place's end of its link."""
 
 HUB: Final = "hub"
-"""The namespace of the bridge that all links end in."""
 
 SUBNET: Final = "10.77.0"
-"""Only namespaces of the run have it: it may exist elsewhere."""
 
 _BURST_S: Final = 0.002
 _LEAST_BURST: Final = 128 << 10
-"""Bytes: a segment that the kernel has yet to cut into packets is up to half as large."""
 
 _QUEUE_S: Final = 0.05
 _LEAST_QUEUE: Final = 256 << 10
@@ -29,13 +25,6 @@ _LEAST_QUEUE: Final = 256 << 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How a place is connected to the others.
-
-    Attributes:
-        mbit: Megabits a second, each way; 0 for as many as the machine can do.
-        rtt_ms: Milliseconds that a round trip takes in addition.
-    """
-
     mbit: int
     rtt_ms: float
 
@@ -45,7 +34,6 @@ class Link:
 
     @property
     def delay_s(self) -> float:
-        """Seconds one way."""
         return self.rtt_ms / 2000
 
     def __str__(self) -> str:
@@ -55,8 +43,6 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Somewhere a process runs."""
-
     name: str
     link: Link
 
@@ -68,32 +54,21 @@ REPLICAS: Final = (Place("a", Link(mbit=100, rtt_ms=80)), Place("b", Link(mbit=1
 
 @dataclass(frozen=True, slots=True)
 class NetworkPlan:
-    """Namespaces of one run.
-
-    Attributes:
-        run: Tells runs apart.
-        places: Who is connected.
-    """
-
     run: str
     places: tuple[Place, ...]
 
     def namespace(self, place: str) -> str:
-        """The name of a place's namespace."""
         return f"deltachain-{self.run}-{place}"
 
     def address(self, place: str) -> str:
-        """The address that others reach a place by."""
         numbers = {one.name: number for number, one in enumerate(self.places, start=1)}
         return f"{SUBNET}.{numbers[place]}"
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """All of them, the hub's first."""
         return tuple(self.namespace(name) for name in (HUB, *(p.name for p in self.places)))
 
     def setup(self) -> list[Command]:
-        """Commands that make the network, in order."""
         hub = self.namespace(HUB)
         commands: list[Command] = [
             ("ip", "netns", "add", hub),
@@ -105,15 +80,12 @@ class NetworkPlan:
         return commands
 
     def teardown(self) -> list[Command]:
-        """Commands that take it away; links go with their namespaces."""
         return [("ip", "netns", "del", name) for name in reversed(self.namespaces)]
 
     def inside(self, place: str, command: Command) -> Command:
-        """A command, run at a place."""
         return ("ip", "netns", "exec", self.namespace(place), *command)
 
     def counters(self, place: str) -> tuple[Command, Command]:
-        """Commands that show what was sent from a place, and what was sent to it."""
         show = ("-s", "-j", "qdisc", "show", "dev")
         return (
             ("tc", "-n", self.namespace(place), *show, WIRE),
@@ -140,14 +112,6 @@ class NetworkPlan:
 
 
 def sent_bytes(report: str) -> int:
-    """Bytes that left an interface through its rate limit, by ``tc -s -j qdisc show``.
-
-    Counted here and not at the interface itself, which takes a segment of 64 KB that is yet to be
-    cut into packets for one packet with one header.
-
-    Raises:
-        ConfigError: The interface has no rate limit.
-    """
     for entry in json.loads(report):
         if entry["kind"] == "tbf":
             return int(entry["bytes"])
@@ -155,12 +119,10 @@ def sent_bytes(report: str) -> int:
 
 
 def _port(place: str) -> str:
-    """The hub's end of a place's link."""
     return f"to-{place}"
 
 
 def _limit(interface: str, mbit: int) -> Command:
-    """Arguments of ``tc`` that limit what leaves an interface, with a queue as a router has."""
     bytes_per_s = mbit * 125_000
     burst = max(_LEAST_BURST, round(bytes_per_s * _BURST_S))
     queue = max(_LEAST_QUEUE, round(bytes_per_s * _QUEUE_S))

@@ -19,26 +19,13 @@ from tests.bench.cross_region.plan import NetworkPlan
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 STOP_S: Final = 10.0
-"""Seconds that a process has to end by itself."""
 FAILED_STOP_S: Final = 1.0
-"""The same after a failure or Ctrl-C, when it may wait for a version that will not come."""
 _TAIL: Final = 2000
 
 Answer: TypeAlias = Mapping[str, Any]
 
 
 class Process:
-    """One role at one place.
-
-    Args:
-        plan: The network.
-        place: Where it runs.
-        role: Which of ``roles.ROLES``.
-        order: Its settings.
-        log: Where its stderr goes.
-        env: Variables beside those of this process.
-    """
-
     def __init__(
         self,
         plan: NetworkPlan,
@@ -81,7 +68,6 @@ class Process:
         self.stop(STOP_S if exc is None else FAILED_STOP_S)
 
     def order(self, **values: Any) -> None:
-        """Tell it something."""
         pipe = self._process.stdin
         assert pipe is not None
         with suppress(BrokenPipeError):  # its answer, which will not come, is missed by name
@@ -89,11 +75,6 @@ class Process:
             pipe.flush()
 
     def answer(self, timeout_s: float) -> Answer:
-        """Wait for its next answer.
-
-        Raises:
-            CrossRegionError: It ended, or took too long.
-        """
         try:
             line = self._answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -108,7 +89,6 @@ class Process:
         return CrossRegionError(f"the {self.name} {what}\n{tail}")
 
     def stop(self, patience_s: float = STOP_S) -> None:
-        """Let it end, and end it if it does not."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()

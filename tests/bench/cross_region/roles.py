@@ -29,8 +29,6 @@ Order = Mapping[str, Any]
 
 
 class Replay(torch.optim.Optimizer):
-    """An optimizer whose steps are known in advance."""
-
     def __init__(self, scene: Scene, flat: np.ndarray[Any, np.dtype[np.uint16]]) -> None:
         super().__init__(list(scene.tensors(flat).values()), {})
         self._scene, self._flat = scene, flat
@@ -38,24 +36,20 @@ class Replay(torch.optim.Optimizer):
         self._next = scene.change(1)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
-        """Write the bits of the next version into the live weights."""
         self._flat[self._next.indices] = self._next.bits
         self._version += 1
 
     def prepare(self, version: int) -> None:
-        """Read what the step to a version does, so that the step itself need not."""
         self._next = self._scene.change(version)
 
 
 def store(order: Order) -> None:
-    """A SeaweedFS, on the address of this namespace."""
     with Seaweed(Path(order["folder"]), host=order["host"]) as server:
         _answer(env=server.env(), url=server.url())
         _wait_for_the_end()
 
 
 def proxy(order: Order) -> None:
-    """The way to the store, longer."""
     parts = urlsplit(order["endpoint"])
     target = (str(parts.hostname), int(parts.port or 80))
     with DelayProxy(target, delay_s=order["delay_s"]) as delayed:
@@ -64,7 +58,6 @@ def proxy(order: Order) -> None:
 
 
 def trainer(order: Order) -> None:
-    """Step when told to, and send."""
     scene = Scene.open(Path(order["scene"]))
     flat = scene.first()
     optimizer = Replay(scene, flat)
@@ -80,7 +73,6 @@ def trainer(order: Order) -> None:
 
 
 def replica(order: Order) -> None:
-    """Follow, say when a version is there, and compare it with the truth when told to."""
     scene = Scene.open(Path(order["scene"]))
     flat, truth = np.zeros(scene.numel, np.uint16), scene.first()
     made = receiver(order["way"], scene, flat, url=order["url"], poll_s=order["poll_s"])
@@ -105,7 +97,6 @@ ROLES: Final[Mapping[str, Callable[[Order], None]]] = {
 
 
 def main() -> int:
-    """Play the role that the command line names, by the settings in the first order."""
     if len(sys.argv) != 2 or sys.argv[1] not in ROLES:
         raise ConfigError(f"expected one of {', '.join(ROLES)}", hint="the run starts these itself")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what was started here ends as well
@@ -114,13 +105,11 @@ def main() -> int:
 
 
 def _orders() -> Iterator[Order]:
-    """Orders until there are no more."""
     for line in iter(sys.stdin.readline, ""):
         yield json.loads(line)
 
 
 def _heed() -> Order:
-    """The next order; the process ends when none comes."""
     for order in _orders():
         return order
     raise SystemExit(0)

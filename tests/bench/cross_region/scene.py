@@ -29,8 +29,6 @@ _NAMES: Final = "tensors.json"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where a tensor lies in the flat weights."""
-
     spec: TensorSpec
     start: int
     stop: int
@@ -38,22 +36,17 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One optimizer step: flat indices into all weights, ascending, and their new bits."""
-
     indices: Indices
     bits: U16
 
 
 @dataclass(frozen=True, slots=True)
 class Scene:
-    """A folder of weights and changes."""
-
     folder: Path
     spans: tuple[Span, ...]
 
     @classmethod
     def open(cls, folder: Path) -> Scene:
-        """The scene that lies in a folder."""
         rows = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
         specs = [TensorSpec(name, "BF16", tuple(shape)) for name, shape in rows]
         stops = np.cumsum([spec.numel for spec in specs]).tolist()
@@ -62,21 +55,17 @@ class Scene:
 
     @property
     def numel(self) -> int:
-        """Elements of the model."""
         return self.spans[-1].stop
 
     def first(self) -> U16:
-        """Bits of version 0, flat, in memory of their own."""
         bits: U16 = np.load(self.folder / _FIRST)
         return bits
 
     def change(self, version: int) -> Change:
-        """What the step that leads to a version changes."""
         indices, bits = (np.load(path) for path in _files(self.folder, version))
         return Change(indices.astype(np.int64), bits)
 
     def tensors(self, flat: U16) -> dict[str, Tensor]:
-        """The model's tensors, as views of flat weights."""
         whole = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
         return {
             span.spec.name: whole[span.start : span.stop].view(span.spec.shape)
@@ -85,7 +74,6 @@ class Scene:
 
 
 def layout_of(parameters: int) -> ModelLayout:
-    """A model of about so many parameters, a third of them in its embedding."""
     # 24 h**2 of embedding and 12 h**2 a layer.
     width = (parameters / (24 + 12 * LAYERS)) ** 0.5
     heads = max(1, round(width / HEAD))
@@ -102,7 +90,6 @@ def layout_of(parameters: int) -> ModelLayout:
 
 
 def make_scene(folder: Path, *, parameters: int, versions: int, density: float) -> Scene:
-    """Simulate a training run and write down what each step changes."""
     layout = layout_of(parameters)
     say(f"{versions} steps of a model of {layout.numel / 1e6:.1f} M parameters")
     chain = SyntheticChain(layout=layout).with_density(density)
@@ -116,7 +103,6 @@ def make_scene(folder: Path, *, parameters: int, versions: int, density: float) 
 
 
 def _changes(step: Mapping[str, tuple[U16, U16]]) -> Iterator[tuple[Indices, U16]]:
-    """Flat indices and new bits, tensor by tensor."""
     start = 0
     for old, new in step.values():
         at = np.flatnonzero(old != new)

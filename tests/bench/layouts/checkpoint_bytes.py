@@ -1,7 +1,4 @@
-"""Layouts that compare checkpoints as bytes, a zstd-1 frame a tensor; any dtype.
-
-Those of slime, SkyRL and ModelExpress.
-"""
+"""Layouts that compare checkpoints as bytes, a zstd-1 frame a tensor; any dtype."""
 
 from __future__ import annotations
 
@@ -74,7 +71,6 @@ def encode_modelexpress(changes: ChangedTensors) -> Objects:
 
 
 def decode_xor(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Inflate frames of old XOR new; the receiver combines them with its whole tensors."""
     frames = load(objects[0])
     for name in specs:
         if name in frames:
@@ -83,7 +79,6 @@ def decode_xor(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWri
 
 
 def decode_overwrite(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Inflate frames of changed bytes."""
     frames = load(objects[0])
     for name in specs:
         if name not in frames:
@@ -109,7 +104,6 @@ def _inflate(frame: memoryview) -> bytes:
 
 
 def _xor_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
-    """Old XOR new of the whole tensor, as little-endian bytes."""
     dense = np.zeros(change.numel, change.new.dtype)
     dense[change.indices] = change.old ^ change.new
     return dense.view(np.uint8)

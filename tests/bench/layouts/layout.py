@@ -16,7 +16,6 @@ Objects: TypeAlias = tuple[bytes, ...]
 """Contents of the objects that store one update."""
 
 Specs: TypeAlias = Mapping[str, TensorSpec]
-"""The receiver's tensors by name, in checkpoint order."""
 
 FILLER: Final = 0xA5
 """Byte of unchanged elements in `PeerLayout.check`, so that a write to one of them is seen."""
@@ -37,7 +36,6 @@ class DecodedWrite:
     xor: bool
 
     def apply(self, weights: Bits) -> None:
-        """Write into the bits of a tensor, in place."""
         target = weights.view(self.values.dtype)
         where = slice(None) if self.positions is None else self.positions
         if self.xor:
@@ -48,15 +46,7 @@ class DecodedWrite:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLayout:
-    """A layout of another system.
-
-    Attributes:
-        name: Name in tables.
-        encode: Return the objects of an update.
-        decode: Yield name and write of each changed tensor, ready for a receiver with these
-            tensors. Nothing is written yet; nothing of a tensor is kept once the next is asked for.
-        any_dtype: Whether it stores tensors of all dtypes, or those of 16 bits only.
-    """
+    """A layout of another system."""
 
     name: str
     encode: Callable[[ChangedTensors], Objects]
@@ -64,15 +54,9 @@ class PeerLayout:
     any_dtype: bool = False
 
     def nbytes(self, changes: ChangedTensors) -> int:
-        """Size of an update, in bytes."""
         return sum(map(len, self.encode(changes)))
 
     def check(self, changes: ChangedTensors, objects: Objects) -> None:
-        """Decode an update, write it, and compare all elements bit for bit.
-
-        Raises:
-            ArithmeticError: They differ.
-        """
         writes = dict(self.decode(objects, specs_of(changes)))
         for name, change in changes.items():
             weights, expected = _before_and_after(change)
@@ -85,22 +69,18 @@ class PeerLayout:
 
 
 def specs_of(changes: ChangedTensors) -> dict[str, TensorSpec]:
-    """The tensors of an update by name."""
     return {name: change.spec for name, change in changes.items()}
 
 
 def changed(changes: ChangedTensors) -> dict[str, TensorChange]:
-    """The tensors with changes."""
     return {name: change for name, change in changes.items() if change.nnz}
 
 
 def gaps_of(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Unchanged elements before each change."""
     return np.diff(indices, prepend=-1) - 1
 
 
 def indices_of(gaps: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-    """Undo `gaps_of`."""
     return np.cumsum(gaps, dtype=np.int64) + np.arange(gaps.size)
 
 

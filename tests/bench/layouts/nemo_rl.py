@@ -23,7 +23,6 @@ from tests.bench.layouts.layout import (
 )
 
 BUCKET_NBYTES: Final = 512 << 20
-"""Size of the tensors of one payload as they are, in bytes."""
 
 _GAP_WIDTHS: Final = ((0xFFFF, "<u2"), (0xFFFFFFFF, "<u4"), (1 << 63, "<u8"))
 
@@ -41,7 +40,6 @@ def encode_nemo(changes: ChangedTensors) -> Objects:
 
 
 def decode_nemo(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Inflate and unpickle payloads, and add up gaps."""
     for data in objects:
         raw = zstandard.ZstdDecompressor().decompress(data)
         places, (values,), rows = torch.load(io.BytesIO(raw), weights_only=True)

@@ -59,7 +59,6 @@ def encode_pulse(changes: ChangedTensors) -> Objects:
 
 
 def decode_pulse(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Inflate the frame, and add up rows and columns."""
     content = zstandard.ZstdDecompressor().decompress(objects[0])
     start = 4 + int.from_bytes(content[:4], "little")
     for row in json.loads(content[4:start])["tensors"]:

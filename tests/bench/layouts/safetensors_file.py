@@ -15,8 +15,6 @@ from deltachain.types import WIRE_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class StoredArray:
-    """One array of the file: its name, its safetensors dtype, and flat values of that width."""
-
     name: str
     dtype: str
     values: npt.NDArray[Any]
@@ -42,7 +40,6 @@ def dump(arrays: Iterable[StoredArray], metadata: Mapping[str, str] | None) -> b
 
 
 def load(file: bytes) -> dict[str, memoryview]:
-    """Return the bytes of each array of a file that `dump` made."""
     start = 8 + int.from_bytes(file[:8], "little")
     header: dict[str, Any] = json.loads(file[8:start])
     header.pop("__metadata__", None)

@@ -19,7 +19,6 @@ from tests.bench.layouts.layout import (
 )
 
 ESCAPE: Final = 0xFFFF
-"""Gap without a change behind it."""
 
 
 def encode_streams(changes: ChangedTensors) -> Objects:
@@ -42,7 +41,6 @@ def encode_streams(changes: ChangedTensors) -> Objects:
 
 
 def decode_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Undo `encode_streams`, and divide the changes among tensors."""
     stream, values = (np.frombuffer(data, "<u2") for data in objects)
     ends = np.flatnonzero(stream != ESCAPE)
     passed = np.cumsum(stream, dtype=np.int64)[ends]
@@ -55,16 +53,12 @@ def decode_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, Decode
 
 
 def encode_compressed_streams(changes: ChangedTensors) -> Objects:
-    """Former ``deltas_zstd`` of slime: the two streams of `encode_streams`, a zstd-1 frame each.
-
-    Source: as `encode_streams`.
-    """
+    """Former ``deltas_zstd`` of slime: the two streams of `encode_streams`, a zstd-1 frame each."""
     compressor = zstandard.ZstdCompressor(level=1)
     return tuple(compressor.compress(stream) for stream in encode_streams(changes))
 
 
 def decode_compressed_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Undo `encode_compressed_streams`."""
     inflate = zstandard.ZstdDecompressor().decompress
     return decode_streams(tuple(map(inflate, objects)), specs)
 

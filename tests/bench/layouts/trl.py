@@ -36,7 +36,6 @@ def encode_indices(changes: ChangedTensors) -> Objects:
 
 
 def decode_indices(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Undo `encode_indices`."""
     arrays = load(objects[0])
     for name in specs:
         indices = np.frombuffer(arrays[f"{name}.indices"], "<i4")
@@ -61,7 +60,6 @@ def encode_gaps(changes: ChangedTensors) -> Objects:
 
 
 def decode_gaps(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
-    """Undo `encode_gaps`."""
     arrays = load(objects[0])
     for name in specs:
         values = np.frombuffer(arrays[f"{name}.val"], "<u2")

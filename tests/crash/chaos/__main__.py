@@ -45,7 +45,6 @@ RECOVERY_S: Final = 900.0
 """Seconds after the last accident within which every replica must be well: engines start anew."""
 
 VERIFIED: Final = 200
-"""Versions before the last one that ``deltachain verify`` looks at; most others are pruned."""
 
 QUIET_S: Final = (2.0, 8.0)
 LOOK_S: Final = 0.5
@@ -53,16 +52,6 @@ MINUTE: Final = 60.0
 
 
 class Run:
-    """One run in a folder.
-
-    Args:
-        scene: Started.
-        diary: Gets every event.
-        seed: Of accidents and prompts.
-        number: Of the run in its folder.
-        stop: Set by Ctrl-C and SIGTERM.
-    """
-
     def __init__(self, scene: Scene, diary: Diary, seed: int, number: int, stop: Event) -> None:
         self._scene, self._diary, self._stop = scene, diary, stop
         self._seed, self._number = seed, number
@@ -73,7 +62,6 @@ class Run:
         self._watch = Watch(scene.dashboard_url, names, diary, self._over)
 
     def go(self, minutes: float) -> None:
-        """Let accidents happen for some minutes, and then look at what is left."""
         scene, diary = self._scene, self._diary
         self._watch.start()
         try:
@@ -108,7 +96,6 @@ class Run:
         self._diary.note("minute", run=self._number, minutes=self._minutes())
 
     def _round(self, accidents: list[Accident]) -> None:
-        """Let accidents happen at once, and wait until all replicas have a later version."""
         since, head = time.time(), self._head()
         for one in accidents:
             what = {"kind": one.kind, "detail": one.detail, "seconds": round(one.seconds, 1)}
@@ -129,7 +116,6 @@ class Run:
         self._diary.note("minute", run=self._number, minutes=self._minutes())
 
     def _happen(self, one: Accident) -> str:
-        """Let an accident happen and pass; why it was none, or empty."""
         try:
             return happen(one, self._stop)
         except Exception as error:  # noqa: BLE001 - noted; the run goes on
@@ -137,7 +123,6 @@ class Run:
             return repr(error)
 
     def _check_alert(self, one: Accident, since: float, versions: int) -> None:
-        """Note whether the dashboard showed what it must."""
         must = bool(one.alerts) and versions >= one.versions
         self._diary.note("passed", kind=one.kind, alert=must)
         if must and not self._watch.saw(one.alerts, one.engine, since):
@@ -159,7 +144,6 @@ class Run:
         return False
 
     def _settle(self, chain: Chain, about: dict[str, int]) -> None:
-        """Stop the trainer; all replicas must prove the head, and the chain its every bit."""
         scene = self._scene
         scene.trainer.__exit__(None, None, None)
         head = chain.head()
@@ -184,7 +168,6 @@ class Run:
         return None
 
     def _head(self) -> int:
-        """The newest version, as soon as the store answers."""
         deadline = time.monotonic() + RECOVERY_S
         while True:
             try:
@@ -208,7 +191,6 @@ def say(words: str) -> None:
 
 
 def run(folder: Path, minutes: float, seed: int) -> int:
-    """Run until the minutes of all runs add up; return the exit status."""
     folder = folder.absolute()
     diary, base, stop = Diary(folder / "diary.jsonl"), folder / "base", Event()
     for kind in (signal.SIGINT, signal.SIGTERM):

@@ -30,30 +30,17 @@ START_S: Final = 300.0
 """Seconds within which a second trainer must have taken over."""
 
 TWICE: Final = 0.3
-"""Share of draws of which two may happen at once."""
 
 EVERYTHING: Final = frozenset({"store", "trainer", "maintainer", "dashboard", "vllm", "sglang"})
 
 
 class VoidError(Exception):
-    """An accident that could not be brought about."""
+    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accident:
-    """One thing that happens, and is put right again.
-
-    Attributes:
-        kind: What it is.
-        parties: Whom it touches: two accidents at once touch different ones.
-        detail: What else was drawn.
-        seconds: Time from its beginning to its end.
-        begin: Brings it about.
-        end: Puts it right.
-        alerts: Any of these must be on the dashboard while it lasts or soon after; none if empty.
-        engine: Address of the replica that the alert is about; empty for the chain.
-        versions: How many versions must be committed meanwhile before the alert is a must.
-    """
+    """One thing that happens, and is put right again."""
 
     kind: str
     parties: frozenset[str]
@@ -132,7 +119,6 @@ def cut_off_trainer(scene: Scene, dice: Random) -> Accident:
 
 
 def bad_network(scene: Scene, dice: Random) -> Accident:
-    """Replies that come late, cut or not at all."""
     who = dice.choice(["trainer", *scene.engines])
     proxy = scene.trainer_proxy if who == "trainer" else scene.engines[who].proxy
     how = dice.choice(["delay", "throttle", "cut", "reset", "drop"])
@@ -155,7 +141,6 @@ def bad_network(scene: Scene, dice: Random) -> Accident:
 
 
 def corrupt(scene: Scene, dice: Random) -> Accident:
-    """A byte of a delta is flipped before a replica has seen it, and put right later."""
     at = dice.random()
 
     def flip(store: Store, key: str, data: bytes) -> None:
@@ -167,7 +152,6 @@ def corrupt(scene: Scene, dice: Random) -> Accident:
 
 
 def delete(scene: Scene, dice: Random) -> Accident:
-    """A delta is deleted before a replica has seen it, and put back later."""
     return _spoil("delete object", scene, dice, lambda store, key, _: store.delete(key))
 
 
@@ -193,7 +177,6 @@ def full_disk(scene: Scene, dice: Random) -> Accident:
 
 
 def second_trainer(scene: Scene, dice: Random) -> Accident:
-    """Another trainer takes the chain over, and the first one, started again, takes it back."""
     other = scene.another_trainer()
 
     def begin() -> None:
@@ -288,19 +271,13 @@ DRAWN: Final[tuple[tuple[Callable[[Scene, Random], Accident], int], ...]] = (
 
 
 class Deck:
-    """Draws accidents as from a pack of cards, so that each kind comes as often as it should.
-
-    Args:
-        scene: Whom they happen to.
-        dice: Decides about everything.
-    """
+    """Draws accidents as from a pack of cards, so that each kind comes as often as it should."""
 
     def __init__(self, scene: Scene, dice: Random) -> None:
         self._scene, self._dice = scene, dice
         self._left: list[Callable[[Scene, Random], Accident]] = []
 
     def draw(self) -> list[Accident]:
-        """One accident, or now and then two at once that touch different parties."""
         first = self._next()
         if self._dice.random() >= TWICE:
             return [first]
@@ -316,7 +293,6 @@ class Deck:
 
 
 def happen(one: Accident, stop: Event) -> str:
-    """Let an accident happen and pass; why it could not begin, or empty."""
     try:
         one.begin()
     except (VoidError, DeltaChainError) as error:
@@ -337,13 +313,11 @@ def happen(one: Accident, stop: Event) -> str:
 
 
 def epoch_of(chain: Chain) -> int:
-    """Epoch of the newest version; each publisher that takes over adds one."""
     head = chain.head()
     return -1 if head is None else head.manifest.epoch
 
 
-def void(_: object) -> None:
-    """Drop a result."""
+def void(_: object) -> None: ...
 
 
 def _engine(scene: Scene, dice: Random) -> Party:
@@ -353,7 +327,6 @@ def _engine(scene: Scene, dice: Random) -> Party:
 def _spoil(
     kind: str, scene: Scene, dice: Random, how: Callable[[Store, str, bytes], None]
 ) -> Accident:
-    """Spoil an object of a version that no replica has seen: they are cut off until it is done."""
     spoiled: dict[str, bytes] = {}
 
     def begin() -> None:

@@ -11,11 +11,7 @@ from typing import Any
 
 
 class Diary:
-    """Appends events to a file, from any thread, and reads those of all runs.
-
-    Args:
-        path: The file; made if it is not there. A line that a killed run left half is closed.
-    """
+    """Appends events to a file, from any thread, and reads those of all runs."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, Lock()
@@ -26,7 +22,6 @@ class Diary:
             self._append("\n")
 
     def note(self, event: str, **facts: Any) -> None:
-        """Append one event with its time, in seconds since 1970."""
         line = json.dumps({"time": round(time.time(), 3), "event": event, **facts})
         self._append(f"{line}\n")
 
@@ -35,7 +30,6 @@ class Diary:
             file.write(text)
 
     def events(self, *names: str) -> Iterator[dict[str, Any]]:
-        """Events of some names, oldest first; lines that were cut are left out."""
         with self._path.open(encoding="utf-8") as file:
             for line in file:
                 try:

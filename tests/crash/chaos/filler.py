@@ -14,11 +14,7 @@ LOOK_S: Final = 0.02
 
 
 class Filler:
-    """Takes all room on a disk, and what becomes free there, until it is told to end.
-
-    Args:
-        disk: Function that returns the disk's folder, which moves when the engine starts again.
-    """
+    """Takes all room on a disk, and what becomes free there, until it is told to end."""
 
     def __init__(self, disk: Callable[[], Path]) -> None:
         self._disk = disk
@@ -26,14 +22,12 @@ class Filler:
         self._thread = Thread(target=self._stay_full, name="filler")
 
     def begin(self) -> bool:
-        """Fill the disk; whether it can be reached."""
         if not self._fill():
             return False
         self._thread.start()
         return True
 
     def end(self) -> None:
-        """Give the room back."""
         self._over.set()
         if self._thread.ident is not None:
             self._thread.join()

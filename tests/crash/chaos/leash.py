@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Final
 
 MARK: Final = "CHAOS_RUN"
-"""Variable that all of these processes inherit."""
 
 _PROGRAM: Final = """
 import os, signal, sys
@@ -28,11 +27,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 
 @contextmanager
 def leash(name: str) -> Iterator[None]:
-    """Mark all processes that are started inside; none outlives this one, however it ends.
-
-    Args:
-        name: Of the run, unlike that of any other.
-    """
+    """Mark all processes that are started inside; none outlives this one, however it ends."""
     environment = {key: value for key, value in os.environ.items() if key != MARK}
     command = [sys.executable, "-S", "-c", _PROGRAM, f"{MARK}={name}"]
     before = os.environ.get(MARK)

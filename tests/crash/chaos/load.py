@@ -19,7 +19,6 @@ from tests.crash.chaos.record import Record, Verdict
 from tests.crash.chaos.scene import Party
 
 PAUSE_S: Final = 1.0
-"""Seconds between an answer and the next request of a client."""
 
 TIMEOUT_S: Final = 60.0
 VOCABULARY: Final = range(3, 500)
@@ -37,17 +36,6 @@ THOROUGH: Final = 5
 
 
 class Load:
-    """A client of each engine, and a thread that judges.
-
-    Args:
-        engines: Who is asked.
-        record: Decides about answers.
-        diary: Gets every answer, and later its verdict; answers that a killed run left without one
-            are judged first.
-        stop: Ends the clients.
-        name: Of the run; decides about prompts, and is part of the answers' names.
-    """
-
     def __init__(
         self, engines: Sequence[Party], record: Record, diary: Diary, stop: Event, name: str
     ) -> None:
@@ -68,7 +56,6 @@ class Load:
             thread.start()
 
     def join(self) -> None:
-        """Wait until every answer is judged; ``stop`` must be set."""
         for thread in self._clients:
             thread.join()
         self._judge_thread.join()
@@ -123,7 +110,6 @@ class Load:
 
 
 def unjudged(diary: Diary) -> list[dict[str, Any]]:
-    """Answers without a verdict, oldest first."""
     answers = {one["name"]: one for one in diary.events("answer")}
     for one in diary.events("verdict"):
         answers.pop(one["name"], None)
@@ -133,11 +119,6 @@ def unjudged(diary: Diary) -> list[dict[str, Any]]:
 def ask(
     client: httpx.Client, kind: EngineKind, prompt: Sequence[int], length: int
 ) -> dict[str, Any]:
-    """Ask for greedy tokens: these, the versions of each stretch, and why there are no more.
-
-    Raises:
-        httpx.HTTPError: The server did not answer, or refused.
-    """
     if kind == "vllm":
         sampling = {"temperature": 0, "max_tokens": length, "ignore_eos": True}
         body = {"model": MODEL, "token_ids": list(prompt), "sampling_params": sampling}

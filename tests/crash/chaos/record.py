@@ -25,14 +25,9 @@ STORE_S: Final = 120.0
 
 
 class Reference(Judge):
-    """Judges tokens by whichever weights it holds at the moment.
-
-    Args:
-        base: Checkpoint folder of the model.
-    """
+    """Judges tokens by whichever weights it holds at the moment."""
 
     def hold(self, weights: Path) -> None:
-        """Take the weights of a file."""
         self._bits = load_file(weights)
         self._model.load_state_dict(self._bits)
         self._is_rounded = False
@@ -40,7 +35,6 @@ class Reference(Judge):
     def wrong(
         self, prompt: Sequence[int], tokens: Sequence[int], which: Iterable[int]
     ) -> list[int]:
-        """The same; the model that rounds is asked only where one alone cannot decide."""
         which = list(which)
         gap = self.gap(prompt, tokens)
         if all(gap[position] <= MARGIN for position in which):
@@ -48,7 +42,6 @@ class Reference(Judge):
         return super().wrong(prompt, tokens, which)
 
     def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
-        """The same, with both models at the weights that are held."""
         if not self._is_rounded:
             self._rounding.load_state_dict(self._bits)
             self._is_rounded = True
@@ -56,34 +49,20 @@ class Reference(Judge):
         return super().gaps(prompt, tokens)
 
     def gap(self, prompt: Sequence[int], tokens: Sequence[int]) -> Tensor:
-        """Logits between the best token and the given one, by the exact model, (tokens,)."""
         logits = self._logits(self._model, prompt, tokens)
         return logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """Judgement of one answer.
-
-    Attributes:
-        unexplained: Why its tokens are not those of the versions it names; empty if they are.
-        told_apart: Whether the version before would have gone on otherwise; ``None`` if that was
-            not tried.
-    """
+    """Judgement of one answer."""
 
     unexplained: str = ""
     told_apart: bool | None = None
 
 
 class Record:
-    """Versions of a chain, and the trainers' bits of each.
-
-    Args:
-        store: The chain's, without faults.
-        base: Checkpoint folder that training began from.
-        folder: Files of the trainers.
-        stop: Ends waiting for a store that is away.
-    """
+    """Versions of a chain, and the trainers' bits of each."""
 
     def __init__(self, store: Store, base: Path, folder: Path, stop: Event) -> None:
         self._store, self._base, self._folder, self._stop = store, base, folder, stop
@@ -93,12 +72,10 @@ class Record:
 
     @property
     def chain(self) -> Chain:
-        """The chain, opened at the first use."""
         self._chain = self._chain or Chain.open(self._store)
         return self._chain
 
     def weights_of(self, version: int) -> Path | None:
-        """The trainer's file of a version; ``None`` if nobody committed it."""
         if version not in self._files:
             found = self._find(version)
             if found is None:
@@ -114,14 +91,6 @@ class Record:
         *,
         thorough: bool,
     ) -> Verdict:
-        """Hold an answer against the versions it names.
-
-        Args:
-            prompt: Token ids that were asked with.
-            tokens: Token ids that came.
-            spans: First token, end and version of each stretch.
-            thorough: Whether to try the version before as well.
-        """
         starts, ends = [start for start, _, _ in spans], [end for _, end, _ in spans]
         if [*starts, len(tokens)] != [0, *ends]:
             return Verdict(unexplained="not every token has a version")
@@ -150,7 +119,6 @@ class Record:
         return bool((gap > margin).any())
 
     def _find(self, version: int) -> Path | None:
-        """Read a manifest, and wait for a store that is away."""
         deadline = time.monotonic() + STORE_S
         while True:
             try:

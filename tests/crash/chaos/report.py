@@ -32,28 +32,7 @@ EVENTS: Final = (
 
 @dataclass(slots=True)
 class Totals:
-    """Everything that is counted over all runs of a diary.
-
-    Attributes:
-        minutes: Duration of all runs.
-        longest: Duration of the longest run.
-        versions: Versions committed.
-        taken_over: Times that a publisher took the chain over.
-        answers: Answers of each engine.
-        judged: Answers that were computed anew.
-        tokens: Their tokens.
-        several: Answers with tokens of several versions.
-        refused: Requests that failed while an accident was on.
-        told_apart: Answers that the version before would not have given, and those tried.
-        accidents: Accidents that happened, by kind.
-        void: Those that could not begin.
-        raised: Alerts, by kind.
-        cleared: Alerts that went away, by kind.
-        expected: Alerts that had to be shown.
-        restarts: Starts after an end, by party.
-        recoveries: Seconds from the end of accidents until all replicas were well.
-        failures: What must not be, with its time.
-    """
+    """Everything that is counted over all runs of a diary."""
 
     minutes: float = 0.0
     longest: float = 0.0
@@ -76,7 +55,6 @@ class Totals:
 
 
 def totals_of(diary: Diary) -> Totals:
-    """Count the events of a diary."""
     found, by_name = Totals(), dict[str, list[dict[str, Any]]]()
     for event in diary.events(*EVENTS):
         by_name.setdefault(event["event"], []).append(event)
@@ -105,7 +83,6 @@ def totals_of(diary: Diary) -> Totals:
 
 
 def take(found: Totals, event: dict[str, Any]) -> None:  # noqa: C901 - a case an event
-    """Count one event."""
     match event["event"]:
         case "answer":
             found.answers[event["engine"]] += 1
@@ -135,7 +112,6 @@ def take(found: Totals, event: dict[str, Any]) -> None:  # noqa: C901 - a case a
 
 
 def take_verdict(found: Totals, event: dict[str, Any]) -> None:
-    """Count one judged answer, and what is not explained of it."""
     found.judged += 1
     if (apart := event["told_apart"]) is not None:
         found.told_apart = (found.told_apart[0] + apart, found.told_apart[1] + 1)
@@ -145,14 +121,12 @@ def take_verdict(found: Totals, event: dict[str, Any]) -> None:
 
 
 def is_within(spans: Sequence[tuple[float, float]], first: float, last: float) -> bool:
-    """Whether a stretch of time has a part in common with one of some spans."""
     return any(start <= last and first <= end for start, end in spans)
 
 
 def troubles(
     by_name: dict[str, list[dict[str, Any]]], kind: str = ""
 ) -> Sequence[tuple[float, float]]:
-    """Spans of time from accidents, of one kind if it is given, to the recovery."""
     marks = sorted(
         [
             *(
@@ -179,8 +153,6 @@ def troubles(
 
 
 def lines(found: Totals) -> list[str]:
-    """What a person reads."""
-
     def counted(numbers: Counter[str]) -> str:
         return ", ".join(f"{name} {count:,}" for name, count in sorted(numbers.items())) or "none"
 

@@ -1,8 +1,4 @@
-"""The parties of a run: an S3 server, a trainer, a maintainer, two engines and a dashboard.
-
-Each is a process, and is started again whenever it ends. Trainer and engines reach the store
-through proxies of their own, the maintainer and the dashboard directly.
-"""
+"""The parties of a run: an S3 server, a trainer, a maintainer, two engines and a dashboard."""
 
 from __future__ import annotations
 
@@ -37,7 +33,6 @@ ALERT_LAG: Final = 12
 """Versions behind from which on the dashboard shows an alert."""
 
 SPOOL_NBYTES: Final = 64 << 20
-"""Size of the disk that an engine has for its spool."""
 
 KEPT: Final = 64
 GRACE: Final = "20s"
@@ -46,16 +41,7 @@ MOST_STARTS: Final = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Party:
-    """An engine and what surrounds it.
-
-    Attributes:
-        kind: The engine.
-        url: Its address.
-        service: Its processes.
-        proxy: Between it and the store.
-        client: Asks it for its status, and tells it what to do.
-        disk: Folder of its small disk, as it sees that.
-    """
+    """An engine and what surrounds it."""
 
     kind: EngineKind
     url: str
@@ -66,11 +52,9 @@ class Party:
 
     @property
     def seen_disk(self) -> Path:
-        """The same folder as others see it, while its process lives."""
         return Path(f"/proc/{self.service.pid}/root{self.disk}")
 
     def is_up(self) -> bool:
-        """Whether it answers requests."""
         with suppress(httpx.HTTPError):
             answer = httpx.get(f"{self.url}/health", timeout=5, trust_env=False)
             return answer.status_code == httpx.codes.OK
@@ -78,13 +62,6 @@ class Party:
 
 
 class Scene:
-    """All parties; they are started by entering it, and gone after leaving it.
-
-    Args:
-        folder: Everything is kept in; a run that goes on finds the chain there.
-        base: Checkpoint folder that training begins from.
-    """
-
     def __init__(self, folder: Path, base: Path) -> None:
         self.folder, self.base, self.weights = folder, base, folder / "weights"
         self._stack = ExitStack()
@@ -100,22 +77,18 @@ class Scene:
         self._stack.close()
 
     def opened(self) -> closing[Store]:
-        """The chain's store, without faults, to be entered."""
         return closing(open_store(self.url, self.store.options, writer=True))
 
     @property
     def direct(self) -> dict[str, str]:
-        """Variables of a process that reaches the store without faults."""
         return {**os.environ, **self._environment(self.store.endpoint)}
 
     @property
     def services(self) -> dict[str, Service]:
-        """Every party that is started again, by name."""
         every = [self.trainer, self.maintainer, self.dashboard]
         return {one.name: one for one in (*every, *(e.service for e in self.engines.values()))}
 
     def another_trainer(self) -> Service:
-        """A second trainer of the same chain, to be entered; it is not started again."""
         return self._trainer("second-trainer", most_starts=1)
 
     def _start(self, stack: ExitStack) -> None:

@@ -27,7 +27,6 @@ from tests.engines.chains import make_batches, masters_of, optimizer_steps
 from tests.engines.trainer import RATE
 
 VERSION_S: Final = 1.0
-"""Seconds from one version to the next."""
 
 KEPT: Final = 4000
 """Files of bits that stay, for answers that are judged late."""
@@ -41,12 +40,10 @@ BEGIN: Final = "begin"
 
 
 def file_of(session: str, step: int | str | None) -> str:
-    """Name of the file with the bits of a step of a process."""
     return f"{session}-{step}.safetensors"
 
 
 def keep(model: nn.Module, folder: Path, name: str) -> None:
-    """Write the bits of all weights in bf16; the file is there as a whole, or not at all."""
     bits = {key: value.bfloat16().contiguous() for key, value in model.state_dict().items()}
     unfinished = folder / f"{name}.unfinished"
     save_file(bits, unfinished)
@@ -56,7 +53,6 @@ def keep(model: nn.Module, folder: Path, name: str) -> None:
 
 
 def by_age(folder: Path) -> list[Path]:
-    """Files of bits, oldest first."""
     found = []
     for path in folder.glob("*.safetensors"):
         try:

@@ -21,14 +21,7 @@ SLACK_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One alert on the dashboard: when it was first and last seen.
-
-    Attributes:
-        kind: What it is about.
-        engine: Address of the replica; empty for the chain.
-        first: Time, in seconds since 1970.
-        last: Time of the newest answer that had it.
-    """
+    """One alert on the dashboard: when it was first and last seen."""
 
     kind: str
     engine: str
@@ -37,15 +30,6 @@ class Shown:
 
 
 class Watch:
-    """Asks the dashboard for its overview, again and again, in a thread.
-
-    Args:
-        url: Address of the dashboard.
-        names: Engines by their addresses.
-        diary: Gets every alert that is raised or cleared, and what must not be.
-        stop: Ends it.
-    """
-
     def __init__(self, url: str, names: Mapping[str, str], diary: Diary, stop: Event) -> None:
         self._url, self._names, self._diary, self._stop = url, names, diary, stop
         self._lock = Lock()
@@ -64,17 +48,14 @@ class Watch:
 
     @property
     def is_up(self) -> bool:
-        """Whether the dashboard answered lately."""
         return time.time() - self._answered < 10 * LOOK_S
 
     @property
     def open_alerts(self) -> list[Shown]:
-        """Alerts of the newest answer."""
         with self._lock:
             return list(self._open.values())
 
     def is_well(self, head: int) -> str:
-        """Why a replica is not ready at a version or later, or an alert is shown; else empty."""
         if not self.is_up:
             return "the dashboard does not answer"
         with self._lock:
@@ -88,7 +69,6 @@ class Watch:
         return "; ".join(f"{one['kind']}: {one['message']}" for one in overview["alerts"])
 
     def saw(self, kinds: Iterable[AlertKind], engine: str, since: float) -> bool:
-        """Whether an alert of one of some kinds was shown of an engine at a time or later."""
         wanted = {str(kind) for kind in kinds}
         with self._lock:
             every = [*self._closed, *self._open.values()]
@@ -126,7 +106,6 @@ class Watch:
         self._diary.note(event, kind=alert.kind, engine=engine, **facts)
 
     def _check(self, replica: Mapping[str, Any]) -> None:
-        """A replica that answered must not say ready while it may not be."""
         if replica["trouble"] or not replica["ready"] or replica["pinned"]:
             return
         silence_s, head, version = (replica[name] for name in ("silence_s", "head", "version"))

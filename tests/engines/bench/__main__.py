@@ -32,7 +32,6 @@ _T = TypeVar("_T")
 
 
 def main() -> int:
-    """Measure, and print; 0 if no swap costs more than twice its floor."""
     parser = argparse.ArgumentParser(prog="python -m tests.engines.bench")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--sizes", default=",".join(SIZES), help="of models, by parameters")
@@ -50,7 +49,6 @@ def main() -> int:
 
 
 def _apply(size: str, rounds: int) -> list[tuple[Drawn, Applied]]:
-    """Follow one chain in a model that is written in place, and in a stock one."""
     from tests.engines.bench.chains import draw
 
     measure = import_module(f"tests.engines.{ENGINE}.bench.offline").measure
@@ -64,10 +62,7 @@ def _apply(size: str, rounds: int) -> list[tuple[Drawn, Applied]]:
 
 
 def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
-    """Follow one chain while generating on all cores but one, which staging then has.
-
-    As a machine with an accelerator does: the cores of its host are not what generates.
-    """
+    """Follow one chain while generating on all cores but one, which staging then has."""
     from tests.engines.bench.chains import draw
 
     measure = import_module(f"tests.engines.{ENGINE}.bench.losing").measure
@@ -81,7 +76,6 @@ def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
 
 
 def _alone(function: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
-    """Call a function in a process that ends afterwards."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(function, *args, **kwargs).result()

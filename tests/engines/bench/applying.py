@@ -40,7 +40,6 @@ from tests.engines.bench.figures import (
 )
 
 Weights: TypeAlias = "list[tuple[str, Tensor]]"
-"""A whole checkpoint in memory."""
 
 Dense: TypeAlias = "Mapping[str, npt.NDArray[Any]]"
 """Bits of every tensor of the chain, as they are now."""
@@ -48,15 +47,7 @@ Dense: TypeAlias = "Mapping[str, npt.NDArray[Any]]"
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A live model of an engine, in this process.
-
-    Attributes:
-        subscriber: Of the chain; its target is the model.
-        rank: The one rank, once the subscriber is open.
-        load: The engine's own loader.
-        reload: What the engine has for loading a whole checkpoint again.
-        patches: The engine's own sparse updates, if it has any: seconds of writing these deltas.
-    """
+    """A live model of an engine, in this process."""
 
     subscriber: Subscriber
     rank: Callable[[], Rank]
@@ -66,14 +57,7 @@ class Live:
 
 
 def follow(live: Live, drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
-    """Follow a chain to its end; after each version, or before it, the others write as well.
-
-    Args:
-        live: Holds version 0.
-        drawn: The chain.
-        plain: Whether linear layers kept their weights.
-        warm_up: Versions that do not count.
-    """
+    """Follow a chain to its end; after each version, or before it, the others write as well."""
     found = Applied(plain=plain, threads=torch.get_num_threads())
     start = time.perf_counter()
     live.subscriber.open()
@@ -92,8 +76,6 @@ def follow(live: Live, drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
 
 
 class _Bench:
-    """The live model, and the dense weights that a trainer would send."""
-
     def __init__(self, live: Live, drawn: Drawn, *, plain: bool) -> None:
         self.live, self.subscriber, self.plain = live, live.subscriber, plain
         checkpoint = Checkpoint(drawn.base)
@@ -101,7 +83,6 @@ class _Bench:
         self.dense = {spec.name: checkpoint.bits(spec.name).copy() for spec in self.specs}
 
     def version(self, version: int, *, first: bool) -> dict[str, float]:
-        """Seconds of every candidate for one version; the product is the first or the last."""
         start = time.perf_counter()
         staged = self.subscriber.stage(version)
         total = time.perf_counter() - start
@@ -122,7 +103,6 @@ class _Bench:
         return seconds | {TOTAL: total}
 
     def _others(self, deltas: Mapping[str, TensorDelta], *, new: bool) -> dict[str, float]:
-        """The floor, and what the engine itself has; each writes what the model holds now."""
         found = {FLOOR: self._floor(new=new)}
         if self.plain:
             found[LOAD] = seconds_of(lambda: self.live.load(self._weights()))
@@ -160,7 +140,6 @@ class _Bench:
 
 
 def torch_of(array: Any) -> Tensor:
-    """An array as a tensor of signed integers; shares its memory."""
     writable: npt.NDArray[Any] = array
     if not writable.flags.writeable:
         writable = np.array(writable)
@@ -168,7 +147,6 @@ def torch_of(array: Any) -> Tensor:
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """What a call takes."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -27,7 +27,6 @@ from tests.bench.timing import say
 from tests.engines.bench.figures import Drawn
 
 CONTEXT: Final = 512
-"""Longest sequence that a model takes."""
 
 SINGLE: Final = 0.9
 """Share of steps by one unit in the last place; of the others, the share by two; and so on."""
@@ -36,7 +35,6 @@ NORMS: Final = 0.1
 """Changes of a norm, as a share of those of a matrix of its size."""
 
 _SPREAD: Final = 0.02
-"""Standard deviation of the weights."""
 
 _SMALLEST: Final = 1e-6
 """Least magnitude: the bits before those of zero are those of a NaN."""
@@ -70,13 +68,6 @@ SIZES: Final[Mapping[str, Qwen3Config]] = MappingProxyType(
 
 
 def draw(size: str, folder: Path, densities: Sequence[float]) -> Drawn:
-    """Write a checkpoint and publish a version for every density, each upon the one before.
-
-    Args:
-        size: One of ``SIZES``.
-        folder: Empty, or not there yet.
-        densities: Of versions 1, 2 and so on.
-    """
     say(f"{size}: drawing a model and {len(densities)} versions")
     model, random = _model(size), np.random.default_rng(7)
     base, url = folder / "base", (folder / "chain").resolve().as_uri()
@@ -101,7 +92,6 @@ def draw(size: str, folder: Path, densities: Sequence[float]) -> Drawn:
 
 
 def change(model: nn.Module, density: float, random: np.random.Generator) -> None:
-    """Draw one update of all weights, in place."""
     with torch.no_grad():
         for parameter in model.parameters():
             bits = bits_of(parameter)
@@ -113,7 +103,6 @@ def change(model: nn.Module, density: float, random: np.random.Generator) -> Non
 
 
 def bits_of(tensor: Tensor) -> npt.NDArray[np.uint16]:
-    """Flat bits of a contiguous bf16 tensor on the host; shares its memory."""
     flat: npt.NDArray[np.int16] = tensor.detach().view(-1).view(torch.int16).numpy()
     return flat.view(np.uint16)
 
@@ -126,7 +115,6 @@ def _positions(numel: int, density: float, random: np.random.Generator) -> npt.N
 
 
 def _model(size: str) -> PreTrainedModel:
-    """Random weights, norms near one; no two models of a size differ."""
     with torch.device("meta"):
         model: PreTrainedModel = Qwen3ForCausalLM(SIZES[size])
     model.to_empty(device="cpu").bfloat16()

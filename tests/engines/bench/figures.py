@@ -24,7 +24,6 @@ EXTENSIONS: Final[Mapping[bool, str]] = {
     True: "tests.engines.vllm.bench.plain.WorkerExtension",
     False: "deltachain_vllm.WorkerExtension",
 }
-"""Of workers with plain linear layers, all in place, and of stock ones, nearly all reloaded."""
 
 FETCH: Final = "fetch"
 STAGE: Final = "stage"
@@ -47,22 +46,11 @@ ROWS: Final[Mapping[str, str]] = {
     RELOAD: "the engine's reload of all",
     PATCHES: "vLLM checkpoint patches",
 }
-"""Every candidate, as tables call it. Dense weights and patches lie in memory beforehand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """A chain whose versions were drawn.
-
-    Attributes:
-        size: Of the model, one of ``chains.SIZES``.
-        base: Checkpoint folder that holds version 0.
-        url: Of the chain.
-        densities: Share of elements that versions 1, 2 and so on change.
-        nnz: Elements that they change.
-        nbytes: Bytes that a follower fetches for them.
-        numel: Parameters.
-    """
+    """A chain whose versions were drawn."""
 
     size: str
     base: Path
@@ -75,17 +63,7 @@ class Drawn:
 
 @dataclass(slots=True, kw_only=True)
 class Applied:
-    """What following a chain took, in one model and one way of loading it.
-
-    Attributes:
-        plain: Whether linear layers kept their weights, as on accelerators.
-        classes: Bytes of the chain by the way they reach live weights.
-        attach_s: Seconds of attaching, once.
-        seconds: By version, of every candidate; one that does not run has no entry.
-        peak_mb: Most memory that the process had.
-        threads: Of vLLM, its own loading included; the product and the floor write in one.
-        proven: Whether the live state was right in the end.
-    """
+    """What following a chain took, in one model and one way of loading it."""
 
     plain: bool
     classes: dict[str, int] = field(default_factory=dict)
@@ -98,21 +76,7 @@ class Applied:
 
 @dataclass(slots=True, kw_only=True)
 class Lost:
-    """Generation that a chain took from a busy engine.
-
-    Attributes:
-        plain: Whether linear layers kept their weights, as on accelerators.
-        threads: That the engine computed in.
-        times: Updates a window.
-        staging_s: By window, seconds of generation lost to staging a version once.
-        updating_s: By window, seconds of generation lost to one update, its staging included.
-        keeping_s: The same, of updates after which cached prefixes stay.
-        rates: Tokens a second of every quiet window.
-        stage_s: Seconds that staging took, of every update.
-        swap_s: Seconds of writing, of every update.
-        pause_s: Seconds from asking for the pause to generating again, of every update.
-        proven: Whether the live state was right in the end.
-    """
+    """Generation that a chain took from a busy engine."""
 
     plain: bool
     threads: int

@@ -26,12 +26,10 @@ from tests.bench.timing import say
 from tests.engines.bench.figures import Drawn, Lost
 
 Generate: TypeAlias = "Callable[[list[int], int], AsyncIterator[int]]"
-"""Token ids and how many to generate after them, greedily; tokens as they arrive."""
 
 REQUESTS: Final = 4
 PROMPT: Final = 16
 LENGTH: Final = 192
-"""Tokens that each request asks for, whatever the model says."""
 
 WINDOW_S: Final = 3.0
 
@@ -39,15 +37,7 @@ WINDOW_S: Final = 3.0
 async def lose(
     clearing: Engine, keeping: Engine, generate: Generate, drawn: Drawn, lost: Lost
 ) -> Lost:
-    """Follow a chain while generating.
-
-    Args:
-        clearing: The engine, on this loop.
-        keeping: The same, keeping cached prefixes.
-        generate: Asks it, and counts what comes.
-        drawn: The chain; its length decides how long this takes.
-        lost: What is known of the run already.
-    """
+    """Follow a chain while generating."""
     subscribe = SubscribeConfig(url=drawn.url, base=drawn.base)
     settings = ReplicaSettings(subscribe=subscribe, spool=spool_folder(os.environ))
     leader = Leader(settings, clearing)
@@ -95,20 +85,15 @@ async def lose(
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """Tokens that arrived in some seconds."""
-
     tokens: int
     seconds: float
 
     @property
     def rate(self) -> float:
-        """Tokens a second."""
         return self.tokens / self.seconds
 
 
 class _Load:
-    """Requests that follow one another, a fixed number of them at any time."""
-
     def __init__(self, generate: Generate, times: int) -> None:
         self._generate = generate
         self._times = times
@@ -124,7 +109,6 @@ class _Load:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def window(self, action: Callable[[], None] | None) -> _Window:
-        """Count for a while, with something done at even intervals from its beginning on."""
         start, before = time.perf_counter(), self._tokens
         for number in range(self._times):
             if action is not None:

@@ -37,11 +37,6 @@ Case = tuple[Drawn, Applied]
 def show(
     applied: Sequence[Case], lost: tuple[Drawn, Sequence[Lost]] | None, *, json_output: bool
 ) -> int:
-    """Write everything; 0 if every swap in place costs no more than twice its bare writes.
-
-    Raises:
-        ArithmeticError: Some model did not end up with the bits of its chain.
-    """
     everything = [one for _, one in applied] + list(lost[1] if lost else ())
     if not all(one.proven for one in everything):
         raise ArithmeticError("a live model does not hold what its chain says")
@@ -67,7 +62,6 @@ def show(
 
 
 def timings_of(drawn: Drawn, applied: Applied) -> dict[float, Timings]:
-    """Seconds of every candidate by density, one entry an update."""
     found: dict[float, dict[str, list[float]]] = {}
     for number, seconds in applied.seconds.items():
         rows = found.setdefault(drawn.densities[number - 1], {})
@@ -129,7 +123,6 @@ def _best_and_median(rows: Timings, name: str) -> str:
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """The median and the quartiles."""
     first, middle, third = quantiles(seconds, n=4) if len(seconds) > 1 else 3 * list(seconds)
     return f"{_short(middle)} ({_short(first)} to {_short(third)})"
 
@@ -140,5 +133,4 @@ def _short(seconds: float) -> str:
 
 
 def _plain(drawn: Drawn) -> dict[str, Any]:
-    """What of a chain is no path of this machine."""
     return {k: v for k, v in asdict(drawn).items() if k not in ("base", "url")}

@@ -28,7 +28,6 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
 }
 
 _published: dict[str, Any] = {}
-"""What this process was brought up with, once it is."""
 
 
 def load_fresh(
@@ -39,7 +38,6 @@ def load_fresh(
     plain_linears: bool = True,
     plain_experts: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint as a scheduler does."""
     with load_in_context(
         checkpoint, tp=tp, rank=rank, plain_linears=plain_linears, plain_experts=plain_experts
     ) as (_, model):
@@ -55,18 +53,7 @@ def load_in_context(
     plain_linears: bool = True,
     plain_experts: bool = False,
 ) -> Iterator[tuple[Any, nn.Module]]:
-    """As :func:`load_fresh`, staying where SGLang's loaders can be called again.
-
-    Args:
-        checkpoint: Its folder.
-        tp: Ranks of tensor parallelism.
-        rank: Which of them this process is.
-        plain_linears: Has no meaning here: without AMX, SGLang packs none.
-        plain_experts: Nor has this.
-
-    Yields:
-        The ``ModelConfig``, and the model.
-    """
+    """As :func:`load_fresh`, staying where SGLang's loaders can be called again."""
     del plain_linears, plain_experts
     _bring_up(checkpoint, tp, rank)
     from sglang.srt.configs.device_config import DeviceConfig
@@ -99,7 +86,6 @@ def _filled() -> Iterator[None]:
 
 
 def known(config: Any, model: nn.Module) -> EngineModel:
-    """A model as deltachain asks for it."""
     from deltachain_sglang.model import SglangModel
 
     return SglangModel(model, config, "cpu")
@@ -124,7 +110,6 @@ def _arguments(checkpoint: Path, tp: int) -> Any:
 
 
 def _bring_up(checkpoint: Path, tp: int, rank: int) -> None:
-    """Be one rank of a group; the first call of a process decides of which."""
     if _published:
         return
     os.environ.update({**_ENVIRONMENT, **os.environ})

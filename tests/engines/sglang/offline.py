@@ -19,7 +19,6 @@ _ENVIRONMENT = {
 
 
 def main(url: str, base: str) -> dict[str, Any]:
-    """Go to version 2 between two requests, and back to version 1."""
     import sglang  # noqa: PLC0415
 
     import deltachain_sglang  # noqa: PLC0415

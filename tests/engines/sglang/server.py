@@ -14,13 +14,10 @@ from tests.engines.serving import HOST, MODEL, Generated, Options, Server, lines
 
 
 class SglangServer(Server):
-    """With the plugin, which SGLang finds by itself."""
-
     prefix = "/deltachain"
     sees_loads = True
 
     def command(self, checkpoint: Path, options: Options) -> list[str]:
-        """What starts it."""
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(checkpoint)),
             *("--host", HOST, "--port", str(self.port), "--served-model-name", MODEL),
@@ -35,7 +32,6 @@ class SglangServer(Server):
         ]
 
     def variables(self, options: Options) -> dict[str, str]:
-        """Of its environment."""
         return {
             "SGLANG_USE_CPU_ENGINE": "1",
             "TRANSFORMERS_OFFLINE": "1",
@@ -43,7 +39,6 @@ class SglangServer(Server):
         }
 
     def generate(self, prompt: Sequence[int], length: int) -> Generated:
-        """Greedy tokens after a prompt, and the versions that they were made with."""
         response = self.client.post("/generate", json=_body(prompt, length))
         assert response.status_code == 200, response.text
         found = response.json()
@@ -56,7 +51,6 @@ class SglangServer(Server):
         )
 
     def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]:
-        """The same one by one: how many came, and why they ended; raises if they never did."""
         count, reason = 0, ""
         body = {**_body(prompt, length), "stream": True}
         with self.client.stream("POST", "/generate", json=body) as response:
@@ -66,7 +60,6 @@ class SglangServer(Server):
         return count, reason
 
     def checksums(self) -> dict[str, str]:
-        """SGLang's own hash of every parameter, by rank and name."""
         response = self.client.post("/weights_checker", json={"action": "checksum"})
         assert response.status_code == 200, response.text
         return {
@@ -77,22 +70,18 @@ class SglangServer(Server):
         }
 
     def digest(self, tensor: Tensor) -> str:
-        """What the engine would say of a parameter."""
         from sglang.srt.utils.weight_checker import _hash_tensor  # noqa: PLC0415
 
         return str(_hash_tensor(tensor.contiguous()))
 
     def named(self) -> str:
-        """The version that the engine has for its weights."""
         return str(self.client.get("/model_info").json()["weight_version"])
 
     def halt(self) -> None:
-        """Pause it behind deltachain's back."""
         answer = self.client.post("/pause_generation", json={"mode": "retract"})
         assert answer.status_code == 200, answer.text
 
     def go_on(self) -> None:
-        """Resume it behind deltachain's back."""
         assert self.client.post("/continue_generation", json={}).status_code == 200
 
     def paused(self) -> bool:
@@ -104,25 +93,20 @@ class SglangServer(Server):
         return False
 
     def reset(self) -> None:
-        """Overwrite all weights behind deltachain's back."""
         answer = self.client.post("/weights_checker", json={"action": "reset_tensors"})
         assert answer.status_code == 200, answer.text
 
     def load(self, checkpoint: Path) -> None:
-        """Load a checkpoint behind deltachain's back."""
         answer = self.client.post("/update_weights_from_disk", json={"model_path": str(checkpoint)})
         assert answer.status_code == 200, answer.text
 
     def flush(self) -> None:
-        """Forget cached prefixes."""
         assert self.client.post("/flush_cache", params={"timeout": 5}).status_code == 200
 
     def sleep(self, *kinds: str) -> None:
-        """Let it release memory of some kinds; of all, if none is named."""
         self._memory("release", kinds)
 
     def wake(self, *kinds: str) -> None:
-        """Let it take memory back."""
         self._memory("resume", kinds)
 
     def _memory(self, what: str, kinds: Sequence[str]) -> None:

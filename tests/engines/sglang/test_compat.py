@@ -34,7 +34,6 @@ def bearer(key: str) -> dict[str, str]:
 
 @contextmanager
 def served(monkeypatch: pytest.MonkeyPatch, *, api: str, admin: str) -> Iterator[TestClient]:
-    """Our routes behind SGLang's own check of keys, as its server has them; they follow nothing."""
     app = FastAPI()
     monkeypatch.setattr(compat, "app", lambda: app)
     compat.serve(router, PREFIX)
@@ -56,7 +55,6 @@ def served(monkeypatch: pytest.MonkeyPatch, *, api: str, admin: str) -> Iterator
 def test_sglang_asks_for_the_key_of_routes_that_write(
     monkeypatch: pytest.MonkeyPatch, keys: Mapping[str, str], wanted: str
 ) -> None:
-    """By itself: the token of the routes is not set here."""
     with served(monkeypatch, api=keys["api"], admin=keys["admin"]) as client:
         for route in router.routes:
             path, (method,) = PREFIX + route.path, route.methods  # type: ignore[attr-defined]
@@ -71,7 +69,6 @@ def test_sglang_asks_for_the_key_of_routes_that_write(
 
 @pytest.fixture
 def context(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the server was started with, of what is looked at."""
     from sglang.kernels.ops.gemm import bf16_fp32  # noqa: F401, PLC0415
     from sglang.srt import runtime_context  # noqa: PLC0415
     from sglang.srt.model_executor.model_runner_components import (  # noqa: F401, PLC0415
@@ -179,7 +176,6 @@ def test_what_a_model_holds_before_it_runs_is_recorded() -> None:
 
 
 def test_a_server_is_dead_with_the_first_process_that_ended() -> None:
-    """At once: SGLang itself looks once a second."""
     processes = [SimpleNamespace(is_alive=lambda: True), SimpleNamespace(is_alive=lambda: True)]
     watchdog = SimpleNamespace(_processes=processes)
     manager = SimpleNamespace(_subprocess_watchdog=watchdog, gracefully_exit=False)

@@ -83,34 +83,22 @@ SEEN: Final = (
 OTHERS: Final = [name for name in UNUSUAL if name not in STRANGE and name != WHOLE]
 
 
-def right(row: Row) -> Row:
-    """A row without anything that is silently wrong, and with every tensor accounted for."""
-    assert row.wrong == []
-    assert row.undone_wrong == []
-    assert row.digest
-    assert row.refused or sum(row.classes.values()) == row.tensors
-    return row
-
-
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in KNOWN]
 )
 def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
-    row = right(Row(**examine(0, family)))
-    assert (row.refused, "refused" in row.classes) == ("", False)
+    Row(**examine(0, family)).checked(followed=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*OTHERS, *SEEN])
 def test_tensors_of_unusual_families_are_followed_or_unused(family: str) -> None:
-    row = right(Row(**examine(0, family)))
-    assert (row.refused, "refused" in row.classes) == ("", False)
+    Row(**examine(0, family)).checked(followed=True)
 
 
 @pytest.mark.slow
 def test_experts_that_sglang_does_not_load_are_unused() -> None:
-    """It knows no experts that are one tensor in the checkpoint."""
-    assert right(Row(**examine(0, "llama4_text"))).classes == {"in_place": 23, "unused": 4}
+    assert Row(**examine(0, "llama4_text")).checked().classes == {"in_place": 23, "unused": 4}
 
 
 @pytest.mark.slow
@@ -123,12 +111,12 @@ def test_what_is_loaded_whole_or_not_at_all_is_refused() -> None:
 
 @pytest.mark.slow
 def test_experts_that_view_one_storage_are_told_apart() -> None:
-    assert right(Row(**examine(0, "afmoe"))).classes == {"in_place": 44, "loaded": 1}
+    assert Row(**examine(0, "afmoe")).checked().classes == {"in_place": 44, "loaded": 1}
 
 
 @pytest.mark.slow
 def test_a_layer_that_the_loader_drops_is_made_again_beside_the_model() -> None:
-    row = right(Row(**examine(0, "minicpm3")))
+    row = Row(**examine(0, "minicpm3")).checked()
     assert (row.refused, row.classes) == ("", {"repacked": row.tensors})
 
 
@@ -143,14 +131,14 @@ def test_what_is_left_out_can_not_be_loaded(family: str) -> None:
 def test_two_ranks() -> None:
     for rows in two_ranks("tests.engines.matrix:examine_two", *TWO, deadline_s=600):
         for row in rows:
-            assert right(Row(**row)).classes == {"in_place": row["tensors"]}
+            assert Row(**row).checked().classes == {"in_place": row["tensors"]}
 
 
 def test_some_families_on_two_ranks() -> None:
     families = ("qwen3", "llama_v500", "qwen3_moe")
     for rows in two_ranks("tests.engines.matrix:examine_two", *families):
         for row in rows:
-            assert right(Row(**row)).classes == {"in_place": row["tensors"]}
+            assert Row(**row).checked().classes == {"in_place": row["tensors"]}
 
 
 @pytest.mark.slow

@@ -24,7 +24,6 @@ KEY = "the-key"
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
-    """Two ranks, which version 2 is there for."""
     with replicas(tmp_path_factory.mktemp("sglang"), 2, key=KEY) as replica:
         yield replica
 
@@ -37,7 +36,6 @@ def replica(shared: Replica) -> Iterator[Replica]:
 
 
 def told(replica: Replica, path: str, **more: Any) -> tuple[int, dict[str, Any]]:
-    """What SGLang's own update from disk answers."""
     body = {"model_path": path, **more}
     response = replica.server.client.post("/update_weights_from_disk", json=body)
     return response.status_code, response.json()
@@ -147,7 +145,6 @@ def test_weights_that_were_lost_in_its_sleep_are_healed_as_it_wakes(replica: Rep
 
 
 def schema(number: int) -> str:
-    """One that nobody has asked with before, and that takes a while to compile."""
     names = [f"k{number}_{each}" for each in range(40)]
     kinds = {name: {"type": "string", "pattern": f"[a-z]{{1,{len(name)}}}"} for name in names}
     return json.dumps({"type": "object", "properties": kinds, "required": names})
@@ -178,7 +175,6 @@ def test_requests_that_wait_for_a_grammar_hold_nothing_up(replica: Replica) -> N
 
 
 def test_somebody_who_loads_checkpoints_meanwhile_ends_nothing(replica: Replica) -> None:
-    """SGLang hands the answer to whoever asked last."""
     codes, stop = [], Event()
 
     def load() -> None:

@@ -20,8 +20,6 @@ _kept: list[Any] = []
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing, but notices who is looked for."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

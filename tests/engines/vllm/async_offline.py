@@ -23,7 +23,6 @@ from tests.engines.vllm.offline import _ENVIRONMENT, LENGTH
 
 
 async def main(url: str, base: str) -> dict[str, Any]:
-    """Go to version 2 while a request runs, back to version 1, and let the engine be killed."""
     from vllm import AsyncEngineArgs  # noqa: PLC0415
     from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
@@ -70,7 +69,6 @@ async def main(url: str, base: str) -> dict[str, Any]:
 
 
 async def _generate(llm: Any, length: int) -> int:
-    """The number of tokens that came."""
     from vllm import SamplingParams  # noqa: PLC0415
     from vllm.inputs import TokensPrompt  # noqa: PLC0415
 

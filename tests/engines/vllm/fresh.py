@@ -31,7 +31,6 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 _STOCK: Final[Mapping[str, str]] = {"VLLM_PLUGINS": ""}
-"""Loading alone is observed: no plugin of this project or of another takes part."""
 
 
 def load_fresh(
@@ -42,16 +41,6 @@ def load_fresh(
     plain_linears: bool = True,
     plain_experts: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint as a CPU worker does.
-
-    Args:
-        checkpoint: Its folder.
-        tp: Ranks of tensor parallelism; with more than one, every rank must call this, each in a
-            process that :mod:`tests.engines.two_ranks` started.
-        rank: Which of them this process is.
-        plain_linears: Keep linear layers as they are on accelerators, see :func:`unpacked`.
-        plain_experts: Leave experts as they were loaded, see :func:`unpacked_experts`.
-    """
     with load_in_context(
         checkpoint, tp=tp, rank=rank, plain_linears=plain_linears, plain_experts=plain_experts
     ) as (_, model):
@@ -68,19 +57,7 @@ def load_in_context(
     plain_experts: bool = False,
     **arguments: Any,
 ) -> Iterator[tuple[Any, nn.Module]]:
-    """As :func:`load_fresh`, staying where vLLM's loaders can be called again.
-
-    Args:
-        checkpoint: As there, and so are the next four.
-        tp: See there.
-        rank: See there.
-        plain_linears: See there.
-        plain_experts: See there.
-        arguments: Of vLLM's engine, such as ``quantization``.
-
-    Yields:
-        The ``VllmConfig``, which is the current one, and the model.
-    """
+    """As :func:`load_fresh`, staying where vLLM's loaders can be called again."""
     with ExitStack() as stack:
         stack.enter_context(_environment())
         from vllm.config import set_current_vllm_config
@@ -147,7 +124,6 @@ def unpacked_experts() -> Iterator[None]:
 
 
 def known(config: Any, model: nn.Module) -> EngineModel:
-    """A model as deltachain asks for it."""
     from deltachain_vllm.model import VllmModel
 
     return VllmModel(model, config)
@@ -162,11 +138,7 @@ def _load(config: Any) -> nn.Module:
 
 
 def _join(parallel: Any, rank: int) -> None:
-    """Be one rank of a group; the first call of a process decides of which.
-
-    The groups are made without a model. With one that has no experts, vLLM would leave out the
-    group of experts, and a model that has some could not be loaded after it.
-    """
+    """Be one rank of a group; the first call of a process decides of which."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
 
@@ -182,7 +154,6 @@ def _join(parallel: Any, rank: int) -> None:
 
 @contextmanager
 def _environment() -> Iterator[None]:
-    """What vLLM reads from the environment; what is set already stays, but for the plugins."""
     with patch.dict(os.environ, {**_ENVIRONMENT, **os.environ, **_STOCK}):
         yield
 

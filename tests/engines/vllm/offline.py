@@ -35,18 +35,7 @@ _ENVIRONMENT: Final = {
 
 @dataclass(slots=True)
 class Seen:
-    """What one run saw.
-
-    Attributes:
-        classes: Tensors by class.
-        held: The version that the chain says the engine began with.
-        wrong: By version, on each rank: parameters that differ from a fresh load.
-        unlike: By version: prompts whose greedy tokens differ from those of transformers.
-        named: By version: what vLLM calls the weights.
-        stale: By version: prompts whose tokens the version before would not have gone on with.
-        back: The same as ``wrong``, after rolling back; by version.
-        scrubbed: Whether the live state was what it should be after each of these.
-    """
+    """What one run saw."""
 
     classes: dict[str, int] = field(default_factory=dict)
     held: int | None = None
@@ -59,7 +48,6 @@ class Seen:
 
 
 def main() -> None:
-    """Follow, and print what was seen."""
     parser = argparse.ArgumentParser()
     parser.add_argument("url")
     parser.add_argument("base", type=Path)
@@ -85,7 +73,6 @@ def main() -> None:
 
 
 def attach(llm: Any, url: str) -> dict[str, Any]:
-    """Attach and update, and say how that was refused, and whether anything was written."""
     import deltachain_vllm  # noqa: PLC0415
 
     before, refusal = _generate(llm), ""
@@ -97,7 +84,6 @@ def attach(llm: Any, url: str) -> dict[str, Any]:
 
 
 def follow(llm: Any, judge: _Judge, last: int, *, tp: int, stock: bool) -> Seen:
-    """Take the engine through every version, and back."""
     import deltachain_vllm  # noqa: PLC0415
 
     seen = Seen()
@@ -157,8 +143,6 @@ def _generate(llm: Any) -> list[list[int]]:
 
 
 class _Judge:
-    """Transformers, on checkpoints that ``deltachain pull`` writes."""
-
     def __init__(self, url: str, folder: Path) -> None:
         self.url = url
         self._folder = folder
@@ -170,7 +154,6 @@ class _Judge:
         return folder
 
     def unlike(self, checkpoint: Path, tokens: list[list[int]]) -> list[int]:
-        """Prompts whose tokens are not the greedy ones, near-ties of rounding aside."""
         from tests.engines.expected import Judge  # noqa: PLC0415
 
         judge = Judge(checkpoint)

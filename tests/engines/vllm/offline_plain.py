@@ -8,6 +8,4 @@ __all__ = ["WorkerExtension"]
 
 
 class WorkerExtension(offline_worker.WorkerExtension):
-    """Its module imports ``plain``, and that is all there is to it."""
-
     tests_plain = plain.WorkerExtension.__name__

@@ -9,7 +9,6 @@ import deltachain_vllm.extension
 
 
 def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
-    """The sha256 of every parameter of this rank's share of a checkpoint, loaded by vLLM anew."""
     from vllm.config import set_current_vllm_config  # noqa: PLC0415
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
     from vllm.model_executor.model_loader import get_model_loader  # noqa: PLC0415
@@ -31,7 +30,6 @@ def fresh_digests(worker: Any, checkpoint: str) -> dict[str, str]:
 
 
 def digests(model: Any) -> dict[str, str]:
-    """What vLLM's own ``/weight_checker`` says of a model."""
     from vllm.v1.worker.gpu_worker import compute_tensor_digests  # noqa: PLC0415
 
     found: dict[str, str] = compute_tensor_digests(model)
@@ -39,10 +37,7 @@ def digests(model: Any) -> dict[str, str]:
 
 
 class WorkerExtension(deltachain_vllm.extension.WorkerExtension):
-    """The product's own, and the judge beside it."""
-
     def tests_wrong(self, checkpoint: str) -> list[str]:
-        """Parameters of this rank that are not what a fresh load of a checkpoint holds."""
         worker: Any = self
         live = digests(worker.model_runner.get_model())
         fresh = fresh_digests(worker, str(Path(checkpoint)))

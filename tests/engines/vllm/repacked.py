@@ -21,12 +21,7 @@ from tests.engines.vllm.fresh import known, load_in_context
 
 
 def examine(rank: int, family: str, tp: int = 1, *, plain: bool = False) -> dict[str, Any]:
-    """What differs from a fresh load when layers are packed again; every rank must call this.
-
-    Returns:
-        Under ``all`` when every layer was, under ``some`` when every other one and nothing else
-        was to change, under ``back`` when all went back to the first weights.
-    """
+    """What differs from a fresh load when layers are packed again; every rank must call this."""
     how: Any = {"tp": tp, "rank": rank, "plain_linears": plain}
     before = checkpoint(family)
     found: dict[str, Any] = {}
@@ -56,7 +51,6 @@ def examine(rank: int, family: str, tp: int = 1, *, plain: bool = False) -> dict
 
 
 def examine_two(rank: int, *families: str) -> dict[str, Any]:
-    """Those of several families on one of two ranks, unpacked and packed."""
     for family in families:  # once there are ranks, only the first can save
         checkpoint(family)
     return {
@@ -67,14 +61,12 @@ def examine_two(rank: int, *families: str) -> dict[str, Any]:
 
 
 def _repack(engine: Any, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """As attaching does it: new tensors are copied into those that were there."""
     members = Members(engine.modules().values())
     engine.repack(layers, tensors)
     members.settle()
 
 
 def changed(before: Path, after: Path) -> Path:
-    """A checkpoint with other numbers in every tensor."""
     return _write(before, {name: _other(name, t) for name, t in _weights(before).items()}, after)
 
 
@@ -109,7 +101,6 @@ def _everything(config: Any, model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _groups(engine: Any, files: Checkpoint) -> list[tuple[set[str], set[str]]]:
-    """Layers, and the tensors that they are loaded from, as small as they can be."""
     from deltachain.torch_names import TORCH_DTYPES  # noqa: PLC0415
 
     meta = {
@@ -129,7 +120,6 @@ def _groups(engine: Any, files: Checkpoint) -> list[tuple[set[str], set[str]]]:
 
 
 def report(families: Iterable[str]) -> dict[str, Any]:
-    """One rank of one, for a look by hand."""
     found: dict[str, Any] = defaultdict(dict)
     for family in families:
         for plain in (True, False):

@@ -23,8 +23,6 @@ from tests.support.spools import spool_of
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A rank of vLLM that serves one checkpoint, and has staged another."""
-
     rank: Rank
     engine: Any
     model: nn.Module
@@ -32,12 +30,10 @@ class Served:
     after: Path
 
     def everything(self) -> dict[str, Tensor]:
-        """What the model has, and what its layers compute."""
         return everything(self.engine, self.model)
 
 
 def everything(engine: Any, model: nn.Module) -> dict[str, Tensor]:
-    """Every tensor and every number of a model, and what its layers compute."""
     found = copied(live(model))
     for name, module in model.named_modules():
         found |= {f"{name}.{key}": torch.tensor(one) for key, one in numbers_in(module)}
@@ -47,7 +43,6 @@ def everything(engine: Any, model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def served(family: str, scratch: Path, **arguments: Any) -> Iterator[Served]:
-    """Attach to a checkpoint, and stage one with other bits in every tensor."""
     before = checkpoint(family)
     specs = dict(Checkpoint(before).specs)
     with load_in_context(before, plain_linears=False, **arguments) as (config, model):
@@ -64,6 +59,5 @@ def served(family: str, scratch: Path, **arguments: Any) -> Iterator[Served]:
 
 
 def fresh(folder: Path, **arguments: Any) -> dict[str, Tensor]:
-    """What a fresh load of a checkpoint has and computes."""
     with load_in_context(folder, plain_linears=False, **arguments) as (config, model):
         return everything(known(config, model), model)

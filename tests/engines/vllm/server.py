@@ -21,12 +21,9 @@ EXTENSIONS: Final[Mapping[str, str]] = {
 
 
 class VllmServer(Server):
-    """With the backend, the worker extension and the endpoint plugin."""
-
     prefix = "/v1/deltachain"
 
     def command(self, checkpoint: Path, options: Options) -> list[str]:
-        """What starts it."""
         kind = "plain" if options.plain else "strikes" if options.strikes else "stock"
         whole = ["--enforce-eager", "--weight-transfer-config", '{"backend":"deltachain"}']
         return [
@@ -41,7 +38,6 @@ class VllmServer(Server):
         ]
 
     def variables(self, options: Options) -> dict[str, str]:
-        """Of its environment."""
         found = {
             # Ranks bound to one core wait for one another where a client has that core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -58,7 +54,6 @@ class VllmServer(Server):
         return found
 
     def generate(self, prompt: Sequence[int], length: int) -> Generated:
-        """Greedy tokens after a prompt, and the versions that they were made with."""
         body = {
             "model": MODEL,
             "token_ids": list(prompt),
@@ -78,7 +73,6 @@ class VllmServer(Server):
         )
 
     def stream(self, prompt: Sequence[int], length: int) -> tuple[int, str]:
-        """The same one by one: how many came, and why they ended; raises if they never did."""
         body = {
             "model": MODEL,
             "prompt": list(prompt),
@@ -98,7 +92,6 @@ class VllmServer(Server):
         return count, reason or ("" if count else "abort")
 
     def checksums(self) -> dict[str, str]:
-        """The sha256 of every parameter, by rank and name."""
         response = self.client.post("/weight_checker", json={"action": "checksum"})
         assert response.status_code == 200, response.text
         return {
@@ -107,37 +100,29 @@ class VllmServer(Server):
         }
 
     def digest(self, tensor: Tensor) -> str:
-        """What the engine would say of a parameter."""
         flat = tensor.contiguous().view(torch.uint8)
         return hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
     def named(self) -> str:
-        """The version that the engine has for its weights."""
         return str(self.client.get("/weight_info").json()["weight_version"])
 
     def halt(self) -> None:
-        """Pause it behind deltachain's back."""
         assert self.client.post("/pause?mode=keep").status_code == 200
 
     def go_on(self) -> None:
-        """Resume it behind deltachain's back."""
         assert self.client.post("/resume").status_code == 200
 
     def paused(self) -> bool:
-        """Whether its scheduler stands still."""
         return bool(self.client.get("/is_paused").json()["is_paused"])
 
     def reset(self) -> None:
-        """Overwrite all weights behind deltachain's back."""
         answer = self.client.post("/weight_checker", json={"action": "reset"})
         assert answer.status_code == 200, answer.text
 
     def load(self, checkpoint: Path) -> None:
-        """Load a checkpoint behind deltachain's back."""
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(checkpoint)}}
         answer = self.client.post("/collective_rpc", json=body)
         assert answer.status_code == 200, answer.text
 
     def flush(self) -> None:
-        """Forget cached prefixes."""
         assert self.client.post("/reset_prefix_cache").status_code == 200

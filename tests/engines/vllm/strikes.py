@@ -7,4 +7,4 @@ import tests.engines.strikes  # noqa: F401 - makes it so, in this process
 
 
 class WorkerExtension(deltachain_vllm.extension.WorkerExtension):
-    """The product's own, in a process where ranks can be struck."""
+    pass

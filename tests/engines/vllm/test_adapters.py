@@ -31,8 +31,6 @@ LORA = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", "3", "--dtype", 
 
 @dataclass
 class Said:
-    """Greedy tokens and their log-probabilities, by prompt."""
-
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
 
@@ -85,8 +83,6 @@ def names(server: Server) -> set[str]:
 
 
 class Adapted:
-    """A base that stays, an adapter that is trained, and what PEFT says at every version."""
-
     def __init__(self, folder: Path) -> None:
         self.base, self.url = folder / "base", (folder / "chain").as_uri()
         with one_thread():
@@ -147,7 +143,6 @@ def test_every_version_says_what_peft_says(adapted: Adapted, tmp_path: Path) -> 
 
 
 def _started_again(adapted: Adapted, server: Server, led: Agent) -> None:
-    """A server that was killed and started again is told anew, by who follows all the while."""
     stop = Event()
     following = Thread(target=lambda: list(led.follow(stop)), daemon=True)
     following.start()

@@ -29,7 +29,6 @@ def engine() -> Any:
 
 
 def packed(engine: Any) -> str:
-    """A linear layer that keeps no weight which can be read."""
     modules: dict[str, nn.Module] = engine.modules()
     return next(name for name, layer in modules.items() if _keeps_nothing(layer))
 

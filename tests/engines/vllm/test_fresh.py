@@ -100,7 +100,6 @@ def test_ranks_that_fail_or_hang_are_reported_and_ended() -> None:
 
 
 def twice(rank: int, folder: str, names: str) -> dict[str, Any]:
-    """What a rank finds when it loads each of some checkpoints twice."""
     found: dict[str, Any] = {}
     for name in names.split(","):
         one, other = (live(load_fresh(Path(folder) / name, tp=2, rank=rank)) for _ in range(2))
@@ -112,7 +111,6 @@ def twice(rank: int, folder: str, names: str) -> dict[str, Any]:
 
 
 def fail(rank: int) -> None:
-    """Raise in one rank, and never end in the other."""
     if rank == 0:
         raise ValueError("rank 0 will not")
     while True:

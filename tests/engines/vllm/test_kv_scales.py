@@ -28,10 +28,8 @@ pytestmark = pytest.mark.engine
 
 COMPRESSED: Final = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
 ATTENTION: Final = "model.layers.1.self_attn.attn"
-"""A layer with scales of keys and values."""
 
 SCALES: Final = ("_k_scale_float", "_v_scale_float", "_k_scale", "_v_scale", "_k_scale_cpu")
-"""What it has of them, on the host as well."""
 
 
 def test_scales_of_keys_and_values_are_those_of_a_fresh_load(tmp_path: Path) -> None:

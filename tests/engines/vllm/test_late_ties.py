@@ -29,7 +29,6 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def saved(folder: Path, weights: Mapping[str, Tensor]) -> Path:
-    """A checkpoint of a model that says that its head is tied, with these weights."""
     shutil.copytree(checkpoint("llama"), folder)
     save_file(dict(weights), folder / WEIGHTS_FILE, metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
@@ -41,7 +40,6 @@ def saved(folder: Path, weights: Mapping[str, Tensor]) -> Path:
 def test_a_version_that_parts_a_head_from_the_embedding_is_refused(
     implementation: str, tmp_path: Path
 ) -> None:
-    """One that changes both alike is followed."""
     weights = load_file(checkpoint("llama") / WEIGHTS_FILE)
     embedding = weights[EMBEDDING]
     before = saved(tmp_path / "before", {**weights, HEAD: embedding.clone()})
@@ -71,7 +69,6 @@ def test_a_version_that_parts_a_head_from_the_embedding_is_refused(
 
 
 def staged(rank: Rank, ticket: int, before: Path, after: Path, folder: Path) -> None:
-    """Stage what changed between two checkpoints."""
     old, new = Checkpoint(before), Checkpoint(after)
     found = [changes(spec, old.bits(name), new.bits(name)) for name, spec in old.specs.items()]
     deltas: list[TensorDelta] = [delta for delta in found if delta.nnz]

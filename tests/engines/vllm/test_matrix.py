@@ -48,7 +48,6 @@ that change none, the last layer of a vision tower or its head, a head of its ow
 """
 
 HEADS = ("qwen3_tokens", "qwen2_tokens", "modernbert", "roberta", "phi")
-"""With biases of heads that the loader looks at, or registers."""
 
 QUICK = ("llama_kv_scales", "whisper")
 """Unusual families of which some are tried each time: kernels that keep addresses; a packed head
@@ -72,24 +71,15 @@ UNUSUAL_ON_TWO = (
 )
 
 
-def right(row: dict[str, Any]) -> Row:
-    """A row without anything that is silently wrong, and with every tensor accounted for."""
-    found = Row(**row)
-    assert found.wrong == []
-    assert found.undone_wrong == []
-    assert found.digest
-    assert found.refused or sum(found.classes.values()) == found.tensors
-    return found
+def right(row: dict[str, Any], *, followed: bool = False) -> Row:
+    return Row(**row).checked(followed=followed)
 
 
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f in FIRST else pytest.mark.slow) for f in FAMILIES]
 )
 def test_every_tensor_is_written_loaded_or_refused(family: str) -> None:
-    row = right(examine(0, family))
-    if family in FIRST:
-        assert not row.refused
-        assert "refused" not in row.classes
+    right(examine(0, family), followed=family in FIRST)
 
 
 @pytest.mark.slow
@@ -101,9 +91,7 @@ def test_with_packed_linears_too(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_followed_in_a_stock_engine(family: str) -> None:
-    row = right(examine(0, family, plain=False))
-    assert not row.refused
-    assert "refused" not in row.classes
+    right(examine(0, family, plain=False), followed=True)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +103,13 @@ def test_experts_are_followed_in_a_stock_engine(family: str) -> None:
     ],
 )
 def test_unusual_families_are_followed_in_a_stock_engine(family: str) -> None:
-    row = right(examine(0, family, plain=False))
-    assert not row.refused
-    assert "refused" not in row.classes
+    row = right(examine(0, family, plain=False), followed=True)
     assert row.classes.get("unused", 0) == UNUSED.get(family, 0)
 
 
 @pytest.mark.parametrize("family", HEADS)
 def test_heads_are_followed_beside_plain_linears_too(family: str) -> None:
-    row = right(examine(0, family))
-    assert not row.refused
-    assert "refused" not in row.classes
+    right(examine(0, family), followed=True)
 
 
 @pytest.mark.slow
@@ -155,9 +139,7 @@ def test_two_ranks() -> None:
 @pytest.mark.parametrize("family", UNUSUAL_ON_TWO)
 def test_unusual_families_on_two_ranks(family: str) -> None:
     for (row,) in two_ranks("tests.engines.matrix:examine_two", family):
-        found = right(row)
-        assert not found.refused
-        assert "refused" not in found.classes
+        right(row, followed=True)
 
 
 def test_one_family_on_two_ranks() -> None:
@@ -170,7 +152,6 @@ def test_one_family_on_two_ranks() -> None:
 def test_weights_that_are_all_alike_are_never_wrong(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros read back well under any packing; fresh models have many."""
     family = "qwen3_moe" if what == "experts" else "qwen2"
     folder = Path(shutil.copytree(checkpoint(family), tmp_path / family))
     weights = load_file(folder / WEIGHTS_FILE)

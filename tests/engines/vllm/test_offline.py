@@ -29,13 +29,11 @@ RATE = 1e-2
 
 
 def follow(family: str, folder: Path, *options: str) -> dict[str, Any]:
-    """What an offline ``LLM`` saw on the way through a new chain; see ``offline.Seen``."""
     chain = train(family, folder, VERSIONS, rate=RATE)
     return run(chain.url, chain.base, *options)
 
 
 def run(url: str, base: Path, *options: str) -> dict[str, Any]:
-    """What the program printed."""
     done = run_program("tests.engines.vllm.offline", url, str(base), *options)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -43,7 +41,6 @@ def run(url: str, base: Path, *options: str) -> dict[str, Any]:
 
 
 def check(seen: dict[str, Any], ranks: int) -> None:
-    """Every version was held exactly, on every rank, and so were those that were gone back to."""
     assert seen["held"] == 0
     assert seen["wrong"] == {str(v): [[]] * ranks for v in range(1, VERSIONS + 1)}
     assert seen["named"] == {str(v): str(v) for v in range(1, VERSIONS + 1)}
@@ -60,7 +57,6 @@ def test_a_trained_chain_is_followed_exactly_and_back(family: str, tmp_path: Pat
 
 
 def check_tokens(seen: dict[str, Any]) -> None:
-    """Every version went on as it alone does: nearly every time, the one before would not have."""
     assert seen["unlike"] == {str(v): [] for v in range(1, VERSIONS + 1)}
     noticed = sum(map(bool, seen["stale"].values()))
     assert noticed >= 0.75 * VERSIONS, seen["stale"]
@@ -84,7 +80,6 @@ def test_two_ranks_follow_exactly_and_back(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_names_of_a_model_that_takes_adapters(tmp_path: Path) -> None:
-    """Its parameters are called ``base_layer``, and are found all the same."""
     seen = follow("qwen3", tmp_path, "--lora")
     assert set(seen["classes"]) == {"in_place"}
     check_tokens(seen)
@@ -128,4 +123,4 @@ def test_an_extension_that_is_not_a_subclass_of_ours_is_refused_with_the_way(nam
 
 
 class Mine:
-    """An extension of the user's own."""
+    pass

@@ -18,8 +18,6 @@ pytestmark = pytest.mark.engine
 
 
 class Client:
-    """Notes what it was asked."""
-
     def __init__(self, *, known: bool) -> None:
         self.asked: list[Any] = []
         if known:

@@ -29,11 +29,9 @@ REST = (
     "phimoe",
     "qwen2_moe",
 )
-"""With experts, short convolutions, latent attention, or a tied head."""
 
 
 def expect_no_difference(found: dict[str, Any]) -> None:
-    """Right wherever it was looked."""
     assert {key: found[key] for key in ("all", "some", "back")} == {
         "all": [],
         "some": [],

@@ -20,20 +20,16 @@ ONLINE: Final = "vllm.model_executor.layers.quantization.online.fp8"
 KERNEL: Final = "vllm.model_executor.kernels.linear.scaled_mm.cpu"
 COMPRESSED: Final = "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors"
 WRONG: Final = "model.layers.1.mlp.down_proj"
-"""The layer that is requantised wrongly."""
 
 
 Process: TypeAlias = Callable[[Any, Any], None]
-"""Post-load processing of a layer, by its method."""
 
 
 def layer_of(here: Served) -> Any:
-    """The layer that is requantised wrongly."""
     return here.model.get_submodule(WRONG)
 
 
 def stale_scale(process: Process, here: Served) -> Process:
-    """A requantisation that leaves the scales of one layer as they were."""
     wrong, old = layer_of(here), layer_of(here).weight_scale.detach().clone()
 
     def keep(method: Any, layer: Any) -> None:
@@ -45,7 +41,6 @@ def stale_scale(process: Process, here: Served) -> Process:
 
 
 def stale_row(process: Process, here: Served) -> Process:
-    """A requantisation that leaves the codes of one row as they were."""
     wrong, old = layer_of(here), layer_of(here).weight.detach()[:, 3].clone()
 
     def keep(method: Any, layer: Any) -> None:
@@ -57,7 +52,6 @@ def stale_row(process: Process, here: Served) -> Process:
 
 
 def packed_with_stale_scale(process: Process, here: Served) -> Process:
-    """A packing with the scales of one layer as they were."""
     wrong, old = layer_of(here), layer_of(here).weight_scale.detach().clone()
 
     def keep(kernel: Any, layer: Any) -> None:
@@ -111,7 +105,6 @@ def refused_once(
     stale: Callable[[Process, Served], Process],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A swap that is refused, after which everything is as before; then one that is not."""
     before = here.everything()
     with monkeypatch.context() as patched:
         process = stale(method.process_weights_after_loading, here)

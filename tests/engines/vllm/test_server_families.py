@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def tokens(server: Server) -> list[tuple[int, ...]]:
-    """What it says to some prompts."""
     dice = random.Random(3)
     return [server.generate(prompt(dice), 24).tokens for _ in range(8)]
 

@@ -17,17 +17,14 @@ from tests.engines.vllm.cpu import multiplies_codes_exactly
 pytestmark = pytest.mark.engine
 
 RECIPES = ("int8-row", "fp8-row")
-"""Those that a stock vLLM runs on a CPU."""
 
 ONLINE = "fp8_per_channel"
 """A scheme of vLLM that quantises bf16 weights while they are loaded, and runs on a CPU."""
 
 PROMPTS = 16
-"""Prompts whose answers are compared."""
 
 
 def answers(server: Server) -> list[tuple[int, ...]]:
-    """Return what a server says to some prompts, one after another."""
     dice = random.Random(3)
     return [server.generate(prompt(dice), 24).tokens for _ in range(PROMPTS)]
 
@@ -35,7 +32,6 @@ def answers(server: Server) -> list[tuple[int, ...]]:
 def equals_a_fresh_load(
     trainer: Trainer, server: Server, folder: Path, arguments: Sequence[str] = ()
 ) -> bool:
-    """Return whether a server says what a new one says that loads its version from a folder."""
     found = answers(server)
     server.stop()
     with start(trainer.pulled(trainer.head), folder, arguments=arguments, requests=16) as fresh:
@@ -43,7 +39,6 @@ def equals_a_fresh_load(
 
 
 def of_codes(folder: Path, recipe: str, versions: int) -> None:
-    """Let versions of a quantised chain arrive under load."""
     if recipe == "int8-row" and not multiplies_codes_exactly():
         pytest.skip("int8 products saturate on a CPU without VNNI: no judge expects its tokens")
     with (

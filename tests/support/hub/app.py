@@ -28,8 +28,6 @@ _connections: dict[tuple[str, int], asyncio.Transport] = {}
 
 
 class _Connection(H11Protocol):
-    """A connection that can be aborted by a fault."""
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.client is not None:
@@ -47,7 +45,6 @@ def _abort(client: tuple[str, int]) -> None:
 
 
 def make_app(world: World) -> Door:
-    """Create the app of the Hub, with admin routes for tests."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     script, limits = Script(), Limits()
     hub.add_errors(app)
@@ -59,8 +56,6 @@ def make_app(world: World) -> Door:
 
 
 def _add_controls(app: FastAPI, world: World, script: Script, limits: Limits) -> None:
-    """Add the routes by which tests control the Hub."""
-
     @app.get("/_admin/counts")
     def counts() -> dict[str, dict[str, int]]:
         return limits.counts()
@@ -81,8 +76,6 @@ def _add_controls(app: FastAPI, world: World, script: Script, limits: Limits) ->
 
 
 def _add_faults(app: FastAPI, world: World, script: Script) -> None:
-    """Add the routes by which tests inject faults."""
-
     @app.post("/_admin/faults")
     def add_fault(fault: Annotated[dict[str, Any], Body()]) -> None:
         script.add(RequestFault(**fault))
@@ -101,7 +94,6 @@ def _add_faults(app: FastAPI, world: World, script: Script) -> None:
 
 
 def _listen(folder: Path) -> socket.socket:
-    """Open a socket on the port of the last start, or on a free one."""
     saved = folder / _PORT
     # An explicit protocol, because asyncio sets TCP_NODELAY only with IPPROTO_TCP.
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -114,13 +106,11 @@ def _listen(folder: Path) -> socket.socket:
 
 
 def _end_with_parent() -> None:
-    """Exit when standard input is closed by the parent's exit."""
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main(folder: Path) -> None:
-    """Serve until SIGTERM."""
     listening = _listen(folder)
     world = World(folder, f"http://127.0.0.1:{listening.getsockname()[1]}")
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -15,8 +15,6 @@ _BEARER: Final = "Bearer "
 
 
 class AccessDenied(Exception):  # noqa: N818
-    """The request is not authorized; ``status`` is 401 or 403."""
-
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
@@ -24,16 +22,10 @@ class AccessDenied(Exception):  # noqa: N818
 
 
 def bearer(header: str | None) -> str:
-    """Return the token of an Authorization header; empty without one."""
     return header.removeprefix(_BEARER) if header and header.startswith(_BEARER) else ""
 
 
 def check_right(tokens: dict[str, str], header: str | None, right: Right) -> None:
-    """Check that a user access token has a right.
-
-    Raises:
-        AccessDenied: The token is unknown, or lacks the right.
-    """
     granted = tokens.get(bearer(header))
     if granted is None:
         raise AccessDenied(401, "Invalid credentials in Authorization header")
@@ -42,8 +34,6 @@ def check_right(tokens: dict[str, str], header: str | None, right: Right) -> Non
 
 
 class Signer:
-    """Creates signed, stateless tokens that survive a restart until they expire."""
-
     def __init__(self, folder: Path) -> None:
         path = folder / "secret"
         if not path.exists():
@@ -53,15 +43,9 @@ class Signer:
         self._secret = path.read_bytes()
 
     def sign(self, subject: str, expires: int) -> str:
-        """Sign a token for a subject without dots."""
         return f"{subject}.{expires}.{self._mac(subject, expires)}"
 
     def check(self, token: str) -> str:
-        """Verify a token and return its subject.
-
-        Raises:
-            AccessDenied: The token has expired, or its signature is invalid.
-        """
         subject, _, rest = token.partition(".")
         expires, _, mac = rest.partition(".")
         if not expires.isdigit() or not hmac.compare_digest(mac, self._mac(subject, int(expires))):
@@ -71,11 +55,6 @@ class Signer:
         return subject
 
     def check_cas(self, header: str | None, right: Right) -> None:
-        """Check that a CAS token has a right.
-
-        Raises:
-            AccessDenied: The token is invalid, has expired, or lacks the right.
-        """
         granted = self.check(bearer(header))
         if granted not in ("xet-read", "xet-write"):
             raise AccessDenied(401, "the token is not for the CAS")

@@ -27,19 +27,16 @@ ON CONFLICT (bucket, path) DO UPDATE SET hash = excluded.hash, size = excluded.s
 
 
 def iso_date(seconds: float) -> str:
-    """Write a Unix time as the Hub does."""
     moment = datetime.fromtimestamp(seconds, UTC)
     return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class Missing(Exception):  # noqa: N818
-    """No such bucket."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class BucketFile:
-    """One file of a bucket. Entries are numbered in the order of their creation."""
-
     number: int
     path: str
     hash: str
@@ -61,7 +58,6 @@ class Buckets:
         self._stale_until = 0.0
 
     def create(self, bucket: str) -> bool:
-        """Create a bucket; return False if it exists."""
         with self._lock:
             done = self._base.execute(
                 "INSERT OR IGNORE INTO buckets VALUES (?, ?)", (bucket, time.time())
@@ -69,22 +65,12 @@ class Buckets:
             return done.rowcount == 1
 
     def remove(self, bucket: str) -> None:
-        """Remove a bucket with its contents.
-
-        Raises:
-            Missing: The bucket does not exist.
-        """
         with self._lock:
             self.created(bucket)
             self._base.execute("DELETE FROM entries WHERE bucket = ?", (bucket,))
             self._base.execute("DELETE FROM buckets WHERE id = ?", (bucket,))
 
     def created(self, bucket: str) -> float:
-        """Return the creation time of a bucket.
-
-        Raises:
-            Missing: The bucket does not exist.
-        """
         with self._lock:
             row = self._base.execute(
                 "SELECT created FROM buckets WHERE id = ?", (bucket,)
@@ -94,14 +80,12 @@ class Buckets:
         return float(row[0])
 
     def add(self, bucket: str, path: str, content: tuple[str, int], modified: float) -> None:
-        """Set the content (hash and size) of a path."""
         with self._lock:
             self._base.execute(_ADD, (bucket, path, *content, modified, time.time()))
 
     def add_if_absent(
         self, bucket: str, path: str, content: tuple[str, int], modified: float
     ) -> bool:
-        """Set the content of a path if it has none; return whether it had none."""
         with self._lock:
             if self.find(bucket, [path]):
                 return False
@@ -109,7 +93,6 @@ class Buckets:
             return True
 
     def delete(self, bucket: str, path: str) -> bool:
-        """Remove an entry; return whether it existed."""
         with self._lock:
             done = self._base.execute(
                 "DELETE FROM entries WHERE bucket = ? AND path = ?", (bucket, path)
@@ -117,7 +100,6 @@ class Buckets:
             return done.rowcount == 1
 
     def find(self, bucket: str, paths: Iterable[str]) -> list[BucketFile]:
-        """Return the existing entries of these paths."""
         with self._lock:
             self.created(bucket)
             return [
@@ -131,7 +113,6 @@ class Buckets:
             ]
 
     def entries(self, bucket: str) -> list[BucketFile]:
-        """Return all entries by number, not sorted by path."""
         with self._lock:
             self.created(bucket)
             rows = self._base.execute(
@@ -142,14 +123,12 @@ class Buckets:
             return [BucketFile(*row) for row in rows]
 
     def go_stale(self, seconds: float) -> None:
-        """Freeze look-ups and listings in their current state for a time."""
         with self._lock:
             ids = [row[0] for row in self._base.execute("SELECT id FROM buckets")]
             self._stale = {bucket: self.entries(bucket) for bucket in ids}
             self._stale_until = time.monotonic() + seconds
 
     def seen(self, bucket: str, paths: Sequence[str] | None = None) -> list[BucketFile]:
-        """Return entries for look-ups (some paths) and listings (all), possibly stale."""
         with self._lock:
             if time.monotonic() < self._stale_until and bucket in self._stale:
                 old = self._stale[bucket]

@@ -25,13 +25,11 @@ from tests.support.hub.formats import (
 
 
 class RangeError(ValueError):
-    """The range begins after the end of the file."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A run of chunks in a file."""
-
     xorb: str
     start: int
     end: int
@@ -39,8 +37,6 @@ class Term:
 
 
 class Cas:
-    """Content of all buckets; thread-safe."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
@@ -53,11 +49,6 @@ class Cas:
                 self._files |= parse_shard(path.read_bytes())
 
     def put_xorb(self, name: str, data: bytes) -> bool:
-        """Store a xorb; return whether it was new.
-
-        Raises:
-            XetFormatError: The data is not a xorb.
-        """
         index = index_xorb(data)
         path = self._xorb(name)
         if path.exists():
@@ -68,21 +59,14 @@ class Cas:
         return True
 
     def has_xorb(self, name: str) -> bool:
-        """Return whether a xorb is stored."""
         return self._xorb(name).exists()
 
     def read_xorb(self, name: str, first: int, last: int) -> tuple[bytes, int]:
-        """Read bytes ``first`` to ``last`` (inclusive) of a xorb; return them and its size."""
         with self._xorb(name).open("rb") as file:
             file.seek(first)
             return file.read(last - first + 1), os.fstat(file.fileno()).st_size
 
     def put_shard(self, data: bytes) -> None:
-        """Register the files of a shard.
-
-        Raises:
-            XetFormatError: The data is not a shard, or names unknown chunks.
-        """
         files = parse_shard(data)
         for segment in (segment for segments in files.values() for segment in segments):
             self._check(segment)
@@ -91,7 +75,6 @@ class Cas:
             self._files |= files
 
     def size(self, file: str) -> int | None:
-        """Return the size of a file in bytes; None if it is unknown."""
         if file == EMPTY_FILE:
             return 0
         with self._lock:
@@ -99,12 +82,6 @@ class Cas:
         return None if segments is None else sum(segment.nbytes for segment in segments)
 
     def terms(self, file: str, first: int, end: int) -> tuple[list[Term], int]:
-        """Return the chunks of bytes ``first`` to ``end`` of a file, and the bytes to skip.
-
-        Raises:
-            RangeError: The file ends before ``first``.
-            KeyError: No such file.
-        """
         with self._lock:
             segments = self._files[file]
         if first >= sum(segment.nbytes for segment in segments):
@@ -123,7 +100,6 @@ class Cas:
     def reconstruction(
         self, terms: list[Term], skip: int, urls: dict[str, str], version: Literal[1, 2]
     ) -> dict[str, Any]:
-        """Build the reply to fetch terms, in either version of the protocol."""
         fetches: dict[str, list[dict[str, Any]]] = {}
         for xorb, ranges in _merged(terms).items():
             stored = self._index(xorb).stored
@@ -156,7 +132,6 @@ class Cas:
         }
 
     def _cut(self, segment: ChunkRun, first: int, end: int) -> tuple[Term, int]:
-        """Return the chunks of bytes ``first`` to ``end`` of a segment, and the bytes to skip."""
         unpacked = self._index(segment.xorb).unpacked
         base = unpacked[segment.start]
         low, high = segment.start, segment.end
@@ -194,7 +169,6 @@ class Cas:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Write a file atomically and durably."""
     temporary = path.with_name(f"{path.name}.{threading.get_ident()}.tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -209,7 +183,6 @@ def write_durably(path: Path, data: bytes) -> None:
 
 
 def _merged(terms: Iterable[Term]) -> dict[str, list[tuple[int, int]]]:
-    """Merge the chunk ranges to fetch, by xorb."""
     merged: dict[str, list[tuple[int, int]]] = {}
     for term in sorted(terms, key=lambda term: (term.xorb, term.start)):
         ranges = merged.setdefault(term.xorb, [])

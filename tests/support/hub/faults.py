@@ -52,29 +52,23 @@ class RequestFault:
 
 
 class Script:
-    """Pending faults; thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._faults: list[RequestFault] = []
 
     def add(self, fault: RequestFault) -> None:
-        """Add a fault."""
         with self._lock:
             self._faults.append(fault)
 
     def clear(self) -> None:
-        """Remove all faults."""
         with self._lock:
             self._faults.clear()
 
     def left(self) -> int:
-        """Return the number of requests still to be affected."""
         with self._lock:
             return sum(fault.times for fault in self._faults)
 
     def take(self, method: str, path: str) -> RequestFault | None:
-        """Return the fault that applies to a request, if any."""
         with self._lock:
             for number, fault in enumerate(self._faults):
                 if fault.method not in ("", method) or re.match(fault.path, path) is None:
@@ -90,16 +84,6 @@ class Script:
 
 
 class Door:
-    """Middleware that counts requests, enforces rate limits and applies faults.
-
-    Args:
-        app: The wrapped app.
-        script: Pending faults.
-        limits: Counts of requests.
-        settings: Returns the rate limits.
-        abort: Aborts the connection of a client address.
-    """
-
     def __init__(
         self,
         app: ASGIApp,
@@ -116,7 +100,6 @@ class Door:
         self._abort = abort
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request."""
         if scope["type"] != "http" or scope["path"].startswith("/_admin"):
             await self._app(scope, receive, send)
             return
@@ -175,7 +158,6 @@ class Door:
         await send({"type": "http.response.body", "body": bytes(body)})
 
     async def _collect(self, scope: Scope, receive: Receive) -> tuple[Message, bytearray]:
-        """Run a request and collect its reply."""
         started: list[Message] = []
         body = bytearray()
 
@@ -190,13 +172,11 @@ class Door:
 
 
 async def _drain(receive: Receive) -> None:
-    """Read an unused request body, so that the connection can be reused."""
     while (await receive()).get("more_body", False):
         pass
 
 
 def _with_headers(send: Send, headers: _Headers) -> Send:
-    """Wrap ``send`` to add headers to every reply."""
     extra = _encoded(headers)
 
     async def sending(message: Message) -> None:

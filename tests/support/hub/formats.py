@@ -22,13 +22,11 @@ EMPTY_FILE: Final = "0" * 64
 
 
 class XetFormatError(ValueError):
-    """The data is not a valid xorb or shard."""
+    pass
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkRun:
-    """A run of chunks of a xorb in a file."""
-
     xorb: str
     nbytes: int
     start: int
@@ -37,28 +35,17 @@ class ChunkRun:
 
 @dataclass(frozen=True, slots=True)
 class XorbIndex:
-    """Bounds of the chunks of a xorb: one entry more than chunks.
-
-    Attributes:
-        stored: Byte offsets in the xorb.
-        unpacked: Byte offsets in its content.
-    """
+    """Bounds of the chunks of a xorb: one entry more than chunks."""
 
     stored: tuple[int, ...]
     unpacked: tuple[int, ...]
 
 
 def hash_name(raw: bytes) -> str:
-    """Format a hash of 32 bytes as four little-endian words in hexadecimal."""
     return "".join(f"{word:016x}" for word in struct.unpack("<4Q", raw))
 
 
 def parse_shard(data: bytes) -> dict[str, tuple[ChunkRun, ...]]:
-    """Parse a shard into the chunk runs of each file, by file hash.
-
-    Raises:
-        XetFormatError: The shard is truncated.
-    """
     files: dict[str, tuple[ChunkRun, ...]] = {}
     position = _SHARD_HEADER
     try:
@@ -76,11 +63,6 @@ def parse_shard(data: bytes) -> dict[str, tuple[ChunkRun, ...]]:
 
 
 def index_xorb(data: bytes) -> XorbIndex:
-    """Parse a xorb into the bounds of its chunks.
-
-    Raises:
-        XetFormatError: A chunk is truncated.
-    """
     stored, unpacked = [0], [0]
     position = 0
     while position + _CHUNK_HEADER <= len(data) and not _is_footer(data, position):

@@ -1,7 +1,4 @@
-"""S3 gateway of buckets: PUT, GET and HEAD of objects, with conditional puts.
-
-Identifies an access key by its id; signatures are not verified.
-"""
+"""S3 gateway of buckets: PUT, GET and HEAD of objects, with conditional puts."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class _Refused(Exception):  # noqa: N818
 
 
 def make_routes(world: World) -> APIRouter:
-    """Create the routes below ``/s3``."""
     routes = APIRouter(prefix="/s3")
     path = "/{namespace}/{name}/{key:path}"
 

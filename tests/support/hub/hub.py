@@ -21,8 +21,6 @@ _ROOT: Final = "/api/buckets/{namespace}/{name}"
 
 @dataclass(frozen=True, slots=True)
 class _Rights:
-    """Dependency that checks the right of a request's token."""
-
     world: World
     right: Right
 
@@ -31,14 +29,11 @@ class _Rights:
 
 
 def error(status: int, message: str, code: str = "") -> JSONResponse:
-    """Build an error reply with the headers that ``huggingface_hub`` evaluates."""
     headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
     return JSONResponse({"error": message}, status, headers=headers)
 
 
 def add_errors(app: FastAPI) -> None:
-    """Register the exception handlers."""
-
     @app.exception_handler(AccessDenied)
     async def refused(_: Request, exc: AccessDenied) -> JSONResponse:
         return error(exc.status, exc.message)
@@ -49,7 +44,6 @@ def add_errors(app: FastAPI) -> None:
 
 
 def make_routes(world: World) -> APIRouter:
-    """Create the routes."""
     routes = APIRouter()
     _add_buckets(routes, world)
     _add_tokens(routes, world)
@@ -187,7 +181,6 @@ def _add_content(routes: APIRouter, world: World) -> None:
 
 
 def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:
-    """Reply with a CAS token, in the body (read by ``hf_xet``) and in headers."""
     world.buckets.created(bucket)
     expires = int(time.time() + world.settings.xet_token_s)
     token, url = world.signer.sign(subject, expires), f"{world.url}/cas"
@@ -202,7 +195,6 @@ def _xet_token(world: World, bucket: str, subject: str) -> JSONResponse:
 def _apply(
     world: World, bucket: str, operations: Sequence[dict[str, Any]]
 ) -> Iterator[dict[str, str]]:
-    """Apply each operation on its own, as the Hub does, and yield the failed ones."""
     for operation in operations:
         path = operation["path"]
         if operation["type"] == "deleteFile":
@@ -222,7 +214,6 @@ def _recursive(entries: Sequence[BucketFile]) -> list[tuple[int, dict[str, Any]]
 
 
 def _one_level(entries: Sequence[BucketFile], folder: str) -> list[tuple[int, dict[str, Any]]]:
-    """List a folder, with subfolders instead of their contents."""
     rows: list[tuple[int, dict[str, Any]]] = []
     folders: set[str] = set()
     for entry in entries:

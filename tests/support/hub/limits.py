@@ -16,7 +16,6 @@ _BUCKET_ROUTE: Final = re.compile(r"/api/buckets/[^/]+/[^/]+/(?P<route>[a-z-]+)"
 
 
 def route_of(path: str) -> str:
-    """Return the counted route of a path; empty if the Hub does not count it."""
     if path.startswith("/buckets/"):
         return "resolve"
     if path.startswith("/s3/"):
@@ -29,37 +28,24 @@ def route_of(path: str) -> str:
 
 @dataclass(slots=True)
 class _Window:
-    """The current window of a token."""
-
     began: float
     used: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """Decision about one request.
-
-    Attributes:
-        allowed: Whether the request is within the limit.
-        headers: RateLimit headers of the reply.
-        retry_after: Seconds until the next window.
-    """
-
     allowed: bool
     headers: dict[str, str]
     retry_after: int
 
 
 class Limits:
-    """Fixed windows, which start with a token's first request; thread-safe."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._windows: dict[tuple[str, str], _Window] = {}
         self._counts: dict[str, Counter[str]] = defaultdict(Counter)
 
     def count(self, token: str, method: str, route: str, settings: Settings) -> Allowance:
-        """Count a request and return whether it is within the limit."""
         kind = "resolvers" if route == "resolve" else "api"
         most = settings.resolver_calls if route == "resolve" else settings.calls
         now = time.monotonic()
@@ -82,11 +68,9 @@ class Limits:
         return Allowance(allowed, headers, left)
 
     def counts(self) -> dict[str, dict[str, int]]:
-        """Return the number of requests by token, then by method and route."""
         with self._lock:
             return {token: dict(counted) for token, counted in self._counts.items()}
 
     def restart(self) -> None:
-        """Start new windows for all tokens."""
         with self._lock:
             self._windows.clear()

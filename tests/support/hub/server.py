@@ -25,11 +25,6 @@ _STOP_S: Final = 10.0
 
 
 class HubServer:
-    """An emulated Hub on a free local port, with its data in ``folder``.
-
-    It exits with this process at the latest.
-    """
-
     token: Final = WRITE_TOKEN
     read_token: Final = READ_TOKEN
     s3_key: Final = S3_KEY
@@ -50,11 +45,9 @@ class HubServer:
 
     @property
     def url(self) -> str:
-        """URL of the server; unchanged by restarts."""
         return f"http://127.0.0.1:{(self._folder / 'port').read_text()}"
 
     def env(self) -> dict[str, str]:
-        """Return environment variables for clients, with a write token."""
         return {
             "HF_ENDPOINT": self.url,
             "HF_TOKEN": self.token,
@@ -64,11 +57,6 @@ class HubServer:
         }
 
     def start(self) -> None:
-        """Start the server unless it runs; return once it answers.
-
-        Raises:
-            RuntimeError: It exited, or did not answer within a minute.
-        """
         if self._process is not None and self._process.poll() is None:
             return
         root = str(Path(__file__).parents[3])
@@ -92,59 +80,44 @@ class HubServer:
             time.sleep(0.05)
 
     def kill(self) -> None:
-        """Kill it with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """Terminate it, and kill it after a wait."""
         self._end(signal.SIGTERM)
 
     def restart(self) -> None:
-        """Kill and restart it, on the same port with its durable data."""
         self.kill()
         self.start()
 
     def counts(self, token: str = WRITE_TOKEN) -> dict[str, int]:
-        """Return the requests of a token since the last start, by method and route.
-
-        The key ``refused`` counts those above the rate limit.
-        """
         counted: dict[str, dict[str, int]] = self._admin("GET", "counts")
         return counted.get(token, {})
 
     def configure(self, **changes: object) -> None:
-        """Change ``Settings`` and start new windows."""
         self._admin("POST", "settings", changes)
 
     def reset(self, **changes: object) -> None:
-        """Reset to default ``Settings`` with these changes, new windows and no faults."""
         self._admin("POST", "reset", changes)
 
     def inject(self, *faults: RequestFault) -> None:
-        """Add faults."""
         for fault in faults:
             self._admin("POST", "faults", asdict(fault))
 
     def faults_left(self) -> int:
-        """Return the number of requests still to be affected by faults."""
         left: int = self._admin("GET", "faults")
         return left
 
     def clear_faults(self) -> None:
-        """Remove all faults."""
         self._admin("DELETE", "faults")
 
     def go_stale(self, seconds: float) -> None:
-        """Freeze look-ups and listings in their current state for a time; 0 ends it."""
         self._admin("POST", "stale", {"seconds": seconds})
 
     def create_bucket(self, bucket: str) -> None:
-        """Create a bucket; the request counts for no test token."""
         headers = {"Authorization": f"Bearer {self.token}"}
         self._client.post(f"{self.url}/api/buckets/{bucket}", headers=headers).raise_for_status()
 
     def __enter__(self) -> HubServer:
-        """Itself."""
         return self
 
     def __exit__(
@@ -153,7 +126,6 @@ class HubServer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop the server."""
         self.stop()
         self._client.close()
 

@@ -41,7 +41,6 @@ class Settings:
 
     @classmethod
     def load(cls, folder: Path) -> Settings:
-        """Load the settings saved in a folder, or the defaults."""
         try:
             saved = (folder / _FILE).read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -49,11 +48,9 @@ class Settings:
         return cls(**json.loads(saved))
 
     def changed(self, changes: dict[str, Any]) -> Settings:
-        """Return a copy with changes."""
         return replace(self, **changes)
 
     def save(self, folder: Path) -> None:
-        """Save the settings for the next start."""
         temporary = folder / f"{_FILE}.tmp"
         temporary.write_text(json.dumps(asdict(self)), encoding="utf-8")
         temporary.replace(folder / _FILE)

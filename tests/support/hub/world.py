@@ -14,16 +14,6 @@ from tests.support.hub.settings import Settings
 
 
 class World:
-    """State of a Hub at ``url``, kept in ``folder``.
-
-    Attributes:
-        url: URL for clients.
-        settings: Current settings.
-        signer: Signer of tokens.
-        cas: Content of all buckets.
-        buckets: The buckets.
-    """
-
     def __init__(self, folder: Path, url: str) -> None:
         self._folder = folder
         self._lock = threading.Lock()
@@ -35,12 +25,10 @@ class World:
         self.buckets = Buckets(folder / "buckets.sqlite")
 
     def change(self, changes: dict[str, Any]) -> None:
-        """Change the settings, durably."""
         self.settings = self.settings.changed(changes)
         self.settings.save(self._folder)
 
     def read(self, content: str, nbytes: int) -> bytes:
-        """Read a file from the CAS with the stock client."""
         if nbytes == 0:
             return b""
         import hf_xet  # noqa: PLC0415 - slow, and unused by most tests
@@ -49,7 +37,6 @@ class World:
         return b"".join(group.download_stream(hf_xet.XetFileInfo(content, nbytes)))
 
     def write(self, data: bytes) -> tuple[str, int]:
-        """Write a file to the CAS with the stock client; return its hash and size."""
         import hf_xet  # noqa: PLC0415
 
         commit = self._client(hf_xet).new_upload_commit(**self._access("xet-write"))

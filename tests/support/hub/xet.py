@@ -15,13 +15,10 @@ from tests.support.hub.formats import XetFormatError
 from tests.support.hub.world import World
 
 _URL_S = 900
-"""Validity of a signed xorb URL, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rights:
-    """Dependency that checks the right of a request's CAS token."""
-
     world: World
     right: Right
 
@@ -30,7 +27,6 @@ class _Rights:
 
 
 def make_routes(world: World) -> APIRouter:
-    """Create the routes below ``/cas``."""
     routes = APIRouter(prefix="/cas")
     _add_uploads(routes, world)
     _add_downloads(routes, world)
@@ -119,6 +115,5 @@ def _reconstruction(
 
 
 def _span(header: str | None) -> tuple[int, int | None]:
-    """Parse first and last byte of a Range header."""
     first, _, last = (header or "bytes=0-").removeprefix("bytes=").partition("-")
     return int(first), int(last) if last else None

@@ -5,7 +5,7 @@ import pytest
 
 from deltachain.types import BITS_DTYPES, TensorSpec
 from tests.bench.changes import ChangedTensors, TensorChange, changes_of, count
-from tests.bench.layouts.layout import DecodedWrite, PeerLayout
+from tests.bench.layouts.layout import PeerLayout
 from tests.bench.layouts.nemo_rl import NEMO_XOR
 from tests.bench.layouts.pulse import PULSE
 from tests.bench.layouts.registry import LAYOUTS
@@ -91,16 +91,6 @@ def test_check_sees_one_wrong_bit_and_a_missing_change(layout: PeerLayout) -> No
         layout.check(update_of(change(5000, 3, 4, 5, 4000, name="a"), update["b"]), objects)
 
 
-def test_a_write_beside_the_changes_is_seen() -> None:
-    update = update_of(change(10, 3))
-    stray = DecodedWrite(np.array([3, 7]), np.array([update["w"].new[0], 0], np.uint16), xor=False)
-    layout = PeerLayout(
-        name="stray", encode=lambda _: (), decode=lambda *_: iter({"w": stray}.items())
-    )
-    with pytest.raises(ArithmeticError, match="stray: w does not decode"):
-        layout.check(update, ())
-
-
 @pytest.mark.parametrize(("layout", "nbytes"), [(TRL_V1, 816), (TRL_GAPS, 724)])
 def test_trl_files_have_the_size_that_trl_wrote(layout: PeerLayout, nbytes: int) -> None:
     # The model and the update of which TRL's branches wrote files of these sizes.
@@ -136,15 +126,3 @@ def test_positions_of_matrices_survive(layout: PeerLayout) -> None:
     update = changes_of({"m": (old, old ^ rare.astype(np.uint16))}, [spec])
     assert 0 < update["m"].nnz < spec.numel
     layout.check(update, layout.encode(update))
-
-
-def test_changes_name_every_tensor_and_both_bits() -> None:
-    old = np.array([1, 2, 3], np.uint16)
-    new = np.array([1, 7, 3], np.uint16)
-    specs = [TensorSpec(name, "BF16", (3,)) for name in ("w", "still")]
-    update = changes_of({"w": (old, new), "still": (old, old)}, specs)
-
-    assert update["w"].numel == 3
-    assert update["w"].indices.tolist() == [1]
-    assert (update["w"].old.tolist(), update["w"].new.tolist()) == ([2], [7])
-    assert update["still"].indices.size == 0

@@ -1,7 +1,5 @@
 import numpy as np
-import pytest
 
-from deltachain.errors import ConfigError
 from tests.bench.chains import U16
 from tests.bench.stats import chain_stats
 
@@ -34,19 +32,3 @@ def test_rows_by_exponent_add_up() -> None:
     assert rows[0] == (0, 0.5, 1 / 3, 0.5, 1.0)
     assert rows[-1] == (-1, 0.25, 1 / 3, 1.0, 0.0)
     assert rows[-127].flip_probability == 1.0
-
-
-def test_one_step_says_nothing_about_the_step_before() -> None:
-    stats = chain_stats([{"w": (bits(ONE), bits(ONE + 1))}])
-    assert stats.recurrence == stats.sign_kept == 0.0
-
-
-def test_the_printed_form_names_every_share() -> None:
-    text = str(chain_stats([{"w": (bits(ONE, ONE), bits(ONE + 1, ONE))}]))
-    assert "density 50.000%" in text
-    assert "1 ULP 100.0%" in text
-
-
-def test_no_step_is_refused() -> None:
-    with pytest.raises(ConfigError, match="without steps"):
-        chain_stats([])

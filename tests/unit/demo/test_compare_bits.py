@@ -137,9 +137,3 @@ def test_it_runs_by_file_path_without_the_package(dump: Path, tmp_path: Path) ->
     assert done.returncode == 1
     assert outcome["different"] == ["offset"]
     assert not outcome["equal"]
-
-
-def test_it_imports_nothing_of_the_package() -> None:
-    source = Path(compare_bits.__file__).read_text()
-    assert "import deltachain" not in source
-    assert "from deltachain" not in source

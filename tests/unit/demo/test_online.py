@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import TrainerState
 from trl.experimental.async_grpo.packing import TreeRow
 
-from examples.demo.follower_process import DemoError
 from examples.demo.online import engine as engines
 from examples.demo.online.cpu import tree_attention
 from examples.demo.online.engine import UnlabelledError, sample
-from examples.demo.online.game_transcripts import read_words, transcripts
 from examples.demo.online.processes import Service, free_port, until
+from examples.demo.online.report import rewards_of, unknown_in
 from examples.demo.online.rollouts import Played
 from examples.demo.online.run import answers, dashboard_command
-from examples.demo.online.sample_log import rewards_of, staleness_of, unknown_in
 from examples.demo.online.trainer import TRAINER_STATE, last_checkpoint
 
 
@@ -191,12 +186,6 @@ def written(tmp_path: Path, *lines: tuple[int, float, list[list[int]], int]) -> 
     return diary
 
 
-def test_what_the_diary_says(tmp_path: Path) -> None:
-    diary = written(tmp_path, (0, 0.0, [[3, 2]], 5), (1, 1.0, [[4, 1], [5, 1]], 5))
-    assert sorted(staleness_of(diary)) == [0, 1, 2, 2]
-    assert unknown_in(diary) == 0
-
-
 def test_labels_that_can_not_be(tmp_path: Path) -> None:
     assert unknown_in(written(tmp_path, (0, 0.0, [[3, 2], [6, 5]], 5))) == 5
     assert unknown_in(written(tmp_path, (0, 0.0, [[40, 3], [2, 1], [40, 2]], 40))) == 1
@@ -211,61 +200,6 @@ def test_rewards_rise_by_more_than_chance(tmp_path: Path) -> None:
     assert rewards.last == pytest.approx(1.05)
     assert rewards.error == pytest.approx(math.hypot(0.05, 0.05))  # means 0.1 and 0.2: ±0.05
     assert rewards_of(written(tmp_path, *lines), 0.1).error == math.inf  # one group tells nothing
-
-
-def test_transcripts_are_games() -> None:
-    words = set(read_words())
-    games = list(islice(transcripts(0), 50))
-    assert games == list(islice(transcripts(0), 50))
-    guesses = [line.split(" = ") for game in games for line in game.strip().splitlines()]
-    real = [feedback != "?" for _, feedback in guesses]
-    assert [guess.split()[1] in words for guess, _ in guesses] == real
-    assert 0.3 < sum(real) / len(real) < 0.7
-
-
-def test_a_service_that_is_killed_is_started_again(tmp_path: Path) -> None:
-    beat = tmp_path / "beat"
-    program = f"import time, pathlib; pathlib.Path({str(beat)!r}).touch(); time.sleep(60)"
-    with Service("beat", [sys.executable, "-c", program], tmp_path, {}) as service:
-        until(beat.exists, service, 20)
-        beat.unlink()
-        first = service.pid
-        service.kill()
-        until(beat.exists, service, 20)
-        assert service.pid not in (0, first)
-        assert service.deaths == 1
-    assert service.pid == 0
-
-
-def test_a_service_that_does_not_come_up_is_given_up_with_its_log(tmp_path: Path) -> None:
-    program = "import sys; sys.exit('no such file')"
-    with (
-        Service("server", [sys.executable, "-c", program], tmp_path, {}) as service,
-        pytest.raises(DemoError, match="not ready") as caught,
-    ):
-        until(lambda: False, service, 60)
-    assert "no such file" in caught.value.hint
-
-
-def test_a_service_of_one_start_stays_dead(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    with Service("once", command, tmp_path, {}, most_starts=1) as service:
-        service.kill()
-        with pytest.raises(DemoError, match="did not finish"):
-            service.wait(30)
-        assert (service.pid, service.deaths, service.restarts) == (0, 1, False)
-
-
-def test_a_service_that_does_its_work_ends(tmp_path: Path) -> None:
-    heard: list[str] = []
-    command = [sys.executable, "-c", "print('done')"]
-    with Service("job", command, tmp_path, {}, forever=False, heard=heard.append) as service:
-        service.wait(30)
-        deadline = time.monotonic() + 5
-        while not heard and time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert heard == ["done\n"]
-    assert service.deaths == 0
 
 
 def test_the_dashboard_of_a_run_asks_for_the_token_of_its_replica(tmp_path: Path) -> None:

@@ -20,11 +20,9 @@ SKYPILOT: Final = sorted((DEPLOY / "skypilot").glob("*.yaml"))
 JOBS: Final = sorted((DEPLOY / "hf-jobs").glob("*.sh"))
 ENVIRONMENTS: Final = sorted(DEPLOY.rglob("*.env"))
 TOOLS: Final = Path.home() / ".cache" / "deltachain" / "prometheus" / "usr" / "bin"
-"""Programs that ``make prometheus`` fetches."""
 
 
 def files() -> Iterator[Path]:
-    """Every file of the recipes that people wrote."""
     for path in sorted(DEPLOY.rglob("*")):
         if path.is_file() and not {"__pycache__", "secrets"} & set(path.parts):
             yield path
@@ -44,13 +42,11 @@ def services() -> Mapping[str, Any]:
 
 
 def variables(path: Path) -> dict[str, str]:
-    """The variables of an environment file."""
     lines = path.read_text(encoding="utf-8").splitlines()
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
 
 def containers() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and specification of each container of the Kubernetes recipe."""
     for path in KUBERNETES:
         for document in load_all(path):
             template = document["spec"].get("template")
@@ -59,7 +55,6 @@ def containers() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def commands() -> Iterator[tuple[str, Sequence[str]]]:
-    """Every command line of deltachain in the recipes, after its name, with where it is from."""
     for name, service in services().items():
         yield f"compose/{name}", [str(word) for word in service.get("command", ())]
     for name, container in containers():

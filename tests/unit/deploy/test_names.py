@@ -35,7 +35,6 @@ RUN: Final = [(where, words) for where, words in commands() if words[:1] == ["de
 
 
 def named(pattern: str) -> dict[str, str]:
-    """Every match in the recipes, with a file that has it."""
     return {
         name: str(path.relative_to(DEPLOY))
         for path in files()
@@ -97,7 +96,6 @@ def test_probes_are_routes_without_a_key() -> None:
 
 
 def test_no_secret_is_in_a_specification() -> None:
-    """Only files and names of secrets are named, never ``DELTACHAIN_TOKEN`` itself."""
     for path in files():
         is_read_by_people = path.suffix == ".md"
         if path.parent.name != "hf-jobs" and not is_read_by_people:  # Jobs encrypt secrets

@@ -33,12 +33,7 @@ WITHOUT_A_CPU: Final = ("replica", "prometheus", "grafana")
 
 @dataclass(slots=True)
 class Machine:
-    """One machine in place of the containers: their paths and addresses, mapped.
-
-    Args:
-        root: Folder of all volumes, secrets and logs.
-        model: Folder of the first checkpoint.
-    """
+    """One machine in place of the containers: their paths and addresses, mapped."""
 
     root: Path
     model: Path
@@ -47,7 +42,6 @@ class Machine:
     running: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def mapped(self, service: str, text: str) -> str:
-        """Replace what means something in a container alone."""
         text = text.replace("/run/secrets/", f"{self.root}/secrets/")
         text = re.sub(r"(?<![\w.])/data\b", f"{self.root}/{service}", text)
         text = text.replace("http://store:8333", f"http://{HOST}:{self.ports['store']}")
@@ -64,7 +58,6 @@ class Machine:
         return {name: self.mapped(service, value) for name, value in found.items()}
 
     def start(self, service: str, *more: str) -> subprocess.Popen[bytes]:
-        """Start a service as its specification says."""
         given = services()[service]
         (self.root / service).mkdir(exist_ok=True)
         words = [self.mapped(service, word) for word in given["command"]]
@@ -86,7 +79,6 @@ class Machine:
         return process
 
     def until(self, service: str, found: Callable[[], bool]) -> None:
-        """Wait for something that a running service does."""
         limit = time.monotonic() + PATIENCE_S
         while not found():
             log = (self.root / f"{service}.log").read_text(errors="replace")[-2000:]
@@ -95,7 +87,6 @@ class Machine:
             time.sleep(0.1)
 
     def metric(self, service: str, name: str) -> float:
-        """Read a metric of a service; -1 while it has none."""
         try:
             answer = httpx.get(f"http://{HOST}:{self.ports[service]}/metrics", trust_env=False)
         except httpx.HTTPError:
@@ -105,7 +96,6 @@ class Machine:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that is still there."""
     if process.poll() is None:
         process.kill()
     process.wait(30)
@@ -187,7 +177,6 @@ def test_secrets_are_made_once_and_for_their_owner(tmp_path: Path) -> None:
 
 
 def answers(url: str) -> bool:
-    """Return whether a server answers with success."""
     try:
         return httpx.get(url, trust_env=False, timeout=2).is_success
     except httpx.HTTPError:
@@ -195,7 +184,6 @@ def answers(url: str) -> bool:
 
 
 def deltachain(machine: Machine, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with the environment of the store's clients."""
     return subprocess.run(
         [sys.executable, "-m", "deltachain", *words],
         capture_output=True,
@@ -207,7 +195,6 @@ def deltachain(machine: Machine, *words: str) -> subprocess.CompletedProcess[str
 
 
 def head(machine: Machine, url: str) -> int:
-    """Return the newest version of a chain."""
     done = deltachain(machine, "inspect", url, "--json")
     assert done.returncode == 0, done.stderr
     version: int = json.loads(done.stdout)["version"]

@@ -21,7 +21,6 @@ DOCUMENTS: Final = [
 ]
 
 LANGUAGES: Final = {"", "python", "text", "ini", "json", "toml", "hexdump"}
-"""Languages of blocks; those without a name are commands of a shell."""
 
 _BLOCK: Final = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _SUBSTITUTION: Final = re.compile(r"\$\([^)]*\)")
@@ -30,15 +29,6 @@ _ASSIGNMENT: Final = re.compile(r"[A-Z][A-Z0-9_]*=")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One fenced block.
-
-    Attributes:
-        document: Its file, from the root of the repository.
-        number: Of the blocks of its language in that file, from 0.
-        language: As it is named.
-        text: What is inside.
-    """
-
     document: str
     number: int
     language: str
@@ -50,14 +40,6 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command of a shell.
-
-    Attributes:
-        document: Where it stands.
-        variables: What is set before it, or by ``export``.
-        words: The program and its arguments; none where variables are all.
-    """
-
     document: str
     variables: dict[str, str]
     words: tuple[str, ...]
@@ -67,7 +49,6 @@ class Command:
 
 
 def blocks(language: str) -> Iterator[Block]:
-    """Every block in a language, document by document."""
     for path in DOCUMENTS:
         found = _BLOCK.findall(path.read_text(encoding="utf-8"))
         texts = [text for named, text in found if named == language]
@@ -76,13 +57,11 @@ def blocks(language: str) -> Iterator[Block]:
 
 
 def languages() -> set[str]:
-    """The languages of all blocks."""
     texts = (path.read_text(encoding="utf-8") for path in DOCUMENTS)
     return {language for text in texts for language, _ in _BLOCK.findall(text)}
 
 
 def commands() -> Iterator[Command]:
-    """Every command that a document tells people to type."""
     for block in blocks(""):
         text = _SUBSTITUTION.sub("...", block.text.replace("\\\n", " "))
         for line in text.splitlines():

@@ -49,7 +49,6 @@ Namespace = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a few kilobytes."""
     folder = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -71,7 +70,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[Namespace, Path]]:
-    """Runs a block in an empty folder; returns what it defined, and where its chain lies."""
     monkeypatch.chdir(tmp_path)
     url = tmp_path / "policy-chain"
 
@@ -108,7 +106,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def check(url: str | Path, model: nn.Module, *, step: int | None) -> None:
-    """The newest version covers a step, and its bits are what the model holds."""
     with TemporaryDirectory() as folder, deltachain.Subscriber(str(url), folder) as subscriber:
         receipt = subscriber.update()
         found = load_file(Path(folder) / "model.safetensors")
@@ -250,7 +247,7 @@ def test_an_optimizer_is_attached_and_a_publisher_used(run: Any) -> None:
 
 
 class Seen(Exception):  # noqa: N818 - no error: what ends a loop that has no end
-    """A receipt was printed."""
+    pass
 
 
 def test_following_prints_receipts(run: Any, tmp_path: Path) -> None:
@@ -280,7 +277,6 @@ def test_receipts_are_what_the_operations_page_says(run: Any, tmp_path: Path) ->
 
 @contextmanager
 def replica(folder: Path) -> Iterator[str]:
-    """The address of a replica that has a version to take."""
     here = followed(folder)
     leader = leader_of(next(here))
     with served(app_of(next(leader), token="secret")) as address:  # noqa: S106
@@ -366,7 +362,6 @@ def test_a_block_for_an_engine_is_run_in_one(name: str, path: str) -> None:
 
 
 def calls(text: str) -> set[str]:
-    """What is called in Python text, by the last of its names."""
     found = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     return {ast.unparse(function).rpartition(".")[2] for function in found}
 

@@ -1,8 +1,5 @@
 # ruff: noqa: T201 - what it prints is read
-"""A game played by a client of OpenEnv, which has an environment of its own.
-
-``python openenv_player.py URL WORD WRONG``: what the game answers, as lines of JSON.
-"""
+"""A game played by a client of OpenEnv, which has an environment of its own."""
 
 from __future__ import annotations
 

@@ -28,32 +28,27 @@ every_space = pytest.mark.parametrize("space", SPACES, ids=lambda space: str(spa
 
 
 def instructions(space: Path) -> list[tuple[str, str]]:
-    """Name and value of each instruction, in order."""
     parser = DockerfileParser(fileobj=io.BytesIO((space / "Dockerfile").read_bytes()))
     structure: list[dict[str, Any]] = parser.structure
     return [(i["instruction"], i["value"]) for i in structure if i["instruction"] != "COMMENT"]
 
 
 def values(space: Path, name: str) -> list[str]:
-    """The values of an instruction, in order."""
     return [value for found, value in instructions(space) if found == name]
 
 
 def card(space: Path) -> SpaceCardData:
-    """What the README tells the Hub, as its client reads it."""
     data: SpaceCardData = SpaceCard.load(space / "README.md").data
     return data
 
 
 def pins(file: Path) -> dict[str, str]:
-    """The version of each package, by its canonical name."""
     lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line[:1] != "#"]
     found = dict(line.split("==") for line in lines)
     return {canonicalize_name(name): version for name, version in found.items()}
 
 
 def needed(package: str, extras: frozenset[str], known: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The packages that one needs, and they in turn, with the extras that were seen."""
     name = canonicalize_name(package)
     if name in known and extras <= known[name]:
         return known

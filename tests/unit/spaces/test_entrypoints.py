@@ -61,8 +61,6 @@ sys.exit(int(code))
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """The entrypoint for one engine, and what stands in for everything that it calls."""
-
     name: str
     root: Path
 
@@ -75,7 +73,6 @@ class Space:
         return "vllm" if self.name == "vllm" else "python3"
 
     def environment(self, given: Mapping[str, str | None]) -> dict[str, str]:
-        """That of a container, and ``given``; ``None`` takes a variable away."""
         settings: dict[str, str | None] = {
             "PATH": f"{self.root / 'bin'}:/usr/bin:/bin",
             "ENGINE": self.name,
@@ -92,7 +89,6 @@ class Space:
     def run(
         self, codes: Sequence[int] = (), /, **given: str | None
     ) -> subprocess.CompletedProcess[str]:
-        """Run it to its end; ``codes`` are what ``deltachain pull`` returns, then 0."""
         self.plan(*codes)
         return subprocess.run(
             [BASH, str(SCRIPT)],
@@ -105,29 +101,24 @@ class Space:
         )
 
     def start(self, *codes: int | str, **given: str | None) -> subprocess.Popen[bytes]:
-        """Start it."""
         self.plan(*codes)
         environment = self.environment(given)
         return subprocess.Popen([BASH, str(SCRIPT)], stderr=subprocess.DEVNULL, env=environment)
 
     def plan(self, *codes: int | str) -> None:
-        """Say what the next calls of ``deltachain`` return."""
         (self.root / "calls" / "codes").write_text(" ".join(map(str, codes)), encoding="utf-8")
 
     def calls(self, name: str) -> list[dict[str, Any]]:
-        """How something was called, each time."""
         file = self.root / "calls" / name
         if not file.exists():
             return []
         return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
     def served(self) -> dict[str, Any]:
-        """How the engine was started, which must have been once."""
         (call,) = self.calls(self.engine)
         return call
 
     def wait_for(self, name: str) -> dict[str, Any]:
-        """Wait until something is called; how."""
         deadline = time.monotonic() + PATIENCE_S
         while not (found := self.calls(name)):
             assert time.monotonic() < deadline, f"{name} was not called"

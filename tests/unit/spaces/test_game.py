@@ -85,34 +85,8 @@ def test_who_wins_late_has_more_than_who_nearly_did() -> None:
     assert Game(hidden="crane", turns_left=0, worth=16.0).reward == 0.4
 
 
-def test_who_guessed_no_word_gets_nothing() -> None:
-    game = Game(hidden="crane")
-    for _ in range(TURNS):
-        game, observation = play(game, "xyzzy", KNOWN)
-    assert (game.reward, observation) == (0.0, " = ?\n")
-
-
-def test_case_and_spaces_around_a_guess_do_not_matter() -> None:
-    game, observation = play(Game(hidden="crane"), " \tCRane\n", KNOWN)
-    assert (game.won, observation) == (True, " = g g g g g\n")
-
-
-@given(st.integers())
-def test_a_seed_stands_for_one_word(seed: int) -> None:
-    assert secret_of(seed, LIST) == secret_of(seed, tuple(LIST)) in KNOWN
-
-
 def test_seeds_mean_the_same_for_ever() -> None:
     assert [secret_of(seed, LIST) for seed in range(4)] == ["paper", "dance", "smile", "eagle"]
-
-
-def test_seeds_reach_every_word() -> None:
-    assert {secret_of(seed, LIST) for seed in range(2_000)} == KNOWN
-
-
-def test_the_list_is_sorted_and_has_about_sixty_words() -> None:
-    assert sorted(KNOWN) == LIST
-    assert 55 <= len(LIST) <= 70
 
 
 @pytest.mark.parametrize("text", ["", "\n", "crane\ncran\n", "Crane\n", "cr4ne\n", "crâne\n"])

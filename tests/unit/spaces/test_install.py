@@ -27,7 +27,6 @@ exit "${CODE:-0}"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """What a Space copies, without its wheel."""
     for name in ("install.sh", "constraints.txt"):
         shutil.copy(SPACE / name, tmp_path)
     (tmp_path / "bin").mkdir()

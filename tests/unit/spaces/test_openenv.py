@@ -42,14 +42,12 @@ def socket(sessions: Sessions) -> Iterator[WebSocketTestSession]:
 
 
 def ask(socket: WebSocketTestSession, kind: str, **data: Any) -> dict[str, Any]:
-    """The reply to a message."""
     socket.send_json({"type": kind, "data": data})
     found: dict[str, Any] = socket.receive_json()
     return found
 
 
 def code_of(answer: dict[str, Any]) -> str:
-    """The code of an error; nothing of any other reply."""
     return str(answer["data"].get("code", "")) if answer["type"] == "error" else ""
 
 

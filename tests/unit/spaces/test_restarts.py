@@ -23,7 +23,7 @@ from tests.unit.cli.support import (
 )
 
 ROOT: Final = Path(__file__).resolve().parents[3]
-ENTRYPOINT: Final = ROOT / "spaces" / "rollout" / "entrypoint.sh"
+ENTRYPOINT: Final = Path(__file__).resolve().parents[3] / "spaces" / "rollout" / "entrypoint.sh"
 BASH: Final = "/usr/bin/bash"
 
 Start = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,7 +31,6 @@ Start = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """That of a container; its engine says what it would load, and ends."""
     for folder in ("bin", "home"):
         (tmp_path / folder).mkdir()
     engine = tmp_path / "bin" / "vllm"
@@ -50,8 +49,6 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def start(environment: dict[str, str]) -> Start:
-    """Runs the entrypoint until its engine has ended."""
-
     def starting(**given: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [BASH, str(ENTRYPOINT)],
@@ -66,7 +63,6 @@ def start(environment: dict[str, str]) -> Start:
 
 
 def push(root: Path, chain: str, state: State) -> State:
-    """Make a state the head of a chain; it."""
     ok("push", write_checkpoint(root / "trained", state), root / chain)
     return state
 

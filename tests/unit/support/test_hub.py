@@ -3,7 +3,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import boto3
 import httpx
 import pytest
 from botocore.exceptions import ClientError
-from huggingface_hub import BucketFile, BucketFolder, HfApi, HfFileSystem
+from huggingface_hub import BucketFile, BucketFolder, HfApi
 from huggingface_hub.errors import (
     BucketBatchError,
     BucketNotFoundError,
@@ -98,15 +97,6 @@ def test_stock_client_copies_deletes_and_overwrites(
         api.batch_bucket_files(bucket, delete=["b"])
 
 
-def test_stock_file_system(hub: HubServer, bucket: str) -> None:
-    files = HfFileSystem(endpoint=hub.url, token=hub.token)
-    files.pipe_file(f"hf://buckets/{bucket}/x/y", b"hello world")
-    assert files.cat_file(f"hf://buckets/{bucket}/x/y") == b"hello world"
-    with files.open(f"hf://buckets/{bucket}/x/y", "rb") as file:
-        file.seek(6)
-        assert file.read(3) == b"wor"
-
-
 def test_content_that_the_storage_does_not_have_is_not_registered(
     hub: HubServer, bucket: str
 ) -> None:
@@ -162,15 +152,6 @@ def test_restart_keeps_what_was_answered_for(
     hub.restart()
     assert hub.url == url
     assert read("a") == NOISE
-
-
-def test_concurrent_clients(api: HfApi, bucket: str, read: Callable[[str], bytes]) -> None:
-    def upload(number: int) -> None:
-        api.batch_bucket_files(bucket, add=[(bytes([number]) * 100_000, f"{number}")])
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(upload, range(16)))
-    assert all(read(f"{number}") == bytes([number]) * 100_000 for number in range(16))
 
 
 def test_faults_strike_as_often_as_told(hub: HubServer, bucket: str) -> None:

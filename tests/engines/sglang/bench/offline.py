@@ -13,8 +13,6 @@ from tests.engines.bench.figures import Applied, Drawn
 
 
 class Alone:
-    """One rank as an engine; see :class:`deltachain.replica.engine.Engine`."""
-
     software = "sglang"
 
     def __init__(self, service: Any) -> None:
@@ -24,25 +22,19 @@ class Alone:
         return [self.service.handle(request)]
 
     def is_dead(self) -> bool:
-        """It is this process."""
         return False
 
     def is_paused(self) -> bool:
-        """Nothing generates unless it is called to."""
         return False
 
-    def pause(self, *, in_doubt: bool = False) -> None:
-        """Nothing generates."""
+    def pause(self, *, in_doubt: bool = False) -> None: ...
 
-    def resume(self) -> None:
-        """Nothing was stopped."""
+    def resume(self) -> None: ...
 
-    def name_version(self, version: int) -> None:
-        """Nobody asks for it."""
+    def name_version(self, version: int) -> None: ...
 
 
 def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
-    """See :func:`applying.follow`."""
     os.dup2(2, 1)  # SGLang's lines are no results
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch

@@ -15,8 +15,6 @@ from types import ModuleType
 
 
 class _Finder(MetaPathFinder):
-    """Finds nothing, but notices that a rank is about to be made."""
-
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:

@@ -15,14 +15,6 @@ from tests.engines.bench.figures import ENVIRONMENT, EXTENSIONS, Drawn, Lost
 
 
 def measure(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lost:
-    """Follow a chain while generating.
-
-    Args:
-        drawn: The chain; its length decides how long this takes.
-        spool: Where plans are decoded.
-        threads: That the engine computes in.
-        times: Updates a window.
-    """
     os.dup2(2, 1)  # vLLM's lines are no results
     os.environ.update(
         {

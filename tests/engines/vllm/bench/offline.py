@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 
 def measure(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
-    """See :func:`applying.follow`."""
     os.dup2(2, 1)  # vLLM's lines are no results
     # One core a candidate: two threads that wait for each other would measure who else is here.
     one = {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -62,7 +61,6 @@ def _live(llm: Any, drawn: Drawn) -> Live:
 
 
 def _patches(model: Any, config: Any, deltas: Mapping[str, TensorDelta], dense: Dense) -> float:
-    """vLLM's own sparse updates, without the check that no element is given twice."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
