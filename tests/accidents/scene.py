@@ -3,28 +3,36 @@
 from __future__ import annotations
 
 import copy
+import http.client
 import json
 import re
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Event, Semaphore, Thread
+from types import TracebackType
+from typing import Any, Final, Self
 
 from torch import nn
 
 from deltachain.chain.chain import Chain
+from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.errors import DeltaChainError
 from deltachain.format import keys
 from deltachain.format.keys import object_digest
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
+from deltachain.store.base import MAX_DOCUMENT, Capabilities
+from deltachain.store.hf.store import HfStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.types import Version
-from tests.accidents.bulk import delete_all, put_all
-from tests.accidents.copies import Journal, Kept, Objects
+from deltachain.types import Buffer, Version
 from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
-from tests.accidents.parties import Follower, Trainer, words
 from tests.support.models import (
     Replica,
     State,
@@ -32,8 +40,404 @@ from tests.support.models import (
     plain_model,
     replica_of,
     state_digest,
+    train_,
 )
 from tests.unit.cli.support import Done, invoke
+
+Objects = dict[str, bytes]
+
+
+class Journal:
+    """Every write that was done to a chain, and how far they had come at each version."""
+
+    def __init__(self) -> None:
+        self.writes: list[tuple[str, bytes]] = []
+        self.marks: dict[Version, int] = {}
+
+    def copy(self) -> Journal:
+        other = Journal()
+        other.writes, other.marks = list(self.writes), dict(self.marks)
+        return other
+
+    def mark(self, version: Version) -> None:
+        """So far at this version; nothing where that was marked already."""
+        self.marks.setdefault(version, len(self.writes))
+
+    def at(self, version: Version) -> Objects:
+        """What was in the store when this was the newest version, or the one before it."""
+        known = max((mark for mark in self.marks if mark <= version), default=-1)
+        return dict(self.writes[: self.marks.get(known, 0)])
+
+    @property
+    def now(self) -> Objects:
+        return dict(self.writes)
+
+
+class Kept(Store):
+    """Another store, whose writes go into a journal; some are lost behind a yes."""
+
+    def __init__(self, inner: Store, journal: Journal) -> None:
+        self.inner, self.journal = inner, journal
+        self.loses: tuple[str, ...] = ()
+        self.lost: list[str] = []
+        self.interrupted: tuple[str, Callable[[], None]] | None = None
+
+    @property
+    def url(self) -> str:
+        return self.inner.url
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return self.inner.capabilities
+
+    @property
+    def requests(self) -> int:
+        return self.inner.requests
+
+    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+        return self.inner.get(key, limit=limit)
+
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
+        return self.inner.read(key, nbytes=nbytes, pin=pin)
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        return self.inner.get_range(key, start, length)
+
+    def put(self, key: str, data: Buffer) -> str:
+        if self._loses(key):
+            return ""
+        named = self.inner.put(key, data)
+        self.journal.writes.append((key, bytes(data)))
+        return named
+
+    def put_if_absent(self, key: str, data: Buffer) -> None:
+        if not self._loses(key):
+            self.inner.put_if_absent(key, data)
+            self.journal.writes.append((key, bytes(data)))
+
+    def find(self, key: str) -> ObjectInfo | None:
+        return self.inner.find(key)
+
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+        return self.inner.find_all(keys)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        return self.inner.list(prefix)
+
+    def delete(self, key: str) -> None:
+        self.inner.delete(key)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    def _loses(self, key: str) -> bool:
+        if self.interrupted is not None and key.startswith(self.interrupted[0]):
+            (_, happens), self.interrupted = self.interrupted, None
+            happens()
+        lost = any(key.startswith(prefix) for prefix in self.loses)
+        if lost:
+            self.lost.append(key)
+        return lost
+
+
+_AT_ONCE: Final = 1000
+
+_THREADS: Final = 8
+
+
+def put_all(store: Store, objects: Mapping[str, bytes]) -> None:
+    if isinstance(store, HfStore):
+        for some in _cut(list(objects)):
+            _put_at_once(store, {key: objects[key] for key in some})
+    elif _is_far(store):
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda item: store.put(*item), objects.items()))
+    else:
+        for key, data in objects.items():
+            store.put(key, data)
+
+
+def delete_all(store: Store, keys: Iterable[str]) -> None:
+    if isinstance(store, HfStore):
+        for some in _cut(list(keys)):
+            _batch(store, [{"type": "deleteFile", "path": store._path(key)} for key in some])
+    else:
+        with ThreadPoolExecutor(_THREADS if _is_far(store) else 1) as pool:
+            list(pool.map(store.delete, keys))
+
+
+def _is_far(store: Store) -> bool:
+    return store.url.startswith("s3://")
+
+
+def _cut(keys: list[str]) -> Iterator[list[str]]:
+    return (keys[first : first + _AT_ONCE] for first in range(0, len(keys), _AT_ONCE))
+
+
+def _put_at_once(store: HfStore, objects: Mapping[str, bytes]) -> None:
+    xet = store._xet
+    with xet._session().new_upload_commit(**xet._access("write").arguments()) as commit:
+        skip = xet._lib.SKIP_SHA256
+        handles = [commit.start_upload_bytes(data, sha256=skip) for data in objects.values()]
+    now = int(time.time() * 1000)
+    contents = [str(handle.result().xet_info.hash) for handle in handles]
+    _batch(
+        store,
+        [
+            {"type": "addFile", "path": store._path(key), "xetHash": content, "mtime": now}
+            for key, content in zip(objects, contents, strict=True)
+        ],
+    )
+
+
+def _batch(store: HfStore, operations: Sequence[Mapping[str, Any]]) -> None:
+    body = b"".join(json.dumps(operation).encode() + b"\n" for operation in operations)
+    reply = store._hub.call("POST", "batch", dict, body=body, media="application/x-ndjson")
+    assert not reply.document().get("failed"), reply.words
+
+
+TURN_S = 120.0
+"""Longest time that one look may take before the test fails."""
+
+
+FAILURES = 3
+"""Publishes in a row that fail before whoever trains looks at what they say."""
+
+
+def words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+class Turns(Event):
+    """Stands for what a following loop waits on: each wait ends when the test gives a turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.done = Semaphore(0), Semaphore(0)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        del timeout
+        self.done.release()
+        self.go.acquire()
+        return False
+
+
+class Follower:
+    """One process that follows a chain; it looks when the test lets it."""
+
+    def __init__(self, who: str, replica: Replica, store: Store, **settings: Any) -> None:
+        self.who, self.replica = who, replica
+        config = SubscribeConfig(url=store.url, poll_s=0.001, **settings)
+        self.subscriber = Subscriber(config, replica.target, store=store)
+        self.turns = self.subscriber.told = Turns()
+        self.said: list[str] = []
+        self.looks = 0
+        self.ended: BaseException | None = None
+        self._now = ""
+        self._stop, self._over = Event(), Event()
+        self._thread = Thread(target=self._run, name=who, daemon=True)
+        self._thread.start()
+
+    def look(self, times: int = 1) -> Self:
+        for _ in range(times):
+            if self._over.is_set():  # the thread is alive for a moment longer
+                break
+            self.turns.go.release()
+            assert self.turns.done.acquire(timeout=TURN_S), f"{self.who} hangs"
+        return self
+
+    @property
+    def says(self) -> str:
+        return words(self.ended) if self.ended is not None else self._now
+
+    def view(self) -> View:
+        lag = None
+        with suppress(DeltaChainError):
+            lag = self.subscriber.status().lag_versions
+        held = self.subscriber.held
+        return View(who=self.who, held=held, bits=self.bits(), says=self.says, lag=lag)
+
+    def bits(self) -> State | None:
+        target = self.replica.target
+        empty = isinstance(target, Path) and not (target / WEIGHTS_FILE).exists()
+        return None if empty else self.replica.bits()
+
+    def close(self) -> None:
+        self._stop.set()
+        for _ in range(8):
+            self.turns.go.release()
+        self._thread.join(TURN_S)
+        assert not self._thread.is_alive(), f"{self.who} hangs"
+        self.subscriber.close()
+
+    def _run(self) -> None:
+        self.turns.go.acquire()
+        try:
+            for _ in self.subscriber.follow(stop=self._stop, looked=self._looked):
+                pass
+        except DeltaChainError as exc:
+            self.ended = exc
+            self.said.append(words(exc))
+        finally:
+            self._over.set()
+            self.turns.done.release()
+
+    def _looked(self, exc: DeltaChainError | None) -> None:
+        self.looks += 1
+        self._now = words(exc) if exc else ""
+        if exc and self._now not in self.said:
+            self.said.append(self._now)
+
+
+class Trainer:
+    """One process that trains a model and publishes it."""
+
+    def __init__(
+        self, model: nn.Module, store: Kept, note: Callable[[State], None], **settings: Any
+    ) -> None:
+        self.model, self.store, self._note = model, store, note
+        self.said: list[str] = []
+        self.says = ""
+        self.known: dict[Version, str] = {}
+        self.step = 0
+        config = PublishConfig(url=store.url, on_error="warn", **settings)
+        self.publisher = Publisher(config, store=store)
+
+    def attach(self) -> Self:
+        self._note(bits_of(self.model))
+        try:
+            self.publisher.attach(self.model)
+        except DeltaChainError as exc:
+            self._say(exc)
+            raise
+        self._remember()
+        return self
+
+    def publish(self, times: int = 1, *, first: int | None = None) -> Self:
+        failures = 0
+        for _ in range(times if self.publisher.epoch >= 0 else 0):
+            self.step = self.step + 1 if first is None else first
+            first = None
+            train_(self.model, self.step, share=0.02)
+            self._note(bits_of(self.model))
+            try:
+                future = self.publisher.publish(step=self.step)
+                self.publisher.flush()
+                error = future.exception(0) if future.done() else self.publisher._failure
+            except DeltaChainError as exc:
+                error = exc
+            self._say(error)
+            failures = failures + 1 if error else 0
+            if error is None:
+                self._remember()
+            elif failures == FAILURES:
+                break
+        return self
+
+    def _say(self, error: BaseException | None) -> None:
+        self.says = words(error) if error else ""
+        if error and self.says not in self.said:
+            self.said.append(self.says)
+
+    def close(self) -> None:
+        self.says = ""
+        with suppress(DeltaChainError):
+            self.publisher.close()
+
+    def _remember(self) -> None:
+        session = self.publisher._session
+        assert session is not None
+        parent = session.writer.parent
+        if parent is not None:
+            self.known[parent.version] = parent.digest
+
+
+_HOST: Final = "127.0.0.1"
+_OWN: Final = frozenset({"connection", "transfer-encoding", "content-length", "server", "date"})
+
+
+class Liar:
+    """Forwards to a port of this machine; some puts are lost behind a 200."""
+
+    def __init__(self, port: int) -> None:
+        self.lies: list[str] = []
+        self.headers: dict[str, str] = {}
+        self.lost: list[str] = []
+        liar = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def _pass(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+                lie = liar._lie(self.command, self.path)
+                status, headers, content = (
+                    (200, liar.headers, b"") if lie else _ask(port, self, body)
+                )
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                if self.command != "HEAD" or "Content-Length" not in headers:
+                    self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass  # noqa: N815
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer((_HOST, 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://{_HOST}:{self._server.server_address[1]}"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def _lie(self, method: str, path: str) -> bool:
+        lie = next((lie for lie in self.lies if method == "PUT" and lie in path), None)
+        if lie is None:
+            return False
+        self.lies.remove(lie)
+        self.lost.append(path)
+        return True
+
+
+def _ask(
+    port: int, request: BaseHTTPRequestHandler, body: bytes
+) -> tuple[int, dict[str, str], bytes]:
+    connection = http.client.HTTPConnection(_HOST, port, timeout=30)
+    try:
+        connection.putrequest(
+            request.command, request.path, skip_host=True, skip_accept_encoding=True
+        )
+        for name, value in request.headers.items():
+            if name.lower() != "expect":
+                connection.putheader(name, value)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        content = answer.read()
+        headers = {name: value for name, value in answer.getheaders() if name.lower() not in _OWN}
+        if request.command == "HEAD" and (length := answer.getheader("Content-Length")):
+            headers["Content-Length"] = length
+        return answer.status, headers, content
+    finally:
+        connection.close()
+
 
 LOOKS: int = 40
 """Looks within which a follower must have found out what is wrong."""

@@ -17,9 +17,9 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig
-from tests.accidents.copies import Objects
+from tests.accidents.scene import Objects
+from tests.support.engine import Sharding, full_of
 from tests.support.models import train_
-from tests.support.sharding import Sharding, full_of
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed
 

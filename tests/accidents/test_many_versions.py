@@ -17,8 +17,7 @@ from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, Version
-from tests.accidents.bulk import put_all
-from tests.accidents.copies import Journal, Kept
+from tests.accidents.scene import Journal, Kept, put_all
 from tests.crash.places import KINDS, Place, open_place
 from tests.support.models import Replica, State, bits_of, plain_model, replica_of, same, train_
 

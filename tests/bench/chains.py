@@ -13,7 +13,7 @@ chance of a flip by old exponent, entropy limits and others' layouts against mea
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
 
@@ -21,8 +21,105 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.errors import ConfigError
-from deltachain.types import TensorSpec
-from tests.bench.shapes import EMBEDDING, SMALL, ModelLayout
+from deltachain.types import Bits, Indices, TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChange:
+    spec: TensorSpec
+    indices: Indices
+    old: Bits
+    new: Bits
+
+    @property
+    def numel(self) -> int:
+        return self.spec.numel
+
+    @property
+    def nnz(self) -> int:
+        return int(self.indices.size)
+
+
+ChangedTensors: TypeAlias = Mapping[str, TensorChange]
+"""Changes by tensor name, in checkpoint order; a tensor may have none."""
+
+
+def changes_of(
+    step: Mapping[str, tuple[Bits, Bits]], specs: Iterable[TensorSpec]
+) -> dict[str, TensorChange]:
+    changes = {}
+    for spec in specs:
+        old, new = step[spec.name]
+        indices = np.flatnonzero(old != new)
+        changes[spec.name] = TensorChange(spec, indices, old[indices], new[indices])
+    return changes
+
+
+def count(changes: ChangedTensors) -> int:
+    return sum(change.nnz for change in changes.values())
+
+
+def dense_nbytes(changes: ChangedTensors) -> int:
+    return sum(change.spec.nbytes for change in changes.values())
+
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelLayout:
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab, self.hidden)}
+        for layer in range(self.layers):
+            shapes |= self._layer(f"model.layers.{layer}.")
+        shapes["model.norm.weight"] = (self.hidden,)
+        return tuple(TensorSpec(name, "BF16", shape) for name, shape in shapes.items())
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.specs())
+
+    def _layer(self, prefix: str) -> dict[str, tuple[int, ...]]:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        shapes: dict[str, tuple[int, ...]] = {
+            "self_attn.q_proj": (queries, self.hidden),
+            "self_attn.k_proj": (keys, self.hidden),
+            "self_attn.v_proj": (keys, self.hidden),
+            "self_attn.o_proj": (self.hidden, queries),
+            "self_attn.q_norm": (self.head_dim,),
+            "self_attn.k_norm": (self.head_dim,),
+            "mlp.gate_proj": (self.intermediate, self.hidden),
+            "mlp.up_proj": (self.intermediate, self.hidden),
+            "mlp.down_proj": (self.hidden, self.intermediate),
+            "input_layernorm": (self.hidden,),
+            "post_attention_layernorm": (self.hidden,),
+        }
+        return {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+
+
+TINY: Final = ModelLayout(
+    hidden=256, intermediate=768, layers=2, heads=2, kv_heads=1, head_dim=128, vocab=2048
+)
+"""2.1 M elements: enough to exercise code, too few for statistics."""
+
+SMALL: Final = ModelLayout(
+    hidden=512, intermediate=1536, layers=4, heads=4, kv_heads=2, head_dim=128, vocab=12288
+)
+"""18.9 M elements, 38 MB in bf16: the size that the published measurements were taken at."""
+
+LARGE: Final = ModelLayout(
+    hidden=1024, intermediate=3072, layers=6, heads=8, kv_heads=4, head_dim=128, vocab=24576
+)
+"""100.7 M elements, 201 MB in bf16: larger than any cache, for speeds."""
+
 
 U16: TypeAlias = npt.NDArray[np.uint16]
 F32: TypeAlias = npt.NDArray[np.float32]

@@ -25,11 +25,9 @@ from deltachain.format.keys import digest_key, payload_key
 from deltachain.kernels import host
 from deltachain.types import Bits
 from tests.bench import codec_tables, report
-from tests.bench.chains import SyntheticChain
-from tests.bench.changes import ChangedTensors, count, dense_nbytes
+from tests.bench.chains import LARGE, ChangedTensors, SyntheticChain, count, dense_nbytes
 from tests.bench.layouts.layout import Objects, PeerLayout, Specs, specs_of
 from tests.bench.layouts.registry import LAYOUTS
-from tests.bench.shapes import LARGE
 from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
 from tests.bench.updates import Update, updates
 

@@ -6,25 +6,129 @@ by 8 threads into one buffer. All written objects are removed at the end, also a
 
 from __future__ import annotations
 
+import io
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, Final
+from urllib.parse import urlsplit
 
+import numpy as np
 import torch
 from torch import nn
 
+from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
+from deltachain.chain.plan import Plan
+from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload
 from deltachain.errors import ConfigError, StoreError
+from deltachain.format.documents import Edge, Table
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.wire_form import dense_change
+from deltachain.publish.writer import Writer
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.types import StateDigest, TensorSpec
 from tests.bench import report
-from tests.bench.bare_s3 import BareS3
+from tests.bench.chains import bf16_bits
 from tests.bench.timing import Candidate, Timings, round_robin, say
-from tests.bench.versions import AnchorVersion, make_version
+
+PIECE: Final = 16 << 20
+THREADS: Final = 8
+
+
+class BareS3:
+    """One bucket through boto3, configured by the environment."""
+
+    def __init__(self, url: str) -> None:
+        import boto3  # noqa: PLC0415 - an extra
+        from boto3.s3.transfer import TransferConfig  # noqa: PLC0415
+        from botocore.config import Config  # noqa: PLC0415
+
+        parts = urlsplit(url)
+        self._bucket, self._prefix = parts.netloc, parts.path.strip("/")
+        plain: Any = "when_required"
+        config = Config(
+            max_pool_connections=2 * THREADS,
+            request_checksum_calculation=plain,
+            response_checksum_validation=plain,
+        )
+        self._client: Any = boto3.client("s3", config=config)
+        self._transfer = TransferConfig(
+            multipart_threshold=PIECE, multipart_chunksize=PIECE, max_concurrency=THREADS
+        )
+
+    def put(self, key: str, data: bytes) -> None:
+        body = io.BytesIO(data)
+        self._client.upload_fileobj(body, self._bucket, self._at(key), Config=self._transfer)
+
+    def get(self, key: str, nbytes: int) -> bytearray:
+        buffer = bytearray(nbytes)
+        view = memoryview(buffer)
+
+        def get_piece(start: int) -> None:
+            stop = min(start + PIECE, nbytes)
+            wanted = f"bytes={start}-{stop - 1}"
+            reply = self._client.get_object(Bucket=self._bucket, Key=self._at(key), Range=wanted)
+            raw = reply["Body"]._raw_stream
+            while start < stop:
+                count = raw.readinto(view[start:stop])
+                if not count:
+                    raise EOFError(f"{key}: ends at byte {start} of {stop}")
+                start += count
+
+        with ThreadPoolExecutor(THREADS) as pool:
+            list(pool.map(get_piece, range(0, nbytes, PIECE)))
+        return buffer
+
+    def _at(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+
+WEIGHTS: Final = 1 << 23
+
+STD: Final = 0.02
+"""Standard deviation of the weights, which determines the compression of their exponents; that of
+``DENSE_SHARE``."""
+
+
+@dataclass(frozen=True, slots=True)
+class AnchorVersion:
+    """Version 0 of a chain: an anchor of one part."""
+
+    chain: Chain
+    plan: Plan
+    edge: Edge
+    part: bytes
+    numel: int
+
+
+def make_version(store: Store, nbytes: int) -> AnchorVersion:
+    count = max(1, round(nbytes / DENSE_SHARE / 2 / WEIGHTS))
+    numel = min(WEIGHTS, round(nbytes / DENSE_SHARE / 2))
+    specs = [TensorSpec(f"layers.{n}.weight", "BF16", (numel,)) for n in range(count)]
+    rng = np.random.default_rng(0)
+    table = Table(tensors=tuple((s.name, s.dtype, s.shape) for s in specs))
+    chain = Chain.create(store, table, chain_id="bench", time=0.0, assets={})
+    writer = Writer(chain, numel=numel * count, metadata={}, parent=None)
+    keys = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="bench")
+    upload, total = EdgeUpload(store, keys, raw=False, part_nbytes=1 << 40), StateDigest()
+    for spec in specs:
+        values = rng.standard_normal(spec.numel, dtype=np.float32)
+        change = dense_change(spec, bf16_bits(values * np.float32(STD)))
+        total += change.digest
+        upload.add(change)
+    edge = upload.finish()
+    draft = writer.draft(state=total, step=None, nnz=numel * count)
+    committed = writer.commit(draft, edge)
+    ref = edge.parts[0]
+    part = bytes(store.read(ref.key, nbytes=ref.nbytes))
+    return AnchorVersion(chain, chain.plan(None, committed), edge, part, numel * count)
+
 
 NBYTES: Final = 64_000_000
 ROUNDS: Final = 8

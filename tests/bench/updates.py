@@ -2,15 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
-from deltachain.types import Bits
-from tests.bench.chains import Step, SyntheticChain
-from tests.bench.changes import ChangedTensors, changes_of
+import numpy as np
+import torch
+from torch import Tensor
+
+from deltachain.types import Bits, TensorSpec
+from tests.bench.chains import EMBEDDING, ChangedTensors, Step, SyntheticChain, changes_of
 from tests.bench.limits import CodeLimits, EntropyLimits, code_limits, entropy_limits
-from tests.bench.quantised import FP8, INT8, quantised
+
+FP8: Final = "F8_E4M3"
+INT8: Final = "I8"
+
+BLOCK: Final = 128
+
+FP8_MAX: Final = 448.0
+INT8_MAX: Final = 127.0
+
+QuantisedStep: TypeAlias = Mapping[str, tuple[Bits, Bits]]
+
+Quantise: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Weight, bf16 [rows, columns] -> codes of the same shape, and float32 scales."""
+
+
+def fp8_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Fp8 e4m3 with a float32 scale a block of 128 x 128, as DeepSeek's checkpoints."""
+    rows, cols = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -cols % BLOCK, 0, -rows % BLOCK))
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scales = _scales(blocks.abs().amax((1, 3), keepdim=True), FP8_MAX)
+    codes = (blocks / scales).clamp_(-FP8_MAX, FP8_MAX).reshape(padded.shape)[:rows, :cols]
+    return codes.to(torch.float8_e4m3fn), scales[:, 0, :, 0]
+
+
+def int8_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Int8 with a float32 scale a row, as compressed-tensors' W8A8."""
+    values = weight.float()
+    scales = _scales(values.abs().amax(1, keepdim=True), INT8_MAX)
+    codes = (values / scales).round_().clamp_(-INT8_MAX - 1, INT8_MAX)
+    return codes.to(torch.int8), scales
+
+
+SCHEMES: Final[dict[str, tuple[Quantise, str]]] = {
+    FP8: (fp8_blocks, "_scale_inv"),
+    INT8: (int8_rows, "_scale"),
+}
+
+
+def quantised(
+    step: Step, specs: Iterable[TensorSpec], dtype: str
+) -> tuple[QuantisedStep, list[TensorSpec]]:
+    quantise, suffix = SCHEMES[dtype]
+    out: dict[str, tuple[Bits, Bits]] = {}
+    found: list[TensorSpec] = []
+    for spec in specs:
+        if len(spec.shape) != 2 or spec.name == EMBEDDING:
+            continue
+        old, new = (quantise(_weight(bits, spec.shape)) for bits in step[spec.name])
+        out[spec.name] = (_bits(old[0], np.uint8), _bits(new[0], np.uint8))
+        out[spec.name + suffix] = (_bits(old[1], np.uint32), _bits(new[1], np.uint32))
+        found.append(TensorSpec(spec.name, dtype, spec.shape))
+        found.append(TensorSpec(spec.name + suffix, "F32", tuple(old[1].shape)))
+    return out, found
+
+
+def _scales(amax: Tensor, largest: float) -> Tensor:
+    return torch.where(amax > 0, amax / largest, torch.ones_like(amax))
+
+
+def _weight(bits: Bits, shape: tuple[int, ...]) -> Tensor:
+    return torch.from_numpy(bits.view(np.int16).copy()).view(torch.bfloat16).reshape(shape)
+
+
+def _bits(tensor: Tensor, dtype: type[np.unsignedinteger]) -> Bits:
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1).view(dtype)
+
 
 DENSITIES: Final = (0.0002, 0.0007, 0.0013, 0.007, 0.012, 0.025)
 LEARNING_RATES: Final = (1e-6, 3e-6, 1e-5)

@@ -19,14 +19,18 @@ from transformers import PreTrainedModel
 
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
-from tests.crash.chaos.diary import Diary
-from tests.crash.chaos.load import unjudged
-from tests.crash.chaos.record import Record
-from tests.crash.chaos.report import totals_of
+from tests.crash.chaos.load import Record, unjudged
+from tests.crash.chaos.report import Diary, totals_of
 from tests.crash.chaos.scene import KINDS, ROOT
 from tests.crash.chaos.trainer import BEGIN, SESSION, file_of, keep
-from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
-from tests.engines.trainer import RATE
+from tests.engines.trainer import (
+    RATE,
+    make_batches,
+    masters_of,
+    one_thread,
+    optimizer_steps,
+    pretrain,
+)
 from tests.small_disk import may_mount, run_on_small_disk
 
 PROMPT = [5, 6, 7, 8]
@@ -39,7 +43,7 @@ def test_no_process_outlives_a_run_that_was_killed(tmp_path: Path) -> None:
     child = ["sh", "-c", f"exec 3> '{fifo}'; echo begun >&3; sleep 600 & wait"]
     code = (
         "import subprocess\n"
-        "from tests.crash.chaos.leash import leash\n"
+        "from tests.crash.chaos.scene import leash\n"
         f"with leash({str(tmp_path)!r}):\n"
         f"    subprocess.Popen({child!r}, start_new_session=True).wait()\n"
     )
@@ -57,7 +61,7 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Diar
 
     def note(*events: tuple[float, str, dict[str, object]]) -> Diary:
         for when, event, facts in events:
-            monkeypatch.setattr("tests.crash.chaos.diary.time.time", lambda when=when: when)
+            monkeypatch.setattr("tests.crash.chaos.report.time.time", lambda when=when: when)
             diary.note(event, **facts)
         return diary
 
@@ -67,7 +71,7 @@ def noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Diar
 FILLED = """
 import sys, time
 from pathlib import Path
-from tests.crash.chaos.filler import LOOK_S, Filler
+from tests.crash.chaos.scene import LOOK_S, Filler
 
 disk = Path(sys.argv[1])
 spool = bytes(1 << 17)

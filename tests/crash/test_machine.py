@@ -7,6 +7,7 @@ when told to; an apply that failed wrote nothing.
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -29,8 +30,9 @@ from hypothesis.stateful import (
 from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedError
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore, Store
+from deltachain.store import MemoryStore, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.crash.places import Place
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import (
     Replica,
@@ -371,3 +373,21 @@ def test_the_machine_would_notice_a_wrong_bit() -> None:
     with pytest.raises(AssertionError):
         machine.end()
     shutil.rmtree(machine.folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["s3", "hf"], indirect=True)
+def test_anything_in_any_order_on_a_server(place: Place) -> None:
+    numbers = itertools.count()
+
+    class ServerMachine(Machine):
+        fresh = staticmethod(lambda: open_store(place.url(str(next(numbers)))))
+
+    chosen = settings(
+        max_examples=16,
+        stateful_step_count=15,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(ServerMachine, settings=chosen)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltachain.chain.chain import Chain
+from deltachain.checkpoint import Checkpoint
 from deltachain.errors import ObjectNotFoundError
+from deltachain.format.documents import EdgeRecord, Manifest, unseal
+from deltachain.format.keys import MIRROR_KEY, PUBLISHER_KEY
+from deltachain.mirror import Mirror
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
-from deltachain.subscribe import Subscriber
+from deltachain.subscribe import FolderTarget, Subscriber
+from deltachain.subscribe.targets.folder import LOCK_FILE
 from tests.crash.child import STEPS
 from tests.crash.places import Place, contents, copy_store
 from tests.support.models import (
@@ -19,10 +28,215 @@ from tests.support.models import (
     TinyModel,
     bits_of,
     recompute,
+    replica_of,
     same,
     tensors_of,
     train_,
 )
+
+FOLDER = "deltachain.subscribe.targets.folder"
+JOURNAL = "deltachain.subscribe.targets.folder"
+TARGET = "deltachain.subscribe.targets.base"
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[State]]:
+    url = str(tmp_path_factory.mktemp("store") / "chain")
+    model = TinyModel()
+    truth: list[State] = [bits_of(model)]
+    with Publisher(PublishConfig(url=url)).attach(model) as publisher:
+        for step in (1, 2, 3):
+            train_(model, step, share=0.05)
+            publisher.publish(step=step)
+            publisher.flush()
+            truth.append(bits_of(model))
+    return url, truth
+
+
+def prove(url: str, kind: str, folder: Path, *, holds: int | None, truth: list[State]) -> None:
+    replica = replica_of(TinyModel(), kind, folder)
+    subscriber = Subscriber(url, replica.target)
+    assert subscriber.status().version == holds
+    assert subscriber.scrub() == (holds is not None)
+    if holds is not None:
+        assert same(replica.bits(), truth[holds])
+    subscriber.update()
+    assert subscriber.version == 3
+    assert same(replica.bits(), truth[3])
+    assert subscriber.scrub()
+
+
+@pytest.mark.parametrize(
+    ("kill", "holds"),
+    [
+        ([JOURNAL, "write_atomic", 1, "before"], 1),
+        ([JOURNAL, "write_atomic", 1, "after"], 1),
+        ([JOURNAL, "write_atomic", 2, "before"], 1),
+        ([JOURNAL, "write_atomic", 2, "after"], 2),
+        ([FOLDER, "write", 3, "before"], 2),
+        ([FOLDER, "write_atomic", 1, "before"], 2),
+        ([FOLDER, "write_atomic", 1, "after"], 2),
+    ],
+    ids=[
+        "before-the-journal",
+        "before-the-seal",
+        "while-sealing",
+        "after-the-seal",
+        "while-writing",
+        "before-it-is-remembered",
+        "before-the-journal-is-cleared",
+    ],
+)
+def test_a_folder_holds_the_version_before_or_the_one_after(
+    killed: Callable[..., None],
+    chain: tuple[str, list[State]],
+    tmp_path: Path,
+    kill: list[Any],
+    holds: int,
+) -> None:
+    url, truth = chain
+    mirror = tmp_path / "mirror"
+    killed(role="follow", url=url, kind="folder", folder=str(mirror), versions=[1, 2], kill=kill)
+    prove(url, "folder", mirror, holds=holds, truth=truth)
+
+
+@pytest.mark.parametrize(
+    ("kill", "holds"),
+    [
+        ([FOLDER, "write", 3, "before"], None),
+        ([FOLDER, "write_atomic", 1, "after"], None),
+        (["deltachain.checkpoint", "sync_folder", 2, "before"], 2),
+    ],
+    ids=["while-writing", "before-the-weights-appear", "after-the-weights-appeared"],
+)
+def test_a_folder_that_was_being_filled_holds_nothing_or_everything(
+    killed: Callable[..., None],
+    chain: tuple[str, list[State]],
+    tmp_path: Path,
+    kill: list[Any],
+    holds: int | None,
+) -> None:
+    url, truth = chain
+    mirror = tmp_path / "mirror"
+    killed(role="follow", url=url, kind="folder", folder=str(mirror), versions=[2], kill=kill)
+    prove(url, "folder", mirror, holds=holds, truth=truth)
+    left = {path.name for path in mirror.iterdir()}
+    assert left == {"model.safetensors", "deltachain.json", LOCK_FILE}
+
+
+@pytest.mark.parametrize("kind", ["dict", "module"])
+def test_memory_is_lost_and_its_successor_joins_again(
+    killed: Callable[..., None], chain: tuple[str, list[State]], tmp_path: Path, kind: str
+) -> None:
+    url, truth = chain
+    kill = [TARGET, "write_patch", 3, "before"]
+    nowhere = tmp_path / "unused"
+    killed(role="follow", url=url, kind=kind, folder=str(nowhere), versions=[1, 2], kill=kill)
+    assert not nowhere.exists()
+    prove(url, kind, nowhere, holds=None, truth=truth)
+
+
+def test_a_folder_has_one_follower_at_a_time(tmp_path: Path) -> None:
+    code = (
+        "import sys; from deltachain.subscribe import FolderTarget; from pathlib import Path\n"
+        "FolderTarget(Path(sys.argv[1])).bind({}, {})"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    target = FolderTarget(tmp_path)
+    target.bind({}, {})
+    second = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert second.returncode != 0
+    assert "another process writes to" in second.stderr
+    target.close()
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("command", [["pull"], ["follow", "--once"]], ids=" ".join)
+def test_the_command_line_goes_on_where_it_was_killed(
+    chain: tuple[str, list[State]], tmp_path: Path, command: list[str]
+) -> None:
+    url, truth = chain
+    mirror = tmp_path / "mirror"
+    run = "from deltachain.cli import main; main()"
+    first = [sys.executable, "-c", run, "pull", url, "--version", "1", "--out", str(mirror)]
+    subprocess.run(first, check=True, capture_output=True)
+    kill = (
+        "import os, signal, itertools; from deltachain.subscribe.targets import folder\n"
+        "write, calls = folder.write, itertools.count()\n"
+        "def dying(*args):\n"
+        "    os.kill(os.getpid(), signal.SIGKILL) if next(calls) == 1 else write(*args)\n"
+        "folder.write = dying\n"
+    )
+    words = [command[0], url, *command[1:], "--out", str(mirror)]
+    killed = subprocess.run([sys.executable, "-c", kill + run, *words], check=False)
+    assert killed.returncode == -9
+    again = subprocess.run([sys.executable, "-c", run, *words], check=False, capture_output=True)
+    assert again.returncode == 0, again.stderr
+    held = Checkpoint(mirror)
+    names = held.specs.keys() & truth[3].keys()  # tied weights are there once
+    assert names
+    assert same({n: held.bits(n) for n in names}, {n: truth[3][n] for n in names})
+
+
+KILLS = 10
+
+
+def publish(url: str) -> TinyModel:
+    model = TinyModel()
+    config = PublishConfig(url=url, part_nbytes=64, anchor_every=2)
+    with Publisher(config).attach(model, assets={"config.json": b"{}"}) as publisher:
+        for step in range(1, 13):
+            train_(model, step)
+            publisher.publish(step=step)
+            publisher.flush()
+    return model
+
+
+def arrived(place: Place, url: str) -> dict[str, bytes]:
+    """Every object of a mirror whose writers were killed."""
+    return {key: data for key, data in contents(url).items() if data or place.kind != "s3"}
+
+
+def check_whole(found: dict[str, bytes]) -> None:
+    for key, data in found.items():
+        if key.startswith("manifests/"):
+            parts = unseal(data, Manifest, key=key).edge.parts
+        elif key.startswith("edges/"):
+            parts = unseal(data, EdgeRecord, key=key).edge.parts
+        else:
+            continue
+        for part in parts:
+            assert len(found[part.key]) == part.nbytes, f"{key} names {part.key}"
+
+
+def test_a_mirror_that_is_killed_ten_times_is_byte_identical(
+    place: Place, killed: Callable[..., None], tmp_path: Path
+) -> None:
+    url, there = str(tmp_path / "source"), place.url("mirror")
+    model, source = publish(url), contents(url)
+    del source[PUBLISHER_KEY]  # where a publisher is at work, not what it published
+    for count in range(KILLS):
+        do = "kill-after" if count % 2 else "kill"
+        killed(role="mirror", url=url, destination=there, do=do, nth=3 + count % 4 * 3)
+        found = arrived(place, there)
+        assert found.keys() - source.keys() <= {MIRROR_KEY}
+        copied = {key: data for key, data in found.items() if key != MIRROR_KEY}
+        assert copied == {key: source[key] for key in copied}
+        check_whole(found)
+    with closing(open_store(url)) as one, closing(open_store(there, writer=True)) as two:
+        before = arrived(place, there)
+        new = sum(receipt.objects for receipt in Mirror(one, two).catch_up())
+        found = contents(there)
+        assert new <= len(found) - len(before)
+        assert list(Mirror(one, two).catch_up()) == []
+        recompute(two)
+    found.pop(MIRROR_KEY)
+    assert found == source
+    tensors = tensors_of(model)
+    with Subscriber(there, tensors) as subscriber:
+        subscriber.update()
+    assert same(bits_of(tensors), bits_of(model))
+
 
 DELTA = f"deltas/{2:020d}-"
 MANIFEST = f"manifests/{2:020d}"

@@ -21,7 +21,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.status import HealthLimits
 from tests.e2e.pages import opened
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed, eventually, led
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Final
@@ -29,11 +30,79 @@ from deltachain.replica.engine import EngineModel
 from deltachain.replica.layout.classes import Agreement, agree, orphans
 from deltachain.replica.rank import Rank
 from deltachain.types import Bits, StateDigest, TensorSpec
-from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.serving import ENGINE
 from tests.engines.two_ranks import two_ranks
 from tests.support.spools import spool_of
+
+NOISE: Final[Mapping[str, str]] = {
+    "_tensor_constant0": "vLLM traces each module class of transformers once a process; the trace "
+    "of phimoe's rotary embedding leaves this copy of its frequencies on the first model only",
+}
+"""Last parts of names that :func:`differences` leaves out, and why."""
+
+_HELPERS: Final = ("quant_method", "impl")
+
+_DEPTH: Final = 3
+
+
+def live(model: nn.Module) -> dict[str, Tensor]:
+    """Every tensor with elements that a model has, not copied, tied ones under every name."""
+    return {
+        path: tensor
+        for name, module in model.named_modules(remove_duplicate=False)
+        for key, value in _parts(module)
+        for path, tensor in _tensors(f"{name}.{key}" if name else key, value, _DEPTH)
+        if tensor.numel()
+    }
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that only one side has, or that differ in shape, dtype or any bit.
+
+    NaNs are equal if their bits are. Left out is :data:`NOISE`, and nothing else.
+    """
+    return [
+        name
+        for name in sorted(one.keys() | other.keys())
+        if name.rpartition(".")[2] not in NOISE
+        and not (name in one and name in other and _same(one[name], other[name]))
+    ]
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return one.is_meta or torch.equal(_bytes(one), _bytes(other))
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _parts(module: nn.Module) -> Iterator[tuple[str, object]]:
+    apart = ("_parameters", "_buffers", "_modules")
+    yield from module._parameters.items()
+    yield from module._buffers.items()
+    for key, value in vars(module).items():
+        if key not in apart:
+            yield key, value
+        if key in _HELPERS and hasattr(value, "__dict__") and not isinstance(value, nn.Module):
+            yield from ((f"{key}.{inner}", held) for inner, held in vars(value).items())
+
+
+def _tensors(name: str, value: object, depth: int) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield name, value
+    elif depth and isinstance(value, list | tuple | dict):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, held in pairs:
+            yield from _tensors(f"{name}[{key}]", held, depth - 1)
+
 
 SHARE: Final = 0.3
 
@@ -281,3 +350,55 @@ def _cell(row: Row | None) -> str:
 
 if __name__ == "__main__":
     main()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """What one rank held after each version."""
+
+    classes: dict[str, int]
+    versions: int
+    proven: int
+    wrong: list[str]
+    alike: list[int]
+
+
+def examine_many(rank: int, family: str, tp: str | int, versions: str | int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as scratch:
+        return asdict(_examine_many(rank, family, int(tp), int(versions), Path(scratch)))
+
+
+def _examine_many(rank: int, family: str, tp: int, versions: int, scratch: Path) -> Held:
+    before = checkpoint(family)
+    specs = dict(Checkpoint(before).specs)
+    how = {"tp": tp, "rank": rank, "plain_linears": False}
+    engine = engine_fresh()
+    found: list[dict[str, Tensor]] = []
+    folders, proven = [before], 0
+    with engine.load_in_context(before, **how) as (config, model):
+        known = engine.known(config, model)
+        mine = Rank(known, specs.values(), {})
+        agreement = attached(mine, specs, rank, tp)
+        for version in range(1, versions + 1):
+            folder = changed(specs, agreement, folders[-1], scratch / str(version), version)
+            change = Change(specs, agreement, folders[-1], folder)
+            spool = spool_of(scratch / f"spool-{version}", change.deltas())
+            mine.stage(version, spool.folder, 1 << 30)
+            mine.swap(version, version, back=False)
+            proven += has_digest(mine, specs, agreement, folder, tp)
+            found.append(copied(live(model)) | computed(known, model))
+            folders.append(folder)
+        del mine
+    wrong = []
+    for version, (folder, held) in enumerate(zip(folders[1:], found, strict=True), 1):
+        with engine.load_in_context(folder, **how) as (config, model):
+            fresh = copied(live(model)) | computed(engine.known(config, model), model)
+        wrong += [f"version {version}: {name}" for name in differences(fresh, held)]
+    pairs = enumerate(pairwise(found), 2)
+    return Held(
+        classes=dict(Counter(agreement.classes.values())),
+        versions=versions,
+        proven=proven,
+        wrong=wrong,
+        alike=[version for version, (one, other) in pairs if not differences(one, other)],
+    )

@@ -13,8 +13,7 @@ import httpx
 
 from tests.engines import strikes
 from tests.engines.expected import Judge, sharded
-from tests.engines.load import prompt
-from tests.engines.serving import Server, start
+from tests.engines.serving import Server, prompt, start
 from tests.engines.trainer import Trainer
 
 

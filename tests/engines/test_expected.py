@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.engines.chains import make_batches, masters_of, one_thread, pretrain
 from tests.engines.expected import MARGIN, Judge
 from tests.engines.routers import inputs, rounding, weights
+from tests.engines.trainer import make_batches, masters_of, one_thread, pretrain
 
 pytestmark = pytest.mark.engine
 

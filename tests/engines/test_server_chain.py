@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 from deltachain.cli.pull import pull
-from tests.engines.chains import Trained, train
 from tests.engines.expected import Judge, sharded
-from tests.engines.load import prompt
-from tests.engines.serving import ENGINE, Generated, Server, start
+from tests.engines.serving import ENGINE, Generated, Server, prompt, start
+from tests.engines.trainer import Trained, train
 
 pytestmark = [pytest.mark.engine]
 if ENGINE == "vllm":  # the same is tried in its own process, by test_offline

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.engines.expected import Judge, wrong_steps
-from tests.engines.load import Seen, clients, prompt
-from tests.engines.serving import ENGINE, PAUSES, Generated, Server, start
+from tests.engines.serving import ENGINE, PAUSES, Generated, Seen, Server, clients, prompt, start
 from tests.engines.trainer import Trainer
 
 pytestmark = pytest.mark.engine

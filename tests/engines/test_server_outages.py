@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -11,16 +12,127 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
+from typing import Final
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.engines.expected import Judge
-from tests.engines.load import prompt
+from deltachain.chain.chain import Chain
+from deltachain.checkpoint import WEIGHTS_FILE
+from deltachain.cli.pull import pull
+from deltachain.presence.record import PresenceRecord, parse_record
+from deltachain.publish import PublishConfig
+from deltachain.publish.push import push
+from deltachain.store import open_store
+from tests.engines.expected import Judge, sharded
+from tests.engines.families import named
 from tests.engines.replica import Replica, error_of, replicas, serving
-from tests.engines.serving import PAUSES
-from tests.engines.trainer import Trainer
+from tests.engines.serving import ENGINE, PAUSES, Server, prompt, start
+from tests.engines.trainer import Trained, Trainer, train
 from tests.support.seaweed import Seaweed
+
+PLAIN: Final = {"vllm": "deepseek_v3_wide", "sglang": "glm4_moe"}
+WITH_HEADS: Final = {"vllm": "deepseek_v3_mtp", "sglang": "glm4_moe_mtp"}
+"""Families that the engine can generate with on a CPU, without such heads and with them."""
+
+
+def with_heads(checkpoint: Path, folder: Path, seed: int) -> Path:
+    family = named(WITH_HEADS[ENGINE])
+    assert family.edit is not None
+    shutil.copytree(checkpoint, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | dict(family.said)))
+    saved = load_file(folder / WEIGHTS_FILE)
+    made = family.edit(saved)
+    generator = torch.Generator().manual_seed(seed)
+    for name in sorted(made.keys() - saved.keys()):
+        made[name] = torch.randn(made[name].shape, generator=generator).to(made[name].dtype)
+    save_file(made, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    return folder
+
+
+def test_a_checkpoint_with_heads_for_later_tokens_is_followed(tmp_path: Path) -> None:
+    url, dice = (tmp_path / "chain").as_uri(), random.Random(3)
+    with Trainer(tmp_path / "trainer", family=PLAIN[ENGINE]) as trainer:
+        trainer.step()
+        folders = [with_heads(trainer.pulled(v), tmp_path / str(v), v) for v in (0, 1)]
+    for folder in folders:
+        push(open_store(url), folder, PublishConfig(url=url))
+    with start(folders[0], tmp_path / "server", url) as server:
+        kinds = {kind: row["tensors"] for kind, row in server.status()["classes"].items()}
+        saved, plain = (load_file(one / WEIGHTS_FILE) for one in (folders[0], trainer.base))
+        heads = saved.keys() - plain.keys()
+        assert heads
+        assert (kinds["unused"], "refused" in kinds) == (len(heads), False)
+        server.update(1)
+        answers = [server.generate(prompt(dice), 24) for _ in range(8)]
+        assert {answer.spans for answer in answers} == {((0, 24, "1"),)}
+        wrong = [
+            any(Judge(folder).wrong(a.prompt, a.tokens, range(24)) for a in answers)
+            for folder in folders
+        ]
+        assert wrong == [True, False]
+        assert server.post("scrub").json()["version"] == 1
+
+
+VERSIONS = 8
+NO_ANCHOR = 1000
+
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    folder = tmp_path_factory.mktemp("chain") / "run"
+    return train("qwen2", folder, VERSIONS, anchor_every=NO_ANCHOR, encoding="max")
+
+
+def holds(server: Server, checkpoint: Path, tp: int) -> bool:
+    cut = sharded(checkpoint, tp)
+    return server.checksums() == {name: server.digest(bits) for name, bits in cut.items()}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_ranks_follow_one_by_one_and_over_several_versions(
+    chain: Trained, tmp_path: Path, tp: int
+) -> None:
+    head = Chain.open(open_store(chain.url)).head()
+    assert head is not None
+    assert "max" in head.manifest.edge.encodings
+    with start(chain.base, tmp_path / "server", chain.url, tp=tp, plain=True, dev=True) as server:
+        assert server.status()["version"] == VERSIONS  # from version 0, as it started
+        assert server.post("rollback", version=0).json()["version"] == 0
+        server.post("release")
+        for version in (1, 2, 5, VERSIONS):
+            pull(chain.url, out=tmp_path / str(version), version=version)
+            found = server.update(version)
+            assert found["version"] == version
+            assert holds(server, tmp_path / str(version), tp)
+            assert "anchor" not in str(server.status()["last"])
+
+
+def test_a_server_shows_its_presence_until_it_is_told_to_end(tmp_path: Path) -> None:
+    board = tmp_path / "replicas"
+    variables = {"DELTACHAIN_PRESENCE_URL": str(board)}
+    with Trainer(tmp_path) as trainer, serving(trainer, tmp_path, environment=variables) as replica:
+        (file,) = board.glob("*.json")
+        record = _ready(file)
+        asked = replica.server.status()
+        assert record.status.version == asked["version"] == 0
+        assert record.status.chain == asked["chain"]
+        assert record.status.engine == asked["engine"]
+        assert record.status.engine.startswith(f"{ENGINE}/")
+        replica.server.stop()
+        assert not file.exists(), replica.server.log()[-3000:]
+
+
+def _ready(file: Path) -> PresenceRecord:
+    until = time.monotonic() + 60
+    while not (record := parse_record(file.read_bytes(), file.name)).status.ready:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    return record
+
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -3,15 +3,158 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from deltachain.cli.pull import pull
 from deltachain.publish import PublishConfig, Publisher
-from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
+from examples.demo.compare_bits import Comparison, compare, dump_bits
+from examples.demo.corpus import documents
+from examples.demo.model import make_tokenizer
+from tests.engines.families import named, with_tokenizer
+
+NAMES: Final = ("qwen3", "qwen2", "llama", "gemma3")
+
+LEARNING_RATE: Final = 3e-6
+"""Of the published steps; each then changes a few hundredths of all bf16 weights or fewer."""
+
+_PRETRAINING_STEPS: Final = 80
+_PRETRAINING_RATE: Final = 3e-3
+_BATCH: Final = 4
+_LENGTH: Final = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A chain, and what is known of it without reading it."""
+
+    family: str
+    url: str
+    base: Path
+    last: int
+    densities: tuple[float, ...]
+    losses: tuple[float, ...]
+    dumps: Path
+
+    def dump(self, version: int) -> Path:
+        return self.dumps / f"{version}.npz"
+
+    def compare(self, version: int, folder: Path) -> Comparison:
+        return compare(self.dump(version), folder)
+
+
+def train(
+    family: str,
+    folder: Path,
+    versions: int = 20,
+    *,
+    seed: int = 0,
+    anchor_every: int = 3,
+    rate: float = LEARNING_RATE,
+    encoding: str = "step",
+) -> Trained:
+    """Train a model of 2 layers on the demo's text, and publish every step after the first ones."""
+    if family not in NAMES:
+        raise ValueError(f"{family!r} is none of {NAMES}")
+    base, dumps = folder / "base", folder / "dumps"
+    dumps.mkdir(parents=True)
+    url = (folder / "chain").resolve().as_uri()
+    with one_thread():
+        batches = make_batches(seed)
+        pretrain(family, base, batches, seed)
+        model = masters_of(base)
+        dump_bits(model, dumps / "0.npz")
+        densities, losses = [], []
+        config = PublishConfig(
+            url=url, when_busy="wait", anchor_every=anchor_every, encoding=encoding
+        )
+        with Publisher(config) as publisher:
+            publisher.attach(model)
+            steps = optimizer_steps(model, batches, rate)
+            for step, loss in enumerate(islice(steps, versions), 1):
+                receipt = publisher.publish(step=step).result()
+                if receipt.version != step:
+                    raise RuntimeError(f"step {step} became version {receipt.version}")
+                dump_bits(model, dumps / f"{step}.npz")
+                densities.append(receipt.density)
+                losses.append(loss)
+    return Trained(
+        family=family,
+        url=url,
+        base=base,
+        last=versions,
+        densities=tuple(densities),
+        losses=tuple(losses),
+        dumps=dumps,
+    )
+
+
+def pulled(trained: Trained, version: int, folder: Path) -> Path:
+    pull(trained.url, out=folder, version=version)
+    return folder
+
+
+def pretrain(family: str, base: Path, batches: Iterator[Tensor], seed: int) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        configuration = named(family).configuration()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            configuration, dtype=torch.float32
+        )
+    for _ in islice(optimizer_steps(model, batches, _PRETRAINING_RATE), _PRETRAINING_STEPS):
+        pass
+    model.bfloat16().save_pretrained(base)
+    with_tokenizer(base)
+
+
+def masters_of(base: Path) -> PreTrainedModel:
+    """The checkpoint as fp32: its cast to bf16 has exactly the bits of the file."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        base, dtype=torch.float32, local_files_only=True
+    )
+    return model
+
+
+def optimizer_steps(model: nn.Module, batches: Iterator[Tensor], rate: float) -> Iterator[float]:
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98))
+    for inputs in batches:
+        loss: Tensor = model(input_ids=inputs, labels=inputs, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
+
+
+def make_batches(seed: int) -> Iterator[Tensor]:
+    tokenizer, wanted = make_tokenizer(), _BATCH * _LENGTH
+    stream: list[int] = []
+    for document in documents(seed):
+        stream += [*tokenizer.encode(document, add_special_tokens=False), tokenizer.eos_token_id]
+        if len(stream) >= wanted:
+            yield torch.tensor(stream[:wanted]).view(_BATCH, _LENGTH)
+            stream = stream[wanted:]
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
 
 RATE: Final = 1e-2
 """Far more than a real one: tokens must differ from one version to the next, to be told apart."""

@@ -34,7 +34,7 @@ from deltachain.format.documents import (
 from deltachain.format.keys import edge_key, manifest_key, prune_key, tag_key
 from deltachain.store.memory import MemoryStore
 from tests.format import stranger_chain as stranger
-from tests.format.documents import KEYS, TABLES, enveloped, no_documents
+from tests.format.forge import KEYS, TABLES, enveloped, no_documents
 from tests.format.stranger_base import RefusedError, read_json
 from tests.format.stranger_prunes import read_prune
 from tests.format.stranger_tags import read_tag

@@ -11,7 +11,7 @@ from deltachain.chain import tags
 from deltachain.format import keys
 from deltachain.format.documents import Tag, dump, parse, seal, unseal
 from tests.format import freeze, freeze_tags, stranger_tags
-from tests.format.documents import no_documents
+from tests.format.forge import no_documents
 from tests.format.stranger_base import RefusedError
 
 FILES = {

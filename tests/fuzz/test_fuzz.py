@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.mutate import MUTATORS
-from tests.fuzz.seeds import seeds
+from tests.fuzz.mutate import MUTATORS, seeds
 from tests.fuzz.targets import TARGETS
 
 ROOT = Path(__file__).resolve().parents[2]

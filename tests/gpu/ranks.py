@@ -21,9 +21,8 @@ from deltachain.replica.layout.classes import agree
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest
-from tests.support.engine import FakeModel
+from tests.support.engine import FakeModel, Sharding, full_of, save, trained
 from tests.support.models import train_
-from tests.support.sharding import Sharding, full_of, save, trained
 from tests.support.spools import spool_of
 
 BUDGET = 1 << 30

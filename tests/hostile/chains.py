@@ -12,7 +12,7 @@ from deltachain.errors import (
     ObjectNotFoundError,
     TensorMismatchError,
 )
-from tests.format.documents import KEYS, TABLES
+from tests.format.forge import KEYS, TABLES
 from tests.hostile.case import Case, Category, Level
 from tests.hostile.scene import RECORD, Scene
 

@@ -12,7 +12,7 @@ from deltachain.errors import (
     MalformedError,
     UnsupportedFormatError,
 )
-from tests.format.documents import enveloped, no_documents
+from tests.format.forge import enveloped, no_documents
 from tests.hostile.case import Case, Category, Level
 from tests.hostile.scene import ENVELOPES, RECORD, Scene
 

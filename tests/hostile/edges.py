@@ -13,7 +13,7 @@ from deltachain.errors import (
     ForkedChainError,
     MalformedError,
 )
-from tests.format.documents import KEYS
+from tests.format.forge import KEYS
 from tests.hostile.case import Case, Category, Level
 from tests.hostile.scene import RECORD, Scene, listed
 

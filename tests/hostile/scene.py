@@ -19,8 +19,7 @@ from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.types import Bits, StateDigest
-from tests.format.documents import enveloped
-from tests.format.forge import dumps
+from tests.format.forge import dumps, enveloped
 from tests.format.forgeries import NEW, PARTS, SPEC
 from tests.format.freeze import Builder, change_of, dense
 

@@ -17,8 +17,7 @@ from deltachain.kernels import reference
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Bits, StateDigest, TensorSpec
-from tests.format.documents import enveloped
-from tests.format.forge import dumps
+from tests.format.forge import dumps, enveloped
 from tests.format.freeze import Builder, dense, step
 
 SPEC: Final = TensorSpec("w", "BF16", (8, 8))

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
 from tests.property import reloading
-from tests.property.layers import Layer, fixed_input, frozen
-from tests.property.processing import create, keep, process
+from tests.property.layers import Layer, create, fixed_input, frozen, keep, process
 from tests.property.recipe import Recipe, Source, Unit, sources
 from tests.property.writers import WRITERS
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from torch import Tensor
 
 from deltachain.errors import EngineVersionError
-from tests.property.layers import Layer
-from tests.property.processing import create, process
+from tests.property.layers import Layer, create, process
 
 if TYPE_CHECKING:
     from tests.property.engine import RandomEngine

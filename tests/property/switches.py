@@ -22,8 +22,7 @@ from deltachain.replica.layout.model_state import LoadGroup, ModelState
 from deltachain.replica.layout.reloads import Trial, Untouched, _Seen
 from deltachain.replica.live_record import LateTies
 from tests.property.check import KINDS
-from tests.property.generate import OPAQUE
-from tests.property.recipe import Recipe, Unit
+from tests.property.recipe import OPAQUE, Recipe, Unit
 
 Switch: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 

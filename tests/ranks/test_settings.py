@@ -9,10 +9,124 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.publish.quantise.settings import Quantization
+from deltachain.chain.trust import SigningKey, Trust
+from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.store import open_store
 from deltachain.verify import verify
+from tests.ranks.hub_trials import HUB_VERSIONS
 from tests.ranks.spawn import run
+from tests.ranks.transfer_trials import SYNCS
+from tests.support.hub.server import HubServer
+
+REFUSALS = [
+    ("flat", "FSDP1", "FSDP2"),
+    ("fsdp1", "FSDP1", "deltachain push"),
+    ("partial", "partial sum", "redistribute"),
+    ("unequal", "differs on ranks 0 and 1", "replicas must be equal"),
+    ("shape", "on one rank", "DTensors"),
+    ("scattered", "rows that are not neighbours", "deltachain push"),
+    ("misfit", "this rank holds", "between steps"),
+    ("frozen", "is frozen on rank 1, trained on rank 0", "the same weights"),
+    ("nothing", "there are no weights", "no rank has any part"),
+]
+
+
+@pytest.mark.parametrize(("kind", "message", "hint"), REFUSALS)
+def test_what_can_not_be_published_is_refused_on_every_rank(
+    tmp_path: Path, kind: str, message: str, hint: str
+) -> None:
+    run("tests.ranks.trials:refused", 2, kind, message, hint, str(tmp_path / "chain"))
+
+
+def test_only_rank_0_needs_the_signing_key(tmp_path: Path) -> None:
+    key, url = SigningKey.generate(), (tmp_path / "chain").as_uri()
+    file = tmp_path / "key"
+    file.write_bytes(key.pem())
+    for first in range(2):
+        run("tests.ranks.signed_trials:publishes", 2, str(file), url, first)
+    trust = Trust.of_reader(str(key.public))
+    proofs = list(verify(Chain.open(open_store(url), trust)))
+    assert [proof.signed_by for proof in proofs] == [(key.public.key_id,)] * len(proofs)
+    assert len(proofs) > 3
+
+
+def test_a_reverted_head_is_refused_on_every_rank(tmp_path: Path) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run("tests.ranks.apart:goes_back", 2, url)
+    assert len(list(verify(Chain.open(open_store(url))))) == 9
+
+
+def test_ranks_take_no_more_requests_than_one_publisher(hub: HubServer, bucket: str) -> None:
+    url = f"hf://buckets/{bucket}/run"
+    run("tests.ranks.hub_trials:publishes", 3, url, hub.url, hub.token)
+    chain = Chain.open(open_store(url, {"endpoint": hub.url, "token": hub.token}))
+    proofs = list(verify(chain))
+    assert len(proofs) == HUB_VERSIONS + 1
+    assert len(chain.read(HUB_VERSIONS).manifest.edge.parts) == 3
+
+
+@pytest.mark.parametrize("wait", ["all", pytest.param("none", marks=pytest.mark.slow)])
+def test_every_sync_of_sharded_weights_is_a_version(tmp_path: Path, wait: str) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run("tests.ranks.transfer_trials:syncs", 2, url, str(tmp_path), wait)
+    proofs = list(verify(Chain.open(open_store(url))))
+    assert [proof.version for proof in proofs] == list(range(SYNCS + 1))
+
+
+@pytest.mark.parametrize("trial", ["trainer_with_copies", "accelerate_with_shards"])
+def test_what_trainers_of_transformers_and_accelerate_hold_is_published(
+    tmp_path: Path, trial: str
+) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run(f"tests.ranks.transformers_trials:{trial}", 2, url, str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "hrm_text", "inkling2_text", "llava"])
+def test_what_is_converted_when_it_is_saved_loads_and_computes_the_same(
+    tmp_path: Path, kind: str
+) -> None:
+    url = (tmp_path / "chain").as_uri()
+    run("tests.ranks.transformers_trials:converted", 2, kind, url, str(tmp_path))
+
+
+STEPS = 3
+
+
+def states(folder: Path, model: str, recipe: str, ranks: int, dim: int = 0) -> list[str]:
+    url = (folder / f"{model}-{recipe}-{ranks}-{dim}").as_uri()
+    run("tests.ranks.quantised_trials:publishes", ranks, model, recipe, dim, url, STEPS)
+    chain = Chain.open(open_store(url))
+    return [chain.identity.table, *(chain.read(v).manifest.state for v in range(STEPS + 1))]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_ranks_publish_what_one_process_does(tmp_path: Path, recipe: str) -> None:
+    one = states(tmp_path, "layers", recipe, 1)
+    assert len(set(one)) == STEPS + 2
+    assert states(tmp_path, "layers", recipe, 2) == one
+    assert states(tmp_path, "layers", recipe, 3) == one
+    assert states(tmp_path, "layers", recipe, 3, 1) == one, "by columns"
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-tensor", "int8-row", "nvfp4a16"])
+def test_ranks_share_experts(tmp_path: Path, recipe: str) -> None:
+    one = states(tmp_path, "mixture", recipe, 1)
+    for dim in range(3):
+        assert states(tmp_path, "mixture", recipe, 2, dim) == one, dim
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "nvfp4a16"])
+@pytest.mark.parametrize("spoilt", [0, 1])
+def test_weights_that_are_not_finite_stop_every_rank(
+    tmp_path: Path, spoilt: int, recipe: str
+) -> None:
+    run("tests.ranks.quantised_trials:refuses", 2, recipe, (tmp_path / "chain").as_uri(), spoilt)
+
+
+def test_a_cut_between_codes_of_one_byte_is_refused_by_every_rank(tmp_path: Path) -> None:
+    run("tests.ranks.quantised_trials:splits_bytes", 3, (tmp_path / "chain").as_uri())
+    assert not list(tmp_path.rglob("chain.json"))
+
 
 pytestmark = pytest.mark.dist
 

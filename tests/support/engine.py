@@ -2,25 +2,232 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from deltachain.errors import EngineVersionError
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
+from deltachain.errors import ApplyError, DeltaChainError, EngineVersionError
+from deltachain.kernels.device import bits_of
 from deltachain.replica.layout.recorder import live_tensors
-from tests.support.sharding import (
-    HIDDEN,
-    Full,
-    RankModel,
-    Sharding,
-    expected,
-    put,
-    read,
+from deltachain.replica.messages import (
+    RankReply,
+    RankRequest,
+    Refusal,
+    SwapRequest,
+    addressed,
+    decode_reply,
+    encode,
+    name_of,
 )
+from deltachain.replica.rank import RankService
+from deltachain.replica.settings import RankSettings
+from deltachain.subscribe.targets import base as target
+from deltachain.subscribe.targets.patch import LiveElements, Patch, write
+from deltachain.torch_names import TORCH_DTYPES
+from deltachain.types import BITS_DTYPES, TensorSpec
+
+HIDDEN: Final = 16
+HEAD: Final = 4
+"""Elements of an attention head; there are four query, two key and two value heads."""
+KV_HEADS: Final = 2
+INNER: Final = 24
+VOCAB: Final = 50
+PADDED: Final = 56
+EXPERTS: Final = 4
+
+ODD: Final[dict[str, tuple[int, ...]]] = {
+    "conv": (HIDDEN, 8),
+    "sliced": (8, 6),
+    "cast": (HIDDEN,),
+    "decay": (8,),
+    "bias": (HIDDEN,),
+    "indexed": (8, 6),
+    "flipped": (8, 6),
+    "packed": (8, HIDDEN),
+    "shadow": (8, HIDDEN),
+    "stuck": (8, 6),
+}
+"""Shapes of tensors with special loaders; see :class:`engine.FakeModel`."""
+
+PLAIN: Final = ("conv", "sliced")
+"""Special tensors whose live bits equal bits of the checkpoint."""
+
+HOSTED: Final = tuple(name for name in ODD if name != "stuck")
+"""Special tensors that the engine can load."""
+
+Full: TypeAlias = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """Sharding of a model over ranks, and its special tensors."""
+
+    tp: int = 1
+    pp: int = 1
+    layers: int = 2
+    odd: tuple[str, ...] = PLAIN
+    untied: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.pp
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    shape: Sharding
+    rank: int
+
+    @property
+    def part(self) -> int:
+        return self.rank % self.shape.tp
+
+    @property
+    def layers(self) -> range:
+        each = self.shape.layers // self.shape.pp
+        stage = self.rank // self.shape.tp
+        return range(stage * each, (stage + 1) * each)
+
+    @property
+    def embeds(self) -> bool:
+        return 0 in self.layers
+
+    @property
+    def ends(self) -> bool:
+        return self.shape.layers - 1 in self.layers
+
+    @property
+    def has_own_head(self) -> bool:
+        return self.ends and (self.shape.untied or not self.embeds)
+
+    @property
+    def kv(self) -> slice:
+        tp = self.shape.tp
+        first = self.part * KV_HEADS // tp
+        return slice(first * HEAD, (first + max(KV_HEADS // tp, 1)) * HEAD)
+
+    @property
+    def experts(self) -> range:
+        tp = self.shape.tp
+        return range(self.part * EXPERTS // tp, (self.part + 1) * EXPERTS // tp)
+
+
+def shapes_of_layer(shape: Sharding) -> dict[str, tuple[int, ...]]:
+    return {
+        "q": (HIDDEN, HIDDEN),
+        "k": (KV_HEADS * HEAD, HIDDEN),
+        "v": (KV_HEADS * HEAD, HIDDEN),
+        "o": (HIDDEN, HIDDEN),
+        "gate": (INNER, HIDDEN),
+        "up": (INNER, HIDDEN),
+        "down": (HIDDEN, INNER),
+        "norm": (HIDDEN,),
+        **{f"experts.{number}": (8, HIDDEN) for number in range(EXPERTS)},
+        **{name: ODD[name] for name in shape.odd},
+    }
+
+
+def trained(shape: Sharding, seed: int = 0) -> nn.Module:
+    root = nn.Module()
+    shapes: dict[str, tuple[int, ...]] = {"embed": (VOCAB, HIDDEN), "norm": (HIDDEN,)}
+    for layer in range(shape.layers):
+        shapes.update({f"layers.{layer}.{n}": s for n, s in shapes_of_layer(shape).items()})
+    generator = torch.Generator().manual_seed(seed)
+    for name, size in shapes.items():
+        drawn = torch.randn(size, generator=generator) * 0.02
+        put(root, f"{name}.weight", nn.Parameter(drawn.to(torch.bfloat16)))
+    put(root, "head.weight", root.get_parameter("embed.weight"))
+    return root
+
+
+def put(root: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, leaf = name.split(".")
+    for part in path:
+        if part not in root._modules:
+            root.add_module(part, nn.Module())
+        root = root.get_submodule(part)
+    root.register_parameter(leaf, parameter)
+
+
+def full_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def save(model: nn.Module, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    full = full_of(model)
+    specs = [TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in full.items()]
+    write_weights(
+        folder / WEIGHTS_FILE,
+        specs,
+        lambda spec: bits_of(full[spec.name]).numpy().view(BITS_DTYPES[2]),
+    )
+    return folder
+
+
+def read(folder: Path) -> dict[str, Tensor]:
+    checkpoint = Checkpoint(folder)
+    return {
+        name: torch.from_numpy(checkpoint.bits(name).copy())
+        .view(TORCH_DTYPES[spec.dtype])
+        .view(spec.shape)
+        for name, spec in checkpoint.specs.items()
+    }
+
+
+def expected(share: RankModel, full: Full) -> dict[str, Tensor]:
+    embed = torch.zeros(PADDED, HIDDEN, dtype=torch.bfloat16)
+    embed[:VOCAB] = full["embed.weight"]
+    rows = embed.chunk(share.shape.tp)[share.part]
+    found: dict[str, Tensor] = {}
+    if share.embeds:
+        found["embed.weight"] = rows.clone()
+    if share.has_own_head:
+        found["head.weight"] = rows.clone()
+    if share.ends:
+        found["norm.weight"] = full["norm.weight"].clone()
+    for layer in share.layers:
+        own = {n: full[f"layers.{layer}.{n}.weight"] for n in shapes_of_layer(share.shape)}
+        for name, tensor in {**_sharded(share, own), **_odd(share, own)}.items():
+            found[f"layers.{layer}.{name}.weight"] = tensor
+    return found
+
+
+def _sharded(share: RankModel, own: Full) -> dict[str, Tensor]:
+    tp, part = share.shape.tp, share.part
+    q = own["q"].chunk(tp)[part]
+    return {
+        "qkv": torch.cat([q, own["k"][share.kv], own["v"][share.kv]]),
+        "o": own["o"].chunk(tp, 1)[part].clone(),
+        "norm": own["norm"].clone(),
+        "gate_up": torch.cat([own["gate"].chunk(tp)[part], own["up"].chunk(tp)[part]]),
+        "down": own["down"].chunk(tp, 1)[part].clone(),
+        "experts": torch.stack([own[f"experts.{number}"] for number in share.experts]),
+    }
+
+
+def _odd(share: RankModel, own: Full) -> dict[str, Tensor]:
+    return {name: _made(name, share, own[name]).clone() for name in share.shape.odd}
+
+
+def _made(name: str, share: RankModel, w: Tensor) -> Tensor:
+    if name == "conv":
+        return w.t().contiguous()
+    if name == "cast":
+        return w.float()
+    if name == "decay":
+        return -torch.exp(w.float())
+    if name == "bias" and share.part:
+        return torch.zeros_like(w)
+    return w.flip(0) if name in ("flipped", "stuck") else w
+
 
 FUSED: Final = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 
@@ -222,3 +429,135 @@ class _Handle:
 
 def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass
+class Faults:
+    """Injected faults, which last until they are removed.
+
+    Attributes:
+        refuses: Error with which a rank refuses a call, by rank and name of the call.
+        dies: Calls from which a rank does not return, and whether it handles them first.
+        shifted: Calls whose replies arrive in another order.
+        fewer: Calls without a reply of the last rank.
+        stale: Calls to which the last rank sends its reply to the preceding call.
+        mistyped: Calls to which the last rank's reply has the type and fields of another one.
+        truncated: Calls to which the last rank's reply is truncated.
+        writes: Error of a rank's half-done write, by rank, ``write`` or ``take back``, and its
+            number among those of one call; raised once each.
+        name: Error of naming a version.
+        pause: Error of pausing.
+    """
+
+    refuses: dict[tuple[int, str], DeltaChainError] = field(default_factory=dict)
+    dies: dict[str, bool] = field(default_factory=dict)
+    shifted: set[str] = field(default_factory=set)
+    fewer: set[str] = field(default_factory=set)
+    stale: set[str] = field(default_factory=set)
+    mistyped: dict[str, RankReply] = field(default_factory=dict)
+    truncated: set[str] = field(default_factory=set)
+    writes: dict[tuple[int, str, int], Exception] = field(default_factory=dict)
+    name: DeltaChainError | None = None
+    pause: DeltaChainError | None = None
+
+
+class FakeEngine:
+    """A fake :class:`deltachain.replica.engine.Engine`, which refuses writes unless paused."""
+
+    def __init__(self, shape: Sharding, checkpoint: Path, spool: Path, url: str = "") -> None:
+        self.models = [FakeModel(shape, rank, checkpoint) for rank in range(shape.ranks)]
+        settings = RankSettings(spool=spool, url=url)
+        self.services = [
+            RankService(lambda model=model: model, number, settings)  # type: ignore[misc]
+            for number, model in enumerate(self.models)
+        ]
+        self.faults = Faults()
+        self.software = "fake/1.0"
+        self.events: list[str] = []
+        self.paused = self.dead = False
+        self._before: list[str] = []
+
+    def call(self, request: RankRequest) -> Sequence[RankReply]:
+        name = name_of(request)
+        if isinstance(request, SwapRequest):
+            assert self.paused, "weights are written while the engine runs"
+            self.events.append("take back" if request.back else "write")
+        if self.faults.dies.get(name) is False:
+            raise ApplyError(f"the engine did not answer {name!r}")
+        replies = [self._send(rank, request) for rank in range(len(self.services))]
+        if name in self.faults.dies:
+            raise ApplyError(f"the engine did not answer {name!r}")
+        return self._received(name, replies)
+
+    def _received(self, name: str, replies: list[str]) -> Sequence[RankReply]:
+        faults = self.faults
+        if name in faults.shifted:
+            replies = replies[1:] + replies[:1]
+        if name in faults.fewer:
+            replies = replies[:-1]
+        before, self._before = self._before, replies
+        if name in faults.stale:
+            replies = [*replies[:-1], before[-1]]
+        if name in faults.truncated:
+            replies = [*replies[:-1], replies[-1][: len(replies[-1]) // 2]]
+        found: list[RankReply] = [decode_reply(text) for text in replies]
+        if name in faults.mistyped:
+            found[-1] = addressed(faults.mistyped[name], found[-1].rank, found[-1])
+        return found
+
+    def _send(self, rank: int, request: RankRequest) -> str:
+        refusal = self.faults.refuses.get((rank, name_of(request)))
+        if refusal is not None:
+            reply = Refusal(error=type(refusal).__name__, message=str(refusal.args[0]))
+            return encode(addressed(reply, rank, request))
+        with self._failing_writes(rank):
+            return self.services[rank].answer(encode(request))
+
+    @contextmanager
+    def _failing_writes(self, rank: int) -> Iterator[None]:
+        number = 0
+
+        def write_or_fail(live: LiveElements, patch: Patch) -> None:
+            nonlocal number
+            number += 1
+            failure = self.faults.writes.pop((rank, self.events[-1], number), None)
+            if failure is None:
+                write(live, patch)
+                return
+            if patch.indices is not None and len(patch.indices):
+                storage: Any = live.storage
+                storage[patch.indices[0]] = patch.new[0]  # half done
+            raise failure
+
+        with mock.patch.object(target, "write_patch", write_or_fail):
+            yield
+
+    def is_dead(self) -> bool:
+        return self.dead
+
+    def is_paused(self) -> bool:
+        return self.paused
+
+    def pause(self, *, in_doubt: bool = False) -> None:
+        self.events.append("pause in doubt" if in_doubt else "pause")
+        if self.faults.pause is not None:
+            raise self.faults.pause
+        self.paused = True
+
+    def resume(self) -> None:
+        self.events.append("resume")
+        self.paused = False
+
+    def name_version(self, version: int) -> None:
+        self.events.append(f"name {version}")
+        if self.faults.name is not None:
+            raise self.faults.name
+
+    def holds(self, full: Full) -> bool:
+        return all(model.holds(full) for model in self.models)
+
+    def bits(self) -> list[dict[str, bytes]]:
+        return [
+            {name: bytes_of(tensor).numpy().tobytes() for name, tensor in model.computed().items()}
+            for model in self.models
+        ]

@@ -16,9 +16,9 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import Subscriber
 from deltachain.threads import Pool
+from tests.support.engine import Sharding
 from tests.support.models import TinyModel, bits_of, replica_of, same, train_
 from tests.support.seaweed import Seaweed
-from tests.support.sharding import Sharding
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.replica.replicas import Followed
 

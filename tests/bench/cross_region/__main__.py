@@ -14,8 +14,7 @@ from deltachain.errors import DeltaChainError
 from tests.bench import report
 from tests.bench.cross_region import figures
 from tests.bench.cross_region.measure import WARM_UP, Sample, measure, opened
-from tests.bench.cross_region.network import check_host, network
-from tests.bench.cross_region.plan import REPLICAS, STORE, TRAINER
+from tests.bench.cross_region.network import REPLICAS, STORE, TRAINER, check_host, network
 from tests.bench.cross_region.scene import Scene, make_scene
 from tests.bench.cross_region.ways import WAYS
 

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from tests.bench import report
 from tests.bench.cross_region.measure import Sample
-from tests.bench.cross_region.plan import REPLICAS, TRAINER
+from tests.bench.cross_region.network import REPLICAS, TRAINER
 
 Samples: TypeAlias = Mapping[str, Sequence[Sample]]
 """Way -> its versions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import secrets
@@ -11,10 +12,131 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 from deltachain.errors import ConfigError, DeltaChainError
-from tests.bench.cross_region.plan import Command, NetworkPlan, Place, sent_bytes
+
+Command: TypeAlias = tuple[str, ...]
+
+WIRE: Final = "wire"
+
+HUB: Final = "hub"
+
+SUBNET: Final = "10.77.0"
+
+_BURST_S: Final = 0.002
+_LEAST_BURST: Final = 128 << 10
+
+_QUEUE_S: Final = 0.05
+_LEAST_QUEUE: Final = 256 << 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    mbit: int
+    rtt_ms: float
+
+    def __post_init__(self) -> None:
+        if self.mbit < 0 or self.rtt_ms < 0:
+            raise ConfigError(f"{self}: neither rate nor delay may be negative")
+
+    @property
+    def delay_s(self) -> float:
+        return self.rtt_ms / 2000
+
+    def __str__(self) -> str:
+        rate = f"{self.mbit / 1000:g} Gbit/s" if self.mbit >= 1000 else f"{self.mbit} Mbit/s"
+        return f"{rate}, {self.rtt_ms:g} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    name: str
+    link: Link
+
+
+TRAINER: Final = Place("trainer", Link(mbit=1000, rtt_ms=2))
+STORE: Final = Place("store", Link(mbit=0, rtt_ms=0))
+REPLICAS: Final = (Place("a", Link(mbit=100, rtt_ms=80)), Place("b", Link(mbit=1000, rtt_ms=20)))
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkPlan:
+    run: str
+    places: tuple[Place, ...]
+
+    def namespace(self, place: str) -> str:
+        return f"deltachain-{self.run}-{place}"
+
+    def address(self, place: str) -> str:
+        numbers = {one.name: number for number, one in enumerate(self.places, start=1)}
+        return f"{SUBNET}.{numbers[place]}"
+
+    @property
+    def namespaces(self) -> tuple[str, ...]:
+        return tuple(self.namespace(name) for name in (HUB, *(p.name for p in self.places)))
+
+    def setup(self) -> list[Command]:
+        hub = self.namespace(HUB)
+        commands: list[Command] = [
+            ("ip", "netns", "add", hub),
+            ("ip", "-n", hub, "link", "add", "bridge", "type", "bridge"),
+            ("ip", "-n", hub, "link", "set", "dev", "bridge", "up"),
+        ]
+        for place in self.places:
+            commands += self._connect(place)
+        return commands
+
+    def teardown(self) -> list[Command]:
+        return [("ip", "netns", "del", name) for name in reversed(self.namespaces)]
+
+    def inside(self, place: str, command: Command) -> Command:
+        return ("ip", "netns", "exec", self.namespace(place), *command)
+
+    def counters(self, place: str) -> tuple[Command, Command]:
+        show = ("-s", "-j", "qdisc", "show", "dev")
+        return (
+            ("tc", "-n", self.namespace(place), *show, WIRE),
+            ("tc", "-n", self.namespace(HUB), *show, _port(place)),
+        )
+
+    def _connect(self, place: Place) -> list[Command]:
+        hub, own, port = self.namespace(HUB), self.namespace(place.name), _port(place.name)
+        commands: list[Command] = [
+            ("ip", "netns", "add", own),
+            ("ip", "-n", own, "link", "set", "dev", "lo", "up"),
+            (
+                *("ip", "link", "add", WIRE, "netns", own),
+                *("type", "veth", "peer", "name", port, "netns", hub),
+            ),
+            ("ip", "-n", hub, "link", "set", "dev", port, "master", "bridge", "up"),
+            ("ip", "-n", own, "addr", "add", f"{self.address(place.name)}/24", "dev", WIRE),
+            ("ip", "-n", own, "link", "set", "dev", WIRE, "up"),
+        ]
+        if place.link.mbit:
+            commands.append(("tc", "-n", own, *_limit(WIRE, place.link.mbit)))
+            commands.append(("tc", "-n", hub, *_limit(port, place.link.mbit)))
+        return commands
+
+
+def sent_bytes(report: str) -> int:
+    for entry in json.loads(report):
+        if entry["kind"] == "tbf":
+            return int(entry["bytes"])
+    raise ConfigError("no rate limit on this interface, so nothing counts its bytes")
+
+
+def _port(place: str) -> str:
+    return f"to-{place}"
+
+
+def _limit(interface: str, mbit: int) -> Command:
+    bytes_per_s = mbit * 125_000
+    burst = max(_LEAST_BURST, round(bytes_per_s * _BURST_S))
+    queue = max(_LEAST_QUEUE, round(bytes_per_s * _QUEUE_S))
+    rate = ("rate", f"{mbit}mbit", "burst", f"{burst}b", "limit", f"{queue}b")
+    return ("qdisc", "add", "dev", interface, "root", "tbf", *rate)
+
 
 logger = logging.getLogger(__name__)
 

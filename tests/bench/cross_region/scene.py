@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from deltachain.types import Indices, TensorSpec
-from tests.bench.chains import U16, SyntheticChain
-from tests.bench.shapes import ModelLayout
+from tests.bench.chains import U16, ModelLayout, SyntheticChain
 from tests.bench.timing import say
 
 HEAD: Final = 128

@@ -20,13 +20,11 @@ from safetensors import torch as safetensors_torch
 
 from deltachain import PublishConfig, Publisher, SubscribeConfig, Subscriber
 from deltachain.kernels import host
-from tests.bench.bare_s3 import BareS3
-from tests.bench.chains import U16
-from tests.bench.changes import TensorChange
+from tests.bench.chains import U16, TensorChange
 from tests.bench.cross_region.scene import Scene
 from tests.bench.layouts.layout import Objects, PeerLayout
-from tests.bench.layouts.slime_gaps import SLIME_DELTAS_ZSTD
-from tests.bench.layouts.trl import TRL_GAPS
+from tests.bench.layouts.registry import SLIME_DELTAS_ZSTD, TRL_GAPS
+from tests.bench.store import BareS3
 
 DELTACHAIN: Final = "deltachain"
 PEERS: Final[Mapping[str, PeerLayout | None]] = {

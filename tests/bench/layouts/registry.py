@@ -2,19 +2,480 @@
 
 from __future__ import annotations
 
-from typing import Final
+import io
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
-from tests.bench.layouts.checkpoint_bytes import (
-    MODELEXPRESS_XOR,
-    SKYRL_XOR,
-    SLIME_OVERWRITE,
-    SLIME_XOR,
+import numpy as np
+import numpy.typing as npt
+import torch
+import zstandard
+
+from deltachain.types import TensorSpec
+from tests.bench.chains import ChangedTensors, TensorChange, count
+from tests.bench.layouts.layout import (
+    DecodedWrite,
+    Objects,
+    PeerLayout,
+    Specs,
+    StoredArray,
+    changed,
+    dump,
+    gaps_of,
+    indices_of,
+    load,
 )
-from tests.bench.layouts.layout import PeerLayout
-from tests.bench.layouts.nemo_rl import NEMO_XOR
-from tests.bench.layouts.pulse import PULSE
-from tests.bench.layouts.slime_gaps import SLIME_DELTAS, SLIME_DELTAS_ZSTD
-from tests.bench.layouts.trl import TRL_GAPS, TRL_V1
+
+BUCKET_NBYTES: Final = 512 << 20
+
+_GAP_WIDTHS: Final = ((0xFFFF, "<u2"), (0xFFFFFFFF, "<u4"), (1 << 63, "<u8"))
+
+
+def encode_nemo(changes: ChangedTensors) -> Objects:
+    """NeMo-RL's default, ``xor``: one zstd-1 frame around ``torch.save`` of a payload.
+
+    A payload is the gaps of all its tensors as bytes (uint16, or wider where one does not fit; none
+    where the changes are one contiguous range), old XOR new of all changes, and a dictionary a
+    tensor. Its checksum travels beside it and is not counted. Source: NeMo-RL 7ea279abf
+    (``weight_transfer_sparse_codec.py``, ``weight_transfer_stream.py``), bf16 and fp16 only.
+    """
+    compressor = zstandard.ZstdCompressor(level=1)
+    return tuple(compressor.compress(_payload(bucket)) for bucket in _buckets(changed(changes)))
+
+
+def decode_nemo(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    for data in objects:
+        raw = zstandard.ZstdDecompressor().decompress(data)
+        places, (values,), rows = torch.load(io.BytesIO(raw), weights_only=True)
+        places, values = places.numpy(), values.numpy().view(np.uint16)
+        for row in rows:
+            own = values[row["value_start"] : row["value_end"]]
+            gaps = places[row["index_start"] : row["index_end"]]
+            spec = specs[row["name"]]
+            yield spec.name, DecodedWrite(_positions(row, gaps, own.size), own, xor=True)
+
+
+def _buckets(changes: ChangedTensors) -> Iterator[list[TensorChange]]:
+    bucket: list[TensorChange] = []
+    size = 0
+    for change in changes.values():
+        if bucket and size + change.spec.nbytes > BUCKET_NBYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(change)
+        size += change.spec.nbytes
+    if bucket:
+        yield bucket
+
+
+def _payload(bucket: list[TensorChange]) -> bytes:
+    places: list[npt.NDArray[np.uint8]] = []
+    rows: list[dict[str, Any]] = []
+    index_end = value_end = 0
+    for change in bucket:
+        first, last = int(change.indices[0]), int(change.indices[-1])
+        contiguous = last - first + 1 == change.nnz
+        location: dict[str, Any] = {"index_encoding": "deltas"}
+        index_start, value_start = index_end, value_end
+        if contiguous:
+            location = {"index_encoding": "range", "range_start": first}
+        else:
+            places.append(_gap_bytes(change.indices))
+            index_end += places[-1].size
+        value_end += change.nnz
+        row = {
+            "name": change.spec.name,
+            "shape": change.spec.shape,
+            "dtype": "bfloat16",
+            "operation": "xor",
+            "index_start": index_start,
+            "index_end": index_end,
+            "value_group": 0,
+            "value_start": value_start,
+            "value_end": value_end,
+        }
+        rows.append(row | location)
+    values = np.concatenate([change.old ^ change.new for change in bucket])
+    joined = np.concatenate(places) if places else np.empty(0, np.uint8)
+    out = io.BytesIO()
+    groups = (torch.from_numpy(values.view(np.int16)),)
+    torch.save((torch.from_numpy(joined), groups, rows), out)
+    return out.getvalue()
+
+
+def _gap_bytes(indices: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    gaps = gaps_of(indices)
+    dtype = next(dtype for limit, dtype in _GAP_WIDTHS if gaps.max() <= limit)
+    return gaps.astype(dtype).view(np.uint8)
+
+
+def _positions(
+    row: Mapping[str, Any], gaps: npt.NDArray[np.uint8], total: int
+) -> npt.NDArray[np.int64]:
+    if row["index_encoding"] == "range":
+        return np.arange(row["range_start"], row["range_start"] + total)
+    return indices_of(gaps.view(f"<u{gaps.size // total}"))
+
+
+NEMO_XOR: Final = PeerLayout(name="NeMo-RL xor, zstd-1", encode=encode_nemo, decode=decode_nemo)
+
+
+_DTYPES: Final[dict[str, str]] = {"uint8": "|u1", "uint16": "<u2", "int32": "<i4"}
+
+
+def encode_pulse(changes: ChangedTensors) -> Objects:
+    """PULSE (arXiv 2602.03839) as its code, grail, writes it by default: ``sparse_codec_v3.1``.
+
+    A uint32 length, a JSON header with a row a tensor, and for each tensor, by name: the row of
+    each change less that of the change before (uint8, or wider), its column, less that of the
+    change before in the same row (uint16, or int32), and its new bits; all in one frame. Dimensions
+    behind the first are one. The metadata file beside it is not counted.
+    Source: grail 54d6342 (``sparse_codec.py``, ``delta_checkpoint.py``).
+    """
+    rows: list[dict[str, Any]] = []
+    data: list[bytes] = []
+    offset = 0
+    for name, change in sorted(changed(changes).items()):
+        row_name, row_steps = _narrow(_row_steps(change), ("uint8", "uint16", "int32"))
+        col_name, col_steps = _narrow(_column_steps(change), ("uint16", "int32"))
+        parts = [row_steps, col_steps, change.new.tobytes()]
+        places = len(row_steps) + len(col_steps)
+        rows.append(
+            {
+                "name": name,
+                "shape": list(change.spec.shape),
+                "num_nonzero": change.nnz,
+                "value_dtype": "bfloat16",
+                "row_dtype": row_name,
+                "col_dtype": col_name,
+                "indices_offset": offset,
+                "indices_size": places,
+                "rows_size": len(row_steps),
+                "cols_size": len(col_steps),
+                "values_offset": offset + places,
+                "values_size": len(parts[2]),
+            }
+        )
+        data += parts
+        offset += sum(map(len, parts))
+    header = json.dumps({"version": 31, "tensors": rows}, separators=(",", ":")).encode()
+    content = b"".join([len(header).to_bytes(4, "little"), header, *data])
+    return (zstandard.ZstdCompressor(level=1).compress(content),)
+
+
+def decode_pulse(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    content = zstandard.ZstdDecompressor().decompress(objects[0])
+    start = 4 + int.from_bytes(content[:4], "little")
+    for row in json.loads(content[4:start])["tensors"]:
+        total = row["num_nonzero"]
+        rows_at = start + row["indices_offset"]
+        row_steps = np.frombuffer(content, _DTYPES[row["row_dtype"]], total, rows_at)
+        cols_at = rows_at + row["rows_size"]
+        col_steps = np.frombuffer(content, _DTYPES[row["col_dtype"]], total, cols_at)
+        values = np.frombuffer(content, "<u2", total, start + row["values_offset"])
+        indices = _indices(row_steps, col_steps, _columns(specs[row["name"]]))
+        yield row["name"], DecodedWrite(indices, values, xor=False)
+
+
+def _columns(spec: TensorSpec) -> int:
+    return math.prod(spec.shape[1:])
+
+
+def _row_steps(change: TensorChange) -> npt.NDArray[np.int64]:
+    return np.diff(change.indices // _columns(change.spec), prepend=0)
+
+
+def _column_steps(change: TensorChange) -> npt.NDArray[np.int64]:
+    columns = change.indices % _columns(change.spec)
+    same_row = _row_steps(change) == 0
+    same_row[0] = False
+    return columns - np.where(same_row, np.roll(columns, 1), 0)
+
+
+def _indices(
+    row_steps: npt.NDArray[Any], col_steps: npt.NDArray[Any], columns: int
+) -> npt.NDArray[np.int64]:
+    first = row_steps != 0
+    first[0] = True
+    passed = np.cumsum(col_steps, dtype=np.int64)
+    before = (passed - col_steps)[first]
+    in_row = passed - np.repeat(before, np.diff(np.flatnonzero(first), append=first.size))
+    found: npt.NDArray[np.int64] = np.cumsum(row_steps, dtype=np.int64) * columns + in_row
+    return found
+
+
+def _narrow(steps: npt.NDArray[np.int64], names: tuple[str, ...]) -> tuple[str, bytes]:
+    fits = (name for name in names if steps.max() <= np.iinfo(_DTYPES[name]).max)
+    name = next(fits)
+    return name, steps.astype(_DTYPES[name]).tobytes()
+
+
+PULSE: Final = PeerLayout(name="PULSE v3.1, zstd-1", encode=encode_pulse, decode=decode_pulse)
+
+
+ESCAPE: Final = 0xFFFF
+
+
+def encode_streams(changes: ChangedTensors) -> Objects:
+    """Former ``deltas`` encoding of slime: uint16 gaps and bf16 values, 32 bits a change.
+
+    The two streams over the concatenation of all tensors, no header. A gap that does not fit takes
+    one more gap for each 65535 skipped: the source says nothing, this is the cheapest.
+    Source: slime ``docker/patch/v0.5.12.post1/sglang.patch`` (DeltaSpec).
+    """
+    starts = np.cumsum([0, *(change.numel for change in changes.values())])
+    indices = np.concatenate(
+        [change.indices + start for change, start in zip(changes.values(), starts, strict=False)]
+    )
+    gaps = gaps_of(indices)
+    escapes = gaps // ESCAPE
+    stream = np.full(gaps.size + int(escapes.sum()), ESCAPE, "<u2")
+    stream[np.cumsum(escapes) + np.arange(gaps.size)] = gaps % ESCAPE
+    values = np.concatenate([change.new for change in changes.values()])
+    return stream.tobytes(), values.tobytes()
+
+
+def decode_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    stream, values = (np.frombuffer(data, "<u2") for data in objects)
+    ends = np.flatnonzero(stream != ESCAPE)
+    passed = np.cumsum(stream, dtype=np.int64)[ends]
+    indices = indices_of(np.diff(passed, prepend=0))
+    start = first = 0
+    for name, spec in specs.items():
+        last = int(np.searchsorted(indices, start + spec.numel))
+        yield name, DecodedWrite(indices[first:last] - start, values[first:last], xor=False)
+        start, first = start + spec.numel, last
+
+
+def encode_compressed_streams(changes: ChangedTensors) -> Objects:
+    """Former ``deltas_zstd`` of slime: the two streams of `encode_streams`, a zstd-1 frame each."""
+    compressor = zstandard.ZstdCompressor(level=1)
+    return tuple(compressor.compress(stream) for stream in encode_streams(changes))
+
+
+def decode_compressed_streams(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    inflate = zstandard.ZstdDecompressor().decompress
+    return decode_streams(tuple(map(inflate, objects)), specs)
+
+
+SLIME_DELTAS: Final = PeerLayout(
+    name="slime deltas: u16 gap + bf16", encode=encode_streams, decode=decode_streams
+)
+SLIME_DELTAS_ZSTD: Final = PeerLayout(
+    name="slime deltas, zstd-1",
+    encode=encode_compressed_streams,
+    decode=decode_compressed_streams,
+)
+
+
+def encode_indices(changes: ChangedTensors) -> Objects:
+    """TRL's first draft: ``{name}.indices`` int32 and ``{name}.values`` bf16, not compressed.
+
+    48 bits a change and a safetensors header. Source: TRL PR 5417, branch delta-weight-sync
+    d6504b7, the whole file including its metadata.
+    """
+    arrays = []
+    for name, change in changes.items():
+        arrays.append(StoredArray(f"{name}.indices", "I32", change.indices.astype("<i4")))
+        arrays.append(StoredArray(f"{name}.values", "BF16", change.new))
+    extra = {"changed_params": json.dumps(list(changes))}
+    return (dump(arrays, _metadata(changes) | extra),)
+
+
+def decode_indices(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    arrays = load(objects[0])
+    for name in specs:
+        indices = np.frombuffer(arrays[f"{name}.indices"], "<i4")
+        values = np.frombuffer(arrays[f"{name}.values"], "<u2")
+        yield name, DecodedWrite(indices, values, xor=False)
+
+
+def encode_gaps(changes: ChangedTensors) -> Objects:
+    """TRL's later drafts: gaps as uint16, or uint32 where one does not fit, and bf16 values.
+
+    32 bits a change and a safetensors header. Source: TRL PRs 5932 and 5937 (encoding
+    ``gap_delta``), branches delta-weight-sync-v2 3253247 and -v3 aa9adc3, the whole file.
+    """
+    arrays = []
+    for name, change in changes.items():
+        gaps = gaps_of(change.indices)
+        wide = bool(np.any(gaps > 0xFFFF))
+        stored = gaps.astype("<u4" if wide else "<u2")
+        arrays.append(StoredArray(f"{name}.idx", "U32" if wide else "U16", stored))
+        arrays.append(StoredArray(f"{name}.val", "BF16", change.new))
+    return (dump(arrays, _metadata(changes) | {"encoding": "gap_delta"}),)
+
+
+def decode_gaps(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    arrays = load(objects[0])
+    for name in specs:
+        values = np.frombuffer(arrays[f"{name}.val"], "<u2")
+        wide = len(arrays[f"{name}.idx"]) > values.nbytes
+        gaps: npt.NDArray[Any] = np.frombuffer(arrays[f"{name}.idx"], "<u4" if wide else "<u2")
+        yield name, DecodedWrite(indices_of(gaps), values, xor=False)
+
+
+def _metadata(changes: ChangedTensors) -> dict[str, str]:
+    nnz = count(changes)
+    numel = sum(change.numel for change in changes.values())
+    return {
+        "format": "sparse_weight_patch",
+        "version": "1",
+        "sparse": "True",
+        "model_version": "2",
+        "num_changed_params": str(len(changes)),
+        "total_changed_elements": str(nnz),
+        "total_elements": str(numel),
+        "sparsity": repr(1 - nnz / numel),
+    }
+
+
+TRL_V1: Final = PeerLayout(
+    name="TRL v1: int32 + bf16", encode=encode_indices, decode=decode_indices
+)
+TRL_GAPS: Final = PeerLayout(
+    name="TRL v2/v3: u16 gap + bf16", encode=encode_gaps, decode=decode_gaps
+)
+
+
+FILE: Final = "model-00001-of-00001.safetensors"
+
+
+def encode_slime_xor(changes: ChangedTensors) -> Objects:
+    """Default of slime: old XOR new of every byte of a changed tensor.
+
+    A safetensors file of uint8 tensors with a digest of 32 hexadecimal digits a tensor (zeros
+    here), and the index file. Source: slime 624b824a8 (``update_weight_from_disk_delta.py``; miles
+    31f1ca961 writes the same).
+    """
+    return _with_index(_frames(changes, _xor_bytes), "xor")
+
+
+def encode_slime_overwrite(changes: ChangedTensors) -> Objects:
+    """Overwrite mode of slime: the changed *bytes* of a tensor.
+
+    A frame holds a uint32 count, that many uint32 byte positions, and the new bytes. Files,
+    digests and source as in `encode_slime_xor`.
+    """
+    return _with_index(_frames(changes, _changed_bytes), "overwrite")
+
+
+def encode_skyrl(changes: ChangedTensors) -> Objects:
+    """SkyRL: the frames of `encode_slime_xor` in a plain safetensors file.
+
+    Without the manifest, whose layout is not described; on an 18 M element model it is about 9 kB
+    of 0.53 MB. Source: SkyRL a9564572e (``delta_checkpoint.py``; its compression level is 1 as
+    called).
+    """
+    frames = _frames(changes, _xor_bytes)
+    return (dump([StoredArray(name, "U8", frame) for name, frame in frames.items()], None),)
+
+
+def encode_modelexpress(changes: ChangedTensors) -> Objects:
+    """ModelExpress: the frames of `encode_slime_xor`, with an adler32 a tensor and an index.
+
+    A safetensors file of uint8 tensors whose metadata is an adler32 of 8 hexadecimal digits a
+    tensor (zeros here), and a compact index with sorted keys. Source: ModelExpress 008f0da
+    (``modelexpress_rl/train/methods/canonical_delta.py``) and its docs/S3_DELTA_WEIGHT_REFIT.md.
+    """
+    frames = _frames(changes, _xor_bytes)
+    arrays = [StoredArray(name, "U8", frame) for name, frame in frames.items()]
+    index = {
+        "metadata": {
+            "base_version": "v1",
+            "checksum_format": "adler32",
+            "compression_format": "zstd",
+            "delta_encoding": "xor",
+            "version": "v2",
+        },
+        "weight_map": dict.fromkeys(sorted(frames), "model-00000-of-00001.safetensors"),
+    }
+    file = dump(arrays, dict.fromkeys(frames, "0" * 8))
+    return (file, json.dumps(index, separators=(",", ":")).encode())
+
+
+def decode_xor(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    frames = load(objects[0])
+    for name in specs:
+        if name in frames:
+            difference = np.frombuffer(_inflate(frames[name]), np.uint8)
+            yield name, DecodedWrite(None, difference, xor=True)
+
+
+def decode_overwrite(objects: Objects, specs: Specs) -> Iterator[tuple[str, DecodedWrite]]:
+    frames = load(objects[0])
+    for name in specs:
+        if name not in frames:
+            continue
+        frame = _inflate(frames[name])
+        total = int(np.frombuffer(frame, "<u4", 1)[0])
+        positions = np.frombuffer(frame, "<u4", total, 4)
+        yield name, DecodedWrite(positions, np.frombuffer(frame[4 + 4 * total :], np.uint8), False)
+
+
+def _frames(
+    changes: ChangedTensors, content: Callable[[TensorChange], npt.NDArray[np.uint8]]
+) -> dict[str, npt.NDArray[np.uint8]]:
+    compressor = zstandard.ZstdCompressor(level=1)
+    return {
+        name: np.frombuffer(compressor.compress(content(change).data), np.uint8)
+        for name, change in changed(changes).items()
+    }
+
+
+def _inflate(frame: memoryview) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+def _xor_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
+    dense = np.zeros(change.numel, change.new.dtype)
+    dense[change.indices] = change.old ^ change.new
+    return dense.view(np.uint8)
+
+
+def _changed_bytes(change: TensorChange) -> npt.NDArray[np.uint8]:
+    width = change.spec.itemsize
+    difference = (change.old ^ change.new).view(np.uint8).reshape(-1, width)
+    element, byte = np.nonzero(difference)
+    positions = (change.indices[element] * width + byte).astype("<u4")
+    values = change.new.view(np.uint8).reshape(-1, width)[element, byte]
+    total = np.array([positions.size], "<u4")
+    return np.concatenate([total.view(np.uint8), positions.view(np.uint8), values])
+
+
+def _with_index(frames: Mapping[str, npt.NDArray[np.uint8]], encoding: str) -> Objects:
+    arrays = [StoredArray(name, "U8", frame) for name, frame in frames.items()]
+    index: dict[str, Any] = {
+        "metadata": {
+            "version": 2,
+            "base_version": 1,
+            "delta_encoding": encoding,
+            "compression_format": "zstd",
+            "checksum_format": "xxh3-128",
+        },
+        "weight_map": dict.fromkeys(frames, FILE),
+    }
+    return (dump(arrays, dict.fromkeys(frames, "0" * 32)), json.dumps(index).encode())
+
+
+SLIME_XOR: Final = PeerLayout(
+    name="slime xor, zstd-1", encode=encode_slime_xor, decode=decode_xor, any_dtype=True
+)
+SLIME_OVERWRITE: Final = PeerLayout(
+    name="slime overwrite, zstd-1",
+    encode=encode_slime_overwrite,
+    decode=decode_overwrite,
+    any_dtype=True,
+)
+SKYRL_XOR: Final = PeerLayout(
+    name="SkyRL xor, zstd-1", encode=encode_skyrl, decode=decode_xor, any_dtype=True
+)
+MODELEXPRESS_XOR: Final = PeerLayout(
+    name="ModelExpress xor, zstd-1", encode=encode_modelexpress, decode=decode_xor, any_dtype=True
+)
+
 
 LAYOUTS: Final[dict[str, PeerLayout]] = {
     layout.name: layout

@@ -31,14 +31,11 @@ from typing import Final
 from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
 from tests.crash.chaos.accidents import Accident, Deck, epoch_of, happen
-from tests.crash.chaos.diary import Diary
-from tests.crash.chaos.leash import leash
-from tests.crash.chaos.load import Load
-from tests.crash.chaos.record import Record
-from tests.crash.chaos.report import lines, totals_of
-from tests.crash.chaos.scene import Scene
+from tests.crash.chaos.load import Load, Record
+from tests.crash.chaos.report import Diary, lines, totals_of
+from tests.crash.chaos.scene import Scene, leash
 from tests.crash.chaos.watch import Watch
-from tests.engines.chains import make_batches, one_thread, pretrain
+from tests.engines.trainer import make_batches, one_thread, pretrain
 
 START_S: Final = 600.0
 RECOVERY_S: Final = 900.0

@@ -16,8 +16,7 @@ from deltachain.chain.chain import Chain
 from deltachain.dashboard.watcher import AlertKind
 from deltachain.errors import DeltaChainError
 from deltachain.store import Store
-from tests.crash.chaos.filler import Filler
-from tests.crash.chaos.scene import ALERT_LAG, MAX_SILENCE_S, Party, Scene
+from tests.crash.chaos.scene import ALERT_LAG, MAX_SILENCE_S, Filler, Party, Scene
 from tests.small_disk import may_mount
 
 NOTICED_S: Final = 10.0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event, Thread
 from typing import Final, Self
 
 import httpx
@@ -18,6 +21,82 @@ from examples.demo.online.processes import Service, free_port
 from tests.small_disk import on_small_disk
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed
+
+MARK: Final = "CHAOS_RUN"
+
+_PROGRAM: Final = """
+import os, signal, sys
+sys.stdin.read()
+wanted = sys.argv[1].encode()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            if wanted in file.read().split(b"\\0"):
+                os.kill(int(pid), signal.SIGKILL)
+    except OSError:
+        pass  # it has ended, or is another user's
+"""
+
+
+@contextmanager
+def leash(name: str) -> Iterator[None]:
+    """Mark all processes that are started inside; none outlives this one, however it ends."""
+    environment = {key: value for key, value in os.environ.items() if key != MARK}
+    command = [sys.executable, "-S", "-c", _PROGRAM, f"{MARK}={name}"]
+    before = os.environ.get(MARK)
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, env=environment, start_new_session=True
+    ) as process:
+        os.environ[MARK] = name
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[MARK]
+            else:
+                os.environ[MARK] = before
+            process.communicate()
+
+
+CHUNK: Final = bytes(1 << 12)
+LOOK_S: Final = 0.02
+"""Seconds between two looks for room: a spool that is deleted leaves enough for the next one."""
+
+
+class Filler:
+    """Takes all room on a disk, and what becomes free there, until it is told to end."""
+
+    def __init__(self, disk: Callable[[], Path]) -> None:
+        self._disk = disk
+        self._over = Event()
+        self._thread = Thread(target=self._stay_full, name="filler")
+
+    def begin(self) -> bool:
+        if not self._fill():
+            return False
+        self._thread.start()
+        return True
+
+    def end(self) -> None:
+        self._over.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self._file.unlink(missing_ok=True)
+
+    @property
+    def _file(self) -> Path:
+        return self._disk() / "filler"
+
+    def _stay_full(self) -> None:
+        while not self._over.wait(LOOK_S):
+            self._fill()
+
+    def _fill(self) -> bool:
+        with suppress(OSError), self._file.open("ab", buffering=0) as file:
+            while file.write(CHUNK) == len(CHUNK):
+                pass
+        return self._file.exists()
+
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 KINDS: Final[tuple[EngineKind, ...]] = ("vllm", "sglang")

@@ -23,8 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from deltachain.publish import PublishConfig, Publisher
-from tests.engines.chains import make_batches, masters_of, optimizer_steps
-from tests.engines.trainer import RATE
+from tests.engines.trainer import RATE, make_batches, masters_of, optimizer_steps
 
 VERSION_S: Final = 1.0
 

@@ -7,8 +7,7 @@ from typing import Final
 import pytest
 
 from tests.engines.families import FAMILIES, checkpoint
-from tests.engines.many import Held, examine_many
-from tests.engines.matrix import Row, examine
+from tests.engines.matrix import Held, Row, examine, examine_many
 from tests.engines.sglang.fresh import load_fresh
 from tests.engines.two_ranks import two_ranks
 from tests.engines.unusual import UNUSUAL
@@ -146,7 +145,7 @@ def test_some_families_on_two_ranks() -> None:
 def test_thirty_versions_on_one_rank_and_on_two(family: str) -> None:
     """On a CPU without AMX, SGLang cannot generate with latent attention: bits are judged."""
     rows = [examine_many(0, family, 1, 30)]
-    rows += two_ranks("tests.engines.many:examine_many", family, 2, 30, deadline_s=600)
+    rows += two_ranks("tests.engines.matrix:examine_many", family, 2, 30, deadline_s=600)
     for row in rows:
         held = Held(**row)
         assert "refused" not in held.classes

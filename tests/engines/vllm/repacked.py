@@ -15,8 +15,8 @@ from torch import Tensor
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
 from deltachain.replica.layout.members import Members
-from tests.engines.compare import copied, differences, live
 from tests.engines.families import checkpoint
+from tests.engines.matrix import copied, differences, live
 from tests.engines.vllm.fresh import known, load_in_context
 
 

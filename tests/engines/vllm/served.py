@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from deltachain.checkpoint import Checkpoint
 from deltachain.replica.layout.members import numbers_in
 from deltachain.replica.rank import Rank
-from tests.engines.compare import copied, live
 from tests.engines.families import checkpoint
-from tests.engines.matrix import Change, attached, changed
+from tests.engines.matrix import Change, attached, changed, copied, live
 from tests.engines.vllm.fresh import known, load_in_context
 from tests.support.spools import spool_of
 

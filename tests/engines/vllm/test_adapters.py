@@ -19,8 +19,8 @@ from deltachain.errors import ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.lora import adapter_assets, adapter_tensors
 from deltachain.subscribe import SubscribeConfig
-from tests.engines.chains import make_batches, masters_of, one_thread, optimizer_steps, pretrain
 from tests.engines.serving import MODEL, Server, start
+from tests.engines.trainer import make_batches, masters_of, one_thread, optimizer_steps, pretrain
 
 pytestmark = pytest.mark.engine
 

@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from deltachain.checkpoint import WEIGHTS_FILE
 from deltachain.replica.layout.runtime_tables import made_by_running
-from tests.engines.compare import copied, differences, live
 from tests.engines.families import FAMILIES, checkpoint, make
+from tests.engines.matrix import copied, differences, live
 from tests.engines.two_ranks import run, two_ranks
 from tests.engines.vllm.cpu import packs_linears
 from tests.engines.vllm.fresh import load_fresh, load_in_context

@@ -16,9 +16,9 @@ from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
-from tests.engines.chains import NAMES, train
 from tests.engines.families import make
-from tests.engines.program import run_program
+from tests.engines.serving import run_program
+from tests.engines.trainer import NAMES, train
 from tests.engines.vllm.cpu import packs_linears
 
 pytestmark = pytest.mark.engine

@@ -2,15 +2,127 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
+from deltachain.delta import TensorDelta, changes
+from deltachain.errors import (
+    BaseMismatchError,
+    ConfigError,
+    EngineDamagedError,
+    TensorMismatchError,
+)
+from deltachain.replica.rank import Rank
 from deltachain_vllm.compat import own_loader
+from deltachain_vllm.model import VllmModel
+from tests.engines.families import checkpoint
+from tests.engines.matrix import Change, attached, changed, copied, live
 from tests.engines.two_ranks import two_ranks
+from tests.engines.vllm.fresh import known, load_fresh, load_in_context
 from tests.engines.vllm.repacked import examine
+from tests.support.spools import spool_of
+
+
+@pytest.mark.parametrize("mode", ["enable_eplb", "enable_elastic_ep"])
+def test_modes_that_move_experts_are_refused_in_each_worker(mode: str) -> None:
+    from vllm.config import ParallelConfig  # noqa: PLC0415
+
+    assert getattr(ParallelConfig(), mode) is False
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**{mode: True}))
+    with pytest.raises(ConfigError, match=f"--{mode.replace('_', '-')}"):
+        VllmModel(nn.Linear(1, 1), config)
+
+
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_a_version_is_not_written_over_experts_that_moved(is_mapped: bool, tmp_path: Path) -> None:
+    before = checkpoint("qwen3_moe")
+    specs = dict(Checkpoint(before).specs)
+    with load_in_context(before, plain_linears=False) as (config, model):
+        engine = known(config, model)
+        layer: Any = next(m for m in model.modules() if hasattr(m, "w13_weight"))
+        if is_mapped:
+            count = len(layer.w13_weight)
+            layer.register_buffer("_expert_map", layer.w13_weight.new_tensor(range(count)).int())
+        rank = Rank(engine, specs.values(), {})
+        agreement = attached(rank, specs, 0, 1)
+        after = changed(specs, agreement, before, tmp_path / "after")
+        spool = spool_of(tmp_path / "spool", Change(specs, agreement, before, after).deltas())
+        rank.stage(1, spool.folder, 1 << 30)
+        rank.check_addresses()
+        turned: list[Tensor] = [layer.w13_weight, layer.w2_weight]
+        for tensor in turned + [layer._expert_map] * is_mapped:
+            tensor.data.copy_(tensor.data.flip(0).clone())
+        held = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+        with pytest.raises(EngineDamagedError if is_mapped else BaseMismatchError):
+            rank.swap(1, 1, back=False)
+        assert all(tensor.equal(held[name]) for name, tensor in engine.tensors().items())
+        if is_mapped:
+            assert not rank.loads_the_same()  # the experts are where they were, their map is not
+            with pytest.raises(EngineDamagedError):
+                rank.check_addresses()
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def saved(folder: Path, weights: Mapping[str, Tensor]) -> Path:
+    shutil.copytree(checkpoint("llama"), folder)
+    save_file(dict(weights), folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize("implementation", ["auto", "transformers"])
+def test_a_version_that_parts_a_head_from_the_embedding_is_refused(
+    implementation: str, tmp_path: Path
+) -> None:
+    weights = load_file(checkpoint("llama") / WEIGHTS_FILE)
+    embedding = weights[EMBEDDING]
+    before = saved(tmp_path / "before", {**weights, HEAD: embedding.clone()})
+    new = torch.where(torch.rand(embedding.shape) < 0.1, embedding + 1, embedding)
+    alike = saved(tmp_path / "alike", {**weights, EMBEDDING: new, HEAD: new.clone()})
+    head, both = (saved(tmp_path / name, one) for name, one in {
+        "head": {**weights, EMBEDDING: embedding, HEAD: new},
+        "both": {**weights, EMBEDDING: new, HEAD: new + 1},
+    }.items())  # fmt: skip
+    more: dict[str, Any] = {"model_impl": implementation}
+    with load_in_context(before, **more) as (config, model):
+        specs = dict(Checkpoint(before).specs)
+        rank = Rank(known(config, model), specs.values(), {})
+        attached(rank, specs, 0, 1)
+        at_first = copied(live(model))
+        assert model.get_parameter(HEAD) is model.get_parameter(EMBEDDING)
+        for ticket, parted in enumerate((head, both)):
+            with pytest.raises(TensorMismatchError, match="keeps them as one"):
+                staged(rank, ticket, before, parted, tmp_path)
+        assert not rank.staged
+        assert all(torch.equal(at_first[name], t) for name, t in copied(live(model)).items())
+        staged(rank, 3, before, alike, tmp_path)
+        rank.swap(3, 1, back=False)
+        now = copied(live(model))
+    fresh = copied(live(load_fresh(alike))) if implementation == "auto" else {EMBEDDING: new}
+    assert all(torch.equal(now[name], tensor) for name, tensor in fresh.items())
+
+
+def staged(rank: Rank, ticket: int, before: Path, after: Path, folder: Path) -> None:
+    old, new = Checkpoint(before), Checkpoint(after)
+    found = [changes(spec, old.bits(name), new.bits(name)) for name, spec in old.specs.items()]
+    deltas: list[TensorDelta] = [delta for delta in found if delta.nnz]
+    spool = spool_of(folder / f"spool {ticket}", deltas)
+    rank.stage(ticket, spool.folder, 1 << 30)
+
 
 pytestmark = pytest.mark.engine
 

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.load import prompt
-from tests.engines.serving import Server, start
+from tests.engines.serving import Server, prompt, start
 from tests.engines.test_server_load import Trial, checked
 from tests.engines.trainer import Trainer
 from tests.engines.vllm.cpu import multiplies_codes_exactly

@@ -4,9 +4,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.bench.chains import Step, SyntheticChain
-from tests.bench.changes import TensorChange, changes_of
-from tests.bench.shapes import SMALL
+from tests.bench.chains import SMALL, Step, SyntheticChain, TensorChange, changes_of
 
 DENSITY = 0.012
 """Where the measurements compared with were taken: 1.0 to 1.25 %."""

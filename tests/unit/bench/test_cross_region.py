@@ -3,13 +3,82 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import pytest
 
 from deltachain.errors import ConfigError
 from tests.bench.cross_region import network
 from tests.bench.cross_region.__main__ import main
+from tests.bench.cross_region.delay import DelayProxy
+
+
+@contextmanager
+def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                end, _ = listener.accept()
+            except OSError:
+                return
+            with end:
+                answer(end)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.getsockname()
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def echo(end: socket.socket) -> None:
+    while piece := end.recv(1 << 16):
+        end.sendall(piece)
+
+
+def test_a_round_trip_takes_its_time_and_the_first_one_a_handshake_more() -> None:
+    took = []
+    with (
+        answering(echo) as target,
+        DelayProxy(target, delay_s=0.05) as proxy,
+        socket.create_connection(("127.0.0.1", proxy.port)) as client,
+    ):
+        for _ in range(3):
+            start = time.monotonic()
+            client.sendall(b"hello")
+            assert client.recv(16) == b"hello"
+            took.append(time.monotonic() - start)
+    assert took[0] >= 0.2
+    assert all(seconds >= 0.1 for seconds in took)
+    assert min(took[1:]) < 0.2
+
+
+def test_delay_does_not_limit_how_much_comes() -> None:
+    data = np.random.default_rng(0).bytes(24 << 20)
+    received = bytearray()
+    with (
+        answering(lambda end: end.sendall(data)) as target,
+        DelayProxy(target, delay_s=0.1) as proxy,
+        socket.create_connection(("127.0.0.1", proxy.port)) as client,
+    ):
+        start = time.monotonic()
+        while piece := client.recv(1 << 20):
+            received += piece
+        took = time.monotonic() - start
+    assert received == data
+    assert took >= 0.1
+    assert took < 8  # one delay for each of its 384 pieces or more would be 38 s
 
 
 def why_not() -> str:

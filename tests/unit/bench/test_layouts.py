@@ -1,16 +1,157 @@
+from __future__ import annotations
+
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
-from deltachain.types import BITS_DTYPES, TensorSpec
-from tests.bench.changes import ChangedTensors, TensorChange, changes_of, count
+from deltachain.delta import TensorDelta
+from deltachain.kernels import reference
+from deltachain.kernels.reference import Changes
+from deltachain.types import BITS_DTYPES, Bits, TensorSpec
+from tests.bench import codec
+from tests.bench.apply import Scene
+from tests.bench.chains import (
+    TINY,
+    ChangedTensors,
+    Step,
+    SyntheticChain,
+    TensorChange,
+    changes_of,
+    count,
+)
+from tests.bench.detect import Data
 from tests.bench.layouts.layout import PeerLayout
-from tests.bench.layouts.nemo_rl import NEMO_XOR
-from tests.bench.layouts.pulse import PULSE
-from tests.bench.layouts.registry import LAYOUTS
-from tests.bench.layouts.slime_gaps import SLIME_DELTAS
-from tests.bench.layouts.trl import TRL_GAPS, TRL_V1
+from tests.bench.layouts.registry import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1
+from tests.bench.timing import Candidate, Timings, one_core, round_robin
+
+BASE = SyntheticChain(seed=3, layout=TINY, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    return next(BASE.steps(1))
+
+
+@pytest.fixture(scope="module")
+def update(step: Step) -> ChangedTensors:
+    return changes_of(step, TINY.specs())
+
+
+@pytest.fixture(scope="module")
+def old(step: Step) -> codec.Old:
+    return {name: bits for name, (bits, _) in step.items()}
+
+
+@pytest.mark.parametrize("encoding", codec.ENCODINGS)
+def test_every_encoding_decodes_to_the_update(
+    update: ChangedTensors, old: codec.Old, encoding: str
+) -> None:
+    part = codec.encode(update, old, encoding)
+    assert part.encodings == (encoding,)
+    deltas = codec.decode(part.data, old)
+    codec.check(update, deltas)
+
+
+def test_check_sees_one_wrong_bit_and_a_missing_tensor(
+    update: ChangedTensors, old: codec.Old
+) -> None:
+    first, *others = codec.decode(codec.encode(update, old, "overwrite").data, old)
+    values = first.values.copy()
+    values[-1] ^= 1
+    wrong = replace(first, values=values)
+    with pytest.raises(ArithmeticError, match="does not decode"):
+        codec.check(update, [wrong, *others])
+    moved = first.indices
+    assert moved is not None
+    shorter = TensorDelta(
+        spec=first.spec,
+        indices=moved[1:],
+        values=first.values[1:],
+        absolute=first.absolute,
+    )
+    with pytest.raises(ArithmeticError, match="does not decode"):
+        codec.check(update, [shorter, *others])
+    with pytest.raises(ArithmeticError, match="not decoded"):
+        codec.check(update, others)
+
+
+NUMEL = 1 << 14
+
+
+@pytest.fixture
+def data() -> Data:
+    return Data.generate(NUMEL, 0.02)
+
+
+def test_check_refuses_a_kernel_that_misses_one(data: Data) -> None:
+    def careless(snapshot: Bits, current: Bits) -> Changes:
+        indices, old, new = reference.diff_(snapshot, current)
+        return Changes(indices[:-1], old[:-1], new[:-1])
+
+    with pytest.raises(ArithmeticError, match="careless"):
+        data.check("careless", partial(careless, data.snapshot, data.current))
+
+
+def test_check_refuses_a_kernel_that_leaves_the_snapshot_behind(data: Data) -> None:
+    def forgetful(snapshot: Bits, current: Bits) -> Changes:
+        return reference.diff_(snapshot.copy(), current)
+
+    with pytest.raises(ArithmeticError, match="forgetful"):
+        data.check("forgetful", partial(forgetful, data.snapshot, data.current))
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene.generate(tensors=2, numel=1 << 13, density=0.02)
+
+
+def test_a_swap_and_its_undo_are_exact(scene: Scene) -> None:
+    patches = scene.check()
+    assert sum(patch.nnz for patch in patches) == scene.nnz
+    assert all(np.array_equal(t.bits[t.indices], t.old) for t in scene.tensors)
+    scene.put_new()
+    assert all(np.array_equal(t.bits[t.indices], t.new) for t in scene.tensors)
+
+
+def test_staging_from_another_base_is_refused(scene: Scene) -> None:
+    scene.tensors[0].bits[scene.tensors[0].indices[0]] ^= 1
+    with pytest.raises(ArithmeticError, match="digest"):
+        scene.stage()
+
+
+def test_candidates_take_turns_and_the_first_round_does_not_count() -> None:
+    calls: list[str] = []
+    candidates = [
+        Candidate("a", lambda: calls.append("a"), lambda: calls.append("before a")),
+        Candidate("b", lambda: calls.append("b")),
+    ]
+    timings = round_robin(candidates, rounds=2)
+    forwards, backwards = ["before a", "a", "b"], ["b", "before a", "a"]
+    assert calls == [*backwards, *forwards, *backwards]
+    assert {name: len(seconds) for name, seconds in timings.seconds.items()} == {"a": 2, "b": 2}
+
+
+def test_ratios_are_of_the_best_and_of_pairs() -> None:
+    timings = Timings({"floor": [1.0, 2.0, 4.0], "own": [2.0, 8.0, 4.0]})
+    assert timings.best("own") == 2.0
+    assert timings.typical("own") == 4.0
+    assert timings.ratio("own", "floor") == 0.5
+    assert timings.paired_ratio("own", "floor") == 0.5
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+def test_one_core_is_given_back() -> None:
+    cores, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    with one_core():
+        assert len(os.sched_getaffinity(0)) == torch.get_num_threads() == 1
+    assert os.sched_getaffinity(0) == cores
+    assert torch.get_num_threads() == threads
+
 
 # Bits a change that the systems' own encoders wrote on a synthetic chain of 16 M elements at
 # 1.006 % density; the two streams of slime's former encodings were sized at 1.23 %, ModelExpress's

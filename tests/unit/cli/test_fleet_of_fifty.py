@@ -18,9 +18,8 @@ from fastapi import FastAPI, Response
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
+from tests.support.engine import FakeEngine, Sharding
 from tests.support.faults import FaultyStore
-from tests.support.ranks import FakeEngine
-from tests.support.sharding import Sharding
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed, eventually
 

@@ -16,7 +16,7 @@ from deltachain.control.server import Control
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed
 
 

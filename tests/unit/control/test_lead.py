@@ -15,7 +15,7 @@ from deltachain.control.server import Control, LedEngine, lead, leave_at_end
 from deltachain.errors import ConfigError, EngineDamagedError, EngineVersionError
 from deltachain.presence.record import parse_record
 from deltachain.replica.settings import ReplicaSettings
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 from tests.unit.control.replicas import followed
 from tests.unit.replica.replicas import Followed
 

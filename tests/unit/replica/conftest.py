@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed
 
 

@@ -20,8 +20,7 @@ from deltachain.errors import StoreUnavailableError
 from deltachain.replica import fetcher
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
-from tests.support.engine import FakeModel
-from tests.support.sharding import Sharding
+from tests.support.engine import FakeModel, Sharding
 
 PRELOADED = (__name__, "numba", "pytest")
 """Modules that ranks find imported."""

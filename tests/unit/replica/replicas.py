@@ -17,10 +17,9 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.support.engine import FakeEngine, Full, Sharding, full_of, save, trained
 from tests.support.faults import FaultyStore
 from tests.support.models import train_
-from tests.support.ranks import FakeEngine
-from tests.support.sharding import Full, Sharding, full_of, save, trained
 
 SHAPES = {
     "tp1": Sharding(),

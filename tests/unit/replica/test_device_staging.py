@@ -30,7 +30,7 @@ from deltachain.types import StateDigest
 from tests.format.forge import take_apart
 from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.gpu.ranks import Bench
-from tests.support.sharding import Sharding, full_of
+from tests.support.engine import Sharding, full_of
 from tests.unit.replica.replicas import SHAPES, Followed
 
 
@@ -181,7 +181,7 @@ def test_what_lies_in_the_spool_is_what_came_over_the_wire(one_percent: OnDevice
 def one_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[OnDevice]:
     """A model with a large embedding, and its next version, in which 1 % of it has changed."""
     for name in ("VOCAB", "PADDED"):
-        monkeypatch.setattr(f"tests.support.sharding.{name}", 1 << 16)
+        monkeypatch.setattr(f"tests.support.engine.{name}", 1 << 16)
     here = OnDevice(Sharding(), tmp_path)
     here.subscriber.update()
     rng = np.random.default_rng(0)

@@ -15,7 +15,7 @@ from deltachain.replica import leader as engine_watch
 from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.target import PauseHolds
 from deltachain.status import Status
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed, eventually, led
 
 EVERY_S = 0.01

@@ -27,9 +27,8 @@ from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import StateDigest
+from tests.support.engine import FakeEngine, Sharding, save, trained
 from tests.support.models import train_
-from tests.support.ranks import FakeEngine
-from tests.support.sharding import Sharding, save, trained
 from tests.unit.replica.rank_process import RankProcess
 from tests.unit.replica.replicas import Followed
 

@@ -26,7 +26,7 @@ from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.patch import Patch, write
 from deltachain.types import TensorSpec
 from tests.gpu.ranks import Bench
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 
 ALIASES = {"head.weight": "embed.weight"}
 

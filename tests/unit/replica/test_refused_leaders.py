@@ -12,8 +12,8 @@ from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
 from deltachain.replica.target import ReplicaTarget
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.support.engine import Sharding
 from tests.support.models import TinyModel
-from tests.support.sharding import Sharding
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]

@@ -17,9 +17,8 @@ from deltachain.errors import (
 )
 from deltachain.kernels import device
 from deltachain.replica.target import PreparedSwap
-from tests.support.engine import FakeModel
+from tests.support.engine import HOSTED, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
-from tests.support.sharding import HOSTED, Sharding, full_of
 from tests.unit.replica.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]

@@ -25,7 +25,7 @@ from deltachain.replica.messages import (
     StagedReply,
 )
 from deltachain.types import StateDigest
-from tests.support.sharding import Sharding
+from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]

@@ -10,7 +10,7 @@ from deltachain.chain.chain import Chain
 from deltachain.publish.revert import revert
 from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from tests.support.ranks import FakeEngine
+from tests.support.engine import FakeEngine
 from tests.unit.replica.replicas import SHAPES, Followed
 
 

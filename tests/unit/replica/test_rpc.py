@@ -62,8 +62,7 @@ from deltachain.replica.rank import (
 )
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.target import error_of, raise_refusal
-from tests.support.engine import FakeModel
-from tests.support.sharding import Sharding, save, trained
+from tests.support.engine import FakeModel, Sharding, save, trained
 
 URL = "s3://bucket/run"
 

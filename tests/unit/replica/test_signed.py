@@ -13,8 +13,7 @@ from deltachain.chain.trust import SigningKey
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from tests.format.documents import enveloped
-from tests.format.forge import dumps
+from tests.format.forge import dumps, enveloped
 from tests.unit.replica.replicas import Followed
 
 KEY = SigningKey.of(b"\1" * 32)

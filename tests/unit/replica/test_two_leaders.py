@@ -24,7 +24,7 @@ from deltachain.replica.messages import RankReply, RankRequest, StageRequest, Sw
 from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.target import PreparedSwap, ReplicaTarget
 from deltachain.subscribe import Subscriber, subscriber
-from tests.support.sharding import HOSTED, Sharding
+from tests.support.engine import HOSTED, Sharding
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]

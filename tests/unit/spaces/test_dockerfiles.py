@@ -18,6 +18,23 @@ from packaging.utils import canonicalize_name
 from deltachain_sglang import start_check as sglang
 from deltachain_vllm import start_check as vllm
 
+VARIABLE: Final = re.compile(r"\$\{?([A-Z][A-Z_]+)\b")
+
+
+def test_every_variable_is_in_the_table() -> None:
+    texts = [(ROLLOUT / name).read_text("utf-8") for name in ("entrypoint.sh", "Dockerfile")]
+    _, _, table = (ROLLOUT / "README.md").read_text(encoding="utf-8").partition("## Settings")
+    # Bash's own, those that are set here, and vLLM's and SGLang's, which are only added to.
+    others = {"HOME", "SECONDS", "DELTACHAIN_BASE", "VLLM_PLUGINS", "SGLANG_PLUGINS"}
+    used = {name for text in texts for name in VARIABLE.findall(text)} - others
+    documented = set(re.findall(r"`([A-Z][A-Z0-9_]+)`", table))
+    assert used == {name for name in documented if not name.startswith("AWS_")} - {
+        "DELTACHAIN_PAUSE",
+        "DELTACHAIN_POLL_S",
+    }
+    assert used
+
+
 ROOT: Final = Path(__file__).resolve().parents[3]
 SPACES: Final = sorted(path.parent for path in (ROOT / "spaces").glob("*/Dockerfile"))
 ROLLOUT: Final = ROOT / "spaces" / "rollout"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import pytest
@@ -14,10 +17,26 @@ from fastapi.testclient import TestClient
 from starlette.testclient import WebSocketTestSession
 from starlette.websockets import WebSocketDisconnect
 
+import connections
+from deltachain.dashboard import app as dashboard
 from game import PROMPT, TURNS, secret_of
 from server import LARGEST, WORDS, make_app, read_words
 from sessions import LIMIT, Sessions
 from tests.unit.spaces.test_server import SERVER, serving
+
+
+def undocumented(module: ModuleType, name: str) -> str:
+    tree = ast.parse(inspect.getsource(getattr(module, name)))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            del node.body[0]
+    return ast.unparse(tree)
+
+
+def test_the_copy_is_the_same() -> None:
+    for name in ("LimitedHttp", "limited"):
+        assert undocumented(connections, name) == undocumented(dashboard, name)
+
 
 ROOT: Final = Path(__file__).resolve().parents[3]
 LIST: Final = read_words(WORDS)

@@ -17,8 +17,7 @@ from deltachain.errors import TensorMismatchError
 from deltachain.kernels import device
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from tests.support.engine import FakeModel
-from tests.support.sharding import ODD, Sharding, full_of, save, trained
+from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 ARMS = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from deltachain.replica.layout.recorder import Recording, live_tensors, record
 from deltachain.replica.windows import Window
 from deltachain.types import TensorSpec
-from tests.support.engine import FakeModel
-from tests.support.sharding import ODD, Sharding, full_of, save, trained
+from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 SPEC = TensorSpec("w", "BF16", SIZE)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.engine import FakeModel
-from tests.support.sharding import Sharding, put, trained
+from tests.support.engine import FakeModel, Sharding, put, trained
 from tests.unit.replica import replicas
 from tests.unit.replica.replicas import Followed
 
