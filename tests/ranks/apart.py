@@ -24,8 +24,8 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.shard import local_of
 from deltachain.publish.revert import revert
 from deltachain.store import open_store
-from tests.ranks.layouts import LAYOUTS, train_step, whole
-from tests.ranks.trials import RATE, check, compare
+from tests.ranks.layouts import LAYOUTS, set_up, train_step, whole
+from tests.ranks.trials import check, compare
 from tests.support.faults import Fault, FaultyStore
 
 LAYOUT = "rows"
@@ -75,9 +75,7 @@ def flushes_alone(rank: int, url: str, folder: str) -> None:
     slow = Fault("slow", "deltas/", seconds=4.0, times=1)
     store = FaultyStore(open_store(url, writer=True), slow)
     config = PublishConfig(url=url, dtype="BF16", on_error="warn", deadline_s=4.0)
-    model = LAYOUTS["stages"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("stages")
     with Publisher(config, store=store).attach(model) as publisher:
         for number in range(4):
             train_step("stages", model, optimizer, number)
@@ -104,9 +102,7 @@ def can_not_look(rank: int, url: str) -> None:
 
 
 def misses_one(rank: int, url: str, folder: str) -> None:
-    model = LAYOUTS["rows"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", on_error="warn", deadline_s=4.0)
     with Publisher(config).attach(model) as publisher:
         for number in range(4):
@@ -120,9 +116,7 @@ def misses_one(rank: int, url: str, folder: str) -> None:
 
 
 def leaves_steps(rank: int, url: str, folder: str) -> None:
-    model = LAYOUTS["rows"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     settings: dict[str, Any] = {"url": url, "dtype": "BF16", "deadline_s": 60}
     attachment = deltachain.attach(model, optimizer, every_steps=2, **settings)
     for number in range(3):
@@ -135,7 +129,7 @@ def leaves_steps(rank: int, url: str, folder: str) -> None:
         version = attachment.publisher.version
         if changes and rank == 1:
             with torch.no_grad():
-                local_of(trained[0]).mul_(2.0)
+                local_of(optimizer.param_groups[0]["params"][0]).mul_(2.0)
         attachment.detach()
         assert attachment.publisher.version - version == changes
         check(rank, attachment.publisher.version, model, url, folder)
@@ -143,9 +137,7 @@ def leaves_steps(rank: int, url: str, folder: str) -> None:
 
 
 def store_goes_back(rank: int, url: str, folder: str) -> None:
-    model = LAYOUTS["rows"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
     store = open_store(url)
     newest = [manifest_key(version) for version in (2, 3, 4)]
@@ -182,9 +174,7 @@ def store_goes_back(rank: int, url: str, folder: str) -> None:
 def covers(rank: int, url: str, folder: str) -> None:
     slow = Fault("slow", "deltas/", seconds=0.2, times=None)
     store = FaultyStore(open_store(url, writer=True), slow)
-    model = LAYOUTS["rows"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     dice, steps = random.Random(rank), {}
     config = PublishConfig(url=url, dtype="BF16", deadline_s=60)
     with Publisher(config, store=store).attach(model) as publisher:

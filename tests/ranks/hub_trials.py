@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from deltachain.publish import PublishConfig, Publisher
-from tests.ranks.layouts import LAYOUTS, train_step
+from tests.ranks.layouts import set_up, train_step
 
 LAYOUT = "rows"
 HUB_VERSIONS = 4
 
 
 def publishes(rank: int, url: str, endpoint: str, token: str) -> None:
-    model = LAYOUTS[LAYOUT]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    model, optimizer = set_up(LAYOUT)
     options = {"endpoint": endpoint, "token": token}
     config = PublishConfig(
         url=url, dtype="BF16", deadline_s=60, storage_options=options, anchor_every=2

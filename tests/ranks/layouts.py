@@ -184,3 +184,11 @@ def whole(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Tens
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, mine, group=group)
     return {name: tensor for one in reversed(found) for name, tensor in one.items()}
+
+
+def set_up(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model in a layout, and what trains it: nothing, on a stage that is frozen."""
+    model = LAYOUTS[layout]()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    some = trained or [nn.Parameter(torch.zeros(1))]
+    return model, torch.optim.AdamW(some, lr=2e-3, foreach=False)

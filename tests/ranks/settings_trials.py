@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typing_extensions import override
 
 import deltachain
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
-from tests.ranks.layouts import LAYOUTS, train_step
+from tests.ranks.layouts import LAYOUTS, set_up, train_step
 from tests.ranks.quantised_trials import Layers, shard_, step_
 from tests.support.faults import FaultyStore
 
@@ -37,8 +36,7 @@ def refuses(
 
 
 def refuses_steps(rank: int, url: str) -> None:
-    model = LAYOUTS["rows"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    model, optimizer = set_up("rows")
     with pytest.raises(ConfigError, match="every_steps is 1 on rank 0, 2 on rank 1"):
         deltachain.attach(model, optimizer, url=url, every_steps=rank + 1, dtype="BF16")
 
@@ -54,8 +52,7 @@ def publishes(rank: int, url: str, quantization: str | None) -> None:
 
 
 def publishes_with(rank: int, url: str, settings: Sequence[Mapping[str, Any]]) -> None:
-    model = LAYOUTS["rows"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    model, optimizer = set_up("rows")
     config = PublishConfig(url=url, dtype="BF16", deadline_s=DEADLINE_S, **settings[rank])
     with Publisher(config).attach(model) as publisher:
         for number in range(3):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import torch
-
 from deltachain.chain.trust import SigningKey
 from deltachain.publish import PublishConfig, Publisher
-from tests.ranks.layouts import LAYOUTS, train_step
+from tests.ranks.layouts import set_up, train_step
 
 LAYOUT = "rows"
 OLD_KEY = SigningKey.of(b"\2" * 32)
@@ -17,8 +15,7 @@ OLD_KEY = SigningKey.of(b"\2" * 32)
 
 def publishes(rank: int, key: str, url: str, first: int) -> None:
     os.environ["DELTACHAIN_TRUSTED_KEYS"] = str(OLD_KEY.public)
-    model = LAYOUTS[LAYOUT]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, foreach=False)
+    model, optimizer = set_up(LAYOUT)
     for number in range(first):
         train_step(LAYOUT, model, optimizer, number)
     file = None if rank else Path(key)

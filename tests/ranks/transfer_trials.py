@@ -6,21 +6,19 @@ from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import distributed
 from torch.distributed.tensor.debug import CommDebugMode
 
 from deltachain.control.fleet import Wait
 from deltachain.control.transfer import DeltaChainWeightTransfer
-from tests.ranks.layouts import LAYOUTS, train_step
-from tests.ranks.trials import RATE, check
+from tests.ranks.layouts import set_up, train_step
+from tests.ranks.trials import check
 
 SYNCS = 3
 
 
 def syncs(rank: int, url: str, folder: str, wait: Wait) -> None:
-    model = LAYOUTS["rows"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     trainer: Any = SimpleNamespace(
         model=model,
         accelerator=SimpleNamespace(unwrap_model=lambda it: it),

@@ -29,7 +29,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.snapshot import Snapshot
 from deltachain.store import open_store
 from deltachain.types import BITS_DTYPES
-from tests.ranks.layouts import LAYOUTS, Block, train_step, whole
+from tests.ranks.layouts import Block, set_up, train_step, whole
 from tests.support.faults import Fault, FaultyStore
 
 RATE = 2e-3
@@ -37,10 +37,7 @@ DEADLINE_S = 4.0
 
 
 def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: int) -> None:
-    model = LAYOUTS[layout]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    some = trained or [nn.Parameter(torch.zeros(1))]  # a stage may have nothing to train
-    optimizer = torch.optim.AdamW(some, lr=RATE, foreach=False)
+    model, optimizer = set_up(layout)
     for number in range(first):  # as if restored from a checkpoint of that step
         train_step(layout, model, optimizer, number)
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=60)
@@ -61,11 +58,20 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
             check(rank, receipt.version, model, url, folder)
 
 
-def publishes_max(rank: int, url: str, folder: str) -> None:
-    model = LAYOUTS["rows"]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
-    config = PublishConfig(url=url, dtype="BF16", encoding="max", when_busy="wait")
-    with Publisher(config).attach(model) as publisher:
+def one_encoding(rank: int, url: str, folder: str) -> None:
+    chosen = "step" if rank else "max"
+
+    def cost(name: str, *_: object, **__: object) -> EncodingCost:
+        nbytes = 1.0 if name == chosen else 2.0
+        return EncodingCost(encoding=name, nbytes=nbytes, encode_ns=0.0, decode_ns=0.0)
+
+    model, optimizer = set_up("rows")
+    config = PublishConfig(url=url, dtype="BF16", encoding="auto", when_busy="wait")
+    with (
+        mock.patch.object(version_encoding, "try_encoding", cost),
+        mock.patch.object(encoding_choice, "SMALLEST_TRANSFER", 1),
+        Publisher(config).attach(model) as publisher,
+    ):
         for number in range(2):
             train_step("rows", model, optimizer, number)
             receipt = publisher.publish(step=number).result(60)
@@ -97,8 +103,7 @@ def dies(rank: int, url: str, victim: int, do: str, prefix: str) -> None:
     config = PublishConfig(
         url=url, dtype="BF16", when_busy="wait", deadline_s=DEADLINE_S, anchor_factor=0.01
     )
-    model = LAYOUTS["stages"]()  # its ranks do not wait for each other when they train
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, foreach=False)
+    model, optimizer = set_up("stages")
     publisher = Publisher(config, store=store).attach(model)
     futures, noticed = [], []
     start = time.monotonic()
@@ -131,9 +136,7 @@ def stalls(rank: int, url: str, folder: str) -> None:
     config = PublishConfig(
         url=url, dtype="BF16", when_busy="wait", on_error="warn", deadline_s=DEADLINE_S
     )
-    model = LAYOUTS["rows"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     with Publisher(config, store=store).attach(model) as publisher:
         outcomes = []
         for number in range(4):
@@ -149,9 +152,7 @@ def leaves(rank: int, url: str) -> None:
     slow = Fault("slow", "deltas/", seconds=1.0, times=None)
     store = FaultyStore(open_store(url, writer=True), slow)
     config = PublishConfig(url=url, dtype="BF16", deadline_s=DEADLINE_S)
-    model = LAYOUTS["stages"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("stages")
     publisher = Publisher(config, store=store).attach(model)
     for number in range(2):
         train_step("stages", model, optimizer, number)
@@ -241,9 +242,7 @@ def note(folder: str, rank: int, **facts: Any) -> None:
 
 def hurries(rank: int, url: str, folder: str) -> None:
     config = PublishConfig(url=url, dtype="BF16", when_busy="wait", deadline_s=30)
-    model = LAYOUTS["rows"]()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, foreach=False)
+    model, optimizer = set_up("rows")
     with Publisher(config).attach(model) as publisher:
         futures = []
         for number in range(6):

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from types import TracebackType
 from typing import Final, Self
 
 from examples.demo.follower_process import DemoError
@@ -64,12 +63,7 @@ class Service:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ending.set()
         self._end(signal.SIGTERM)
         self._thread.join(2 * STOP_S)

@@ -12,7 +12,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack, suppress
-from types import TracebackType
 from typing import Final, Self, TypeAlias
 
 _PIECE: Final = 64 << 10
@@ -37,12 +36,7 @@ class DelayProxy:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:
