@@ -33,6 +33,8 @@ from tests.engines.trainer import (
 )
 from tests.small_disk import may_mount, run_on_small_disk
 
+pytestmark = pytest.mark.full
+
 PROMPT = [5, 6, 7, 8]
 LENGTH = 48
 

@@ -34,6 +34,8 @@ from tests.crash.conftest import PROCESSES
 from tests.crash.places import Place
 from tests.support.models import TinyModel, tensors_of
 
+pytestmark = pytest.mark.full
+
 KILLS = {"file": 100, "s3": 100, "hf": 100}
 VERSIONS = 5 * KEPT
 FOLLOWERS = 4

@@ -22,6 +22,8 @@ from tests.crash.places import Place
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import State, bits_of, fill_, recompute, same, tensors_of, train_
 
+pytestmark = pytest.mark.full
+
 DOWN_S = 0.5
 
 PATIENCE_S = 60.0

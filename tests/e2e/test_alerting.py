@@ -137,7 +137,10 @@ TOKEN = "one that nobody guesses"  # noqa: S105
 SILENCE_S = 2.0
 ALERTS = {("ReplicaNotReady", "firing"), ("StoreSilent", "firing")}
 
-pytestmark = pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus: make prometheus")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(PROMETHEUS is None, reason="no Prometheus: make prometheus"),
+]
 
 
 @dataclass(frozen=True)

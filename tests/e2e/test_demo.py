@@ -12,6 +12,8 @@ from deltachain.store import open_store
 from examples.demo.follower_process import DemoError
 from examples.demo.run import run_demo
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ from deltachain.verify import verify
 from tests.engines.families import FAMILIES, make
 from tests.engines.trainer import NAMES, Trained, pulled, train
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_checkpoint_is_small_and_no_tensor_in_it_is_constant(name: str, tmp_path: Path) -> None:

@@ -10,6 +10,8 @@ from tests.bench.chains import SMALL, TINY, U16, Step, SyntheticChain, bf16_bits
 from tests.bench.limits import ChainStats, EntropyLimits, chain_stats, code_limits, entropy_limits
 from tests.bench.updates import fp8_blocks, int8_rows
 
+pytestmark = pytest.mark.full
+
 # Bits a change measured at 1.25 % density on a synthetic chain of 52 M elements, and at 1.07 % on a
 # trained model of 18 M: ours, at 1.2 %, has to lie near both.
 PUBLISHED = {

@@ -18,6 +18,8 @@ from tests.bench.cross_region import network
 from tests.bench.cross_region.__main__ import main
 from tests.bench.cross_region.delay import DelayProxy
 
+pytestmark = pytest.mark.full
+
 
 @contextmanager
 def answering(answer: Callable[[socket.socket], None]) -> Iterator[tuple[str, int]]:

@@ -29,6 +29,8 @@ from tests.bench.layouts.layout import PeerLayout
 from tests.bench.layouts.registry import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1
 from tests.bench.timing import Candidate, Timings, one_core, round_robin
 
+pytestmark = pytest.mark.full
+
 BASE = SyntheticChain(seed=3, layout=TINY, warmup=1)
 
 

@@ -24,6 +24,8 @@ from examples.demo.online.rollouts import Played
 from examples.demo.online.run import answers, dashboard_command
 from examples.demo.online.trainer import TRAINER_STATE, last_checkpoint
 
+pytestmark = pytest.mark.full
+
 
 def test_half_a_checkpoint_of_a_killed_trainer_is_passed_over(tmp_path: Path) -> None:
     assert last_checkpoint(tmp_path) is None

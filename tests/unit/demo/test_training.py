@@ -46,6 +46,8 @@ def test_nearer_and_shorter_earns_more(better: str, worse: str) -> None:
 pytest.importorskip("torch")
 pytest.importorskip("trl")
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:

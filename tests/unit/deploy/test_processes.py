@@ -120,6 +120,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         yield Machine(root=tmp_path, model=tmp_path / "model", stack=stack)
 
 
+@pytest.mark.full
 def test_the_services_train_mirror_and_follow(machine: Machine) -> None:
     base = seaweed._free_block(HOST)
     flags = {name: base + number for number, name in enumerate(seaweed._PORTS)}

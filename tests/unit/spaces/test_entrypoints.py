@@ -137,6 +137,7 @@ def push(root: Path, chain: str, state: State) -> State:
     return state
 
 
+@pytest.mark.full
 def test_each_start_serves_the_head(tmp_path: Path, start: Start) -> None:
     policy = tmp_path / "home" / "policy"
     first = push(tmp_path, "chain", random_state())
@@ -154,6 +155,7 @@ def test_each_start_serves_the_head(tmp_path: Path, start: Start) -> None:
     assert same(read_checkpoint(policy), head)
 
 
+@pytest.mark.full
 def test_another_chain_takes_the_folder_over(tmp_path: Path, start: Start) -> None:
     push(tmp_path, "chain", random_state())
     assert start().returncode == 0
@@ -185,6 +187,7 @@ def test_a_start_that_was_killed_costs_nothing(
     assert same(read_checkpoint(policy), head)
 
 
+@pytest.mark.full
 def test_a_base_that_the_chain_refers_to_is_given_by_name(tmp_path: Path, start: Start) -> None:
     state = random_state()
     base = write_checkpoint(tmp_path / "base", state)

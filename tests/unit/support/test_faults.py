@@ -15,6 +15,8 @@ from deltachain.errors import (
 from deltachain.store import MemoryStore
 from tests.support.faults import Action, Fault, FaultyStore, clock_jump
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def inner() -> MemoryStore:

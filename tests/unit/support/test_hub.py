@@ -22,6 +22,8 @@ from huggingface_hub.utils import parse_ratelimit_headers
 from tests.support.hub.faults import RequestFault
 from tests.support.hub.server import HubServer
 
+pytestmark = pytest.mark.full
+
 NOISE = random.Random(7).randbytes(3_000_000)
 
 

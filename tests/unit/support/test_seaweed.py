@@ -2,8 +2,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from deltachain.store import open_store
 from tests.support.seaweed import Seaweed
+
+pytestmark = pytest.mark.full
 
 
 def listening(pid: int) -> list[tuple[str, int]]:
