@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from examples.demo.model import generate_text, load_for_generation
+from examples.demo.generate import generate_text, load_for_generation
 from examples.demo.process_setup import quiet_libraries, spare_one_core
 
 if TYPE_CHECKING:

@@ -9,13 +9,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from examples.demo.callbacks import DumpCallback
 from examples.demo.compare_bits import compare, dump_bits
 from examples.demo.corpus import documents, questions, score
-from examples.demo.model import (
-    generate_text,
-    load_for_generation,
-    make_model,
-    make_tokenizer,
-    save_checkpoint,
-)
+from examples.demo.generate import generate_text, load_for_generation
+from examples.demo.model import make_model, make_tokenizer, save_checkpoint
 from examples.demo.pretrain import pretrain
 from examples.demo.train import run_grpo
 
