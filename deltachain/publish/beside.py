@@ -55,7 +55,7 @@ class BackgroundWork:
         tenure = self._tenure
         if tenure is not None and (tenure.lost or tenure.doubt):
             return tenure.lost or tenure.doubt
-        return self._totals.trouble or self._heartbeat.trouble
+        return self._totals.trouble or self._totals.stopped or self._heartbeat.trouble
 
     def close(self) -> None:
         """End the threads; may be called again."""

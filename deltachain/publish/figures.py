@@ -25,6 +25,7 @@ class PublishTotals:
         commit_s: Seconds of commits.
         last: The newest receipt; ``None`` before.
         trouble: Why the newest version was not committed; empty if it was.
+        stopped: Why the optimizers' steps bring no version; empty if they do.
     """
 
     commits: int = 0
@@ -37,6 +38,11 @@ class PublishTotals:
     commit_s: float = 0.0
     last: PublishReceipt | None = None
     trouble: str = ""
+    stopped: str = ""
+
+    def stop(self, reason: str) -> None:
+        """Note why steps bring no version; empty once they do."""
+        self.stopped = reason
 
     def fail(self, error: BaseException) -> None:
         """Add a version that was not committed."""

@@ -141,7 +141,8 @@ def attach(
             publisher.publish(step=count)
 
     warns = publisher.config.on_error == "warn"
-    steps = OptimizerSteps(model, optimizers, after_step, warns=warns)
+    stuck = publisher.totals.stop
+    steps = OptimizerSteps(model, optimizers, after_step, stuck=stuck, warns=warns)
     attachment = Attachment(publisher, steps)
     close_at_exit(publisher, attachment.detach)
     return attachment
