@@ -167,6 +167,14 @@ class MirrorContents:
         self._sizes.pop(key, None)
         self._doubtful.discard(key)
 
+    def look_at(self, keys: Collection[str]) -> None:
+        """Look at some objects of the mirror, and note which of them are gone."""
+        found = self.store.find_all(keys)
+        for key in keys:
+            self._sizes.pop(key, None)
+            if key in found:
+                self._sizes[key] = found[key].nbytes
+
     def compare(
         self,
         source: Store,

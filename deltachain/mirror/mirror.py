@@ -147,8 +147,7 @@ class Mirror:
         if not self._is_whole or not (self.rounds + 1) % LOOK_BACK:
             records.read_heartbeat()  # before the records that it names
         hint = self._read_hint(documents)
-        head = self.head = self._newest(chain)
-        before = documents.identity  # of which a mirror lacks none
+        head = self.head = self._newest(chain, documents)
         versions = VersionsToCopy(new=range(self.version + 1, head + 1))
         is_whole = self._is_whole and not self._contents.is_torn
         is_survey = not is_whole or not self.rounds % SURVEY
@@ -161,7 +160,7 @@ class Mirror:
             records.put_signatures(self.destination)
             self._pruned = records.newest_prune()
             tags = records.tags(documents.committed)
-            copies = joined(before, records.prunes(), copies, tags)
+            copies = joined(documents.identity, records.prunes(), copies, tags)
         yield from self._run(self._lacking(copies), head, stop)
         if stop.is_set():
             return
@@ -248,14 +247,15 @@ class Mirror:
                 hint="two histories exist: find out which is right, and mirror to another URL",
             )
 
-    def _newest(self, chain: Chain) -> Version:
-        """Return the newest version of the source."""
+    def _newest(self, chain: Chain, documents: SourceDocuments) -> Version:
+        """Return the newest version of the source; at times look back at both stores."""
         self.rounds, self._seen = self.rounds + 1, None
         if self.version >= 0 and self.rounds % LOOK_BACK:
             return chain.newest(self.version)
         self._seen = chain.head()
         newest = self._seen.version if self._seen else -1
         self._check_same(newest)
+        self._contents.look_at([copy.key for copy in documents.identity])
         return newest
 
     def _copies(
