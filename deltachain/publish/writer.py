@@ -17,11 +17,11 @@ from deltachain.chain.recent_edges import KnownEdges, edge_id
 from deltachain.errors import (
     BrokenChainError,
     DeltaChainError,
-    ForkedChainError,
     FormatError,
     ObjectNotFoundError,
     PublisherFencedError,
     StoreError,
+    StoreUnavailableError,
 )
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, seal
 from deltachain.format.revert_mark import revert_mark, reverted_to
@@ -96,10 +96,10 @@ class Writer:
             if self.chain.find(head.version) is None:
                 return f"{url} lost version {head.version}, which this publisher committed"
             later = self.chain.find(head.version + 1)
-        except ForkedChainError as error:
+        except StoreUnavailableError:
+            return ""  # the next version tells
+        except DeltaChainError as error:
             return str(error.args[0])
-        except DeltaChainError:
-            return ""  # the store is away, which the next version tells
         if later is None or later.manifest.epoch == self.epoch:
             return ""
         return f"another publisher committed version {later.version} of {url}"
