@@ -22,7 +22,6 @@ from deltachain.format.documents import EdgeRecord, Manifest, unseal
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, MIRROR_KEY, TABLE_KEY, manifest_key
 from deltachain.mirror import Mirror, promote
 from deltachain.mirror import pipeline as flow
-from deltachain.mirror.mirror import LOOK_BACK
 from deltachain.mirror.plan import ObjectCopy
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
@@ -30,19 +29,6 @@ from deltachain.subscribe import Subscriber
 from deltachain.testing.faults import Action, Fault, FaultyStore
 from deltachain.testing.models import TinyModel, bits_of, recompute, same, tensors_of, train_
 from tests.unit.mirror.conftest import Grow, copy_of
-
-
-@pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
-def test_a_mirror_that_follows_restores_a_lost_identity_within_a_look_back(
-    key: str, source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(1)
-    mirror = Mirror(source, mirror_store)
-    list(mirror.catch_up())
-    mirror_store.delete(key)
-    for _ in range(LOOK_BACK):
-        list(mirror.catch_up())
-    assert mirror_store.get(key) == source.get(key)
 
 
 class Ordered(MemoryStore):
