@@ -25,6 +25,7 @@ from deltachain.cli.serving import shown_follower
 from deltachain.cli.stopping import end, stopping
 
 if TYPE_CHECKING:
+    from deltachain.errors import DeltaChainError
     from deltachain.subscribe import ApplyReceipt, Subscriber
 
 
@@ -60,14 +61,30 @@ def follow(  # noqa: PLR0913 - one argument an option
         with shown_follower(
             subscriber, metrics, engine="follow", place=str(out.resolve()), follows=not once
         ) as looked:
+            complete_at: int | None = None
+
+            def complete() -> None:
+                """Write the small files; a process killed after a swap may have left them out."""
+                nonlocal complete_at
+                if subscriber.version not in (None, complete_at):
+                    write_assets(subscriber.chain, out, trusted=trust_remote_code)
+                    complete_at = subscriber.version
+
+            def after_look(trouble: DeltaChainError | None) -> None:
+                if trouble is None:
+                    complete()
+                looked(trouble)
+
             receipts = (
                 _catch_up(subscriber, stop, every_version=every_version)
                 if once
-                else subscriber.follow(stop=stop, every_version=every_version, looked=looked)
+                else subscriber.follow(stop=stop, every_version=every_version, looked=after_look)
             )
             for receipt in receipts:
-                write_assets(subscriber.chain, out, trusted=trust_remote_code)
+                complete()
                 show_version(receipt, as_json=as_json)
+            if once:
+                complete()
         if not as_json:
             c.say(f"{out} holds {held(subscriber.version)}", "dim")
     end(by)

@@ -311,7 +311,7 @@ class Mirror:
         if is_due:
             self._put_signatures(documents)
             self._pruned = newest_prune(chain)
-        if is_survey:
+        if is_survey or (looks_back and self.version >= 0):
             yield from self._identity(documents)
         if is_due:
             yield from self._prunes(documents, is_survey=is_survey)

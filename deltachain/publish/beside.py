@@ -165,6 +165,7 @@ class PublishTotals:
         commit_s: Seconds of commits.
         last: The newest receipt; ``None`` before.
         trouble: Why the newest version was not committed; empty if it was.
+        stopped: Why the optimizers' steps bring no version; empty if they do.
     """
 
     commits: int = 0
@@ -177,6 +178,10 @@ class PublishTotals:
     commit_s: float = 0.0
     last: PublishReceipt | None = None
     trouble: str = ""
+    stopped: str = ""
+
+    def stop(self, reason: str) -> None:
+        self.stopped = reason
 
     def fail(self, error: BaseException) -> None:
         self.failures += 1
@@ -246,7 +251,7 @@ class BackgroundWork:
         tenure = self._tenure
         if tenure is not None and (tenure.lost or tenure.doubt):
             return tenure.lost or tenure.doubt
-        return self._totals.trouble or self._heartbeat.trouble
+        return self._totals.trouble or self._totals.stopped or self._heartbeat.trouble
 
     def close(self) -> None:
         """End the threads; may be called again."""

@@ -35,6 +35,10 @@ _THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorc
 
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
 
+_MANY: Final = 8
+"""Steps of an optimizer of equal shapes, and none of the own, after which no version is expected.
+"""
+
 _GRAPH: Final = (
     "deltachain publishes after each step, which no graph has: compile the step without fullgraph"
 )
@@ -52,7 +56,8 @@ class OptimizerSteps:
     order. Steps inside another step, as in SAM or Lookahead, are part of it. A warning is logged,
     once each, if one steps twice before another steps, if weights are changed after a step, or if
     an optimizer trains what may be a copy of the model. With ``warns``, so is a step that cannot be
-    followed, instead of an error.
+    followed, instead of an error. ``stuck`` is called with the reason if steps bring no version,
+    and with an empty one once they do.
     """
 
     # torch calls global hooks for each optimizer of the process, also for one that is made later.
@@ -63,10 +68,11 @@ class OptimizerSteps:
         optimizers: Sequence[Optimizer],
         each: Callable[[int], None],
         *,
+        stuck: Callable[[str], None] = lambda _: None,
         warns: bool,
     ) -> None:
         self.count = 0
-        self._model, self._optimizers, self._each = model, optimizers, each
+        self._model, self._optimizers, self._each, self._stuck = model, optimizers, each, stuck
         self._warns = warns
         self._told: set[str] = set()
         self._stepped: set[int] = set()
@@ -109,48 +115,52 @@ class OptimizerSteps:
         if any(optimizer is one for one in self._optimizers):
             self._outermost, self._depth = _caller(), 1
             self._look(optimizer)
-        elif not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
+            return
+        self._others += 1
+        if not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
             self._refuse_other(optimizer)
-        else:
-            self._others += 1
-            if self._others > 1 and _shapes([optimizer]) == _shapes(self._optimizers):
-                self._tell(
-                    f"{type(optimizer).__name__}, which attach was not given, trains weights of "
-                    f"the same shapes as this model's: they are not published; {_ATTACH_COPY}"
-                )
+        elif self._others > 1 and _shapes([optimizer]) == _shapes(self._optimizers):
+            line = (
+                f"{type(optimizer).__name__}, which attach was not given, trains weights of "
+                f"the same shapes as this model's: they are not published; {_ATTACH_COPY}"
+            )
+            self._tell(line)
+            if self._others >= _MANY:
+                self._stuck(line)
 
     def _refuse_other(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
         outer = [one for one in self._optimizers if optimizer in vars(one).values()]
         if outer:
-            self._refuse(
-                UnsupportedModelError(
-                    f"{name} steps the model outside of a step of {type(outer[0]).__name__}, which "
-                    "holds it: when that one is complete is not known",
-                    hint="give Publisher(url).attach the model alone, and call its publish "
-                    "yourself after each whole step",
-                )
+            error = UnsupportedModelError(
+                f"{name} steps the model outside of a step of {type(outer[0]).__name__}, which "
+                "holds it: when that one is complete is not known",
+                hint="give Publisher(url).attach the model alone, and call its publish "
+                "yourself after each whole step",
             )
-            return
-        self._refuse(
-            UnsupportedModelError(
+        else:
+            error = UnsupportedModelError(
                 f"{name}, which attach was not given, steps the model",
                 hint="give attach all optimizers of the model, attach(model, [one, other], "
                 "url=...), and of one that wraps another (SAM, Lookahead) the outer; after an "
                 f"optimizer was replaced, detach and attach with the new one; {_BY_HAND}",
             )
-        )
+        if self._others > 1:  # at one of each in turn, those that were given publish all changes
+            self._stuck(str(error.args[0]))
+        self._refuse(error)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Warn before a step of which the version may not be what the user expects."""
         if id(optimizer) in self._stepped:
             missing = len(self._optimizers) - len(self._stepped)
             self._stepped.clear()
-            self._tell(
+            line = (
                 f"{type(optimizer).__name__} steps again before {missing} of "
                 f"{len(self._optimizers)} optimizers did: a version follows only once each has "
                 f"stepped; for other steps, give Publisher.attach the model, {_BY_HAND[3:]}"
             )
+            self._tell(line)
+            self._stuck(line)
         if self._writes not in (None, _writes(self._optimizers)):
             self._tell(
                 "weights were changed after the optimizer's step: the version of a step does not "
@@ -170,6 +180,7 @@ class OptimizerSteps:
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._others = 0
+            self._stuck("")
             self.count += 1
             self._each(self.count)
             self._writes = _writes(self._optimizers)
@@ -403,7 +414,8 @@ def attach(
             publisher.publish(step=count)
 
     warns = publisher.config.on_error == "warn"
-    steps = OptimizerSteps(model, optimizers, after_step, warns=warns)
+    stuck = publisher.totals.stop
+    steps = OptimizerSteps(model, optimizers, after_step, stuck=stuck, warns=warns)
     attachment = Attachment(publisher, steps)
     close_at_exit(publisher, attachment.detach)
     return attachment

@@ -23,12 +23,12 @@ from deltachain.errors import (
     BrokenChainError,
     ConfigError,
     DeltaChainError,
-    ForkedChainError,
     FormatError,
     MalformedError,
     ObjectNotFoundError,
     PublisherFencedError,
     StoreError,
+    StoreUnavailableError,
 )
 from deltachain.format.documents import (
     Edge,
@@ -312,10 +312,10 @@ class Writer:
             if self.chain.find(head.version) is None:
                 return f"{url} lost version {head.version}, which this publisher committed"
             later = self.chain.find(head.version + 1)
-        except ForkedChainError as error:
+        except StoreUnavailableError:
+            return ""  # the next version tells
+        except DeltaChainError as error:
             return str(error.args[0])
-        except DeltaChainError:
-            return ""  # the store is away, which the next version tells
         if later is None or later.manifest.epoch == self.epoch:
             return ""
         return f"another publisher committed version {later.version} of {url}"

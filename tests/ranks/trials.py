@@ -58,20 +58,10 @@ def ten_steps(rank: int, layout: str, url: str, folder: str, first: int, steps: 
             check(rank, receipt.version, model, url, folder)
 
 
-def one_encoding(rank: int, url: str, folder: str) -> None:
-    chosen = "step" if rank else "max"
-
-    def cost(name: str, *_: object, **__: object) -> EncodingCost:
-        nbytes = 1.0 if name == chosen else 2.0
-        return EncodingCost(encoding=name, nbytes=nbytes, encode_ns=0.0, decode_ns=0.0)
-
+def publishes_max(rank: int, url: str, folder: str) -> None:
     model, optimizer = set_up("rows")
-    config = PublishConfig(url=url, dtype="BF16", encoding="auto", when_busy="wait")
-    with (
-        mock.patch.object(version_encoding, "try_encoding", cost),
-        mock.patch.object(encoding_choice, "SMALLEST_TRANSFER", 1),
-        Publisher(config).attach(model) as publisher,
-    ):
+    config = PublishConfig(url=url, dtype="BF16", encoding="max", when_busy="wait")
+    with Publisher(config).attach(model) as publisher:
         for number in range(2):
             train_step("rows", model, optimizer, number)
             receipt = publisher.publish(step=number).result(60)

@@ -14,6 +14,7 @@ import shutil
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -40,6 +41,7 @@ from deltachain.checkpoint import (
     write_atomic,
 )
 from deltachain.codec import Change, Part, encode_part
+from deltachain.config_fields import differing_fields, fields
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import (
     ApplyError,
@@ -57,7 +59,7 @@ from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import object_digest
 from deltachain.kernels.protocol import same_bits
-from deltachain.remote_code import without_remote_code
+from deltachain.remote_code import bare, without_remote_code
 from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
@@ -573,35 +575,81 @@ class OwnFolder(FolderTarget):
 def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
     """Write the assets of a chain that the folder does not have; return the names written.
 
-    Existing files are left alone, since a user may have edited them. The configuration of an
-    adapter is written beside one only: loaders that see it load the base it names instead of the
-    weights. References to remote code are kept if ``trusted``.
+    Existing files are left alone, since a user may have edited them; a warning names those of
+    another content. The configuration of an adapter is written beside one only: loaders that see it
+    load the base it names instead of the weights.
+
+    Args:
+        chain: The chain.
+        folder: Folder to write to.
+        trusted: Whether the assets may refer to remote code.
+
+    Raises:
+        ApplyError: The folder cannot be written now.
     """
-    written = []
-    refused = set[str]()
+    written, kept = [], list[str]()
+    refused = _refused(chain, folder)
+    for name, data in chain.assets():
+        file = folder / name
+        if not is_asset(name) or name.lower() in refused:
+            continue
+        with explained(folder):
+            if _is_elsewhere(file, folder):
+                continue
+            if file.exists():
+                kept += _difference(file, data)
+            elif _write(file, data, folder, trusted=trusted, where=chain.store.url):
+                written.append(name)
+    if kept:
+        _say_kept(folder, ", ".join(sorted(kept)))
+    return written
+
+
+def _refused(chain: Chain, folder: Path) -> set[str]:
+    """Return the names that loaders of the folder must not find."""
     paths = asset_paths(chain.identity)
     if weights_file((name for name, *_ in chain.table.tensors), paths) != ADAPTER_FILE:
-        refused.add(ADAPTER_CONFIG)
-    elif ADAPTER_CONFIG in paths and (folder / WEIGHTS_FILE).is_file():
-        refused.add(ADAPTER_CONFIG)  # an earlier release made this folder
+        return {ADAPTER_CONFIG}
+    if ADAPTER_CONFIG in paths and (folder / WEIGHTS_FILE).is_file():  # of an earlier release
         logger.warning(
             "%s: %s holds the adapter, and PEFT does not read that name: pull into a new folder",
             folder,
             WEIGHTS_FILE,
         )
-    for name, data in chain.assets():
-        file = folder / name
-        with explained(folder):
-            wanted = is_asset(name) and name.lower() not in refused
-            if wanted and not _is_elsewhere(file, folder) and not file.exists():
-                url = chain.store.url
-                kept = without_remote_code(name, data, trusted=trusted, where=url)
-                if kept is not None:
-                    if file.parent != folder:
-                        file.parent.mkdir(exist_ok=True)
-                    write_atomic(file, kept)
-                    written.append(name)
-    return written
+        return {ADAPTER_CONFIG}
+    return set()
+
+
+def _write(file: Path, data: bytes, folder: Path, *, trusted: bool, where: str) -> bool:
+    """Write an asset without references to remote code; return whether it is written at all."""
+    kept = without_remote_code(file.name, data, trusted=trusted, where=where)
+    if kept is None:
+        return False
+    if file.parent != folder:
+        file.parent.mkdir(exist_ok=True)
+    write_atomic(file, kept)
+    return True
+
+
+def _difference(file: Path, data: bytes) -> list[str]:
+    """Name a file with other content than the chain's, and the fields that differ in JSON."""
+    own = file.read_bytes() if file.is_file() else data
+    if own == data:
+        return []
+    if file.suffix != ".json":
+        return [file.name]
+    found = differing_fields(fields(bare(own)), fields(bare(data)))
+    return [f"{file.name} ({found})"] if found else []
+
+
+@cache
+def _say_kept(folder: Path, names: str) -> None:
+    logger.warning(
+        "%s has files that differ from the chain's, and are kept: %s; remove them to get the "
+        "chain's",
+        folder,
+        names,
+    )
 
 
 def _is_elsewhere(file: Path, folder: Path) -> bool:

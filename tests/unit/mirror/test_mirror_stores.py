@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.format.keys import MIRROR_KEY
+from deltachain.format.keys import CHAIN_KEY, MIRROR_KEY, TABLE_KEY
 from deltachain.mirror import Mirror
-from deltachain.store import Store, open_store
+from deltachain.mirror.mirror import LOOK_BACK
+from deltachain.store import MemoryStore, Store, open_store
 from deltachain.subscribe import Subscriber
 from tests.support.hub.server import HubServer
 from tests.support.models import TinyModel, bits_of, recompute, same, tensors_of
@@ -66,3 +67,16 @@ def test_to_a_bucket_of_the_hub_and_back(
     list(Mirror(there, back).catch_up())
     check(there, back, model)
     there.close()
+
+
+@pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
+def test_a_mirror_that_follows_restores_a_lost_identity_within_a_look_back(
+    key: str, source: MemoryStore, mirror_store: MemoryStore, grow: Grow
+) -> None:
+    grow(1)
+    mirror = Mirror(source, mirror_store)
+    list(mirror.catch_up())
+    mirror_store.delete(key)
+    for _ in range(LOOK_BACK):
+        list(mirror.catch_up())
+    assert mirror_store.get(key) == source.get(key)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from accelerate import Accelerator
@@ -305,3 +308,28 @@ def test_a_step_compiled_as_one_graph_says_what_to_do(hook: Hook) -> None:
     torch.compiler.reset()  # it skips what an earlier compilation could not trace
     with pytest.raises(Exception, match=r"deltachain publishes .* compile the step without"):
         torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> SGD:
+    return SGD(parameters, lr=0.1)
+
+
+@pytest.mark.parametrize("which", ["another", "one of two", "of a copy"])
+def test_a_publisher_whose_optimizers_bring_no_version_is_not_ready(
+    which: str, hook: Hook, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "deltachain")
+    model = fp32_model()
+    first, *rest = model.parameters()
+    given = [sgd([first]), sgd(rest)] if which == "one of two" else [sgd(model.parameters())]
+    other = {
+        "another": sgd(model.parameters()),
+        "one of two": given[0],
+        "of a copy": sgd(copy.deepcopy(model).parameters()),
+    }[which]
+    hook(model, given, on_error="warn", metrics="127.0.0.1:0")
+    url = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
+    for several, code in ((given, 200), ([other] * 9, 503), (given, 200)):
+        for one in several:
+            one.step()
+        assert httpx.get(url).status_code == code

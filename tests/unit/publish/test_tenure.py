@@ -27,7 +27,7 @@ from deltachain.chain.publisher_record import (
 )
 from deltachain.errors import PublisherFencedError
 from deltachain.format.documents import dump
-from deltachain.format.keys import PUBLISHER_KEY
+from deltachain.format.keys import PUBLISHER_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher, tenure
 from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, open_store
@@ -220,7 +220,15 @@ def test_an_idle_publisher_says_that_its_chain_was_reverted_or_lost(
     kept = chain.get(newest)
     chain.delete(newest)
     until(lambda: said("lost version 2, which this publisher committed", 503))
+    for damaged in (b"{}", kept[: len(kept) // 2]):
+        chain.put(newest, damaged)
+        until(lambda: said(newest, 503))
     chain.put(newest, kept)
+    until(lambda: said("", 200))
+    following = manifest_key(3)
+    chain.put(following, b"junk")
+    until(lambda: said(following, 503))
+    chain.delete(following)
     until(lambda: said("", 200))
     opened = Chain.open(chain)
     revert(opened, opened.read(1))
