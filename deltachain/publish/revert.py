@@ -150,10 +150,13 @@ def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
     """Rebuild a version, with pruned edges if no other plan leads there; prove its state."""
     try:
         plan = plan_present(chain, None, committed)
-    except BrokenChainError:
+    except BrokenChainError as error:
         if not chain.prunes.names_edges:
             raise
-        plan = plan_present(chain, None, committed, pruned=True)
+        try:
+            plan = plan_present(chain, None, committed, pruned=True)
+        except BrokenChainError:
+            raise error from None  # it says that the version was pruned
     fetched = fetch(chain, plan, target=committed, base=base)
     if (state := fetched.state()) != committed.state:
         key = manifest_key(committed.version)

@@ -105,21 +105,6 @@ def test_a_folder_that_cannot_be_made_is_told_as_such(tmp_path: Path) -> None:
     assert "deleting" not in done.stderr
 
 
-def test_a_misspelt_store_of_the_demo_is_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from deltachain.errors import ConfigError  # noqa: PLC0415
-    from examples.demo.backends import start_backend  # noqa: PLC0415 - needs torch
-
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match="'s5' is no kind of store") as caught:
-        start_backend("s5", tmp_path).__enter__()
-    assert "did you mean s3?" in caught.value.hint
-    assert list(tmp_path.iterdir()) == []
-    with start_backend("./s5", tmp_path) as url:
-        assert url == "./s5"
-
-
 def test_a_version_that_is_not_there_has_a_hint(pushed: Pushed, tmp_path: Path) -> None:
     for args in (["pull", pushed.url, "--version", 99, "--out", tmp_path / "o"],):
         done = invoke(*args)
@@ -211,7 +196,7 @@ def test_help_is_whole_at_80_columns_with_arguments_in_upper_case(
         ("mirror", "mirror [OPTIONS] SRC [DST]"),
         ("inspect", "inspect [OPTIONS] FILE|URL"),
         ("tag", "tag [OPTIONS] URL [NAME]"),
-        ("agent", "agent [OPTIONS] [URL]"),
+        ("agent", "agent [OPTIONS] URL"),
     ],
 )
 def test_usage_names_arguments_as_the_documents_do(
