@@ -141,8 +141,8 @@ def attach(
             publisher.publish(step=count)
 
     warns = publisher.config.on_error == "warn"
-    stuck = publisher.totals.stop
-    steps = OptimizerSteps(model, optimizers, after_step, stuck=stuck, warns=warns)
+    stopped = publisher.totals.stop
+    steps = OptimizerSteps(model, optimizers, after_step, stopped=stopped, warns=warns)
     attachment = Attachment(publisher, steps)
     close_at_exit(publisher, attachment.detach)
     return attachment

@@ -42,7 +42,7 @@ def engine_of(server: Server) -> psutil.Process:
 
 
 def readiness(server: Server) -> set[int]:
-    """The status codes of all routes of readiness, without those of refused connections."""
+    """Return the status codes of all readiness routes; a refused connection has none."""
     codes = set()
     for path in (f"{server.prefix}/ready", f"{server.prefix}/readyz", "/readyz/deltachain"):
         with suppress(httpx.TransportError):
