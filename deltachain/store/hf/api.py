@@ -193,10 +193,14 @@ class Hub:
         url = route if "://" in route else f"{self.root}/{route}"
         deadline, began = self.deadline(key), time.monotonic()
         tries = 0
+        before = _Trouble()
         while True:
             self.admit(deadline, key)
             sent = time.monotonic()
             reply, trouble = self._try(method, url, body, media, deadline)
+            if reply is None and before.said and deadline.left_s <= 0:
+                # Cut off by the limit of this call: the answer before says more.
+                trouble = before
             if reply is None:
                 self.outage.unanswered(sent)
             else:
@@ -216,6 +220,7 @@ class Hub:
                     hint=trouble.hint,
                 ) from trouble.cause
             tries += 1
+            before = trouble
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
         """Send one request to the Xet storage; return its status and document.
