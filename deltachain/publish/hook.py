@@ -36,8 +36,7 @@ _THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorc
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
 
 _MANY: Final = 8
-"""Steps of an optimizer of equal shapes, and none of the own, after which no version is expected.
-"""
+"""Steps of another optimizer of equal shapes, between two of the own, that suggest a copy."""
 
 _GRAPH: Final = (
     "deltachain publishes after each step, which no graph has: compile the step without fullgraph"
@@ -56,7 +55,7 @@ class OptimizerSteps:
     order. Steps inside another step, as in SAM or Lookahead, are part of it. A warning is logged,
     once each, if one steps twice before another steps, if weights are changed after a step, or if
     an optimizer trains what may be a copy of the model. With ``warns``, so is a step that cannot be
-    followed, instead of an error. ``stuck`` is called with the reason if steps bring no version,
+    followed, instead of an error. ``stopped`` is called with the reason if steps bring no version,
     and with an empty one once they do.
     """
 
@@ -68,11 +67,12 @@ class OptimizerSteps:
         optimizers: Sequence[Optimizer],
         each: Callable[[int], None],
         *,
-        stuck: Callable[[str], None] = lambda _: None,
+        stopped: Callable[[str], None],
         warns: bool,
     ) -> None:
         self.count = 0
-        self._model, self._optimizers, self._each, self._stuck = model, optimizers, each, stuck
+        self._model, self._optimizers = model, optimizers
+        self._each, self._stopped = each, stopped
         self._warns = warns
         self._told: set[str] = set()
         self._stepped: set[int] = set()
@@ -126,7 +126,7 @@ class OptimizerSteps:
             )
             self._tell(line)
             if self._others >= _MANY:
-                self._stuck(line)
+                self._stopped(line)
 
     def _refuse_other(self, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
@@ -146,7 +146,7 @@ class OptimizerSteps:
                 f"optimizer was replaced, detach and attach with the new one; {_BY_HAND}",
             )
         if self._others > 1:  # at one of each in turn, those that were given publish all changes
-            self._stuck(str(error.args[0]))
+            self._stopped(str(error.args[0]))
         self._refuse(error)
 
     def _look(self, optimizer: Optimizer) -> None:
@@ -160,7 +160,7 @@ class OptimizerSteps:
                 f"stepped; for other steps, give Publisher.attach the model, {_BY_HAND[3:]}"
             )
             self._tell(line)
-            self._stuck(line)
+            self._stopped(line)
         if self._writes not in (None, _writes(self._optimizers)):
             self._tell(
                 "weights were changed after the optimizer's step: the version of a step does not "
@@ -180,7 +180,7 @@ class OptimizerSteps:
         if len(self._stepped) == len(self._optimizers):
             self._stepped.clear()
             self._others = 0
-            self._stuck("")
+            self._stopped("")
             self.count += 1
             self._each(self.count)
             self._writes = _writes(self._optimizers)
@@ -414,8 +414,8 @@ def attach(
             publisher.publish(step=count)
 
     warns = publisher.config.on_error == "warn"
-    stuck = publisher.totals.stop
-    steps = OptimizerSteps(model, optimizers, after_step, stuck=stuck, warns=warns)
+    stopped = publisher.totals.stop
+    steps = OptimizerSteps(model, optimizers, after_step, stopped=stopped, warns=warns)
     attachment = Attachment(publisher, steps)
     close_at_exit(publisher, attachment.detach)
     return attachment

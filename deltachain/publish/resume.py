@@ -169,7 +169,7 @@ def _take_chain(
         tenure.name(error)
         raise
     writer = writer or Writer(chain, numel=source.numel, metadata=config.metadata, parent=None)
-    writer.tenure, tenure.look = tenure, writer.why_stuck
+    writer.tenure, tenure.look = tenure, writer.why_stopped
     return writer
 
 

@@ -299,7 +299,7 @@ class Writer:
         self._offered: tuple[EdgeSummary, ...] = ()
         self._uncertain: Manifest | None = None
 
-    def why_stuck(self) -> str:
+    def why_stopped(self) -> str:
         """Look at the store; return why the next version cannot be committed, or nothing.
 
         A revert, a second publisher and a restored backup are found before the next version.

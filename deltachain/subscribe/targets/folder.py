@@ -41,7 +41,7 @@ from deltachain.checkpoint import (
     write_atomic,
 )
 from deltachain.codec import Change, Part, encode_part
-from deltachain.config_fields import differing_fields, fields
+from deltachain.config_fields import LIBRARY, differing_fields, fields
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import (
     ApplyError,
@@ -575,8 +575,8 @@ class OwnFolder(FolderTarget):
 def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[str]:
     """Write the assets of a chain that the folder does not have; return the names written.
 
-    Existing files are left alone, since a user may have edited them; a warning names those of
-    another content. The configuration of an adapter is written beside one only: loaders that see it
+    Existing files are left alone, since a user may have edited them; a warning names files whose
+    content differs. The configuration of an adapter is written beside one only: loaders that see it
     load the base it names instead of the weights.
 
     Args:
@@ -597,8 +597,11 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
             if _is_elsewhere(file, folder):
                 continue
             if file.exists():
-                kept += _difference(file, data)
-            elif _write(file, data, folder, trusted=trusted, where=chain.store.url):
+                kept += _difference(name, file, data)
+                continue
+            asset = without_remote_code(name, data, trusted=trusted, where=chain.store.url)
+            if asset is not None:
+                _write(file, asset, folder)
                 written.append(name)
     if kept:
         _say_kept(folder, ", ".join(sorted(kept)))
@@ -620,26 +623,27 @@ def _refused(chain: Chain, folder: Path) -> set[str]:
     return set()
 
 
-def _write(file: Path, data: bytes, folder: Path, *, trusted: bool, where: str) -> bool:
-    """Write an asset without references to remote code; return whether it is written at all."""
-    kept = without_remote_code(file.name, data, trusted=trusted, where=where)
-    if kept is None:
-        return False
+def _write(file: Path, data: bytes, folder: Path) -> None:
     if file.parent != folder:
         file.parent.mkdir(exist_ok=True)
-    write_atomic(file, kept)
-    return True
+    write_atomic(file, data)
 
 
-def _difference(file: Path, data: bytes) -> list[str]:
+def _difference(name: str, file: Path, data: bytes) -> list[str]:
     """Name a file with other content than the chain's, and the fields that differ in JSON."""
     own = file.read_bytes() if file.is_file() else data
     if own == data:
         return []
     if file.suffix != ".json":
-        return [file.name]
-    found = differing_fields(fields(bare(own)), fields(bare(data)))
-    return [f"{file.name} ({found})"] if found else []
+        return [name]
+    mine, theirs = fields(bare(own)), fields(bare(data))
+    if not isinstance(mine, dict) or not isinstance(theirs, dict):
+        return [name] if mine is None or mine != theirs else []
+    found = [differing_fields(mine, theirs)]
+    if mine.get(LIBRARY) != theirs.get(LIBRARY):
+        found.append(repr(LIBRARY))  # which differing_fields leaves to a check of its own
+    named = ", ".join(filter(None, found))
+    return [f"{name} ({named})"] if named else []
 
 
 @cache

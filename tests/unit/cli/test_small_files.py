@@ -54,11 +54,11 @@ def test_files_of_another_meaning_are_kept_and_named(
     for command in ("pull", "follow"):
         out = tmp_path / command
         out.mkdir()
-        own = b'{"a": 2, "use_cache": false, "rope_theta": 5}'
+        own = b'{"a": 2, "use_cache": false, "rope_theta": 5, "quantization_config": {"bits": 4}}'
         (out / "config.json").write_bytes(own)
         once = ["--once"] if command == "follow" else []
         caplog.clear()
         ok(command, chain, "--out", out, *once)
         assert small(out) == FILES | {"config.json": own}
-        assert "config.json ('a', 'rope_theta')" in caplog.text
+        assert "config.json ('a', 'rope_theta', 'quantization_config')" in caplog.text
         assert "tokenizer.json" not in caplog.text

@@ -86,6 +86,12 @@ def test_answer_of_another_kind_is_never_an_absent_object(body: bytes) -> None:
         assert "in its place" in error.hint
 
 
+def test_answer_is_told_though_the_last_attempt_is_cut_off() -> None:
+    with Stub(PORTAL, Answer(200, body=b"[]", body_pace_s=2)) as stub:
+        error, _ = took(lambda: opened(stub).find("a"))
+        assert "in its place" in error.hint
+
+
 @pytest.mark.parametrize("row", [{}, [], 7, {**ROW, "size": "many"}, {**ROW, "path": None}])
 def test_row_that_is_none_is_typed(row: object) -> None:
     with Stub(found(row)) as stub:
