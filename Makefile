@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: docs package soak chaos test-floors test-triton test-browser bench-browser
-.PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
+.PHONY: prometheus venv-sky venv-openenv venv demo demo-async examples test test-all test-rest test-long check fix bench venv-vllm test-vllm test-vllm-long test-gpu bench-gpu
 .PHONY: test-dist test-dist-long bench-dist cross-region bench-vllm venv-sglang test-sglang test-sglang-long bench-sglang clean help
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
@@ -39,8 +39,10 @@ examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 test: venv  ## each behaviour once: five minutes
 	$(BIN)/pytest --quick -n 2 --dist worksteal
 
-test-all: venv  ## the tests that need no GPU and no engine
-	$(BIN)/pytest -n 4 --dist worksteal
+test-all: test test-rest  ## the tests that need no GPU and no engine
+
+test-rest: venv
+	$(BIN)/pytest --rest -n 4 --dist worksteal
 
 test-long: venv venv-vllm venv-sglang  ## the tests that take minutes, each example among them
 	$(BIN)/pytest -m "slow and not gpu and not engine and not dist and not package"

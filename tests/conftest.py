@@ -40,13 +40,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="each value of each parameter once, without tests marked full",
     )
+    parser.addoption("--rest", action="store_true", help="the tests that --quick leaves out")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("quick"):
-        kept, left_out = quick(items)
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = kept
+    kept, left_out = quick(items)
+    if config.getoption("rest"):
+        kept, left_out = left_out, kept
+    elif not config.getoption("quick"):
+        return
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 def quick(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
