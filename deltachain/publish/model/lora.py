@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FACTORS: Final = ("A", "embedding_A")
-"""Ends of the names of a layer's first factors, by adapter."""
+_FACTORS: Final = ("A", "embedding_A")  # ends of the names of a layer's first factors, by adapter
 
 _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Starts of the names of initialisations that write to the weights of the base."""
@@ -92,10 +91,9 @@ def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, by
 
 
 def _is_of_transformers(model: PeftModel) -> bool:
-    """Return whether ``add_adapter`` of transformers made the adapters, not a model of PEFT.
+    """Return whether ``add_adapter`` of transformers made the adapters, with names without prefix.
 
-    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. Only the model's own
-    attribute counts: a model of PEFT shows the attributes of the model inside.
+    A model of PEFT shows the attributes of the model inside: only the model's own count.
     """
     return bool(vars(unwrapped(model)).get("_hf_peft_config_loaded"))
 
@@ -159,10 +157,7 @@ def _tuned(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def _own_name(name: str, tuned: Collection[str]) -> str | None:
-    """Return the name of a module or tensor in the base model; ``None`` for parts of adapters.
-
-    ``tuned`` are the paths of PEFT's layers in the model with adapters.
-    """
+    """Return a name in the base model; ``None`` for parts of adapters, in ``tuned`` layers."""
     kept: list[str] = []
     path = ""
     for word in name.split("."):
@@ -186,10 +181,7 @@ def _added(own: str, layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noq
 
 
 def _refuse_other_scale(model: Any, adapter: str, config: Any) -> None:  # noqa: ANN401 - of peft
-    """Refuse an adapter whose layers scale by something else than its configuration says.
-
-    Followers have the file of that configuration, and compute the scale from it.
-    """
+    """Refuse layers that scale by something else than the file that followers have says."""
     if not _is_lora(config):
         return
     alphas = {config.lora_alpha, *(getattr(config, "alpha_pattern", None) or {}).values()}
@@ -243,16 +235,14 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
 
 def _unmerged(adapter: str, more: str) -> ConfigError:
     return UnsupportedModelError(
-        f"adapter {adapter!r} has {more}, which is not merged here",
-        hint=_ALONE,
+        f"adapter {adapter!r} has {more}, which is not merged here", hint=_ALONE
     )
 
 
 def _find(model: PeftModel, adapter: str | None) -> tuple[str, Any]:
     """Return the name and PEFT's configuration of an adapter.
 
-    Of several adapters none is the obvious one: trainers add a reference adapter, and switch the
-    active one during a step.
+    Of several none is the obvious one: trainers add a reference adapter, and switch the active one.
     """
     known: Mapping[str, Any] = getattr(model, "peft_config", {})
     if adapter is None and len(known) == 1:

@@ -12,7 +12,7 @@ from deltachain.publish.hook import say_averaged
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.kept_files import watched
 from deltachain.publish.publisher import Published, Publisher, check_every_steps
-from deltachain.publish.receipt import PublishReceipt
+from deltachain.publish.session import PublishReceipt
 
 
 class DeltaChainCallback(TrainerCallback):
