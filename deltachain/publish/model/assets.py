@@ -188,9 +188,8 @@ def refuse_other_config(model: nn.Module) -> None:
         if name in wanted and tensor.numel() and tensor.shape != wanted[name].shape
     }
     renamed = getattr(config, LIBRARY, None) or any(map(is_of_peft, model.modules()))
-    missing, extra = wanted.keys() - have.keys(), have.keys() - wanted.keys()
-    missing, extra = (() if renamed else names for names in (missing, extra))
-    difference = Difference(made, have, shapes, missing, extra)
+    names = (wanted.keys() - have.keys(), have.keys() - wanted.keys()) if not renamed else ((), ())
+    difference = Difference(made, have, shapes, *names)
     refuse_difference(difference, by="the model's configuration", hint=_HINT)
 
 

@@ -97,16 +97,8 @@ class ElementRun(NamedTuple):
     numel: int
 
 
-class Piece(NamedTuple):
-    """Some elements of a rank, all in one checkpoint tensor."""
-
-    spec: TensorSpec
-    select: Selection
-    indices: Indices
-
-
 class AdjacentRuns(NamedTuple):
-    """A :class:`Piece` of a window; indices of consecutive elements are a range."""
+    """Some elements in one checkpoint tensor; indices of consecutive ones are a range."""
 
     spec: TensorSpec
     select: Selection
@@ -129,12 +121,8 @@ class ElementMap:
 
     def all_of(self, spec: TensorSpec) -> slice | None:
         """Return the slice of the box that is one whole checkpoint tensor, in order, if any."""
-        for slot in self.slots if self.table is None else ():
-            if slot.spec == spec and slot.numel == spec.numel:
-                low = self.box.before(slot.start)
-                if self.box.before(slot.start + slot.numel) - low == slot.numel:
-                    return slice(low, low + slot.numel)
-        return None
+        run = self.run_of(spec)
+        return run[0] if run and run[0].stop - run[0].start == spec.numel else None
 
     def run_of(self, spec: TensorSpec) -> tuple[slice, int] | None:
         """Return the slice of the box that is one run of a checkpoint tensor, and its index."""
@@ -144,15 +132,15 @@ class ElementMap:
             low, high = self.box.before(slot.start), self.box.before(slot.start + slot.numel)
             if low == high or (not self.box.is_rows and high - low < slot.numel):
                 return None
-            places = self._places(low, high, slot.at - slot.start)
-            first = places.start if isinstance(places, range) else int(places[0])
+            first = int(self.box.flat(np.array([low]))[0]) + slot.at - slot.start
             return slice(low, high), first
         return None
 
-    def split(self, local: Indices) -> Iterator[Piece]:
+    def split(self, local: Indices) -> Iterator[tuple[TensorSpec, Selection, Indices]]:
+        """Split ascending indices into the box by checkpoint tensor."""
         at = self.box.flat(local)
         if self.table is not None:
-            yield from map(Piece._make, self._look_up(self.table, at))
+            yield from self._look_up(self.table, at)
             return
         bounds = [0, at.size]
         if len(self.slots) > 1:
@@ -161,7 +149,7 @@ class ElementMap:
             if low < high:
                 shift = slot.at - slot.start
                 mine = at[low:high]
-                yield Piece(slot.spec, slice(low, high), mine + shift if shift else mine)
+                yield slot.spec, slice(low, high), mine + shift if shift else mine
 
     def _look_up(
         self, table: Indices, at: Indices

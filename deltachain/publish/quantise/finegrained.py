@@ -40,12 +40,12 @@ class _Blocks:
         found: dict[str, Tensor] = quantise.convert({_WEIGHT: weight})
         return found
 
-    def scales(self, amax: Tensor, global_scale: None = None) -> Tensor:
+    def scales(self, amax: Tensor, global_scale: Tensor | None = None) -> Tensor:
         del global_scale
         return self.quantised((1, 1), amax)[_SCALES]
 
     def codes(
-        self, weight: Tensor, amax: Tensor, margins: Margins, global_scale: None = None
+        self, weight: Tensor, amax: Tensor, margins: Margins, global_scale: Tensor | None = None
     ) -> Tensor:
         """Return the codes of a piece of a weight.
 
