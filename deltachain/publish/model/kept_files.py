@@ -298,7 +298,9 @@ def _token_difference(name: str, then: bytes, now: bytes) -> str:
 
 
 def _plain_tokens(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
-    found = fields(_of_this_release(data) if name == _TOKENIZER else data)
+    found = fields(data)
+    if name == _TOKENIZER:  # as the installed release writes it
+        found = _read_by(lambda: _tokenizer_json(data), found, name)
     if not isinstance(found, dict) or name not in (_TOKENIZER, _SETTINGS, _SPECIAL):
         return found
     return {
@@ -308,14 +310,30 @@ def _plain_tokens(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
     }
 
 
-def _of_this_release(data: bytes) -> bytes:
+def _read_by(read: Callable[[], object], plain: Any, name: str) -> Any:  # noqa: ANN401 - JSON
+    """Return what a library makes of a file; what the file says, where it cannot read that."""
     try:
-        from tokenizers import Tokenizer  # noqa: PLC0415 - only if files differ
+        return fields(json.dumps(read(), default=_listed).encode())
+    except Exception as exc:  # noqa: BLE001 - absent, or of a model that it does not know
+        logger.debug("%s is compared as it is: %s", name, exc)
+        return plain
 
-        return Tokenizer.from_str(data.decode()).to_str().encode()
-    except Exception as exc:  # noqa: BLE001 - absent, or a model that it does not know
-        logger.debug("%s is compared as it is: %s", _TOKENIZER, exc)
-        return data
+
+def _listed(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def _tokenizer_json(data: bytes) -> object:
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only if files differ
+
+    return json.loads(Tokenizer.from_str(data.decode()).to_str())
+
+
+def _adapter_json(data: bytes) -> object:
+    from peft import PeftConfig  # noqa: PLC0415 - slow, and only if files differ
+
+    with _folder_of({_ADAPTER: data}) as scratch:
+        return PeftConfig.from_pretrained(scratch).to_dict()
 
 
 def _written_anew(files: Mapping[str, bytes]) -> dict[str, bytes]:
@@ -436,10 +454,10 @@ def _plain(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
     found = fields(data)
     if not isinstance(found, dict):
         return found
-    if name == CONFIG_FILE:
-        return _complete(data, found)
+    if name == CONFIG_FILE:  # with defaults: releases differ in the fields that they write
+        return _read_by(lambda: read_config(data).to_dict(), found, name)
     if name == _ADAPTER:
-        found = _complete_adapter(data, found)
+        found |= _read_by(lambda: _adapter_json(data), {}, name)
         lists = {k: v for k, v in found.items() if isinstance(v, list)}
         found |= {k: sorted(v) for k, v in lists.items() if all(isinstance(one, str) for one in v)}
     return {k: v for k, v in found.items() if not _OF_A_RUN.fullmatch(k) and _says(v, k)}
@@ -461,29 +479,3 @@ def _generation(files: Mapping[str, bytes]) -> Any:  # noqa: ANN401 - JSON
     ids = {k: v for k, v in told.items() if k in ("bos_token_id", "eos_token_id")}
     found = ids | {k: v for k, v in found.items() if k != "pad_token_id"}
     return {k: v for k, v in found.items() if _says(v)}
-
-
-def _complete(data: bytes, plain: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a configuration with its defaults: releases differ in the fields that they write."""
-    try:
-        return fields(json.dumps(read_config(data).to_dict(), default=str).encode())
-    except Exception as exc:  # noqa: BLE001 - absent, or a model that it does not know
-        logger.debug("config.json is compared as it is: %s", exc)
-        return plain
-
-
-def _complete_adapter(data: bytes, plain: dict[str, Any]) -> dict[str, Any]:
-    try:
-        from peft import PeftConfig  # noqa: PLC0415 - slow, and only if files differ
-
-        with _folder_of({_ADAPTER: data}) as scratch:
-            found = PeftConfig.from_pretrained(scratch).to_dict()
-        complete = fields(json.dumps(found, default=_listed).encode())
-    except Exception as exc:  # noqa: BLE001 - absent, or an adapter that it does not know
-        logger.debug("%s is compared as it is: %s", _ADAPTER, exc)
-        return plain
-    return {**plain, **complete} if isinstance(complete, dict) else plain
-
-
-def _listed(value: object) -> object:
-    return sorted(value) if isinstance(value, set) else str(value)

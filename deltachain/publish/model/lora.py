@@ -39,13 +39,8 @@ _ALONE: Final = "publish the adapter alone (adapter_tensors), or a merged copy o
 def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter, with the names of ``adapter_model.safetensors``.
 
-    Args:
-        model: Model with adapters.
-        adapter: Name of the adapter; optional if the model has only one.
-
-    Raises:
-        ConfigError: The model has no such adapter, or several and none was named; or its layers
-            scale by something else than its configuration says.
+    The only adapter needs no name; an unknown one is a ``ConfigError``, as is a layer that scales
+    by something else than the adapter's configuration says.
     """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - whoever has the model has it
 
@@ -60,12 +55,7 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
 def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, bytes]:
     """Return the files that ``save_pretrained`` writes for an adapter, without its tensors.
 
-    Arguments as of :func:`adapter_tensors`.
-
     An adapter whose initialisation changed the base is named in the log.
-
-    Raises:
-        ConfigError: The model has no such adapter, or several and none was named.
     """
     name, found = _find(model, adapter)
     start = getattr(found, "init_lora_weights", None)
@@ -102,12 +92,8 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
     """Yield the tensors of the base model's checkpoint with one adapter merged: ``W + s B A``.
 
     The sum is computed in fp32 and rounded once, to the dtype of ``W``, into a new tensor. Low-rank
-    factors of sharded layers are gathered, one layer at a time. Arguments as of
-    :func:`adapter_tensors`.
-
-    Raises:
-        ConfigError: The model has no such adapter, or several and none was named; or the adapter
-            does more than add to linear layers.
+    factors of sharded layers are gathered, one layer at a time. An adapter that does more than add
+    to linear layers is a ``ConfigError``.
     """
     adapter, config = _find(model, adapter)
     base: Any = model.get_base_model()
