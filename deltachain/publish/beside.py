@@ -97,7 +97,6 @@ class Tenure(Closeable):
 
     @override
     def close(self) -> None:
-        """End the record, if it is still this publisher's; may be called again."""
         self._renewing.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -270,8 +269,6 @@ PHASES: Final = ("diff", "encode", "upload", "commit")
 
 @dataclass(slots=True)
 class PublishTotals:
-    """Sums over all versions of this process."""
-
     commits: int = 0
     failures: int = 0
     nbytes: int = 0

@@ -143,7 +143,6 @@ class OptimizerSteps:
         self._refuse(error)
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Warn before a step of which the version may not be what the user expects."""
         if id(optimizer) in self._stepped:
             missing = len(self._optimizers) - len(self._stepped)
             self._stepped.clear()

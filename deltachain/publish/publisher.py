@@ -36,6 +36,8 @@ from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool
 from deltachain.types import Version
 
+logger = logging.getLogger(__name__)
+
 
 class Published(Future[PublishReceipt]):
     """Future of the receipt of the version that covers a call of ``publish``.
@@ -71,27 +73,13 @@ class Flight:
     covered: Sequence[Published]
     outcome: Future[PublishReceipt] = field(default_factory=Future)  # done before any covered one
 
-    def land(self, receipt: PublishReceipt) -> None:
-        for future in (self.outcome, *self.covered):
-            future.set_result(receipt)
-
-    def fail(self, error: BaseException) -> None:
-        for future in (self.outcome, *self.covered):
-            future.set_exception(error)
-
 
 def check_every_steps(every_steps: object) -> None:
-    """Refuse a number of optimizer steps for each version that is no ``int`` of 1 or more."""
     if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
         raise errors.ConfigError(
             f"every_steps={every_steps!r}: expected 1 or more",
             hint="give the number of optimizer steps for each version; 1 publishes every step",
         )
-
-
-def _whole_step(step: SupportsIndex | None) -> int | None:
-    hint = "give an int, such as the number of optimizer steps, or leave step out"
-    return None if step is None else whole("step", step, hint=hint)
 
 
 _open: Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]] = (
@@ -168,9 +156,6 @@ class AnchorThread:
             session.head - anchor.version,
             late.bits.most_nbytes,
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 @names_checked(fields_of(PublishConfig))
@@ -322,7 +307,7 @@ class Publisher(Closeable):
             ConfigError: ``step`` is no whole number, or the publisher is closed or not attached.
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
         """
-        session, step = self._require_session(), _whole_step(step)
+        session = self._require_session()
         if self._is_closed:
             raise errors.ConfigError(
                 "this publisher is closed", hint="make another one: it goes on here"
@@ -340,7 +325,7 @@ class Publisher(Closeable):
         """
         self.flush()
         if self._fenced is None or not self.is_alone:
-            self._add_call(_whole_step(step))
+            self._add_call(step)
             self._try(self._require_session(), free=True, only_changes=True)
 
     def flush(self) -> PublishReceipt | None:
@@ -396,11 +381,12 @@ class Publisher(Closeable):
             self._refuse_calls(errors.RankError("training ended before this was published"))
         super().__exit__(kind, error, traceback)
 
-    def _add_call(self, step: int | None) -> Published:
+    def _add_call(self, step: SupportsIndex | None) -> Published:
+        hint = "give an int, such as the number of optimizer steps, or leave step out"
+        self._step = None if step is None else whole("step", step, hint=hint)
+        self._barrier.call(self._step)
         future = Published(self._cover)
         self._waiting.append(future)
-        self._step = step
-        self._barrier.call(step)
         return future
 
     def _take_calls(self) -> list[Published]:
@@ -515,12 +501,13 @@ class Publisher(Closeable):
 
     def _run(self, session: Session, flight: Flight) -> None:
         """Commit a version, and begin an anchor of it if due; runs in the publisher's thread."""
-        attempt = flight.attempt
+        attempt, futures = flight.attempt, (flight.outcome, *flight.covered)
         try:
             conclusion = session.commit(attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.totals.fail(error)
-            flight.fail(error)
+            for future in futures:
+                future.set_exception(error)
             return
         receipt = self.last = conclusion.receipt
         self.totals.count(receipt)
@@ -529,4 +516,5 @@ class Publisher(Closeable):
             if self._anchors is not None:
                 self._anchors.after_version(f"{attempt.topic}/anchor", due=conclusion.anchor_due)
         finally:
-            flight.land(receipt)
+            for future in futures:
+                future.set_result(receipt)

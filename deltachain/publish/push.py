@@ -45,8 +45,6 @@ from deltachain.types import TensorSpec, mismatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """Result of a push."""
-
     chain: Chain
     head: Committed
     committed: tuple[Committed, ...]

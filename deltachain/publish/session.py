@@ -33,7 +33,7 @@ from deltachain.publish.beside import PHASES, Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
-from deltachain.publish.model.refusals import refuse_specs
+from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
 from deltachain.publish.quantise.layers import Files, Layers
 from deltachain.publish.quantise.settings import Quantization
@@ -155,7 +155,6 @@ class VersionBits:
         self.most_nbytes = max(self.most_nbytes, self.kept_nbytes)
 
     def abandon(self, reason: str) -> None:
-        """Keep nothing more, and refuse to take further weights for that reason."""
         with self._changing:
             self._abandoned, self._kept = reason, {}
             self.kept_nbytes = 0
@@ -181,8 +180,6 @@ class VersionBits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateAnchor:
-    """An anchor on its way while later versions are committed, on every rank."""
-
     version: Version
     committed: Committed | None
     before: Replay
@@ -198,7 +195,6 @@ class EdgeShare(msgspec.Struct, frozen=True):
 
 
 def _revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge, and make them visible."""
     edges = [share.edge for share in shares]
     edge = Edge(
         kind=edges[0].kind,
@@ -467,12 +463,10 @@ class Session:
         if total != state:
             raise errors.UnsupportedModelError(
                 "a frozen weight was changed in place: the anchor would not be the version",
-                hint="publish an export, which is compared whole: "
-                "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand",
+                hint=COMPARED_WHOLE,
             )
 
     def _window_numel(self, weight: Weight) -> int:
-        """Return the largest window size, in elements, so that its part stays within bounds."""
         slots = weight.element_map.slots
         if all(weight.element_map.all_of(slot.spec) is not None for slot in slots):
             return max(slot.numel for slot in slots)  # windows without indices
@@ -485,8 +479,6 @@ _SAME_STORE: Final = (
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Start of rank 0."""
-
     chain: str
     epoch: int
     head: int  # -1 for none

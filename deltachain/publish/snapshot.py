@@ -26,7 +26,7 @@ from deltachain.kernels.device import INT_DTYPES, pin_
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.model.refusals import refuse_tensor
+from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_tensor
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to
 from deltachain.publish.wire_form import Diff, digest_window, map_changes
 from deltachain.threads import Pool, cores
@@ -71,7 +71,6 @@ class Memory(NamedTuple):
 
 
 def reserve_nbytes(total: int, nbytes: int) -> int:
-    """Return the bytes of a device that a snapshot of ``nbytes`` must leave free."""
     return total // RESERVE_SHARE + OPTIMIZER_COPIES * nbytes
 
 
@@ -183,8 +182,6 @@ def _unsigned(bits: Tensor) -> Bits:
 
 
 class _Window(NamedTuple):
-    """A window of a weight in a new snapshot."""
-
     weight: Weight
     window: AdjacentRuns
     bits: Bits
@@ -199,8 +196,6 @@ class _Digested(NamedTuple):
 
 
 class _Frozen(NamedTuple):
-    """A weight that is not trained, as it was published."""
-
     digest: StateDigest
     weight: Weight
     address: int
@@ -306,8 +301,7 @@ class Snapshot:
                 f"{weight.spec.name!r} did not require a gradient when the publisher was attached, "
                 "and was changed since",
                 hint="of a model whose weights are not changed by optimizers alone, such as one "
-                "with a momentum encoder, publish an export, which is compared whole: "
-                "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand",
+                f"with a momentum encoder, {COMPARED_WHOLE}",
             )
         self._note(weight, known.digest)
 

@@ -313,7 +313,6 @@ class Writer:
 
     @property
     def uncertain(self) -> bool:
-        """Whether the outcome of the last commit is unknown."""
         return self._uncertain is not None
 
     def settle(self) -> bool:

@@ -28,6 +28,8 @@ from deltachain.types import TensorSpec
 if TYPE_CHECKING:
     from deltachain.publish.model.source import TensorSource
 
+logger = logging.getLogger(__name__)
+
 
 _CODES: Final = ("F8", "U8", "I8")
 """Beginnings of the dtypes that a quantised checkpoint has, by whatever file it says so."""
@@ -159,7 +161,6 @@ _HINT: Final = (
 
 
 def refuse_other_config(model: nn.Module) -> None:
-    """Refuse a model of transformers that its own configuration does not describe."""
     config = getattr(model, "config", None)
     if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
         return
@@ -236,7 +237,6 @@ def with_config_watched(
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a model's configuration that do not change while it is trained."""
     if not hasattr(model, "from_pretrained"):
         return {}
     found = settings_of(getattr(model, "config", None))
@@ -250,9 +250,6 @@ def _generation(model: nn.Module) -> dict[str, Any]:
     settings = settings_of(getattr(model, "generation_config", None))
     both = {key: (ids.get(key), settings.get(key)) for key in ids.keys() | settings.keys()}
     return {key: values for key, values in both.items() if values != (None, None)}
-
-
-logger = logging.getLogger(__name__)
 
 
 def collect_assets(
@@ -300,7 +297,6 @@ def _rows(files: Mapping[str, bytes]) -> object:
 
 
 def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:
-    """Return a caller's files, with references to remote code removed unless trusted."""
     trusted, where = config.trust_remote_code, redacted_url(config.url)
     kept = {
         name: without_remote_code(name, data, trusted=trusted, where=where)

@@ -37,8 +37,6 @@ class Destination(NamedTuple):
 
 
 class Conversion(NamedTuple):
-    """Mapping of a live tensor's elements to the checkpoint; see :class:`ElementMap`."""
-
     targets: tuple[Destination, ...]
     table: Indices | None = None
 

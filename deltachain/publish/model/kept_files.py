@@ -47,7 +47,6 @@ class SavesItself(Protocol):
 
 
 def saved(*things: object, trusted: bool, told: Collection[str] | None = ()) -> dict[str, bytes]:
-    """Return the files that these write, as far as they write any; see :func:`read_assets`."""
     with _folder_of({}) as scratch:
         for thing in things:
             if isinstance(thing, SavesItself):

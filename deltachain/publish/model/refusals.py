@@ -42,6 +42,11 @@ _BETWEEN: Final = (
     f"publish between steps, when FSDP has sharded everything again; otherwise {SAME_TENSORS}"
 )
 
+COMPARED_WHOLE: Final = (
+    "publish an export, which is compared whole: "
+    "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand"
+)
+
 GONE: Final = "is gone since the publisher was attached"
 NEW: Final = "was not there when the publisher was attached"
 
@@ -276,8 +281,6 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What a live model is on this rank."""
-
     tensors: Mapping[str, TensorForm]  # parameters and persistent buffers, by each of their names
     ties: Mapping[str, str] = field(default_factory=dict)  # first name by further name
 

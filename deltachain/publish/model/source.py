@@ -32,8 +32,6 @@ _YIELD: Final = "yield names and torch tensors, as model.named_parameters() or t
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Shard of one model tensor on this rank."""
-
     spec: TensorSpec
     tensor: Tensor  # the live shard; of collected weights shape and dtype only, on the meta device
     frozen: bool  # a matrix that is not trained, which is part of anchors and digests only

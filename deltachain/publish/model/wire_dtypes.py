@@ -106,7 +106,6 @@ class _Set:
         return {}
 
     def holds(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Return whether matrices of a model have these values."""
         specs = self.specs
         names = [
             name
@@ -157,7 +156,6 @@ def origin(model: nn.Module) -> Path | None:
 
 
 def given_dtypes(folder: Path, own: Mapping[str, TensorSpec], warn: Warn) -> Mapping[str, str]:
-    """Return the wire dtypes of a checkpoint that the user named; see :func:`origin_dtypes`."""
     whole, fault = _whole(folder, own)
     if whole is not None:
         return whole.unquantised(warn)
@@ -255,7 +253,6 @@ def say_dtypes(
     dtype: str | None,
     known: Mapping[str, str] | None,
 ) -> None:
-    """Log what a user may not expect of the wire dtypes."""
     found = list(weights)
     if not dtype and known == {} and any(spec.dtype == "F32" for spec, _ in found):
         logger.warning(_FP32)

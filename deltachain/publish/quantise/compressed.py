@@ -97,7 +97,6 @@ class _Preset:
         return dumped
 
     def ignored(self, config: Mapping[str, Any]) -> tuple[str, ...] | None:
-        """Return the layers that a configuration leaves, if its linear layers have this scheme."""
         from compressed_tensors.quantization import QuantizationConfig  # noqa: PLC0415
 
         if config.get("quant_method") != LIBRARY or any(config.get(name) for name in BESIDE):

@@ -59,7 +59,6 @@ def computed_with(layer: str) -> str:
 
 
 def _group(layer: str) -> str:
-    """Return a name of the layer of an engine that a layer of the checkpoint is in."""
     expert = _EXPERT.fullmatch(layer)
     return expert[1] if expert else computed_with(layer)
 
@@ -73,8 +72,6 @@ ALREADY: Final = (
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """Weights of a model by the kind of their layer; names in the checkpoint."""
-
     linear: frozenset[str]
     embeddings: frozenset[str]
     tied: frozenset[str] = frozenset()
@@ -167,7 +164,6 @@ def _without_data(config: Mapping[str, Any]) -> nn.Module:
 
 
 def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> Choice:
-    """Choose the matrices of a model that are quantised; refuse what cannot be."""
     linear = layers.linear - layers.embeddings - layers.tied
     wanted = [
         spec
@@ -257,13 +253,13 @@ def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any]:
 
 
 def read_config(assets: Mapping[str, bytes]) -> dict[str, Any]:
-    try:
-        config = json.loads(assets[CONFIG_FILE])
-    except KeyError as exc:
+    if CONFIG_FILE not in assets:
         raise ConfigError(
             f"no {CONFIG_FILE} shows which layers to quantise",
             hint="give the folder of the checkpoint: assets= of PublishConfig, or what is pushed",
-        ) from exc
+        )
+    try:
+        config = json.loads(assets[CONFIG_FILE])
     except ValueError as exc:
         raise ConfigError(f"{CONFIG_FILE}: {exc}") from exc
     if not isinstance(config, dict):

@@ -45,11 +45,9 @@ class RecipeRegistry(Mapping[str, Recipe]):
         return sum(1 for _ in self)
 
     def register(self, recipe: Recipe) -> None:
-        """Register a recipe of another package in this process."""
         self._registry.register(recipe)
 
     def chosen(self, name: str) -> Recipe:
-        """Return the recipe chosen by a user, or refuse its name."""
         found = self._registry.find(name)
         if found is not None:
             return found
@@ -118,7 +116,6 @@ class Quantization:
 
     @classmethod
     def chosen(cls, setting: Quantization | str | None) -> Quantization | None:
-        """Return a setting as an object; a recipe's name stands for the recipe with defaults."""
         return cls(setting) if isinstance(setting, str) else setting
 
     @classmethod

@@ -162,8 +162,6 @@ def _joined(pieces: Sequence[CutBlocks]) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What a live weight holds of a matrix that is quantised."""
-
     spec: TensorSpec
     window: Box
     start: int

@@ -72,7 +72,7 @@ class Ranks:
         try:
             if self.leads:
                 return self._answer_joins(mine)
-            answer = self._wait([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
+            answer = self.wait([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
         finally:
             self._call("delete_key", join_key)
         name, _, refusal = answer.partition(":")
@@ -85,7 +85,7 @@ class Ranks:
         join_keys = [f"join/{number}" for number in range(self.count)]
         refusal = ""
         try:
-            self._wait(join_keys, self.deadline_s)
+            self.wait(join_keys, self.deadline_s)
         except RankError as exc:
             refusal = str(exc.args[0])
         for key in join_keys[1:]:
@@ -105,44 +105,17 @@ class Ranks:
         """Whether this is rank 0, which commits."""
         return self.number == 0
 
-    def gather(self, topic: str, message: bytes) -> list[bytes]:
-        """Send a message to rank 0, which gets those of all ranks, in their order."""
-        self._post(f"{topic}/{self.number}", message)
-        if not self.leads:
-            return []
-        messages = self._wait(self._keys(topic), self.deadline_s)
-        self._clean_up()  # every sender has read all earlier messages
-        return messages
-
-    def broadcast(self, topic: str, message: bytes | None) -> bytes:
-        """Send a message of rank 0 to all ranks; the others give ``None``."""
-        if message is not None:
-            self._post(topic, message)
-            return message
-        # Rank 0 may itself wait for other ranks, and then for its store.
-        message = self._wait([topic], 3 * self.deadline_s)[0]
-        self._clean_up()
-        return message
-
-    def all_gather(self, topic: str, message: bytes) -> list[bytes]:
-        """Exchange a message with all ranks; return the messages in the order of ranks."""
-        self._post(f"{topic}/{self.number}", message)
-        return self._wait(self._keys(topic), self.deadline_s)
-
-    def _keys(self, topic: str) -> list[str]:
-        return [f"{topic}/{number}" for number in range(self.count)]
-
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         """Delete messages of this rank that all other ranks have certainly read."""
         posted, self._posted = self._posted, []
         for key in posted:
             self._call("delete_key", key)
 
-    def _post(self, key: str, message: bytes) -> None:
+    def post(self, key: str, message: bytes) -> None:
         self._posted.append(key)
         self._call("set", key, message)
 
-    def _wait(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
+    def wait(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
         try:
             self._call("wait", list(keys), timedelta(seconds=deadline_s))
         except dist.DistStoreError as exc:
@@ -189,27 +162,46 @@ class Collective:
         self._has_sent = self._has_answered = False
 
     def gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Send a value to rank 0, which gets those of all ranks, in their order."""
         if self._ranks.count == 1:
             return [value]
-        message = _encode(value)
-        self._has_sent = True
-        return _values(self._ranks.gather(self._parts, message), kind)
+        self._send(_encode(value))
+        if not self._ranks.leads:
+            return []
+        messages = self._sent()
+        self._ranks.clean_up()  # every sender has read all earlier messages
+        return _values(messages, kind)
 
     def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
-        if self._ranks.count > 1 and not self._ranks.leads:
-            return _received(self._ranks.broadcast(self._topic, None), kind)
-        if self._ranks.count > 1:
+        """Send a value of rank 0 to all ranks; that of others is ignored."""
+        ranks = self._ranks
+        if ranks.count > 1 and not ranks.leads:
+            # Rank 0 may itself wait for other ranks, and then for its store.
+            message = ranks.wait([self._topic], 3 * ranks.deadline_s)[0]
+            ranks.clean_up()
+            return _received(message, kind)
+        if ranks.count > 1:
             message = _encode(value)
             self._has_answered = True
-            self._ranks.broadcast(self._topic, message)
+            ranks.post(self._topic, message)
         return cast("_T", value)
 
     def all_gather(self, value: _T, kind: type[_T]) -> list[_T]:
+        """Send a value to every rank; return those of all ranks in their order."""
         if self._ranks.count == 1:
             return [value]
         message = _encode(value)
-        self._has_sent = self._has_answered = True
-        return _values(self._ranks.all_gather(self._parts, message), kind)
+        self._has_answered = True
+        self._send(message)
+        return _values(self._sent(), kind)
+
+    def _send(self, message: bytes) -> None:
+        self._has_sent = True
+        self._ranks.post(f"{self._topic}/parts/{self._ranks.number}", message)
+
+    def _sent(self) -> list[bytes]:
+        keys = [f"{self._topic}/parts/{number}" for number in range(self._ranks.count)]
+        return self._ranks.wait(keys, self._ranks.deadline_s)
 
     def __enter__(self) -> Self:
         return self
@@ -228,17 +220,12 @@ class Collective:
         message = msgspec.json.encode(Message(failure=failure))
         try:
             if not self._has_sent:
-                # Correct for gather and all-gather: rank 0 waits for all ranks, and leaves its
-                # message for them to read.
-                send = self._ranks.all_gather if self._ranks.leads else self._ranks.gather
-                send(self._parts, message)
+                self._send(message)
+                if self._ranks.leads:  # correct for gather and all-gather
+                    self._sent()
         finally:
             if self._ranks.leads and not self._has_answered:
-                self._ranks.broadcast(self._topic, message)
-
-    @property
-    def _parts(self) -> str:
-        return f"{self._topic}/parts"
+                self._ranks.post(self._topic, message)
 
 
 def _encode(value: object) -> bytes:

@@ -51,7 +51,6 @@ def agree(
 def common_settings(
     config: PublishConfig, *, url: str, further: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return the settings that must be the same on all ranks, as text by name."""
     described = "None"
     if (quantization := Quantization.chosen(config.quantization)) is not None:
         recipe = RECIPES[quantization.recipe]
