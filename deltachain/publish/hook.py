@@ -136,7 +136,10 @@ class OptimizerSteps:
                 f"{type(optimizer).__name__} steps the model outside of a step of "
                 f"{type(outer).__name__}, which holds it: when that one is complete is not known"
             )
-            hint = f"give Publisher(url).attach the model alone, and {_BY_HAND[3:]}"
+            hint = (
+                "give Publisher(url).attach the model alone, and call its publish yourself after "
+                "each whole step"
+            )
         error = UnsupportedModelError(message, hint=hint)
         if self._others > 1:  # at one of each in turn, those that were given publish all changes
             self._stopped(str(error.args[0]))
