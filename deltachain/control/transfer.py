@@ -18,7 +18,7 @@ from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.kept_files import watched
 from deltachain.publish.publisher import Published, Publisher
-from deltachain.publish.receipt import PublishReceipt
+from deltachain.publish.session import PublishReceipt
 from deltachain.types import Version
 
 logger = logging.getLogger(__name__)

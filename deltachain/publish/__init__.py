@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from deltachain.publish.config import PublishConfig as PublishConfig
+    from deltachain.publish.hf_trainer import DeltaChainCallback as DeltaChainCallback
     from deltachain.publish.hook import Attachment as Attachment
     from deltachain.publish.hook import attach as attach
-    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback as DeltaChainCallback
     from deltachain.publish.publisher import Publisher as Publisher
     from deltachain.publish.quantise.settings import Quantization as Quantization
-    from deltachain.publish.receipt import PublishReceipt as PublishReceipt
+    from deltachain.publish.session import PublishReceipt as PublishReceipt
 
 _HOME: Final = {
     "Attachment": "hook",
-    "DeltaChainCallback": "integrations.hf_trainer",
+    "DeltaChainCallback": "hf_trainer",
     "PublishConfig": "config",
-    "PublishReceipt": "receipt",
+    "PublishReceipt": "session",
     "Publisher": "publisher",
     "Quantization": "quantise.settings",
     "attach": "hook",

@@ -1,57 +1,183 @@
-"""Work beside a publisher, in threads of its own: heartbeats, maintenance and metrics."""
+"""Work beside a publisher, in threads of its own: its record, heartbeats, maintenance, metrics."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from threading import Event, Thread
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+from msgspec.structs import replace
+from typing_extensions import override
+
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.ancestry import Prunes
 from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
 from deltachain.chain.lookup import NONE
-from deltachain.errors import (
-    ChainMismatchError,
-    FormatError,
-    ObjectNotFoundError,
-)
+from deltachain.chain.publisher_record import PublisherRecord, new_record, read_record, write_record
 from deltachain.figures import Figure, figures, info, phases
-from deltachain.format.keys import manifest_key
+from deltachain.format.keys import PUBLISHER_KEY, manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.metrics import MetricsServer
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.receipt import PublishReceipt
-from deltachain.publish.writer import Writer
-from deltachain.store import open_store
-from deltachain.threads import Pool, started
+from deltachain.store import Store, open_store
+from deltachain.threads import Closeable, Pool, started
+
+if TYPE_CHECKING:
+    from deltachain.publish.session import PublishReceipt
+    from deltachain.publish.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_S: Final = 30.0
-"""Seconds from one heartbeat to the next."""
+RENEW_S: Final = 10.0  # seconds between two renewals
+
+LOOKS_EVERY: Final = 3  # renewals from one look at the chain to the next: a look costs two requests
+
+WATCH_S: Final = 2.5 * RENEW_S  # seconds without a renewal after which a publisher counts as gone
+
+LOOK_S: Final = 1.0
+"""Seconds between two looks at another publisher's record; longer where a store asks for it."""
+
+
+class Tenure(Closeable):
+    """A publisher's record at a chain, which it renews from ``begin`` until ``close``.
+
+    One that was killed needs no leave to come back: its record is seen not to be renewed.
+    """
+
+    def __init__(self, store: Store, *, take_over: bool) -> None:
+        self.store = store
+        self.lost = ""  # who took the chain over
+        self.doubt = ""  # why the next version cannot be committed, as `look` found
+        self.look: Callable[[], str] = lambda: ""
+        self._takes_over = take_over
+        self._record: PublisherRecord | None = None
+        self._renewing = Event()  # set when it ends
+        self._thread: Thread | None = None
+        self._failed = False
+
+    def begin(self) -> None:
+        """Write the record, unless another publisher is at work."""
+        before = None
+        with suppress(errors.StorePermissionError):  # of credentials that read no such record
+            before = read_record(self.store)
+        if before is not None and not before.ended and not before.is_of_this_process:
+            url = self.store.url
+            if before.is_gone:
+                logger.info("goes on at %s after %s, which is gone", url, before)
+            elif self._takes_over:
+                logger.warning("takes %s over from %s, by take_over", url, before)
+            else:
+                self._watch(before)
+                logger.info("goes on at %s after %s, which gives no sign of life", url, before)
+        self._record = record = new_record(before)
+        self._write(record)
+        thread = Thread(target=self._run, name="deltachain-tenure", daemon=True)
+        self._thread = thread if started(thread) else None
+
+    def name(self, error: errors.PublisherFencedError) -> None:
+        """Add to an error who came after this publisher, if that one said so."""
+        mine = self._record
+        try:
+            found = read_record(self.store)
+        except errors.DeltaChainError:
+            return
+        if found is not None and mine is not None and found.publisher != mine.publisher:
+            ended = ", which has ended by now" if found.ended else ""
+            error.args = (f"{error.args[0]}; taken over by {found}{ended}",)
+
+    @override
+    def close(self) -> None:
+        self._renewing.set()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join()
+        mine, self._record = self._record, None
+        if mine is None:
+            return
+        try:
+            found = read_record(self.store)
+            if found is not None and found.publisher == mine.publisher:
+                write_record(self.store, replace(mine, ended=True))
+        except errors.DeltaChainError as error:
+            logger.debug("%s was not ended: %s", PUBLISHER_KEY, error)
+
+    def _watch(self, before: PublisherRecord) -> None:
+        """Return once another publisher is seen to be gone; refuse if it renewed its record."""
+        seen, now = self.store.find(PUBLISHER_KEY), self.store.clock()
+        if seen is None or (seen.modified and now and now - seen.modified > WATCH_S):
+            return
+        logger.warning(
+            "%s is that of %s: looking for at most %g s whether that publisher is at work",
+            self.store.url,
+            before,
+            WATCH_S,
+        )
+        end = time.monotonic() + WATCH_S
+        while time.monotonic() < end:
+            time.sleep(max(LOOK_S, self.store.capabilities.poll_s))
+            found = read_record(self.store)
+            if found is None or found.is_gone:
+                return
+            if found != before:
+                raise errors.PublisherFencedError(
+                    f"{self.store.url} has a publisher at work: {found}; nothing was written",
+                    hint="give this run a URL of its own, or stop that publisher first; to end it "
+                    "by going on here, set PublishConfig(take_over=True), or push with --take-over",
+                )
+
+    def _run(self) -> None:
+        for number in itertools.count(1):
+            if self._renewing.wait(RENEW_S) or not self._renew():
+                return
+            if number % LOOKS_EVERY == 0:
+                doubt = self.look()
+                if doubt and doubt != self.doubt:
+                    logger.warning("%s", doubt)
+                self.doubt = doubt
+
+    def _renew(self) -> bool:
+        """Renew the record; return whether it is still this publisher's."""
+        mine = self._record
+        if mine is None:
+            return False
+        try:
+            found = read_record(self.store)
+        except errors.DeltaChainError:
+            return True  # the store is away, which the next version tells
+        if found is not None and found.publisher != mine.publisher and found.turn >= mine.turn:
+            self.lost = f"{self.store.url} was taken over by {found}"
+            logger.warning("%s", self.lost)
+            return False
+        self._write(mine)
+        return True
+
+    def _write(self, record: PublisherRecord) -> None:
+        try:
+            self._record = write_record(self.store, record)
+        except errors.DeltaChainError as error:
+            if not self._failed:
+                logger.warning("no record that this publisher is at work: %s", error)
+            self._failed = True
+
+
+HEARTBEAT_S: Final = 30.0  # seconds from one heartbeat to the next
 
 
 class NewestRecords:
-    """Numbers of the newest tag and prune records, which never fall while the publisher is at work.
-
-    A record counts once it was read: nobody but a holder of a trusted key can make a heartbeat name
-    one. Names of the heartbeat that is there at the start are taken over.
-
-    Attributes:
-        tags: Number of the newest record of each tag, by name.
-        prune: Number of the newest prune record; -1 for none.
-    """
+    """Numbers of the newest tag and prune records, as read or as in the heartbeat before."""
 
     def __init__(self, writer: Writer) -> None:
-        self.tags: dict[str, int] = {}
+        self.tags: dict[str, int] = {}  # by name
         self.prune = NONE
         self._chain = chain = writer.chain
         self._prunes = Prunes(chain.store, chain.identity.chain, chain.trust)
@@ -66,10 +192,12 @@ class NewestRecords:
         came = [one for one in listed.items() if one[1] > self.tags.get(one[0], NONE)]
         with Pool(min(tags.READS, len(came))) as pool:
             accepted = pool.map(lambda one: tags.is_accepted(self._chain, *one), came)
-            self.tags |= {
-                name: number for (name, number), is_so in zip(came, accepted, strict=True) if is_so
-            }
-        newest = self._newest_prune()
+            self.tags |= {one[0]: one[1] for one, fine in zip(came, accepted, strict=True) if fine}
+        try:
+            record = self._prunes.newest_there()
+            newest = record.number if record else NONE
+        except (errors.FormatError, errors.ObjectNotFoundError, errors.ChainMismatchError):
+            newest = self.prune  # unreadable: no change
         lost = {f"tag {n!r}" for n, known in self.tags.items() if known > listed.get(n, NONE)}
         if newest < self.prune:
             lost.add(f"prune record {self.prune}")
@@ -83,17 +211,10 @@ class NewestRecords:
             )
         self._lost, self.prune = lost, max(self.prune, newest)
 
-    def _newest_prune(self) -> int:
-        try:
-            record = self._prunes.newest_there()
-        except (FormatError, ObjectNotFoundError, ChainMismatchError):  # unreadable: no change
-            return self.prune
-        return record.number if record else NONE
-
     def _begin(self) -> None:
         try:
             before = read_heartbeat(self._chain)
-        except FormatError as error:  # the next heartbeat replaces it
+        except errors.FormatError as error:  # the next heartbeat replaces it
             logger.warning("the heartbeat of an earlier publisher does not count: %s", error)
             before = None
         if before is not None:
@@ -102,13 +223,7 @@ class NewestRecords:
 
 
 class HeartbeatThread:
-    """Writes heartbeats on the rank that commits, if the writer has a signing key.
-
-    A failed heartbeat is logged once; the next one is due as before.
-
-    Attributes:
-        trouble: Why the newest heartbeat was not written; empty if it was.
-    """
+    """Writes heartbeats on the rank that commits, if the writer has a signing key."""
 
     def __init__(self, writer: Writer, *, leads: bool, every_s: float = HEARTBEAT_S) -> None:
         self._writer = writer
@@ -124,7 +239,6 @@ class HeartbeatThread:
             logger.warning("no thread can be started for heartbeats of %s", writer.chain.store.url)
 
     def close(self) -> None:
-        """End the thread; may be called again."""
         self._stop.set()
         if self._is_started:
             self._thread.join()
@@ -150,24 +264,11 @@ class HeartbeatThread:
         self._last, self.trouble = now, ""
 
 
+PHASES: Final = ("diff", "encode", "upload", "commit")
+
+
 @dataclass(slots=True)
 class PublishTotals:
-    """Sums over all versions of this process.
-
-    Attributes:
-        commits: Number of committed versions.
-        failures: Number of versions that were not committed, or of unknown outcome.
-        nbytes: Size of their own objects, in bytes.
-        nnz: Number of changed elements.
-        diff_s: Seconds of diffs, which block the training loop.
-        encode_s: Seconds of encoding and uploading.
-        upload_s: Seconds of these in which something was uploaded.
-        commit_s: Seconds of commits.
-        last: The newest receipt; ``None`` before.
-        trouble: Why the newest version was not committed; empty if it was.
-        stopped: Why the optimizers' steps bring no version; empty if they do.
-    """
-
     commits: int = 0
     failures: int = 0
     nbytes: int = 0
@@ -177,11 +278,8 @@ class PublishTotals:
     upload_s: float = 0.0
     commit_s: float = 0.0
     last: PublishReceipt | None = None
-    trouble: str = ""
-    stopped: str = ""
-
-    def stop(self, reason: str) -> None:
-        self.stopped = reason
+    trouble: str = ""  # why the newest version was not committed
+    stopped: str = ""  # why the optimizers' steps bring no version
 
     def fail(self, error: BaseException) -> None:
         self.failures += 1
@@ -190,12 +288,11 @@ class PublishTotals:
     def count(self, receipt: PublishReceipt) -> None:
         self.last, self.trouble = receipt, ""
         self.commits += 1
-        for name in ("nbytes", "nnz", "diff_s", "encode_s", "upload_s", "commit_s"):
+        for name in ("nbytes", "nnz", *(f"{phase}_s" for phase in PHASES)):
             setattr(self, name, getattr(self, name) + getattr(receipt, name))
 
 
 def _publisher_figures(writer: Writer, totals: PublishTotals) -> Iterator[Figure]:
-    """Yield the figures of the publishing rank that commits, from memory."""
     head, last = writer.parent, totals.last
     version = head.version if head else None
     yield info(engine="publisher", chain=writer.chain.identity.chain)
@@ -210,52 +307,36 @@ def _publisher_figures(writer: Writer, totals: PublishTotals) -> Iterator[Figure
             "failures": totals.failures,
             "published_bytes": totals.nbytes,
             "changed_elements": totals.nnz,
-            "diff_seconds": totals.diff_s,
-            "encode_seconds": totals.encode_s,
-            "upload_seconds": totals.upload_s,
-            "commit_seconds": totals.commit_s,
+            **{f"{name}_seconds": getattr(totals, f"{name}_s") for name in PHASES},
             "store_requests": writer.chain.store.requests,
         }
     )
     yield from phases(last.phases if last else {})
 
 
-class BackgroundWork:
-    """Threads of the rank that commits; other ranks have none.
+def background_work(
+    writer: Writer, config: PublishConfig, totals: PublishTotals, *, leads: bool
+) -> ExitStack:
+    """Start the threads of the rank that commits; closing the stack ends them."""
+    tenure, heartbeat = writer.tenure, HeartbeatThread(writer, leads=leads)
 
-    Raises:
-        ConfigError: The address for metrics cannot be bound.
-    """
+    def why_unready() -> str:
+        doubt = (tenure.lost or tenure.doubt) if tenure is not None else ""
+        return doubt or totals.trouble or totals.stopped or heartbeat.trouble
 
-    def __init__(
-        self, writer: Writer, config: PublishConfig, totals: PublishTotals, *, leads: bool
-    ) -> None:
-        self._totals, self._tenure = totals, writer.tenure
-        self._heartbeat = HeartbeatThread(writer, leads=leads)
-        with ExitStack() as threads:
-            if leads and config.maintain:
-                maintainer = MaintainerThread(partial(_maintainer_of, writer.chain, config))
-                threads.callback(maintainer.close)
-            if writer.tenure is not None:
-                threads.callback(writer.tenure.close)
-            threads.callback(self._heartbeat.close)
-            if leads and config.metrics is not None:
-                told = partial(_publisher_figures, writer, totals)
-                metrics = MetricsServer(config.metrics, told, self._why_unready)
-                threads.callback(metrics.close)
-                logger.info("metrics at %s/metrics", metrics.url)
-            self._threads = threads.pop_all()
-
-    def _why_unready(self) -> str:
-        """Return why the publisher does not do its work; empty if it does."""
-        tenure = self._tenure
-        if tenure is not None and (tenure.lost or tenure.doubt):
-            return tenure.lost or tenure.doubt
-        return self._totals.trouble or self._totals.stopped or self._heartbeat.trouble
-
-    def close(self) -> None:
-        """End the threads; may be called again."""
-        self._threads.close()
+    with ExitStack() as threads:
+        if leads and config.maintain:
+            maintainer = MaintainerThread(partial(_maintainer_of, writer.chain, config))
+            threads.callback(maintainer.close)
+        if tenure is not None:
+            threads.callback(tenure.close)
+        threads.callback(heartbeat.close)
+        if leads and config.metrics is not None:
+            told = partial(_publisher_figures, writer, totals)
+            metrics = MetricsServer(config.metrics, told, why_unready)
+            threads.callback(metrics.close)
+            logger.info("metrics at %s/metrics", metrics.url)
+        return threads.pop_all()
 
 
 def _maintainer_of(chain: Chain, config: PublishConfig) -> Maintainer:

@@ -203,7 +203,6 @@ class PublishConfig:
 
 
 def _wire_name(dtype: Any) -> Any:  # noqa: ANN401 - of any type until it is checked
-    """Return the wire name of a torch dtype; anything else as it is."""
     name = dtype
     if type(dtype).__module__ == "torch":  # not imported for a name
         from deltachain.torch_names import WIRE_NAMES  # noqa: PLC0415

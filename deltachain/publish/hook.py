@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, overload
 
@@ -25,7 +26,7 @@ from deltachain.publish.publisher import Publisher, check_every_steps, close_at_
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
+    from deltachain.publish.hf_trainer import DeltaChainCallback
 
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,10 @@ _THIN: Final = frozenset({"accelerate", "lightning", "lightning_fabric", "pytorc
 """Packages whose wrappers change no weight after the step that they call."""
 
 _BY_HAND: Final = "or call Publisher.publish yourself after each whole step"
+
+_ALL_OPTIMIZERS: Final = (
+    "give attach all optimizers of the model, attach(model, [one, other], url=...)"
+)
 
 _MANY: Final = 8
 """Steps of another optimizer of equal shapes, between two of the own, that suggest a copy."""
@@ -52,11 +57,9 @@ class OptimizerSteps:
     """Counts the steps of a model's optimizers, and calls ``each`` with the number of each.
 
     With several optimizers, a step is complete once each has stepped since the last one, in any
-    order. Steps inside another step, as in SAM or Lookahead, are part of it. A warning is logged,
-    once each, if one steps twice before another steps, if weights are changed after a step, or if
-    an optimizer trains what may be a copy of the model. With ``warns``, so is a step that cannot be
-    followed, instead of an error. ``stopped`` is called with the reason if steps bring no version,
-    and with an empty one once they do.
+    order. Steps inside another step, as in SAM or Lookahead, are part of it. Warnings are logged
+    once each; with ``warns``, so is a step that cannot be followed, instead of an error.
+    ``stopped`` gets the reason if steps bring no version, and an empty one once they do.
     """
 
     # torch calls global hooks for each optimizer of the process, also for one that is made later.
@@ -79,16 +82,11 @@ class OptimizerSteps:
         self._writes: int | None = None
         self._others = 0  # steps of other models' optimizers since the last complete step
         self._outermost: FrameType | None = None
-        self._depth = 0
+        self.depth = 0  # of steps under way, or in which the newest one raised an error
         self._handles = [
             register_optimizer_step_pre_hook(torch.compiler.disable(self._before, reason=_GRAPH)),
             register_optimizer_step_post_hook(torch.compiler.disable(self._after, reason=_GRAPH)),
         ]
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the newest step raised an error, so that a part of it may be in the weights."""
-        return self._depth > 0
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -101,23 +99,22 @@ class OptimizerSteps:
             )
 
     def check(self) -> None:
-        """Refuse a model that the optimizers do not step any more."""
         try:
             check_optimizers(self._model, self._optimizers)
         except ConfigError as error:
             self._refuse(error)
 
     def _before(self, optimizer: Optimizer, *_: object) -> None:
-        if self._depth and _is_running(self._outermost):
-            self._depth += 1
+        if self.depth and _is_running(self._outermost):
+            self.depth += 1
             return
-        self._outermost, self._depth = None, 0  # an earlier step may have raised an error
+        self._outermost, self.depth = None, 0  # an earlier step may have raised an error
         if any(optimizer is one for one in self._optimizers):
-            self._outermost, self._depth = _caller(), 1
+            self._outermost, self.depth = _caller(), 1
             self._look(optimizer)
             return
         self._others += 1
-        if not _parameters(self._model.parameters()).isdisjoint(_stepped_by([optimizer])):
+        if not _ids(self._model.parameters()).isdisjoint(_ids(_stepped_by([optimizer]))):
             self._refuse_other(optimizer)
         elif self._others > 1 and _shapes([optimizer]) == _shapes(self._optimizers):
             line = (
@@ -129,28 +126,26 @@ class OptimizerSteps:
                 self._stopped(line)
 
     def _refuse_other(self, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
-        outer = [one for one in self._optimizers if optimizer in vars(one).values()]
-        if outer:
-            error = UnsupportedModelError(
-                f"{name} steps the model outside of a step of {type(outer[0]).__name__}, which "
-                "holds it: when that one is complete is not known",
-                hint="give Publisher(url).attach the model alone, and call its publish "
-                "yourself after each whole step",
+        message = f"{type(optimizer).__name__}, which attach was not given, steps the model"
+        hint = (
+            f"{_ALL_OPTIMIZERS}, and of one that wraps another (SAM, Lookahead) the outer; after "
+            f"an optimizer was replaced, detach and attach with the new one; {_BY_HAND}"
+        )
+        for outer in (one for one in self._optimizers if optimizer in vars(one).values()):
+            message = (
+                f"{type(optimizer).__name__} steps the model outside of a step of "
+                f"{type(outer).__name__}, which holds it: when that one is complete is not known"
             )
-        else:
-            error = UnsupportedModelError(
-                f"{name}, which attach was not given, steps the model",
-                hint="give attach all optimizers of the model, attach(model, [one, other], "
-                "url=...), and of one that wraps another (SAM, Lookahead) the outer; after an "
-                f"optimizer was replaced, detach and attach with the new one; {_BY_HAND}",
+            hint = (
+                "give Publisher(url).attach the model alone, and call its publish yourself after "
+                "each whole step"
             )
+        error = UnsupportedModelError(message, hint=hint)
         if self._others > 1:  # at one of each in turn, those that were given publish all changes
             self._stopped(str(error.args[0]))
         self._refuse(error)
 
     def _look(self, optimizer: Optimizer) -> None:
-        """Warn before a step of which the version may not be what the user expects."""
         if id(optimizer) in self._stepped:
             missing = len(self._optimizers) - len(self._stepped)
             self._stepped.clear()
@@ -169,10 +164,10 @@ class OptimizerSteps:
             )
 
     def _after(self, optimizer: Optimizer, *_: object) -> None:
-        if not self._depth:
+        if not self.depth:
             return
-        self._depth -= 1
-        if self._depth:
+        self.depth -= 1
+        if self.depth:
             return
         self._outermost = None
         self._stepped.add(id(optimizer))
@@ -208,10 +203,9 @@ def say_averaged(optimizers: Iterable[object]) -> None:
 
 
 def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers that do not step all of a model that requires a gradient."""
-    parameters = _parameters(model.parameters())
+    parameters = _ids(model.parameters())
     for optimizer in optimizers:
-        if parameters.isdisjoint(_stepped_by([optimizer])):
+        if parameters.isdisjoint(_ids(_stepped_by([optimizer]))):
             raise UnsupportedModelError(
                 f"{type(optimizer).__name__} has no parameter of this model: its steps do not "
                 "train it",
@@ -219,23 +213,21 @@ def check_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 "copy that something else writes to, such as an average, call Publisher.publish "
                 "after that",
             )
-    stepped = _stepped_by(optimizers)
+    stepped = _ids(_stepped_by(optimizers))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in stepped:
             raise UnsupportedModelError(
                 f"{name!r} requires a gradient, and no optimizer given to attach steps it",
-                hint="give attach all optimizers of the model, attach(model, [one, other], "
-                "url=...), or call requires_grad_(False) on parameters that are not trained; "
-                f"{_BY_HAND}",
+                hint=f"{_ALL_OPTIMIZERS}, or call requires_grad_(False) on parameters that are "
+                f"not trained; {_BY_HAND}",
             )
 
 
 def unwrap_optimizers(optimizers: object) -> tuple[Optimizer, ...]:
-    """Return the torch optimizers inside one or several, without wrappers that only call them.
+    """Return the torch optimizers inside wrappers that only call them, and call no hooks.
 
-    Those are an Optimizer by class but call no hooks. Other wrappers (DeepSpeed's, Megatron's) are
-    refused: they copy master weights into the model after the inner step, and a hook there would
-    see the previous step.
+    Other wrappers (DeepSpeed's, Megatron's) copy master weights into the model after the inner
+    step, and a hook there would see the previous step.
     """
     several = optimizers if isinstance(optimizers, list | tuple) else [optimizers]
     if optimizers is None or not several:
@@ -265,25 +257,21 @@ def _unwrapped(optimizer: object) -> Optimizer:
 
 
 def _shapes(optimizers: Sequence[Optimizer]) -> list[tuple[int, ...]]:
-    return sorted(tuple(parameter.shape) for parameter in _all_of(optimizers))
+    return sorted(tuple(parameter.shape) for parameter in _stepped_by(optimizers))
 
 
 def _writes(optimizers: Sequence[Optimizer]) -> int:
     """Return how often the parameters of some optimizers were written to; not through ``.data``."""
-    return sum(0 if one.is_inference() else one._version for one in _all_of(optimizers))
+    return sum(one._version for one in _stepped_by(optimizers) if not one.is_inference())
 
 
-def _stepped_by(optimizers: Sequence[Optimizer]) -> set[int]:
-    return _parameters(_all_of(optimizers))
-
-
-def _all_of(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
+def _stepped_by(optimizers: Sequence[Optimizer]) -> Iterator[nn.Parameter]:
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
     return (parameter for group in groups for parameter in group["params"])
 
 
-def _parameters(parameters: Iterable[nn.Parameter]) -> set[int]:
-    return {id(parameter) for parameter in parameters}
+def _ids(parameters: Iterable[nn.Parameter]) -> set[int]:
+    return set(map(id, parameters))
 
 
 def _caller() -> FrameType | None:
@@ -321,7 +309,7 @@ class Attachment:
         """
         self._steps.remove()
         try:
-            if sys.exception() is None and not self._steps.is_broken:
+            if sys.exception() is None and not self._steps.depth:
                 self.publisher.publish_rest(step=self._steps.count)
         finally:
             self.publisher.close()
@@ -396,7 +384,7 @@ def attach(
                 hint="attach(model, optimizer, url=...); a function that yields tensors goes to "
                 "Publisher(url).attach",
             )
-        from deltachain.publish.integrations.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
+        from deltachain.publish.hf_trainer import DeltaChainCallback  # noqa: PLC0415 - needs it
 
         callback = DeltaChainCallback(url, every_steps=every_steps, config=config, **settings)
         model.add_callback(callback.bind(model))
@@ -414,7 +402,7 @@ def attach(
             publisher.publish(step=count)
 
     warns = publisher.config.on_error == "warn"
-    stopped = publisher.totals.stop
+    stopped = partial(setattr, publisher.totals, "stopped")
     steps = OptimizerSteps(model, optimizers, after_step, stopped=stopped, warns=warns)
     attachment = Attachment(publisher, steps)
     close_at_exit(publisher, attachment.detach)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from threading import get_ident
@@ -20,28 +21,22 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from typing_extensions import override
 
-from deltachain.errors import (
-    ChainError,
-    ConfigError,
-    DeltaChainError,
-    PublisherFencedError,
-    RankError,
-)
+from deltachain import errors
 from deltachain.kinds import fields_of, names_checked, whole
-from deltachain.publish.beside import BackgroundWork, PublishTotals
+from deltachain.publish.beside import PublishTotals, background_work
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import checked, collect_assets
 from deltachain.publish.model.source import TensorSource, collect_weights
-from deltachain.publish.quantise.checkpoint_config import find_layers
+from deltachain.publish.quantise.layers import find_layers
 from deltachain.publish.ranks.collectives import FAILURES, Decision, PublishBarrier, Ranks
 from deltachain.publish.ranks.sharing import agree
-from deltachain.publish.receipt import PublishReceipt
-from deltachain.publish.resume import begin
-from deltachain.publish.session import Attempt, LateAnchor, Session
+from deltachain.publish.session import Attempt, LateAnchor, PublishReceipt, Session, begin
 from deltachain.publish.wire_form import NO_CHANGES, Diff
 from deltachain.store import Location, Store, open_store
 from deltachain.threads import Closeable, Pool
 from deltachain.types import Version
+
+logger = logging.getLogger(__name__)
 
 
 class Published(Future[PublishReceipt]):
@@ -70,44 +65,21 @@ class Published(Future[PublishReceipt]):
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A version in flight: created by the caller's thread, committed by the publisher's.
-
-    Attributes:
-        version: Number of the version.
-        diff: Changes on this rank; empty if the diff failed.
-        attempt: The attempt to commit it.
-        covered: Futures of the ``publish`` calls that it covers.
-        outcome: Future of its receipt or error; done before any of ``covered``.
-    """
+    """A version in flight: created by the caller's thread, committed by the publisher's."""
 
     version: Version
-    diff: Diff
+    diff: Diff  # on this rank; empty if it failed
     attempt: Attempt
     covered: Sequence[Published]
-    outcome: Future[PublishReceipt] = field(default_factory=Future)
-
-    def land(self, receipt: PublishReceipt) -> None:
-        for future in (self.outcome, *self.covered):
-            future.set_result(receipt)
-
-    def fail(self, error: BaseException) -> None:
-        for future in (self.outcome, *self.covered):
-            future.set_exception(error)
+    outcome: Future[PublishReceipt] = field(default_factory=Future)  # done before any covered one
 
 
 def check_every_steps(every_steps: object) -> None:
-    """Refuse a number of optimizer steps for each version that is no ``int`` of 1 or more."""
     if isinstance(every_steps, bool) or not isinstance(every_steps, int) or every_steps < 1:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"every_steps={every_steps!r}: expected 1 or more",
             hint="give the number of optimizer steps for each version; 1 publishes every step",
         )
-
-
-def _whole_step(step: SupportsIndex | None) -> int | None:
-    """Return the trainer's step as an ``int``: a reader would refuse any other in a manifest."""
-    hint = "give an int, such as the number of optimizer steps, or leave step out"
-    return None if step is None else whole("step", step, hint=hint)
 
 
 _open: Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]] = (
@@ -118,13 +90,9 @@ versions."""
 
 
 def close_at_exit(publisher: Publisher, close: Callable[[], None] | None = None) -> None:
-    """Close a publisher when Python ends, so that its last version is committed.
+    """Close a publisher by ``close`` when Python ends, so that its last version is committed.
 
     One of several ranks is not closed: the others may have ended, or wait for something else.
-
-    Args:
-        publisher: The publisher.
-        close: Closes it unless an error ends Python; by default, and after an error, its ``close``.
     """
     _open[publisher] = os.getpid(), close
 
@@ -143,15 +111,12 @@ def _close_all() -> None:
             continue
         try:
             (publisher.close if has_failed or close is None else close)()
-        except DeltaChainError as error:
+        except errors.DeltaChainError as error:
             logger.warning("closing the publisher at %s as Python ended: %s", publisher.url, error)
 
 
 class AnchorThread:
-    """Adds anchors one after another, beside later versions.
-
-    A failed anchor is logged: its version is committed, and a later one gets the next anchor.
-    """
+    """Adds anchors one after another, beside later versions; a later one follows a failed one."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -159,10 +124,7 @@ class AnchorThread:
         self._last: Future[None] | None = None
 
     def after_version(self, topic: str, *, due: bool) -> None:
-        """Begin an anchor of the newest version if one is due; wait while too much is kept.
-
-        The version is in flight until then: versions published meanwhile are covered.
-        """
+        """Begin an anchor of the newest version if one is due; wait while too much is kept."""
         session = self._session
         if due:
             self._last = self._pool.submit(self._add, session.begin_anchor(), topic)
@@ -182,8 +144,8 @@ class AnchorThread:
     def _add(self, late: LateAnchor, topic: str) -> None:
         start, session = time.perf_counter(), self._session
         try:
-            anchor = session.add_anchor(topic=topic, late=late)
-        except DeltaChainError as error:
+            anchor = session.add_anchor(late, topic=topic)
+        except errors.DeltaChainError as error:
             logger.warning("no anchor yet, the next version tries again: %s", error)
             return
         logger.info(
@@ -194,9 +156,6 @@ class AnchorThread:
             session.head - anchor.version,
             late.bits.most_nbytes,
         )
-
-
-logger = logging.getLogger(__name__)
 
 
 @names_checked(fields_of(PublishConfig))
@@ -243,13 +202,14 @@ class Publisher(Closeable):
         self._landed: Future[None] | None = None
         self._is_closed = False
         self._anchors: AnchorThread | None = None
-        self._beside: BackgroundWork | None = None
+        self._closing = ExitStack()  # ends all threads, then closes the store
+        self._closing.callback(self._store.close)
         self._waiting: list[Published] = []  # calls that no version covers yet
         self._step: int | None = None
         self._caller: int | None = None
         self._failed: Flight | None = None
-        self._fenced: PublisherFencedError | None = None
-        self._failure: DeltaChainError | None = None
+        self._fenced: errors.PublisherFencedError | None = None
+        self._failure: errors.DeltaChainError | None = None
         self._ranks = Ranks.alone()
         self._barrier = PublishBarrier(self._ranks)
 
@@ -283,7 +243,7 @@ class Publisher(Closeable):
             RankError: Another rank failed, or did not answer in time.
         """
         if self._session is not None:
-            raise ConfigError("this publisher is attached already", hint="make another one")
+            raise errors.ConfigError("this publisher is attached already", hint="make another one")
         config = self.config
         self._ranks = Ranks.alone() if alone else Ranks.join(group, deadline_s=config.deadline_s)
         agree(config, self._ranks, url=self.url, further=common)
@@ -302,7 +262,10 @@ class Publisher(Closeable):
         self._barrier = PublishBarrier(self._ranks)
         self._session, self._anchors = session, AnchorThread(session)
         close_at_exit(self)
-        self._beside = BackgroundWork(session.writer, config, self.totals, leads=self._ranks.leads)
+        leads = self._ranks.leads
+        self._closing.push(background_work(session.writer, config, self.totals, leads=leads))
+        self._closing.callback(self._anchors.close)
+        self._closing.callback(self._pool.shutdown)
         logger.info("version %d at %s, epoch %d", self.version, self.url, self.epoch)
         return self
 
@@ -344,9 +307,11 @@ class Publisher(Closeable):
             ConfigError: ``step`` is no whole number, or the publisher is closed or not attached.
             DeltaChainError: An earlier publish failed and ``on_error`` is ``raise``.
         """
-        session, step = self._require_session(), _whole_step(step)
+        session = self._require_session()
         if self._is_closed:
-            raise ConfigError("this publisher is closed", hint="make another one: it goes on here")
+            raise errors.ConfigError(
+                "this publisher is closed", hint="make another one: it goes on here"
+            )
         future = self._add_call(step)
         self._caller = get_ident()
         self._try(session, free=not self._is_busy or self.config.when_busy == "wait")
@@ -360,7 +325,7 @@ class Publisher(Closeable):
         """
         self.flush()
         if self._fenced is None or not self.is_alone:
-            self._add_call(_whole_step(step))
+            self._add_call(step)
             self._try(self._require_session(), free=True, only_changes=True)
 
     def flush(self) -> PublishReceipt | None:
@@ -400,13 +365,9 @@ class Publisher(Closeable):
             raise
         finally:
             self._is_closed = True
-            self._refuse_calls(self._failure or ChainError("closed before it was published"))
+            self._refuse_calls(self._failure or errors.ChainError("closed before it was published"))
             _open.pop(self, None)
-            self._pool.shutdown()
-            if self._anchors is not None and self._beside is not None:
-                self._anchors.close()
-                self._beside.close()
-            self._store.close()
+            self._closing.close()
 
     @override
     def __exit__(
@@ -417,14 +378,15 @@ class Publisher(Closeable):
     ) -> None:
         if error is not None and self._ranks.count > 1:
             # A flush would wait for ranks that may not come.
-            self._refuse_calls(RankError("training ended before this was published"))
+            self._refuse_calls(errors.RankError("training ended before this was published"))
         super().__exit__(kind, error, traceback)
 
-    def _add_call(self, step: int | None) -> Published:
+    def _add_call(self, step: SupportsIndex | None) -> Published:
+        hint = "give an int, such as the number of optimizer steps, or leave step out"
+        self._step = None if step is None else whole("step", step, hint=hint)
+        self._barrier.call(self._step)
         future = Published(self._cover)
         self._waiting.append(future)
-        self._step = step
-        self._barrier.call(step)
         return future
 
     def _take_calls(self) -> list[Published]:
@@ -442,7 +404,7 @@ class Publisher(Closeable):
 
     def _require_session(self) -> Session:
         if self._session is None:
-            raise ConfigError("not attached to a model", hint="call attach(model) first")
+            raise errors.ConfigError("not attached to a model", hint="call attach(model) first")
         return self._session
 
     def _land(self) -> None:
@@ -460,18 +422,18 @@ class Publisher(Closeable):
 
     def _fail(self, error: BaseException) -> None:
         """Raise an error, or log it and leave the waiting calls to the next version."""
-        if isinstance(error, PublisherFencedError):
+        if isinstance(error, errors.PublisherFencedError):
             self._fenced = error
             self._stop(error)
             return
-        if self.config.on_error == "warn" and isinstance(error, DeltaChainError):
+        if self.config.on_error == "warn" and isinstance(error, errors.DeltaChainError):
             self._failure = error
             logger.warning("publish failed, the next version makes up for it: %s", error)
             return
         self._refuse_calls(error)
         raise error
 
-    def _stop(self, error: PublisherFencedError) -> None:
+    def _stop(self, error: errors.PublisherFencedError) -> None:
         """Fail all waiting calls: another publisher owns the chain, so none will be committed."""
         self._require_session().abandon_anchors("another publisher owns the chain")
         self._refuse_calls(error)
@@ -491,7 +453,7 @@ class Publisher(Closeable):
         """Launch a version, if no rank has one in flight."""
         try:
             decision = self._agree(session, free=free)
-        except DeltaChainError as error:
+        except errors.DeltaChainError as error:
             if not self._is_busy:
                 self._land()  # an earlier error is raised first
             self._fail(error)
@@ -539,12 +501,13 @@ class Publisher(Closeable):
 
     def _run(self, session: Session, flight: Flight) -> None:
         """Commit a version, and begin an anchor of it if due; runs in the publisher's thread."""
-        attempt = flight.attempt
+        attempt, futures = flight.attempt, (flight.outcome, *flight.covered)
         try:
             conclusion = session.commit(attempt)
         except BaseException as error:  # noqa: BLE001 - the futures raise it
             self.totals.fail(error)
-            flight.fail(error)
+            for future in futures:
+                future.set_exception(error)
             return
         receipt = self.last = conclusion.receipt
         self.totals.count(receipt)
@@ -553,4 +516,5 @@ class Publisher(Closeable):
             if self._anchors is not None:
                 self._anchors.after_version(f"{attempt.topic}/anchor", due=conclusion.anchor_due)
         finally:
-            flight.land(receipt)
+            for future in futures:
+                future.set_result(receipt)

@@ -8,6 +8,7 @@ is needed in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,36 +17,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.identity import check_recipe, refuse_mirror
 from deltachain.chain.trust import Trust
 from deltachain.checkpoint import Checkpoint
-from deltachain.errors import (
-    ChainMismatchError,
-    ObjectNotFoundError,
-    PublisherFencedError,
-    UnsupportedModelError,
-)
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
+from deltachain.publish.beside import Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files
 from deltachain.publish.model.refusals import refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
-from deltachain.publish.quantise.checkpoint_config import (
-    Files,
-    check_config,
-    find_layers,
-    quantised,
-)
+from deltachain.publish.quantise.layers import Files, check_config, find_layers
 from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Ranks
-from deltachain.publish.resume import catch_up, first_version
 from deltachain.publish.revert import check_reverted
-from deltachain.publish.session import Session
+from deltachain.publish.session import Session, catch_up, first_version
 from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.tenure import Tenure
 from deltachain.publish.writer import Writer, newest, open_or_make
 from deltachain.store import Store
 from deltachain.torch_names import TORCH_DTYPES
@@ -54,14 +45,6 @@ from deltachain.types import TensorSpec, mismatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pushed:
-    """Result of a push.
-
-    Attributes:
-        head: The newest version after the push.
-        committed: The added versions; none if the head already had these bits.
-        anchor: The added anchor, if one was due.
-    """
-
     chain: Chain
     head: Committed
     committed: tuple[Committed, ...]
@@ -71,35 +54,21 @@ class Pushed:
 def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = None) -> Pushed:
     """Make a checkpoint the newest version of a chain.
 
-    The first push creates the chain: version 0 is an anchor, or a reference to ``config.base``; in
-    that case, the difference of the checkpoint from the base becomes version 1.
-
-    Args:
-        store: Store of the chain.
-        path: Checkpoint folder, or one safetensors file.
-        config: Settings of the publisher.
-        step: Step of the trainer.
-
-    Raises:
-        ChainMismatchError: The chain is of another model.
-        BrokenChainError: Versions are behind a gap, or the chain's identity is lost.
-        ChainError: The head was reverted, and the checkpoint has other weights.
-        PublisherFencedError: Another publisher is at work, or committed at the same time.
+    The first push creates the chain: version 0 is an anchor, or a reference to ``config.base``,
+    from which the difference of the checkpoint becomes version 1.
     """
     checkpoint, trust = Checkpoint(path), Trust.of_writer(config.signing_key)
     if checkpoint.unnamed:
-        raise UnsupportedModelError(
+        raise errors.UnsupportedModelError(
             f"{checkpoint.path}: its shards hold {checkpoint.unnamed[0]!r}, which is not in "
             f"{checkpoint.index}",
             hint="the index or the shards are of another save: save the checkpoint again",
         )
-    found = _find(store, checkpoint, config, trust)
-    source = found.source
+    source, chain = _find(store, checkpoint, config, trust)
     source.agree("push")
-    snapshot = Snapshot(source)  # all weights are checked before anything is written
-    chain = found.chain
-    first = None if isinstance(chain, Chain) else _of_base(config, source)
+    snapshot, first = Snapshot(source), None  # all is checked before anything is written
     if not isinstance(chain, Chain):
+        first = _of_base(config, source)
         chain = chain()
     head = newest(chain)
     writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=head)
@@ -112,15 +81,10 @@ def push(store: Store, path: Path, config: PublishConfig, *, step: int | None = 
             tenure.begin()
             writer.tenure = tenure
         committed = tuple(_commit(session, first, step))
-    last = writer.parent or head
-    if last is None:
-        raise ObjectNotFoundError(f"{store.url} lost its first version", url=store.url)
-    return Pushed(
-        chain=chain,
-        head=last,
-        committed=committed,
-        anchor=session.add_anchor(topic="") if committed and session.anchor_due else None,
-    )
+    anchor = None
+    if committed and session.anchor_due:
+        anchor = session.add_anchor(session.begin_anchor(), topic="")
+    return Pushed(chain=chain, head=_newest(writer), committed=committed, anchor=anchor)
 
 
 def _commit(
@@ -140,7 +104,7 @@ def _commit(
         if _newest(writer).state != session.snapshot.state:
             catch_up(session, _newest(writer), step=step)
             yield _newest(writer)
-    except PublisherFencedError as exc:
+    except errors.PublisherFencedError as exc:
         exc.hint = "another publisher is at work here; if that is intended, push again"
         raise
 
@@ -158,58 +122,51 @@ def _newest(writer: Writer) -> Committed:
     return writer.parent
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """The tensors of a checkpoint, and their chain or a function that makes it."""
+def _find(
+    store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust
+) -> tuple[ModelTensors, Chain | Callable[[], Chain]]:
+    """Find the tensors of a checkpoint and their chain, or a function that makes it.
 
-    source: ModelTensors
-    chain: Chain | Callable[[], Chain]
-
-
-def _find(store: Store, checkpoint: Checkpoint, config: PublishConfig, trust: Trust) -> _Found:
-    """Find the chain of a checkpoint; write nothing, unless a chain lost its identity."""
+    Nothing is written, unless a chain lost its identity.
+    """
     refuse_mirror(store, trust)
     assets = cache(partial(checkpoint.assets, trusted=config.trust_remote_code))
-    quantization = Quantization.chosen(config.quantization)
-    if quantization is not None:
+    if (quantization := Quantization.chosen(config.quantization)) is not None:
         return _find_quantised(store, checkpoint, assets, quantization, trust)
     try:
         chain = Chain.open(store, trust)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         table = _table(store, checkpoint)
         check_recipe(store.url, table, {})
         refuse_other_folder(assets(), checkpoint.specs)
         create = partial(open_or_make, store, table, assets, trust=trust, by_state=False)
-        return _Found(source_of(checkpoint, table), create)
+        return source_of(checkpoint, table), create
     check_recipe(store.url, chain.table, {})
     check_config(chain, assets)
     check_files(chain, assets())
-    return _Found(source_of(checkpoint, chain.table), chain)
+    return source_of(checkpoint, chain.table), chain
 
 
 def _find_quantised(
     store: Store, checkpoint: Checkpoint, assets: Files, quantization: Quantization, trust: Trust
-) -> _Found:
-    plain = source_of(checkpoint, _own_table(checkpoint))
-    if store.find(CHAIN_KEY) is None:
+) -> tuple[ModelTensors, Chain | Callable[[], Chain]]:
+    plain, is_new = source_of(checkpoint, _own_table(checkpoint)), store.find(CHAIN_KEY) is None
+    if is_new:
         refuse_other_folder(assets(), checkpoint.specs)
     made = quantised(plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone())
-
-    def create() -> Chain:
-        table, files = made.source.table(), partial(made.assets, assets())
-        return open_or_make(store, table, files, trust=trust, by_state=False)
-
-    return _Found(made.source, create() if store.find(CHAIN_KEY) is not None else create)
+    files = partial(made.assets, assets())
+    table = made.source.table()
+    create = partial(open_or_make, store, table, files, trust=trust, by_state=False)
+    return made.source, create if is_new else create()
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:
     """Return the table of a chain without identity, else that of the checkpoint's tensors."""
-    try:
+    with suppress(errors.ObjectNotFoundError, errors.ChainMismatchError):
         there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
         source_of(checkpoint, there)
-    except (ObjectNotFoundError, ChainMismatchError):
-        return _own_table(checkpoint)
-    return there
+        return there
+    return _own_table(checkpoint)
 
 
 def _own_table(checkpoint: Checkpoint) -> Table:
@@ -219,14 +176,7 @@ def _own_table(checkpoint: Checkpoint) -> Table:
 
 
 def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
-    """Return the weights of a checkpoint, as input of a publisher.
-
-    They count as frozen, since files that change during a push are refused, so no copy is kept.
-
-    Raises:
-        ChainMismatchError: The checkpoint's tensors differ from the table.
-    """
-    spare = {alias for alias in table.aliases if alias in checkpoint.specs}
+    """Return the weights of a checkpoint. They count as frozen, so that no copy is kept."""
     weights = []
     for spec in table.specs():
         tied = [alias for alias, name in table.aliases.items() if name == spec.name]
@@ -234,19 +184,19 @@ def source_of(checkpoint: Checkpoint, table: Table) -> ModelTensors:
         for name in found or [spec.name]:
             have = checkpoint.specs.get(name)
             if message := mismatch(name, have, checkpoint.path, spec, "the chain"):
-                raise ChainMismatchError(message)
+                raise errors.ChainMismatchError(message)
         for name in found[1:]:
             if not np.array_equal(checkpoint.bits(found[0]), checkpoint.bits(name)):
-                raise ChainMismatchError(
+                raise errors.ChainMismatchError(
                     f"{name!r} and {found[0]!r} differ in {checkpoint.path}; the chain has them "
                     "tied"
                 )
         absent = torch.empty(spec.shape, dtype=TORCH_DTYPES[spec.dtype], device="meta")
         weight = Weight.straight(spec, absent, frozen=True)
         weights.append(replace(weight, file=partial(_read, checkpoint, found[0], spec)))
-    extra = checkpoint.specs.keys() - spare - {weight.spec.name for weight in weights}
-    if extra:
-        raise ChainMismatchError(f"{checkpoint.path} has {min(extra)!r}, which the chain has not")
+    known = {*table.aliases, *(spec.name for spec in table.specs())}
+    for extra in sorted(checkpoint.specs.keys() - known):
+        raise errors.ChainMismatchError(f"{checkpoint.path} has {extra!r}, which the chain has not")
     return ModelTensors(tuple(weights), table.specs(), table.aliases, partial(_made, weights))
 
 
@@ -256,6 +206,4 @@ def _read(checkpoint: Checkpoint, name: str, spec: TensorSpec) -> Tensor:
 
 
 def _made(weights: Iterable[Weight]) -> Iterator[tuple[str, Tensor]]:
-    for weight in weights:
-        if weight.file is not None:
-            yield weight.spec.name, weight.file()
+    return ((one.spec.name, one.file()) for one in weights if one.file is not None)

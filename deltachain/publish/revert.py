@@ -9,49 +9,33 @@ from __future__ import annotations
 
 import uuid
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
-from deltachain.codec import ENCODINGS, Change
+from deltachain.codec import ENCODINGS
 from deltachain.codec.encodings import Encoding
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    DigestMismatchError,
-    PublisherFencedError,
-)
 from deltachain.format.documents import Edge, revert_mark, reverted_to
 from deltachain.format.keys import manifest_key
 from deltachain.kernels import host
 from deltachain.kernels.move import digest_change
-from deltachain.kernels.reference import Changes
 from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over
 from deltachain.store import MemoryStore, Store
-from deltachain.types import Bits, StateDigest, TensorSpec
+from deltachain.types import StateDigest
 
-PART_NBYTES: Final = 512 << 20
-"""Largest size of changes in one object before compression, in bytes."""
+PART_NBYTES: Final = 512 << 20  # largest size of changes in one object before compression, in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reverted:
-    """Result of a revert, or what one would do.
-
-    Attributes:
-        goal: The older version.
-        before: The head that the delta starts from.
-        committed: The new version; ``None`` if nothing was committed.
-        edge: The delta; ``None`` if the head has the state of the older version.
-        nnz: Number of changed elements.
-        tensors: Number of changed tensors.
-    """
+    """Result of a revert, or what one would do."""
 
     goal: Committed
     before: Committed
@@ -69,36 +53,21 @@ def revert(
     base: Path | None = None,
     dry_run: bool = False,
 ) -> Reverted:
-    """Commit a version with the state of an older one.
+    """Commit a version with the state of an older one, unless the head has it.
 
-    Nothing is committed if the head has that state. Both versions are rebuilt in memory, and proven
-    before the commit.
-
-    Args:
-        chain: The chain.
-        goal: The older version.
-        encoding: Encoding of the delta.
-        base: Local folder of the base checkpoint, if the chain starts from one.
-        dry_run: Whether to compute the delta only, and write nothing.
-
-    Raises:
-        ConfigError: The store cannot decide races, so that only its publisher can go back; it is a
-            mirror; or the chain is signed and there is no signing key.
-        BrokenChainError: One of the versions cannot be rebuilt from the store.
-        DigestMismatchError: One of them, rebuilt, has another state than its manifest says.
-        PublisherFencedError: Another publisher took the chain over meanwhile.
+    Both versions are rebuilt in memory, and proven before the commit.
     """
     check_write_access(chain)
     chosen, head = ENCODINGS.chosen(encoding), newest(chain)
     if head is None or head.version < goal.version:
-        raise ChainError(
+        raise errors.ChainError(
             f"version {goal.version} is not in {chain.store.url}", version=goal.version
         )
     if head.state == goal.state:
         return Reverted(goal=goal, before=head)
     if not dry_run and not chain.store.capabilities.conditional_put:
         url, version = chain.store.url, goal.version
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{url} cannot decide between two writers (no put-if-absent), so that only the "
             "publisher at work there may go back",
             hint=f"load the weights of version {version} into its trainer (`deltachain pull {url} "
@@ -119,9 +88,14 @@ def revert(
         found = Reverted(goal=goal, before=head, edge=edge, nnz=nnz, tensors=tensors)
         if dry_run:
             return found
+        mark = revert_mark(goal.version)
+        step, commit_id = goal.manifest.step, keys.commit_id
+        draft = writer.draft(commit_id, state=goal.state, step=step, nnz=nnz, ext=mark)
         try:
-            return _committed(writer, keys, found)
-        except PublisherFencedError as exc:
+            committed = writer.commit(draft, edge)
+            writer.close()
+            return replace(found, committed=committed)
+        except errors.PublisherFencedError as exc:
             other = chain.find(head.version + 1)
             if other is None or other.manifest.epoch >= writer.epoch:
                 exc.hint = "another publisher took the chain over meanwhile; if that is intended, "
@@ -129,38 +103,24 @@ def revert(
                 raise
         # A publisher at work was faster: fence it first.
         writer = take_over(chain, numel=numel, metadata=metadata)
-    raise BrokenChainError(f"{chain.store.url} lost its versions", version=head.version)
-
-
-def _committed(writer: Writer, keys: EdgeKeys, done: Reverted) -> Reverted:
-    goal = done.goal
-    draft = writer.draft(
-        keys.commit_id,
-        state=goal.state,
-        step=goal.manifest.step,
-        nnz=done.nnz,
-        ext=revert_mark(goal.version),
-    )
-    committed = writer.commit(draft, done.edge or Edge(kind="delta", base=done.before.version))
-    writer.close()
-    return replace(done, committed=committed)
+    raise errors.BrokenChainError(f"{chain.store.url} lost its versions", version=head.version)
 
 
 def _rebuilt(chain: Chain, committed: Committed, base: Path | None) -> Fetched:
     """Rebuild a version, with pruned edges if no other plan leads there; prove its state."""
     try:
         plan = plan_present(chain, None, committed)
-    except BrokenChainError as error:
+    except errors.BrokenChainError as error:
         if not chain.prunes.names_edges:
             raise
         try:
             plan = plan_present(chain, None, committed, pruned=True)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             raise error from None  # it says that the version was pruned
     fetched = fetch(chain, plan, target=committed, base=base)
     if (state := fetched.state()) != committed.state:
         key = manifest_key(committed.version)
-        raise DigestMismatchError(
+        raise errors.DigestMismatchError(
             f"version {committed.version}, rebuilt from the store, has another state than {key}",
             expected=str(committed.state),
             actual=str(state),
@@ -179,37 +139,19 @@ def _upload(
             bits, now = older.read(spec.name).values, newer.read(spec.name).values
             changes = host.diff_(np.array(now), bits)
             if changes.indices.size:
-                upload.add(_change(spec, changes, bits, encoding))
+                digest, read = digest_change(spec, *changes), partial(np.asarray, bits)
+                upload.add(
+                    sparse_change(spec, changes, digest, read, encoding=encoding, run=(read, 0))
+                )
                 nnz, tensors = nnz + changes.indices.size, tensors + 1
         return upload.finish(), nnz, tensors
 
 
-def _change(spec: TensorSpec, changes: Changes, older: Bits, encoding: Encoding) -> Change:
-    return sparse_change(
-        spec,
-        changes,
-        digest_change(spec, *changes),
-        lambda: older,
-        encoding=encoding,
-        run=lambda: (older, 0),
-    )
-
-
 def check_reverted(head: Committed, state: StateDigest, *, goes_on: bool) -> None:
-    """Refuse to continue a head that was reverted with other weights, unless told to go on.
-
-    Args:
-        head: The newest version.
-        state: State digest of the weights that a publisher starts with.
-        goes_on: Whether the publisher was told to continue such a head.
-
-    Raises:
-        ChainError: The publisher would undo the revert.
-    """
     goal = reverted_to(head.manifest)
     if goal is None or goes_on or state == head.state:
         return
-    raise ChainError(
+    raise errors.ChainError(
         f"version {head.version} was reverted to the state of version {goal}, and this publisher "
         "has other weights: it would undo that for every replica",
         version=head.version,

@@ -1,12 +1,15 @@
-"""Session of one model on one chain: commits diffs of a snapshot as versions."""
+"""Session of one model on one chain: begins or continues it, and commits diffs as versions."""
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -14,51 +17,131 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from deltachain.chain.chain import Committed
+from deltachain import errors
+from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Replay, anchor_due
+from deltachain.chain.trust import Trust
 from deltachain.chain.upload import DENSE_SHARE, EdgeKeys, EdgeUpload, anchor_part_nbytes
-from deltachain.checkpoint import Checkpoint
+from deltachain.checkpoint import ADAPTER_FILE, Checkpoint, weights_file
 from deltachain.codec import ENCODINGS
-from deltachain.codec.encodings import Encoding
-from deltachain.errors import ChainError, ConfigError, DeltaChainError, UnsupportedModelError
 from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
-from deltachain.format.keys import PayloadKind
+from deltachain.format.keys import CHAIN_KEY, PayloadKind
 from deltachain.kernels import host
+from deltachain.kernels.reference import Changes
+from deltachain.publish.beside import PHASES, Tenure
 from deltachain.publish.config import PublishConfig
+from deltachain.publish.model.assets import refuse_other_folder
+from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of
+from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_specs
 from deltachain.publish.model.source import ModelTensors, Weight
+from deltachain.publish.quantise.layers import Files, Layers
+from deltachain.publish.quantise.settings import Quantization
+from deltachain.publish.quantise.tensors import quantised
 from deltachain.publish.ranks.collectives import Collective, Ranks
-from deltachain.publish.receipt import PublishReceipt
-from deltachain.publish.snapshot import Snapshot
-from deltachain.publish.wire_form import CheckpointChanges, Diff, sparse_change, window_change
-from deltachain.publish.writer import Writer
+from deltachain.publish.ranks.sharing import divide
+from deltachain.publish.revert import check_reverted
+from deltachain.publish.snapshot import WINDOW_NUMEL, Snapshot
+from deltachain.publish.wire_form import Diff, map_changes, sparse_change, window_change
+from deltachain.publish.writer import UNREADABLE, Writer, open_or_make, take_over
 from deltachain.store import Store
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec, Version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishReceipt:
+    """Publisher's receipt of one committed version.
+
+    Attributes:
+        version: Number of the version.
+        manifest: blake3 of the manifest, which differs from that of the same number in a fork.
+        epoch: Epoch of the publisher.
+        kind: Kind of the version's own edge: ``delta``, ``anchor`` or ``base``.
+        step: Step of the trainer, as given.
+        state: State digest of the version.
+        nnz: Number of changed elements.
+        numel: Number of all elements.
+        nbytes: Size of the version's own objects, in bytes.
+        requests: Number of store requests for the version, and meanwhile for an anchor on its way.
+        diff_s: Time of the diff, which blocks the training loop, in seconds.
+        encode_s: Time of encoding and uploading the parts in the background, in seconds.
+        commit_s: Time of the commit, in seconds.
+        upload_s: Part of ``encode_s`` in which at least one object was on its way to the store, in
+            seconds; of the slowest rank.
+        kernel: Name of the kernels of the diff.
+        restored: Keys of the chain's documents that were missing in the store and were restored.
+        encoding: Name of the encoding of changes; empty without a delta.
+        kept_nbytes: Size of the old bits that rank 0 keeps for an anchor on its way, in bytes.
+
+    Examples:
+        >>> with deltachain.Publisher(new_url).attach(model) as publisher:
+        ...     train_step(model, optimizer)
+        ...     receipt = publisher.publish(step=1).result()
+        >>> receipt.step, receipt.nnz, receipt.numel
+        (1, 3, 6)
+    """
+
+    version: Version
+    epoch: int
+    kind: str
+    step: int | None
+    state: StateDigest
+    nnz: int
+    numel: int
+    nbytes: int
+    requests: int
+    diff_s: float
+    encode_s: float
+    commit_s: float
+    kernel: str
+    restored: tuple[str, ...] = ()
+    manifest: str = ""
+    kept_nbytes: int = 0
+    encoding: str = ""
+    upload_s: float = 0.0
+
+    @property
+    def density(self) -> float:
+        """Changed fraction of all elements."""
+        return self.nnz / self.numel if self.numel else 0.0
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the version, by name; ``upload`` overlaps with ``encode``."""
+        return {name: getattr(self, f"{name}_s") for name in PHASES}
+
+    def metrics(self) -> dict[str, float]:
+        """Return metrics for a trainer's log, with prefixed names."""
+        names = ("version", "requests", "diff_s", "encode_s", "commit_s", "upload_s")
+        values = {name: getattr(self, name) for name in names}
+        values |= {"changed_frac": self.density, "bytes": self.nbytes}
+        return {f"deltachain/{name}": float(value) for name, value in values.items()}
+
+    def __str__(self) -> str:
+        seconds = self.diff_s + self.encode_s + self.commit_s
+        return (
+            f"version {self.version} {self.kind} nnz {self.nnz:,} density {self.density:.3%} "
+            f"{self.nbytes:,} B in {seconds:.3f} s"
+        )
+
 
 CHUNK: Final = 1 << 23
 """Elements copied at a time, the longest that a diff waits for: a few milliseconds."""
 
-PAUSE_S: Final = 1e-4
-"""Pause between two chunks, in seconds, so that a waiting diff gets the lock."""
+PAUSE_S: Final = 1e-4  # pause between two chunks, in seconds, so that a waiting diff gets the lock
 
 
 class VersionBits:
     """Bits of a snapshot as they are when this is made, each weight taken once. Thread-safe.
 
-    Later diffs are kept as old bits until the weight that they change is taken, and undone in the
-    copy that is returned, not in the snapshot. One thread advances the snapshot, with the lock
-    held; another takes the weights.
-
-    Attributes:
-        state: Contribution of these bits to the state digest.
-        kept_nbytes: Size of the old bits and indices that are kept, in bytes.
-        most_nbytes: The largest value of ``kept_nbytes`` so far.
+    Later diffs are kept until the weight that they change is taken, and undone in that copy.
     """
 
     def __init__(self, snapshot: Snapshot, weights: Iterable[Weight], changing: Lock) -> None:
         self._snapshot, self._changing = snapshot, changing
-        self._kept: dict[str, list[tuple[Indices, Bits]]] = {
-            weight.spec.name: [] for weight in weights
-        }
+        self._kept = {weight.spec.name: list[tuple[Indices, Bits]]() for weight in weights}
         self._abandoned = ""
         self.state: StateDigest = snapshot.state
         self.kept_nbytes = self.most_nbytes = 0
@@ -72,7 +155,6 @@ class VersionBits:
         self.most_nbytes = max(self.most_nbytes, self.kept_nbytes)
 
     def abandon(self, reason: str) -> None:
-        """Keep nothing more, and refuse to take further weights with an error of that reason."""
         with self._changing:
             self._abandoned, self._kept = reason, {}
             self.kept_nbytes = 0
@@ -88,7 +170,7 @@ class VersionBits:
             time.sleep(PAUSE_S)
         with self._changing:
             if self._abandoned:
-                raise ChainError(self._abandoned)
+                raise errors.ChainError(self._abandoned)
             # The oldest comes last: whenever an element was copied, it ends as it was then.
             for indices, old in reversed(self._kept.pop(weight.spec.name)):
                 host.scatter_(bits, indices, old)
@@ -98,14 +180,6 @@ class VersionBits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateAnchor:
-    """An anchor on its way while later versions are committed, on every rank.
-
-    Attributes:
-        committed: Manifest of the version; on rank 0.
-        before: What a newcomer would fetch of all versions of the writer up to this one.
-        bits: Bits of the version on this rank.
-    """
-
     version: Version
     committed: Committed | None
     before: Replay
@@ -113,14 +187,6 @@ class LateAnchor:
 
 
 class EdgeShare(msgspec.Struct, frozen=True):
-    """One rank's part of an edge.
-
-    Attributes:
-        edge: Edge with the rank's payload objects.
-        state: Contribution of the rank's weights to the state digest.
-        upload_s: Time in which at least one object was uploaded, in seconds.
-    """
-
     edge: Edge
     state: StateDigest
     nnz: int
@@ -128,8 +194,7 @@ class EdgeShare(msgspec.Struct, frozen=True):
     upload_s: float = 0.0
 
 
-def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
-    """Join the parts of all ranks in one edge, and make them visible."""
+def _revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
     edges = [share.edge for share in shares]
     edge = Edge(
         kind=edges[0].kind,
@@ -141,8 +206,7 @@ def revealed(store: Store, shares: Sequence[EdgeShare]) -> Edge:
     return edge
 
 
-def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
-    """Build the edge that refers to a checkpoint, which must have the model's bits."""
+def _base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> Edge:
     hint = (
         "base must be the checkpoint that the model was loaded from, before training; "
         "without it the first version is uploaded as an anchor"
@@ -151,41 +215,28 @@ def base_edge(folder: Path, specs: Sequence[TensorSpec], state: StateDigest) -> 
     for spec in specs:
         found = checkpoint.specs.get(spec.name)
         if found != spec:
-            raise ConfigError(f"{folder} has {found}, the model has {spec}", hint=hint)
+            raise errors.ConfigError(f"{folder} has {found}, the model has {spec}", hint=hint)
     if checkpoint.state(spec.name for spec in specs) != state:
-        raise ConfigError(f"the model does not hold the bits of {folder}", hint=hint)
+        raise errors.ConfigError(f"the model does not hold the bits of {folder}", hint=hint)
     reference = BaseRef(path=str(folder.resolve()), files=tuple(checkpoint.files()))
     return Edge(kind="base", reference=reference)
 
 
-INDEX_NBYTES = 8
-"""Size of an element's index, in bytes, in a window that is not a whole tensor."""
+INDEX_NBYTES = 8  # size of an element's index, in bytes, in a window that is not a whole tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """One attempt to commit the next version.
-
-    Attributes:
-        topic: Unique name of the attempt among the ranks.
-        diff: Changes on this rank; ``None`` for an anchor, which has all bits.
-        base: Base checkpoint, for a version that refers to it.
-        bits: Bits of an anchor's version, if the snapshot advances meanwhile.
-        failure: Error of a failed diff on this rank, raised on every rank.
-    """
-
-    topic: str
-    diff: Diff | None = None
-    base: Path | None = None
-    bits: VersionBits | None = None
-    failure: Exception | None = None
+    topic: str  # a unique name of the attempt among the ranks
+    diff: Diff | None = None  # changes on this rank; None for an anchor, which has all bits
+    base: Path | None = None  # for a version that refers to a base checkpoint
+    bits: VersionBits | None = None  # of an anchor's version, while the snapshot advances
+    failure: Exception | None = None  # of the diff on this rank, raised on every rank
     step: int | None = None
     diff_s: float = 0.0
 
 
 class Conclusion(msgspec.Struct, frozen=True):
-    """A committed version, as rank 0 broadcasts it."""
-
     receipt: PublishReceipt
     anchor_due: bool
 
@@ -193,16 +244,7 @@ class Conclusion(msgspec.Struct, frozen=True):
 class Session:
     """State of an attached publisher, on every rank.
 
-    The thread that owns the snapshot takes diffs, another commits them, and a third adds anchors.
-
-    Attributes:
-        source: Live weights published by this rank.
-        snapshot: Last published bits of these weights.
-        writer: Position in the chain; advances on rank 0 only.
-        ranks: All publishing ranks, for the thread that commits.
-        anchor_ranks: The same, for the thread that adds anchors.
-        head: The newest version known to be committed; -1 before the first.
-        encoding: Encoding of changes.
+    One thread takes diffs, another commits them, and a third adds anchors.
     """
 
     def __init__(
@@ -214,16 +256,13 @@ class Session:
         ranks: Ranks,
     ) -> None:
         self.source, self.snapshot, self.writer = source, snapshot, writer
-        self.config, self.ranks, self.anchor_ranks = config, ranks, ranks
+        self.config = config
+        self.ranks = self.anchor_ranks = ranks  # for the threads that commit and that add anchors
         self._changing = Lock()  # of the snapshot, and of the list of late anchors
         self._late: list[LateAnchor] = []
         self.encoding = ENCODINGS.get(config.encoding)
+        self.anchor_nbytes = int(DENSE_SHARE * sum(spec.nbytes for spec in source.specs))  # about
         self.head = writer.parent.version if writer.parent else -1
-
-    @cached_property
-    def anchor_nbytes(self) -> int:
-        """Approximate size of an anchor, in bytes."""
-        return int(DENSE_SHARE * sum(spec.nbytes for spec in self.source.specs))
 
     @property
     def anchor_due(self) -> bool:
@@ -235,14 +274,10 @@ class Session:
 
     @property
     def kept_nbytes(self) -> int:
-        """Size of what this rank keeps for anchors on their way, in bytes."""
         return sum(late.bits.kept_nbytes for late in tuple(self._late))
 
     def diff_(self, topic: str) -> Diff:
-        """Take the diff of the snapshot; keep the old bits for anchors on their way.
-
-        ``topic`` is a unique name of the version among the ranks.
-        """
+        """Take the diff of the snapshot; keep the old bits for anchors on their way."""
         self.source.agree(topic)
         with self._changing:
             diff = self.snapshot.diff_()
@@ -256,7 +291,7 @@ class Session:
             with Collective(self.ranks, f"{topic}/changes") as collective:
                 found = collective.gather(bool(diff.nnz or failure), bool)
                 return collective.broadcast(any(found), bool)
-        except DeltaChainError:
+        except errors.DeltaChainError:
             self.restore(diff)
             raise
 
@@ -265,57 +300,41 @@ class Session:
             self.snapshot.restore(diff)  # undoing it twice does no harm to a late anchor
 
     def redo(self, diff: Diff) -> None:
-        """Apply a reverted diff again, after its commit proved successful."""
         with self._changing:
             self.snapshot.redo(diff)
             for late in self._late:
                 late.bits.keep(diff)
 
     def settle(self) -> Version:
-        """Determine the outcome of every commit; return the newest committed version.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed the next version.
-            StoreError: The outcome is still unknown.
-        """
         self.writer.settle()
         if self.writer.parent is not None:
             self.head = self.writer.parent.version
         return self.head
 
     def commit(self, attempt: Attempt) -> Conclusion:
-        """Commit the next version: every rank uploads its share, rank 0 concludes.
-
-        Raises:
-            StoreError: The version is not committed, or the outcome is unknown.
-            PublisherFencedError: Another publisher was first.
-            RankError: Another rank failed, or did not answer in time.
-        """
+        """Commit the next version: every rank uploads its share, rank 0 concludes."""
         start = time.perf_counter()
-        keys = self.keys("anchor" if attempt.diff is None else "delta", self.head + 1)
+        keys = self._keys("anchor" if attempt.diff is None else "delta", self.head + 1)
         with Collective(self.ranks, attempt.topic) as collective:
-            share = self.put_share(keys, attempt)
-            shares = collective.gather(share, EdgeShare)
+            shares = collective.gather(self._put_share(keys, attempt), EdgeShare)
             conclusion = None
             if self.ranks.leads:
                 encode_s = time.perf_counter() - start
-                conclusion = self.conclude(keys, attempt, shares, encode_s)
+                conclusion = self._conclude(keys, attempt, shares, encode_s)
             conclusion = collective.broadcast(conclusion, Conclusion)
         self.head = conclusion.receipt.version
         return conclusion
 
-    def put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
+    def _put_share(self, keys: EdgeKeys, attempt: Attempt) -> EdgeShare:
         if attempt.failure is not None:
             raise attempt.failure
-        diff, store = attempt.diff, self.writer.chain.store
-        requests, encoding = store.requests, self.encoding
-        raw = encoding.own_arrays
-        part_nbytes = self.config.part_nbytes
+        diff, store, raw = attempt.diff, self.writer.chain.store, self.encoding.own_arrays
+        requests, part_nbytes = store.requests, self.config.part_nbytes
         if diff is None:
             part_nbytes = anchor_part_nbytes(self.source.held_nbytes, part_nbytes)
         with EdgeUpload(store, keys, raw=raw, part_nbytes=part_nbytes, visible=False) as upload:
             if diff is not None:
-                self._add_changes(upload, diff, encoding)
+                self._add_changes(upload, diff)
             elif attempt.base is None:
                 self._add_all_bits(upload, attempt.bits)
             edge = upload.finish()
@@ -327,15 +346,15 @@ class Session:
             upload_s=upload.seconds,
         )
 
-    def conclude(
+    def _conclude(
         self, keys: EdgeKeys, attempt: Attempt, shares: Sequence[EdgeShare], encode_s: float
     ) -> Conclusion:
         start, store = time.perf_counter(), self.writer.chain.store
         requests = sum(share.requests for share in shares) - store.requests
         state = sum((share.state for share in shares), StateDigest())
-        edge = revealed(store, shares)
+        edge = _revealed(store, shares)
         if attempt.base is not None:
-            edge = base_edge(attempt.base, self.source.specs, state)
+            edge = _base_edge(attempt.base, self.source.specs, state)
         nnz = sum(share.nnz for share in shares)
         upload_s = max(share.upload_s for share in shares)
         draft = self.writer.draft(
@@ -384,68 +403,52 @@ class Session:
         for late in tuple(self._late):
             late.bits.abandon(f"the anchor of version {late.version} was abandoned: {reason}")
 
-    def add_anchor(self, *, topic: str, late: LateAnchor | None = None) -> EdgeSummary:
-        """Add an anchor of the newest version, or of the version of a late anchor.
-
-        Args:
-            topic: Unique name of the anchor among the ranks.
-            late: What ``begin_anchor`` returned; by default, no diff may be taken meanwhile.
-        """
-        version = self.head if late is None else late.version
-        ranks = self.ranks if late is None else self.anchor_ranks
-        attempt = Attempt(topic=topic, bits=None if late is None else late.bits)
+    def add_anchor(self, late: LateAnchor, *, topic: str) -> EdgeSummary:
+        """Add an anchor that was begun; ``topic`` is a unique name of it among the ranks."""
+        attempt, ranks = Attempt(topic=topic, bits=late.bits), self.anchor_ranks
         try:
             with Collective(ranks, topic) as collective:
-                share = self.put_share(self.keys("anchor", version), attempt)
+                share = self._put_share(self._keys("anchor", late.version), attempt)
                 shares = collective.gather(share, EdgeShare)
                 summary = self._record(shares, late) if ranks.leads else None
                 return collective.broadcast(summary, EdgeSummary)
         finally:
-            if late is not None:
-                with self._changing:
-                    self._late.remove(late)
+            with self._changing:
+                self._late.remove(late)
 
-    def _record(self, shares: Sequence[EdgeShare], late: LateAnchor | None) -> EdgeSummary:
-        committed = self.writer.parent if late is None else late.committed
+    def _record(self, shares: Sequence[EdgeShare], late: LateAnchor) -> EdgeSummary:
+        committed = late.committed
         if committed is None:
-            raise ChainError("an anchor follows a version, and there is none")
+            raise errors.ChainError("an anchor follows a version, and there is none")
         state = sum((share.state for share in shares), StateDigest())
         if state != committed.state:
-            raise ChainError(
+            raise errors.ChainError(
                 f"the anchor has state {state}, version {committed.version} {committed.state}"
             )
-        before = None if late is None else late.before
-        return self.writer.add_anchor(
-            committed, revealed(self.writer.chain.store, shares), before=before
-        )
+        edge = _revealed(self.writer.chain.store, shares)
+        return self.writer.add_anchor(committed, edge, before=late.before)
 
-    def keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
+    def _keys(self, kind: PayloadKind, version: Version) -> EdgeKeys:
         epoch = self.writer.epoch
         return EdgeKeys(kind=kind, version=version, epoch=epoch, commit_id=uuid.uuid4().hex)
 
-    def _add_changes(self, upload: EdgeUpload, diff: Diff, encoding: Encoding) -> None:
+    def _add_changes(self, upload: EdgeUpload, diff: Diff) -> None:
         for found in diff.by_tensor:
-            run = self._run_of(found) if encoding.needs_old else None
+            places = found.weight.element_map
+            whole = places.all_of(found.spec)
+            run = places.run_of(found.spec) if self.encoding.needs_old else None
             change = sparse_change(
                 found.spec,
                 found.changes,
                 found.digest,
-                self._all_of(found),
-                encoding=encoding,
-                run=run,
+                None if whole is None else self._reader(found.weight, whole),
+                encoding=self.encoding,
+                run=None if run is None else (self._reader(found.weight, run[0]), run[1]),
             )
             upload.add(change)
 
-    def _run_of(self, found: CheckpointChanges) -> Callable[[], tuple[Bits, int]] | None:
-        """Return what reads the elements of a changed tensor on this rank, if they are one run."""
-        if (run := found.weight.element_map.run_of(found.spec)) is None:
-            return None
-        return lambda: (self.snapshot.bits(found.weight)[run[0]], run[1])
-
-    def _all_of(self, found: CheckpointChanges) -> Callable[[], Bits] | None:
-        """Return what reads all bits of a changed tensor, unless other ranks have some of them."""
-        there = found.weight.element_map.all_of(found.spec)
-        return None if there is None else lambda: self.snapshot.bits(found.weight)[there]
+    def _reader(self, weight: Weight, select: slice) -> Callable[[], Bits]:
+        return lambda: self.snapshot.bits(weight)[select]
 
     def _add_all_bits(self, upload: EdgeUpload, late: VersionBits | None) -> None:
         bits_of: Callable[[Weight], Bits] = self.snapshot.bits if late is None else late.take
@@ -458,15 +461,215 @@ class Session:
                 total += change.digest
                 upload.add(change)
         if total != state:
-            raise UnsupportedModelError(
+            raise errors.UnsupportedModelError(
                 "a frozen weight was changed in place: the anchor would not be the version",
-                hint="publish an export, which is compared whole: "
-                "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand",
+                hint=COMPARED_WHOLE,
             )
 
     def _window_numel(self, weight: Weight) -> int:
-        """Return the largest window size, in elements, so that its part stays within bounds."""
         slots = weight.element_map.slots
         if all(weight.element_map.all_of(slot.spec) is not None for slot in slots):
             return max(slot.numel for slot in slots)  # windows without indices
         return max(1, self.config.part_nbytes // (INDEX_NBYTES + weight.spec.itemsize))
+
+
+_SAME_STORE: Final = (
+    "every rank must reach the same store: share a folder between hosts, or use a bucket"
+)
+
+
+class Position(msgspec.Struct, frozen=True):
+    chain: str
+    epoch: int
+    head: int  # -1 for none
+    trusted: str  # public keys with commas between them; empty if all are trusted
+
+    @classmethod
+    def of(cls, writer: Writer) -> Position:
+        head, trusted = writer.parent, writer.chain.trust.trusted
+        return cls(
+            chain=writer.chain.identity.chain,
+            epoch=writer.epoch,
+            head=head.version if head else -1,
+            trusted=str(trusted) if trusted else "",
+        )
+
+
+def begin(
+    store: Store,
+    collect: Callable[[], ModelTensors],
+    config: PublishConfig,
+    assets: Files,
+    ranks: Ranks,
+    layers: Callable[[ModelTensors, Files], Layers],
+) -> Session:
+    """Create the chain or take it over; its newest version then equals the current model."""
+    with ExitStack() as undone:
+        tenure = Tenure(store, take_over=config.take_over)
+        undone.callback(tenure.close)
+        source = divide(collect, ranks)
+        described: Files = partial(_described, store, source, assets)
+        files = described
+        if (quantization := Quantization.chosen(config.quantization)) is not None:
+            made = quantised(source, lambda: layers(source, assets), quantization, ranks)
+            source, files = made.source, lambda: made.assets(described())
+        refuse_specs(source.specs)  # those of all ranks: every rank refuses
+        source.agree("begin")
+        with Collective(ranks, "begin") as collective:
+            snapshot = Snapshot(source, where=config.snapshot)
+            states = collective.gather(snapshot.state, StateDigest)  # every rank is ready
+            state = sum(states, StateDigest())
+            writer = _take_chain(tenure, source, config, files, state) if ranks.leads else None
+            position = collective.broadcast(Position.of(writer) if writer else None, Position)
+        with Collective(ranks, "open") as collective:
+            writer = writer or _open_chain(store, source, config, position, ranks.number)
+            collective.all_gather(True, bool)
+        session = Session(source, snapshot, writer, config, ranks)
+        if writer.parent is None:
+            first_version(session)
+        else:
+            catch_up(session, writer.parent)
+        undone.pop_all()
+        return session
+
+
+def _described(store: Store, source: ModelTensors, assets: Files) -> Mapping[str, bytes]:
+    """Return the files of a chain, which must describe the tensors of an export if it is new."""
+    files = assets()
+    if not source.one_by_one or CONFIG_FILE not in files:
+        return files
+    specs = {spec.name: spec for spec in source.specs}
+    if weights_file(specs, files) != ADAPTER_FILE and store.find(CHAIN_KEY) is None:
+        refuse_other_folder(files, specs)
+    return files
+
+
+def _take_chain(
+    tenure: Tenure, source: ModelTensors, config: PublishConfig, assets: Files, state: StateDigest
+) -> Writer:
+    chain = open_or_make(
+        tenure.store,
+        source.table(),
+        lambda: with_dtype_of(assets(), source.specs),
+        trust=Trust.of_writer(config.signing_key),
+        base=config.base,
+    )
+    tenure.begin()
+    _say_where(chain)
+    accept = partial(check_reverted, state=state, goes_on=config.continue_reverted)
+    numel, metadata = source.numel, config.metadata
+    try:
+        writer = take_over(chain, numel=numel, metadata=metadata, accept=accept)
+    except errors.PublisherFencedError as error:
+        tenure.name(error)
+        raise
+    writer = writer or Writer(chain, numel=numel, metadata=metadata, parent=None)
+    writer.tenure, tenure.look = tenure, writer.why_stopped
+    return writer
+
+
+def _say_where(chain: Chain) -> None:
+    """Log where weights go, or tell it on stderr: a mistyped URL may be a folder."""
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("publishing to %s", chain.store.url)
+    else:
+        sys.stderr.write(f"deltachain: publishing to {chain.store.url}\n")
+
+
+def _open_chain(
+    store: Store, source: ModelTensors, config: PublishConfig, position: Position, rank: int
+) -> Writer:
+    """Open the chain on a rank other than 0, which needs no signing key."""
+    try:
+        chain = Chain.open(store, Trust.of_reader(position.trusted, environment={}))
+        if chain.identity.chain != position.chain:
+            raise errors.ConfigError(
+                f"{store.url} has chain {chain.identity.chain} on rank {rank}, "
+                f"chain {position.chain} on rank 0",
+                hint=_SAME_STORE,
+            )
+        parent = chain.read(position.head) if position.head >= 0 else None
+    except errors.ObjectNotFoundError as exc:
+        exc.hint = _SAME_STORE
+        raise
+    writer = Writer(chain, numel=source.numel, metadata=config.metadata, parent=parent)
+    writer.epoch = position.epoch
+    return writer
+
+
+def first_version(session: Session, *, step: int | None = None) -> None:
+    """Commit version 0: an anchor, or a reference to a base checkpoint."""
+    session.commit(Attempt(topic="first", base=session.config.base, step=step))
+
+
+class RankDifference(msgspec.Struct, frozen=True):
+    state: StateDigest
+    change: StateDigest | None = None  # None if the chain is unreadable
+    nbytes: int = 0  # of a delta, about
+
+
+def catch_up(session: Session, head: Committed, *, step: int | None = None) -> None:
+    """Publish the difference of the snapshot from the newest version, if any, or an anchor."""
+    with Collective(session.ranks, "states") as collective:
+        states = collective.all_gather(session.snapshot.state, StateDigest)
+    if sum(states, StateDigest()) == head.state:
+        return
+    with Collective(session.ranks, "difference") as collective:
+        diff = _difference(session, head)
+        mine = RankDifference(session.snapshot.state)
+        if diff is not None:
+            estimate = session.encoding.estimate
+            nbytes = sum(estimate(one.spec, one.changes) for one in diff.by_tensor)
+            mine = RankDifference(session.snapshot.state, diff.digest, nbytes)
+        found = collective.all_gather(mine, RankDifference)
+    nbytes = sum(one.nbytes for one in found)
+    if diff is not None and _is_proven(found, head) and nbytes < session.anchor_nbytes:
+        logger.info("version %d continues from another state", head.version + 1)
+    else:
+        logger.warning("version %d starts over with an anchor", head.version + 1)
+        diff = None
+    session.commit(Attempt(topic="up", diff=diff, step=step))
+
+
+def _is_proven(found: Sequence[RankDifference], head: Committed) -> bool:
+    """Return whether every rank read the newest version with the state in its manifest."""
+    changes = [one.change for one in found if one.change is not None]
+    if len(changes) < len(found):
+        return False
+    states = sum((one.state for one in found), StateDigest())
+    if head.state + sum(changes, StateDigest()) != states:
+        logger.warning("version %d in the store is not what its manifest says", head.version)
+        return False
+    return True
+
+
+def _difference(session: Session, head: Committed) -> Diff | None:
+    chain, config = session.writer.chain, session.config
+    try:
+        fetched = fetch(chain, chain.plan(None, head), base=config.base)
+        changes = dict(_compare(fetched, session.source, session.snapshot))
+    except UNREADABLE as exc:
+        logger.warning("version %d cannot be rebuilt from the store: %s", head.version, exc)
+        return None
+    return map_changes(changes, session.source.weights)
+
+
+def _compare(
+    fetched: Fetched, source: ModelTensors, snapshot: Snapshot
+) -> Iterator[tuple[str, Changes]]:
+    for weight in source.weights:
+        bits = snapshot.bits(weight)
+        then = np.empty_like(bits)
+        values, read = bits, ""
+        for window in weight.element_map.windows(WINDOW_NUMEL):
+            name, places = window.spec.name, window.indices
+            if name != read:
+                delta = fetched.read(name)
+                if not delta.is_dense:
+                    raise errors.BrokenChainError(f"{name}: the chain has not the whole tensor")
+                values, read = delta.values, name
+            there = slice(places.start, places.stop) if isinstance(places, range) else places
+            then[window.select] = values[there]
+        changes = host.diff_(then, bits)
+        if changes.indices.size:
+            yield weight.spec.name, changes

@@ -23,16 +23,10 @@ from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.kernels import device, host, threaded
 from deltachain.kernels.device import INT_DTYPES, pin_
-from deltachain.kernels.device_diff import (
-    ALIGNMENT,
-    Compared,
-    CopyStream,
-    DeviceDiff,
-    compares_on,
-)
+from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
-from deltachain.publish.model.refusals import refuse_tensor
+from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_tensor
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to
 from deltachain.publish.wire_form import Diff, digest_window, map_changes
 from deltachain.threads import Pool, cores
@@ -44,6 +38,8 @@ logger = logging.getLogger(__name__)
 WINDOW_NUMEL: Final = 1 << 20
 """Elements copied and digested at a time by each thread: few enough to stay in cache."""
 
+SMALL_NUMEL: Final = WINDOW_NUMEL // 8
+"""Elements of a weight below which no thread is worth its start."""
 
 TURN_NUMEL: Final = 4 * WINDOW_NUMEL
 """Elements of the largest frozen weight that a diff reads when it is its turn: milliseconds."""
@@ -61,8 +57,7 @@ fp32 moments of bf16 weights."""
 SLAB_NBYTES: Final = 1 << 30
 """Size of a slab, in bytes, unless less is left or a single tensor is larger."""
 
-READ_NUMEL: Final = 1 << 23
-"""Elements copied at a time from a snapshot on a device."""
+READ_NUMEL: Final = 1 << 23  # elements copied at a time from a snapshot on a device
 
 PIECE: Final = 1 << 19
 """Elements of a frozen weight copied by one operation: less than a millisecond."""
@@ -76,7 +71,6 @@ class Memory(NamedTuple):
 
 
 def reserve_nbytes(total: int, nbytes: int) -> int:
-    """Return the bytes of a device that a snapshot of ``nbytes`` must leave free."""
     return total // RESERVE_SHARE + OPTIMIZER_COPIES * nbytes
 
 
@@ -88,20 +82,7 @@ def choose_place(asked: SnapshotPlace | None, memory: Memory, nbytes: int) -> Sn
     return "device" if fits else "host"
 
 
-def memory_of(where: torch.device) -> Memory:
-    return Memory(*torch.cuda.mem_get_info(where)) if where.type == "cuda" else Memory(0, 0)
-
-
 class Kept(NamedTuple):
-    """Bits of one tensor in a snapshot.
-
-    Attributes:
-        slab: Flat bits of one or more tensors.
-        at: Position of the tensor's first element.
-        numel: Number of its elements.
-        resident: Whether it is compared where it is, on the device of the weights.
-    """
-
     slab: Tensor
     at: int
     numel: int
@@ -114,11 +95,7 @@ class Kept(NamedTuple):
 
 @dataclass(slots=True)
 class Slabs:
-    """Allocator of slabs: tensors of one width lie side by side in the order they are taken.
-
-    Attributes:
-        left: Elements still to be taken, by element size in bytes; the last slab is that small.
-    """
+    """Allocator of slabs: tensors of one width lie side by side in the order they are taken."""
 
     left: dict[int, int]
     _open: dict[tuple[torch.device, int], tuple[Tensor, int]] = field(default_factory=dict)
@@ -126,15 +103,6 @@ class Slabs:
     def take(
         self, numel: int, width: int, where: torch.device, *, resident: bool, pinned: bool
     ) -> Kept:
-        """Return room for a tensor on a device, with any content.
-
-        Args:
-            numel: Number of elements.
-            width: Size of an element, in bytes.
-            where: Device of the slab.
-            resident: Whether ``where`` is the device of the weights.
-            pinned: Whether to pin the slab, on the host.
-        """
         key, size = (where, width), aligned(numel, width)
         slab, used = self._open.get(key, (None, 0))
         if slab is None or used + size > slab.numel():
@@ -159,10 +127,9 @@ def wait_for_writes(slab: Tensor) -> None:
 
 
 def read(bits: Tensor) -> Tensor:
-    """Copy ``(n,)`` bits from a device to the host through a small pinned buffer.
+    """Copy ``(n,)`` bits from a device to the host, after :func:`wait_for_writes` to them.
 
-    The stream of the caller is neither used nor waited for, since a step may be under way there:
-    call :func:`wait_for_writes` after writes.
+    The stream of the caller is not used, since a step may be under way there.
     """
     streams = CopyStream(bits.device)
     whole = torch.empty(bits.numel(), dtype=bits.dtype)
@@ -177,13 +144,6 @@ def read(bits: Tensor) -> Tensor:
     return whole
 
 
-def _host_diff_(weight: Weight, snapshot: Bits) -> Changes:
-    tensor, wanted = weight.tensor.detach(), TORCH_DTYPES[weight.spec.dtype]
-    if tensor.dtype == torch.float32 and wanted == torch.bfloat16:
-        return host.cast_diff_(snapshot, device.host_array(tensor.view(-1), np.float32))
-    return host.diff_(snapshot, wire_bits(weight))
-
-
 def _compared(weight: Weight, kept: Kept) -> Compared:
     tensor, wanted = weight.tensor.detach().view(-1), TORCH_DTYPES[weight.spec.dtype]
     return Compared(weight.spec.name, kept.slab, kept.at, tensor, wanted, kept.resident)
@@ -192,8 +152,7 @@ def _compared(weight: Weight, kept: Kept) -> Compared:
 def _copied(weight: Weight) -> Weight:
     """Return a copy of a frozen weight, for any thread while the trainer goes on.
 
-    On the host a piece at a time, each by a single operation of the interpreter, after a look at
-    the storage: its owner may free it or move it.
+    On the host in pieces, each after a look at the storage: its owner may free it or move it.
     """
     live = weight.tensor
     refuse_tensor(weight.spec.name, live)
@@ -223,14 +182,6 @@ def _unsigned(bits: Tensor) -> Bits:
 
 
 class _Window(NamedTuple):
-    """A window of a weight in a new snapshot.
-
-    Attributes:
-        window: Its elements.
-        bits: Bits of the whole weight in the snapshot.
-        live: Live bits of the weight; ``None`` if they are in the snapshot already.
-    """
-
     weight: Weight
     window: AdjacentRuns
     bits: Bits
@@ -245,15 +196,6 @@ class _Digested(NamedTuple):
 
 
 class _Frozen(NamedTuple):
-    """A weight that is not trained, as it was published.
-
-    Attributes:
-        digest: Its state digest.
-        weight: The weight when its bits were last seen to be these. Its tensor shares the memory
-            of the live one, which no other tensor can have meanwhile.
-        address: Address of that memory, for comparison.
-    """
-
     digest: StateDigest
     weight: Weight
     address: int
@@ -274,33 +216,18 @@ class _Frozen(NamedTuple):
 
 
 class Snapshot:
-    """Last published bits of all trainable weights, and digests of the others.
-
-    ``diff_`` advances the snapshot; ``restore`` reverts that. Not thread-safe.
-
-    Args:
-        source: The weights, whose current bits are the initial content.
-        where: Memory of the snapshot of weights on a device; chosen by what fits if not given.
-        on_device: Whether to use the device comparison for weights on the host. For tests.
-
-    Raises:
-        ConfigError: ``where`` is ``device``, and all weights are on the host.
-    """
+    """Last published bits of all trainable weights, and digests of the others. Not thread-safe."""
 
     def __init__(
-        self,
-        source: ModelTensors,
-        *,
-        where: SnapshotPlace | None = None,
-        on_device: bool = False,
+        self, source: ModelTensors, *, where: SnapshotPlace | None = None, on_device: bool = False
     ) -> None:
         self._source = source
         self._asked: SnapshotPlace | None = where
-        self._on_device = on_device
+        self._on_device = on_device  # compares weights on the host as those on a device
         self._kept: dict[str, Kept] = {}
         self._places: dict[torch.device, SnapshotPlace] = {}
         self._diffs: dict[torch.device, DeviceDiff] = {}
-        self._state = StateDigest()
+        self.state = StateDigest()  # of this rank's weights, frozen ones too
         self._digested: dict[tuple[str, str], _Digested] = {}  # until the first change
         self._frozen: dict[str, _Frozen] = {}
         self._files = {one.spec.name: one for one in source.weights if one.file is not None}
@@ -315,15 +242,21 @@ class Snapshot:
         slabs = Slabs(sizes)
         with Pool(cores()) as pool:
             ahead = 1 if source.one_by_one else 4 * cores()
-            digests = pool.ordered(_fill, self._windows(slabs), ahead=ahead, small=_is_small)
-            for weight, window, digest in digests:
-                self._state += digest
+            windows = self._windows(slabs)
+            for weight, window, digest in pool.ordered(
+                _fill, windows, ahead=ahead, small=lambda one: one.bits.size < SMALL_NUMEL
+            ):
+                self.state += digest
+                name = weight.spec.name
                 if weight.frozen:
-                    self._add_frozen(weight, digest)
+                    so_far = self._frozen.get(name)
+                    self._note(weight, digest if so_far is None else so_far.digest + digest)
                 else:
-                    self._add_digest(weight, window, digest)
-        small = [name for name, one in self._frozen.items() if _numel(one.weight) <= TURN_NUMEL]
-        self._turns = cycle(small)
+                    numel, total = self._digested.get((name, window.spec.name), _Digested())
+                    numel += len(window.indices)
+                    self._digested[name, window.spec.name] = _Digested(numel, total + digest)
+        frozen = {name: one.weight.element_map.box for name, one in self._frozen.items()}
+        self._turns = cycle([name for name, box in frozen.items() if box.numel <= TURN_NUMEL])
         if where == "device" and trained and not self._diffs:
             raise ConfigError(
                 "snapshot='device', and all weights are compared on the host",
@@ -331,20 +264,11 @@ class Snapshot:
             )
 
     @property
-    def state(self) -> StateDigest:
-        """Contribution of this rank's snapshot and frozen weights to the state digest."""
-        return self._state
-
-    @property
     def kernel(self) -> str:
-        """Name of the kernels of the diff, for receipts."""
         return "device" if self._on_device or self._diffs else host.NAME
 
     def bits(self, weight: Weight) -> Bits:
-        """Return the last published flat bits of one weight; must not be modified.
-
-        Bits on a device, and live ones of a frozen weight, are copied to the host by each call.
-        """
+        """Return the last published flat bits of one weight, a copy of those on a device."""
         kept = self._kept.get(weight.spec.name)
         if kept is not None:
             return _on_host(kept)
@@ -352,21 +276,9 @@ class Snapshot:
         return wire_bits(_copied(frozen) if frozen.file is None else frozen)
 
     def known_digest(self, weight: Weight, window: AdjacentRuns) -> StateDigest | None:
-        """Return the state digest of a window if it is known without computing it.
-
-        It is, until the first change, for a window of all that a weight has of a checkpoint tensor.
-        """
+        """Return the state digest of a window, if it is whole and has not changed yet."""
         digested = self._digested.get((weight.spec.name, window.spec.name), _Digested())
         return digested.digest if digested.numel == len(window.indices) else None
-
-    def _add_digest(self, weight: Weight, window: AdjacentRuns, digest: StateDigest) -> None:
-        names = weight.spec.name, window.spec.name
-        numel, total = self._digested.get(names, _Digested())
-        self._digested[names] = _Digested(numel + len(window.indices), total + digest)
-
-    def _add_frozen(self, weight: Weight, digest: StateDigest) -> None:
-        so_far = self._frozen.get(weight.spec.name)
-        self._note(weight, digest if so_far is None else so_far.digest + digest)
 
     def _note(self, weight: Weight, digest: StateDigest) -> None:
         """Keep what is known of a frozen weight; of one in a file no tensor, which is memory."""
@@ -376,9 +288,8 @@ class Snapshot:
     def _check_frozen(self, weight: Weight) -> None:
         """Raise if a weight that is not compared has other bits than those published.
 
-        Bits are read again only if it was written in place or is in other memory: a checkpoint that
-        is loaded once more has the same bits. Writes by ``.data`` are not counted, so that one
-        weight of moderate size is read in each diff, in turn.
+        Bits are read again if it was written in place or is in other memory. Writes by ``.data``
+        are not counted, so that one weight of moderate size is read in each diff, in turn.
         """
         known = self._frozen.get(weight.spec.name)
         if known is None or not (known.may_differ(weight) or weight.spec.name == self._in_turn):
@@ -390,18 +301,12 @@ class Snapshot:
                 f"{weight.spec.name!r} did not require a gradient when the publisher was attached, "
                 "and was changed since",
                 hint="of a model whose weights are not changed by optimizers alone, such as one "
-                "with a momentum encoder, publish an export, which is compared whole: "
-                "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand",
+                f"with a momentum encoder, {COMPARED_WHOLE}",
             )
         self._note(weight, known.digest)
 
     def diff_(self) -> Diff:
-        """Find the changes since the last call, and advance the snapshot: all or nothing.
-
-        Raises:
-            ConfigError: A weight is not as it was when the publisher was attached: its shape or
-                dtype, whether it is frozen, or the bits of a frozen one.
-        """
+        """Find the changes since the last call, and advance the snapshot: all or nothing."""
         found: dict[str, Changes] = {}
         self._in_turn = next(self._turns, "")
         try:
@@ -420,18 +325,17 @@ class Snapshot:
                 one.settle(found)
             self._put_back(found)
             raise
-        self._state += diff.digest
+        self.state += diff.digest
         if found:
             self._digested.clear()
         return diff
 
     def restore(self, diff: Diff) -> None:
-        self._state -= diff.digest
+        self.state -= diff.digest
         self._put_back(diff.live)
 
     def redo(self, diff: Diff) -> None:
-        """Apply a restored diff again, after its commit proved successful."""
-        self._state += diff.digest
+        self.state += diff.digest
         for name, changes in diff.live.items():
             _write_(self._kept[name], changes.indices, changes.new)
 
@@ -440,7 +344,6 @@ class Snapshot:
             _write_(self._kept[name], changes.indices, changes.old)
 
     def _windows(self, slabs: Slabs) -> Iterator[_Window]:
-        """Yield all windows; take room in the snapshot for each weight."""
         for weight in self._source.live_weights():
             live = None
             if weight.frozen:
@@ -471,7 +374,9 @@ class Snapshot:
 
     def _place(self, where: torch.device) -> SnapshotPlace:
         if where not in self._places:
-            memory = memory_of(where)
+            memory = Memory(0, 0)
+            if where.type == "cuda":
+                memory = Memory(*torch.cuda.mem_get_info(where))
             self._places[where] = choose_place(self._asked, memory, self._nbytes)
             logger.info(
                 "the snapshot of weights on %s is in %s memory: it has %d bytes, and the device "
@@ -485,7 +390,6 @@ class Snapshot:
         return self._places[where]
 
     def _compares(self, where: torch.device) -> bool:
-        """Return whether weights on a device are compared there, rather than on the host."""
         return self._on_device or compares_on(where)
 
     def _diff_on(self, where: torch.device) -> DeviceDiff:
@@ -499,9 +403,11 @@ class Snapshot:
             where = kept.slab.device
             weight = replace(weight, tensor=weight.tensor.detach().to(where))
         elif not kept.resident and not self._compares(where):
-            if where.type != "cpu":
-                weight = replace(weight, tensor=weight.tensor.detach().to("cpu"))
-            changes = _host_diff_(weight, _unsigned(kept.bits))
+            tensor, bits = weight.tensor.detach().to("cpu"), _unsigned(kept.bits)
+            if tensor.dtype == torch.float32 and weight.spec.dtype == "BF16":
+                changes = host.cast_diff_(bits, device.host_array(tensor.view(-1), np.float32))
+            else:
+                changes = host.diff_(bits, wire_bits(replace(weight, tensor=tensor)))
             if changes.indices.size:
                 found[weight.spec.name] = changes
             return
@@ -519,14 +425,6 @@ def _room_on_host(weight: Weight) -> tuple[Bits, Bits | None]:
     if weight.element_map.table is not None:
         return threaded.copy(bits), None  # neighbours are in different windows
     return slab.empty(bits.size, bits.dtype), bits
-
-
-def _numel(weight: Weight) -> int:
-    return weight.element_map.box.numel
-
-
-def _is_small(one: _Window) -> bool:
-    return one.bits.size < WINDOW_NUMEL // 8
 
 
 def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 
 class CheckpointChanges(NamedTuple):
-    """Changes of one checkpoint tensor, by flat indices into it.
-
-    ``digest`` is the change of the state digest by them.
-    """
+    """Changes of one checkpoint tensor, by flat indices, and of the state digest by them."""
 
     weight: Weight
     spec: TensorSpec
@@ -40,13 +37,7 @@ class CheckpointChanges(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diff:
-    """Changed elements of the weights of a rank, mapped to the checkpoint and digested once.
-
-    Attributes:
-        live: Changes by live weight and flat indices into the rank's shard; weights without changes
-            are omitted.
-        by_tensor: The same changes by checkpoint tensor, in the order of the weights.
-    """
+    """Changed elements of the weights of a rank, mapped to the checkpoint and digested once."""
 
     live: Mapping[str, Changes]
     by_tensor: tuple[CheckpointChanges, ...]
@@ -79,21 +70,14 @@ def sparse_change(
     bits: Callable[[], Bits] | None,
     *,
     encoding: Encoding,
-    run: Callable[[], tuple[Bits, int]] | None = None,
+    run: tuple[Callable[[], Bits], int] | None = None,
 ) -> Change:
     """Return the smaller wire form of a changed tensor: its changes, or all its bits.
 
-    Args:
-        spec: Spec of the tensor.
-        changes: Changes by flat indices into it.
-        digest: Change of the state digest by them.
-        bits: Function that reads all bits of the tensor after the change, from a device perhaps;
-            ``None`` if other ranks have some of them.
-        encoding: Encoding of changes; ``overwrite`` replaces ``step`` if smaller, and ``step`` an
-            encoding that needs old bits.
-        run: Function that reads the bits after the change of consecutive elements, all changed
-            ones among them, and the flat index of the first; without it, and of tensors that an
-            encoding with old bits does not suit, ``step`` replaces that.
+    ``bits`` reads all bits of the tensor after the change; it is ``None`` if other ranks have some.
+    ``run`` reads consecutive elements, all changed ones among them, and has the index of the first;
+    encodings with old bits need it. Where these do not suit, ``step`` replaces them, and
+    ``overwrite`` replaces ``step`` if smaller.
     """
     if not encoding.suits(spec) or (run is None and encoding.encodes_with_old(spec)):
         encoding = StepEncoding()
@@ -110,13 +94,12 @@ def sparse_change(
     )
     before = None
     if encoding.encodes_with_old(spec) and run is not None:
-        before = partial(_bits_before, changes, run)
+        before = partial(_bits_before, changes, *run)
     return Change(delta, digest, encoding=encoding, old=before, may_be_step=True)
 
 
-def _bits_before(changes: Changes, run: Callable[[], tuple[Bits, int]]) -> OldBits:
-    after, start = run()
-    bits = after.copy()
+def _bits_before(changes: Changes, after: Callable[[], Bits], start: int) -> OldBits:
+    bits = after().copy()
     bits[changes.indices - start] = changes.old
     return OldBits(bits, start)
 

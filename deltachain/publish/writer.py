@@ -5,43 +5,22 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from deltachain import errors
 from deltachain.chain import identity
 from deltachain.chain.chain import Chain, Committed, check_signing_key
 from deltachain.chain.fetch import fetch
-from deltachain.chain.identity import refuse_mirror
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import KnownEdges, Replay, edge_id
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    BrokenChainError,
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    PublisherFencedError,
-    StoreError,
-    StoreUnavailableError,
-)
-from deltachain.format.documents import (
-    Edge,
-    EdgeSummary,
-    Identity,
-    Manifest,
-    Table,
-    dump,
-    revert_mark,
-    reverted_to,
-    seal,
-    unseal,
-)
+from deltachain.format import documents
+from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
 from deltachain.format.keys import (
     CHAIN_KEY,
     TABLE_KEY,
@@ -51,27 +30,37 @@ from deltachain.format.keys import (
     version_of,
 )
 from deltachain.publish.model.kept_files import check_files
-from deltachain.publish.tenure import Tenure
 from deltachain.store import Store
 from deltachain.types import StateDigest, Version
+
+if TYPE_CHECKING:
+    from deltachain.publish.beside import Tenure
+
+logger = logging.getLogger(__name__)
 
 BLOCK_DIGITS: Final = 4
 """Digits of a block of 10,000 manifests; the hinted version's block and the next are listed."""
 
-LEAPS: Final = 25
-"""Number of probes at doubling distance for manifests beyond those blocks."""
+LEAPS: Final = 25  # number of probes at doubling distance for manifests beyond those blocks
+
+HINT_EVERY: Final = 8
+"""Versions between two writes of the hint: saves a request a version, at the cost of a few more
+probes by subscribers without a version."""
+
+UNREADABLE: Final = (
+    errors.BrokenChainError,
+    errors.ObjectNotFoundError,
+    errors.FormatError,
+    errors.ConfigError,
+)
+"""Errors of a version that cannot be rebuilt from its store."""
 
 
 def newest(chain: Chain) -> Committed | None:
     """Return the newest version, the parent of the next commit; ``None`` in a new chain.
 
-    Manifests are listed, since no search finds those behind a gap, which would block a later
-    commit. A version that has lost only its manifest is skipped, and so are missing versions below
-    the hint: other publishers continued above them.
-
-    Raises:
-        BrokenChainError: There are versions behind a gap.
-        ConfigError: The chain is signed, and the publisher has no signing key.
+    Manifests are listed, since no search finds those behind a gap, which is refused. Versions that
+    lost only their manifests are passed: other publishers continued above them.
     """
     store, hinted = chain.store, read_hint(chain.store).version
     is_there = chain.has(hinted)
@@ -80,7 +69,7 @@ def newest(chain: Chain) -> Committed | None:
         known.add(hinted)
     if not known:
         return None
-    with suppress(BrokenChainError):  # a gap, handled below
+    with suppress(errors.BrokenChainError):  # a gap, handled below
         known.add(chain.newest(max(known)))
     first = hinted if is_there else min(known)
     passed = _check_gaps(chain, first, sorted(v for v in known if v >= first))
@@ -111,36 +100,24 @@ def open_or_make(
 ) -> Chain:
     """Open the existing chain of this model, or create a new one.
 
-    A lost identity is restored, with the id in the manifests, if this model's table is proven to be
-    the chain's: the stored table still exists, or (with ``by_state``) the newest version can be
-    rebuilt with the model's table and has the state in its manifest. That does not depend on
-    aliases and order, so the model must always have the same table.
-
-    Raises:
-        ChainMismatchError: The URL has the chain of another model, or one with other files.
-        BrokenChainError: The identity is lost, and the chain is not proven to be of this model.
-        SignatureError: No trusted key signed the existing chain.
-        ConfigError: The store is the mirror of an unsigned chain.
+    A lost identity is restored if this model's table is proven to be the chain's: the stored table
+    still exists, or (with ``by_state``) the newest version, rebuilt with it, has its state.
     """
-    refuse_mirror(store, trust)
+    identity.refuse_mirror(store, trust)
     now, files = time.time(), assets()
     found = _identity_of_versions(store, trust)
     if found is None:
-        chain = Chain.create(
-            store, table, chain_id=uuid.uuid4().hex, time=now, assets=files, trust=trust
-        )
+        chain_id = uuid.uuid4().hex
+        chain = Chain.create(store, table, chain_id=chain_id, time=now, assets=files, trust=trust)
         check_files(chain, files)
         return chain
-    why = _why_not(store, table, found)
-    if why and by_state and store.find(TABLE_KEY) is None:
-        why = _why_not_rebuilt(store, table, found, base, trust)
-    if why:
-        raise BrokenChainError(
+    document = documents.dump(table)
+    if why := _why_another(store, table, document, found, base if by_state else False, trust):
+        raise errors.BrokenChainError(
             f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and this model cannot "
             f"be shown to be that of chain {found.chain}: {why}",
             hint=identity.WAY_OUT,
         )
-    document = dump(table)
     if store.find(TABLE_KEY) is None:
         identity.put_back(store, {TABLE_KEY: document}, TABLE_KEY)
     identity.put(store, document, chain_id=found.chain, time=now, assets=files, trust=trust)
@@ -176,7 +153,7 @@ def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]
         if expected < version:
             lost = f"{expected} to {version - 1}" if version - expected > 1 else str(expected)
             if next(iter(chain.store.list(payload_prefix("delta", expected))), None) is None:
-                raise BrokenChainError(
+                raise errors.BrokenChainError(
                     f"{chain.store.url}: manifests of versions {lost} are missing, and there is "
                     f"one of version {version}: the store went back while a publisher was at work, "
                     "or lost them",
@@ -200,7 +177,7 @@ def _identity_of_versions(store: Store, trust: Trust) -> Manifest | None:
         return None
     first, last = _read(store, known[0], Trust()), _read(store, known[-1], trust)
     if first.chain != last.chain:
-        raise BrokenChainError(
+        raise errors.BrokenChainError(
             f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and versions of two "
             f"chains: version {known[0]} of {first.chain}, version {known[-1]} of {last.chain}",
             hint=f"put {CHAIN_KEY} back from a backup, and remove the manifests of the other chain",
@@ -211,52 +188,44 @@ def _identity_of_versions(store: Store, trust: Trust) -> Manifest | None:
 def _read(store: Store, version: Version, trust: Trust) -> Manifest:
     key = manifest_key(version)
     data = store.get(key)
-    found = unseal(data, Manifest, key=key)
+    found = documents.unseal(data, Manifest, key=key)
     trust.check(data, Manifest, chain=found.chain, key=key)
     if found.version != version:
-        raise MalformedError(f"{key}: is version {found.version} of chain {found.chain}", key=key)
+        message = f"{key}: is version {found.version} of chain {found.chain}"
+        raise errors.MalformedError(message, key=key)
     return found
 
 
-def _why_not(store: Store, table: Table, newest: Manifest) -> str:
+def _why_another(
+    store: Store,
+    table: Table,
+    document: bytes,
+    newest: Manifest,
+    base: Path | Literal[False] | None,
+    trust: Trust,
+) -> str:
+    """Return why a table is not proven to be that of the newest version; empty if it is."""
     numel = sum(spec.numel for spec in table.specs())
     if numel != newest.numel:
         return f"it has {numel} elements, version {newest.version} has {newest.numel}"
-    try:
-        return "" if store.get(TABLE_KEY) == dump(table) else f"its table is not {TABLE_KEY}"
-    except ObjectNotFoundError:
+    with suppress(errors.ObjectNotFoundError):
+        return "" if store.get(TABLE_KEY) == document else f"its table is not {TABLE_KEY}"
+    if base is False:
         return f"{TABLE_KEY} is gone too"
-
-
-def _why_not_rebuilt(
-    store: Store, table: Table, newest: Manifest, base: Path | None, trust: Trust
-) -> str:
-    """Return why the newest version cannot be rebuilt with a table; empty if it can."""
-    supposed = Identity(chain=newest.chain, created=0.0, table=object_digest(dump(table)))
+    supposed = documents.Identity(chain=newest.chain, created=0.0, table=object_digest(document))
     chain = Chain(store, supposed, table, trust=trust)
-    if sum(spec.numel for spec in table.specs()) != newest.numel:
-        return _why_not(store, table, newest)
     try:
         committed = chain.read(newest.version)
         state = fetch(chain, chain.plan(None, committed), base=base).state()
-    except (BrokenChainError, ObjectNotFoundError, FormatError, ConfigError) as exc:
+    except UNREADABLE as exc:
         return f"{TABLE_KEY} is gone too, and version {newest.version} cannot be rebuilt: {exc}"
     if state != committed.state:
         return f"version {newest.version}, rebuilt with its tensors, has another state"
     return ""
 
 
-logger = logging.getLogger(__name__)
-
-HINT_EVERY: Final = 8
-"""Versions between two writes of the hint: saves a request a version, at the cost of a few more
-probes by subscribers without a version."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draft:
-    """A version before its commit."""
-
     commit_id: str
     version: Version
     epoch: int
@@ -267,43 +236,29 @@ class Draft:
 
 
 class Writer:
-    """Writer of consecutive versions in one epoch.
-
-    One thread commits versions; another may add anchors of earlier ones meanwhile.
-
-    Attributes:
-        chain: The chain.
-        parent: The newest committed version; ``None`` before the first.
-        epoch: Epoch of this publisher.
-        replay: What a newcomer fetches behind the newest anchor; ``None`` without a way from
-            nothing.
-        committed: What a newcomer would fetch of all versions committed by this writer.
-        tenure: Record that this publisher is at work, if it keeps one; it can say who fenced it.
-    """
+    """Writer of consecutive versions in one epoch; another thread may add anchors meanwhile."""
 
     def __init__(
         self, chain: Chain, *, numel: int, metadata: Mapping[str, str], parent: Committed | None
     ) -> None:
         self.chain = chain
-        self.parent = parent
+        self.parent = parent  # the newest committed version
         self.epoch = parent.manifest.epoch if parent else 0
+        self.replay: Replay | None  # of a newcomer behind the newest anchor, if a way is there
         self.replay, anchor = _way_from_nothing(chain, parent)
         chain.watch(anchor)
         self._known = KnownEdges().after(parent.manifest) if parent else KnownEdges()
         self._numel = numel
         self._metadata = dict(metadata)
-        self.committed = Replay()
-        self.tenure: Tenure | None = None
+        self.committed = Replay()  # of a newcomer, of all versions that this writer committed
+        self.tenure: Tenure | None = None  # can say who fenced it
         self._listing = Lock()  # of the sizes and of what the next manifest lists
         self._added: list[EdgeSummary] = []
         self._offered: tuple[EdgeSummary, ...] = ()
         self._uncertain: Manifest | None = None
 
     def why_stopped(self) -> str:
-        """Look at the store; return why the next version cannot be committed, or nothing.
-
-        A revert, a second publisher and a restored backup are found before the next version.
-        """
+        """Look at the store; return why the next version cannot be committed, or nothing."""
         head = self.parent
         if head is None or self.uncertain:
             return ""
@@ -312,9 +267,9 @@ class Writer:
             if self.chain.find(head.version) is None:
                 return f"{url} lost version {head.version}, which this publisher committed"
             later = self.chain.find(head.version + 1)
-        except StoreUnavailableError:
+        except errors.StoreUnavailableError:
             return ""  # the next version tells
-        except DeltaChainError as error:
+        except errors.DeltaChainError as error:
             return str(error.args[0])
         if later is None or later.manifest.epoch == self.epoch:
             return ""
@@ -329,7 +284,6 @@ class Writer:
         nnz: int,
         ext: Mapping[str, Any] | None = None,
     ) -> Draft:
-        """Return a draft of the next version, with a new commit id and new payload keys."""
         return Draft(
             commit_id=commit_id or uuid.uuid4().hex,
             version=self.parent.version + 1 if self.parent else 0,
@@ -340,45 +294,37 @@ class Writer:
             ext=ext or {},
         )
 
-    def commit(self, draft: Draft, edge: Edge) -> Committed:
-        """Commit a draft after the upload of all its parts.
-
-        Raises:
-            PublisherFencedError: Another publisher was first.
-            StoreError: The draft is not committed, or the outcome is unknown until :meth:`settle`.
-        """
-        manifest = self._manifest(draft, edge)
-        self._uncertain = manifest
+    @contextmanager
+    def _naming_who_was_first(self) -> Iterator[None]:
         try:
-            committed = self.chain.commit(manifest)
-        except PublisherFencedError as error:
+            yield
+        except errors.PublisherFencedError as error:
             if self.tenure is not None:
                 self.tenure.name(error)
             raise
+
+    def commit(self, draft: Draft, edge: Edge) -> Committed:
+        """Commit a draft after the upload of all its parts; :meth:`settle` after a failure."""
+        self._uncertain = manifest = self._manifest(draft, edge)
+        with self._naming_who_was_first():
+            committed = self.chain.commit(manifest)
         self._advance(committed)
         return committed
 
     @property
     def uncertain(self) -> bool:
-        """Whether the outcome of the last commit is unknown."""
         return self._uncertain is not None
 
     def settle(self) -> bool:
-        """Determine an unknown outcome; if it was a commit, advance the position and return true.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed that version.
-            StoreError: The outcome is still unknown, or earlier versions are missing; call again.
-        """
+        """Determine an unknown outcome; return whether it was a commit, and advance then."""
         manifest = self._uncertain
         if manifest is None:
             return False
         try:
-            found = self.chain.settle(manifest)
-        except PublisherFencedError as error:
+            with self._naming_who_was_first():
+                found = self.chain.settle(manifest)
+        except errors.PublisherFencedError:
             self._uncertain = None
-            if self.tenure is not None:
-                self.tenure.name(error)
             raise
         self._uncertain = None
         if found is None:
@@ -389,10 +335,7 @@ class Writer:
     def add_anchor(
         self, committed: Committed, edge: Edge, *, before: Replay | None = None
     ) -> EdgeSummary:
-        """Record an anchor of a version; list it in the hint and in the next manifest.
-
-        ``before`` is the attribute ``committed`` at that version, unless it is the newest.
-        """
+        """Record an anchor of a version; list it in the hint and in the next manifest."""
         summary = self.chain.add_edge(committed, edge, base_state="")
         with self._listing:
             self._added.append(summary)
@@ -405,14 +348,14 @@ class Writer:
 
     def close(self) -> None:
         """Write the hint, unless its version may be missing: alone it would look like a chain."""
-        with suppress(DeltaChainError):
+        with suppress(errors.DeltaChainError):
             if self.parent and not self.uncertain and self.chain.has(self.parent.version):
                 self.write_head()
 
     def write_head(self) -> None:
         """Write the hint; ignore a failure, which only costs followers a probe."""
         if self.parent is not None:
-            with suppress(StoreError):
+            with suppress(errors.StoreError):
                 self.chain.write_head(self.parent.version, self._added)
 
     def _manifest(self, draft: Draft, edge: Edge) -> Manifest:
@@ -444,7 +387,8 @@ class Writer:
         self.parent = committed
         manifest = committed.manifest
         self._known = self._known.after(manifest, self._offered)
-        own = Replay(versions=1, deltas=manifest.edge.nbytes, manifests=len(seal(manifest)))
+        nbytes = len(documents.seal(manifest))
+        own = Replay(versions=1, deltas=manifest.edge.nbytes, manifests=nbytes)
         with self._listing:
             self._added = [anchor for anchor in self._added if anchor not in self._offered]
             self.committed += own
@@ -468,7 +412,7 @@ class Writer:
             if not found:
                 return
             replay, anchor = _way_from_nothing(self.chain, head)
-        except StoreError:
+        except errors.StoreError:
             return
         with self._listing:
             self._added += found
@@ -479,17 +423,14 @@ class Writer:
 
 
 def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[Replay | None, str]:
-    """Return what the cheapest plan from nothing replays, and the key of a part of its anchor.
-
-    Manifests are taken to be as large as the newest.
-    """
+    """Return what the cheapest plan from nothing replays, and the key of a part of its anchor."""
     if parent is None:
         return Replay(), ""
     try:
         plan = chain.plan(None, parent)
         chain.look_ahead(plan)
         edges = [chain.edge(summary, parent) for summary in plan.edges]
-    except (BrokenChainError, ObjectNotFoundError, FormatError):
+    except (errors.BrokenChainError, errors.ObjectNotFoundError, errors.FormatError):
         return None, ""
     parts = {part.key: part.nbytes for edge in edges for part in edge.parts}
     found = {key: info.nbytes for key, info in chain.store.find_all(parts).items()}
@@ -499,7 +440,7 @@ def _way_from_nothing(chain: Chain, parent: Committed | None) -> tuple[Replay | 
     replay = Replay(
         versions=versions,
         deltas=plan.nbytes - plan.edges[0].nbytes,
-        manifests=versions * len(seal(parent.manifest)),
+        manifests=versions * len(documents.seal(parent.manifest)),
     )
     return replay, _first_part(edges[0])
 
@@ -510,11 +451,9 @@ def _hinted(chain: Chain, head: Committed) -> list[EdgeSummary]:
     for summary in read_hint(chain.store).anchors:
         is_new = summary.version <= head.version and edge_id(summary) not in listed
         if is_new and summary.record:
-            try:
+            with suppress(errors.ObjectNotFoundError, errors.FormatError):
                 chain.edge(summary, head)
-            except (ObjectNotFoundError, FormatError):
-                continue
-            found.append(summary)
+                found.append(summary)
     return found
 
 
@@ -541,28 +480,17 @@ def take_over(
 ) -> Writer | None:
     """Take over a chain in a new epoch: commit an empty version to fence earlier publishers.
 
-    Args:
-        chain: The chain.
-        numel: Number of all elements.
-        metadata: User metadata, for every manifest.
-        accept: Function that raises for a head that must not be continued.
-
-    Returns:
-        A writer with that version as parent, or ``None`` if the chain has no version yet.
-
-    Raises:
-        PublisherFencedError: Another publisher took the chain over at the same time, and was first.
-        BrokenChainError: There are versions behind a gap.
+    ``accept`` raises for a head that must not be continued; without a head, there is no writer.
     """
     while (head := newest(chain)) is not None:
         accept(head)
         writer = in_new_epoch(chain, head, numel=numel, metadata=metadata)
-        goal = reverted_to(head.manifest)  # an unchanged state stays marked
-        ext = {} if goal is None else revert_mark(goal)
+        goal = documents.reverted_to(head.manifest)  # an unchanged state stays marked
+        ext = {} if goal is None else documents.revert_mark(goal)
         draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0, ext=ext)
         try:
             writer.commit(draft, Edge(kind="delta", base=head.version))
-        except PublisherFencedError:
+        except errors.PublisherFencedError:
             if chain.read(draft.version).manifest.epoch >= writer.epoch:
                 raise
             continue  # the earlier publisher's last version was first: take over after it

@@ -21,7 +21,7 @@ from deltachain.cli.pull import pull
 from deltachain.errors import ChainError, RankError, StoreUnavailableError, StoreWentBackError
 from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.shard import local_of
+from deltachain.publish.model.layout import local_of
 from deltachain.publish.revert import revert
 from deltachain.store import open_store
 from tests.ranks.layouts import LAYOUTS, set_up, train_step, whole

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.model.shard import local_of
+from deltachain.publish.model.layout import local_of
 from tests.bench import report
 from tests.ranks.spawn import run
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -17,16 +16,8 @@ from deltachain.checkpoint import read_assets
 from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, differing_fields, fields, settings_of
 from deltachain.errors import UnsupportedModelError
 from deltachain.publish.config import PublishConfig
-from deltachain.publish.model.kept_files import (
-    CONFIG_FILE,
-    MAIN_FILES,
-    SavesItself,
-    own_parts,
-    read_config,
-    saved,
-    with_architecture,
-    with_touched,
-)
+from deltachain.publish.model import kept_files
+from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.model.refusals import is_of_peft
 from deltachain.publish.model.wire_dtypes import origin
 from deltachain.redact import redacted_url
@@ -36,6 +27,8 @@ from deltachain.types import TensorSpec
 
 if TYPE_CHECKING:
     from deltachain.publish.model.source import TensorSource
+
+logger = logging.getLogger(__name__)
 
 
 _CODES: Final = ("F8", "U8", "I8")
@@ -50,65 +43,55 @@ _MADE_HINT: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference between weights and a model made of a configuration.
-
-    Attributes:
-        shapes: Shape of a weight and that in the model, by name, where they differ.
-        missing: Names in the model only.
-        extra: Names among the weights only.
-    """
-
-    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    missing: Collection[str]
+    made: nn.Module  # of a configuration
+    weights: Mapping[str, Tensor]
+    shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]  # of a weight, and in the model
+    missing: Collection[str]  # among the weights
     extra: Collection[str]
 
 
 def refuse_other_folder(files: Mapping[str, bytes], specs: Mapping[str, TensorSpec]) -> None:
     """Refuse a checkpoint whose ``config.json`` describes other weights than it has.
 
-    The weights are loaded into a model without data, by the class of transformers that the file
-    names. Where it knows none, or the checkpoint is quantised, nothing is compared.
+    Where transformers knows no class, or the checkpoint is quantised, nothing is compared.
     """
     if CONFIG_FILE not in files or any(one.dtype.startswith(_CODES) for one in specs.values()):
         return
     try:
-        found = _loaded(files[CONFIG_FILE], specs)
+        difference = _difference(files[CONFIG_FILE], specs)
     except Exception as exc:  # noqa: BLE001 - absent, or of any model's code
         logger.debug("%s is not compared with the weights: %s", CONFIG_FILE, exc)
         return
-    if found is not None:
-        made, difference, state = found
-        refuse_difference(made, difference, state, by=CONFIG_FILE, hint=_MADE_HINT)
+    if difference is not None:
+        refuse_difference(difference, by=CONFIG_FILE, hint=_MADE_HINT)
 
 
-def refuse_difference(
-    made: nn.Module, difference: Difference, weights: Mapping[str, Tensor], *, by: str, hint: str
-) -> None:
-    """Refuse weights that a model made of a configuration does not load as they are.
-
-    Weights outside of it, such as a value head or heads for later tokens, are told in a warning.
-    """
-    for name, (mine, wanted) in sorted(difference.shapes.items()):
-        raise UnsupportedModelError(
+def refuse_difference(difference: Difference, *, by: str, hint: str) -> None:
+    """Refuse weights that a model does not load as they are, but for those outside of it."""
+    made, weights = difference.made, difference.weights
+    outside = [
+        name
+        for name in sorted(difference.extra)
+        if _is_outside(name, made) or (name in weights and not weights[name].is_floating_point())
+    ]
+    faults = [
+        *(
             f"{name!r} has shape {mine}, and by {by} {wanted}: what is published could not be "
-            "loaded",
-            hint=hint,
-        )
-    for name in sorted(difference.missing):
-        raise UnsupportedModelError(
+            "loaded"
+            for name, (mine, wanted) in sorted(difference.shapes.items())
+        ),
+        *(
             f"{name!r} is not among the weights, and a model made of {by} has it: what is "
-            "published would load with random values there",
-            hint=hint,
-        )
-    outside = []
-    for name in sorted(difference.extra):
-        if _is_outside(name, made) or (name in weights and not weights[name].is_floating_point()):
-            outside.append(name)
-            continue
-        raise UnsupportedModelError(
-            f"{name!r} is not in a model made of {by}: what is published would load without it",
-            hint=hint,
-        )
+            "published would load with random values there"
+            for name in sorted(difference.missing)
+        ),
+        *(
+            f"{name!r} is not in a model made of {by}: what is published would load without it"
+            for name in sorted(set(difference.extra).difference(outside))
+        ),
+    ]
+    if faults:
+        raise UnsupportedModelError(faults[0], hint=hint)
     if outside:
         logger.warning(
             "%d tensors such as %r are not in a model made of %s: they are published, and "
@@ -120,7 +103,6 @@ def refuse_difference(
 
 
 def _is_outside(name: str, made: nn.Module) -> bool:
-    """Return whether a tensor belongs to no part of a model, such as a value head."""
     modules, holder = dict(made.named_modules()), name.rpartition(".")[0]
     while holder not in modules:
         holder = holder.rpartition(".")[0]
@@ -130,12 +112,10 @@ def _is_outside(name: str, made: nn.Module) -> bool:
     return holder in ("", getattr(made, "base_model_prefix", ""))
 
 
-def _loaded(
-    data: bytes, specs: Mapping[str, TensorSpec]
-) -> tuple[nn.Module, Difference, Mapping[str, Tensor]] | None:
+def _difference(data: bytes, specs: Mapping[str, TensorSpec]) -> Difference | None:
     import transformers  # noqa: PLC0415 - slow, and only for the first version of a chain
 
-    config = read_config(data)
+    config = kept_files.read_config(data)
     kind: Any = getattr(transformers, next(iter(config.architectures or ()), ""), None)
     if kind is None or getattr(config, LIBRARY, None):
         return None
@@ -153,7 +133,7 @@ def _loaded(
             output_loading_info=True,
         )
     shapes = {name: (tuple(one), tuple(other)) for name, one, other in info["mismatched_keys"]}
-    return made, Difference(shapes, info["missing_keys"], info["unexpected_keys"]), state
+    return Difference(made, state, shapes, info["missing_keys"], info["unexpected_keys"])
 
 
 @contextmanager
@@ -181,10 +161,6 @@ _HINT: Final = (
 
 
 def refuse_other_config(model: nn.Module) -> None:
-    """Refuse a model of transformers that its own configuration does not describe.
-
-    Names of tensors are not compared if the model is quantised or has adapters: both rename them.
-    """
     config = getattr(model, "config", None)
     if not hasattr(model, "from_pretrained") or not hasattr(config, "save_pretrained"):
         return
@@ -198,28 +174,6 @@ def refuse_other_config(model: nn.Module) -> None:
             exc,
         )
         return
-    _refuse_tie(model, made)
-    have, wanted = dict(named_tensors(model)), dict(named_tensors(made))
-    shapes = {
-        name: (tuple(tensor.shape), tuple(wanted[name].shape))
-        for name, tensor in have.items()
-        if name in wanted and tensor.numel() and tensor.shape != wanted[name].shape
-    }
-    renamed = getattr(config, LIBRARY, None) or any(map(is_of_peft, model.modules()))
-    refuse_difference(
-        made,
-        Difference(
-            shapes,
-            missing=() if renamed else wanted.keys() - have.keys(),
-            extra=() if renamed else have.keys() - wanted.keys(),
-        ),
-        have,
-        by="the model's configuration",
-        hint=_HINT,
-    )
-
-
-def _refuse_tie(model: nn.Module, made: nn.Module) -> None:
     tied, by_config = _is_tied(model), _is_tied(made)
     if None not in (tied, by_config) and tied != by_config:
         raise UnsupportedModelError(
@@ -228,6 +182,16 @@ def _refuse_tie(model: nn.Module, made: nn.Module) -> None:
             "another model",
             hint=f"set model.config.tie_word_embeddings = {tied}{_OTHER_FILES}",
         )
+    have, wanted = dict(named_tensors(model)), dict(named_tensors(made))
+    shapes = {
+        name: (tuple(tensor.shape), tuple(wanted[name].shape))
+        for name, tensor in have.items()
+        if name in wanted and tensor.numel() and tensor.shape != wanted[name].shape
+    }
+    renamed = getattr(config, LIBRARY, None) or any(map(is_of_peft, model.modules()))
+    names = (wanted.keys() - have.keys(), have.keys() - wanted.keys()) if not renamed else ((), ())
+    difference = Difference(made, have, shapes, *names)
+    refuse_difference(difference, by="the model's configuration", hint=_HINT)
 
 
 def _is_tied(model: nn.Module) -> bool | None:
@@ -247,8 +211,7 @@ def with_config_watched(
 ) -> Callable[[], Iterable[tuple[str, Tensor]]]:
     """Return ``live`` with a look at the model's configuration before each iteration.
 
-    A change of which followers have the files is refused. Generation settings that changed are
-    logged: trainers change them as well, and weights do not depend on them.
+    Trainers change generation settings as well: that is logged, and all else refused.
     """
     then, generation = _settings(model), _generation(model)
     said: set[str] = set()
@@ -274,7 +237,6 @@ def with_config_watched(
 
 
 def _settings(model: nn.Module) -> dict[str, Any]:
-    """Return the fields of a model's configuration that do not change while it is trained."""
     if not hasattr(model, "from_pretrained"):
         return {}
     found = settings_of(getattr(model, "config", None))
@@ -282,10 +244,7 @@ def _settings(model: nn.Module) -> dict[str, Any]:
 
 
 def _generation(model: nn.Module) -> dict[str, Any]:
-    """Return what decides which tokens a model's followers sample, and where they stop.
-
-    Each field has two values: of the configuration, and of the generation settings.
-    """
+    """Return the values of configuration and generation settings for sampling and stops."""
     config = settings_of(getattr(model, "config", None))
     ids = {key: value for key, value in config.items() if key.endswith(ID_END)}
     settings = settings_of(getattr(model, "generation_config", None))
@@ -293,22 +252,13 @@ def _generation(model: nn.Module) -> dict[str, Any]:
     return {key: values for key, values in both.items() if values != (None, None)}
 
 
-logger = logging.getLogger(__name__)
-
-
 def collect_assets(
     model: nn.Module | TensorSource, config: PublishConfig, *others: object
 ) -> dict[str, bytes]:
     """Return the files that belong to a model: those of its checkpoint, as they would be now.
 
-    Files of the configured folder are taken as they are. Of the folder that the model was loaded
-    from, those count that model and tokenizer have not changed since, and of the others what they
-    write now: a tokenizer with further tokens, a configuration with another vocabulary.
-
-    Args:
-        model: The model; an export has no files of its own.
-        config: Settings; ``assets`` or ``base`` may name the checkpoint.
-        others: Tokenizer or processor of the model.
+    Files of the configured folder are taken as they are; of the folder that the model was loaded
+    from, unless model or tokenizer (``others``) have changed since.
     """
     trusted = config.trust_remote_code
     whole = unwrapped(model) if isinstance(model, nn.Module) else None
@@ -319,21 +269,15 @@ def collect_assets(
     refuse_other_config(whole)
     folder = config.base or origin(whole)
     if folder is None:
-        files = saved(*own_parts(whole), *others, trusted=trusted)
+        files = kept_files.saved(*kept_files.own_parts(whole), *others, trusted=trusted)
         if CONFIG_FILE in files:
-            files[CONFIG_FILE] = with_architecture(files[CONFIG_FILE], whole)
+            files[CONFIG_FILE] = kept_files.with_architecture(files[CONFIG_FILE], whole)
         return files
     files = read_assets(folder, trusted=trusted)
-    now = with_touched(files, folder, whole, *others, trusted=trusted)
-    if not any(isinstance(one, SavesItself) for one in others):
-        _tell_outgrown(files, now, folder)
-    return now
-
-
-def _tell_outgrown(then: Mapping[str, bytes], now: Mapping[str, bytes], folder: Path) -> None:
-    """Warn if a model was given other rows since it was loaded, beside a tokenizer that was not."""
-    old, new = (_rows(files) for files in (then, now))
-    if old != new and not MAIN_FILES.isdisjoint(now):
+    now = kept_files.with_touched(files, folder, whole, *others, trusted=trusted)
+    has_tokenizer = any(isinstance(one, kept_files.SavesItself) for one in others)
+    old, new = _rows(files), _rows(now)
+    if old != new and not has_tokenizer and not kept_files.MAIN_FILES.isdisjoint(now):
         logger.warning(
             "vocab_size is %s, and was %s in %s, whose tokenizer is published: if tokens were "
             "added, give PublishConfig.assets, a folder with the files of model and tokenizer",
@@ -341,6 +285,7 @@ def _tell_outgrown(then: Mapping[str, bytes], now: Mapping[str, bytes], folder: 
             old,
             folder,
         )
+    return now
 
 
 def _rows(files: Mapping[str, bytes]) -> object:
@@ -352,13 +297,9 @@ def _rows(files: Mapping[str, bytes]) -> object:
 
 
 def checked(files: Mapping[str, bytes], config: PublishConfig) -> dict[str, bytes]:
-    """Return a caller's files, with references to remote code removed unless trusted."""
-    trusted = config.trust_remote_code
-    return {
-        name: kept
+    trusted, where = config.trust_remote_code, redacted_url(config.url)
+    kept = {
+        name: without_remote_code(name, data, trusted=trusted, where=where)
         for name, data in files.items()
-        if (
-            kept := without_remote_code(name, data, trusted=trusted, where=redacted_url(config.url))
-        )
-        is not None
     }
+    return {name: data for name, data in kept.items() if data is not None}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
@@ -19,16 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.layout import NUMBER_BIT, PLACE
-from deltachain.publish.model.shard import INSTEAD
+from deltachain.publish.model.layout import INSTEAD, NUMBER_BIT, PLACE
 from deltachain.torch_names import unwrapped
 from deltachain.types import Indices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Shapes of live tensors, by name."""
+Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # shapes of live tensors, by name
 
 
 class Destination(NamedTuple):
@@ -39,19 +36,16 @@ class Destination(NamedTuple):
     numel: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Conversion:
-    """Mapping of a live tensor's elements to the checkpoint; see :class:`ElementMap`."""
-
+class Conversion(NamedTuple):
     targets: tuple[Destination, ...]
     table: Indices | None = None
 
 
 class SaveConversion:
-    """What transformers makes of the names and tensors of a model when it saves the model.
+    """Names and tensors of a model as transformers saves them.
 
-    Names are those of the whole model saved at once: some are changed only if others are given.
-    ``shapes`` are the full shapes of all live tensors.
+    Names are those of the whole model: some are changed only if others are given. ``shapes`` are
+    the full shapes of all live tensors.
     """
 
     def __init__(self, model: nn.Module, shapes: Shapes) -> None:
@@ -67,11 +61,6 @@ class SaveConversion:
         """Name in the checkpoint by name of each live tensor that keeps its elements."""
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert some tensors of the model to tensors of the checkpoint.
-
-        Raises:
-            ValueError, RuntimeError, KeyError, IndexError: They are converted only with others.
-        """
         moved = {self.renamed[name]: t for name, t in tensors.items() if name in self.renamed}
         others = {name: t for name, t in tensors.items() if name not in self.renamed}
         if self._model is None or not others:
@@ -80,10 +69,7 @@ class SaveConversion:
 
 
 def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
-    """Find the conversions of all tensors that differ between model and checkpoint.
-
-    Values that are computed instead of moved are refused.
-    """
+    """Find the conversions of all tensors that differ between model and checkpoint."""
     saving = SaveConversion(model, shapes)
     known: dict[object, list[Conversion]] = {}
     found = {
@@ -96,14 +82,14 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
     for group in _groups(saving, converted):
         there = saving.convert({name: torch.empty(shapes[name], device="meta") for name in group})
         names |= set(there)
-        alike = (
-            tuple((_unnumbered(name), shapes[name]) for name in group),
-            tuple((_unnumbered(name), tuple(tensor.shape)) for name, tensor in there.items()),
-        )
+        shaped = *((n, shapes[n]) for n in group), *((n, tuple(t.shape)) for n, t in there.items())
+        alike = len(group), tuple((re.sub(r"[0-9]+", "#", name), shape) for name, shape in shaped)
         if alike not in known:
             known[alike] = _numbered(saving, {name: shapes[name] for name in group})
-        for name, conversion in zip(group, known[alike], strict=True):
-            found[name] = _renamed(conversion, list(there))
+        named = list(there)
+        for name, (targets, table) in zip(group, known[alike], strict=True):
+            renamed = tuple(t._replace(name=named[int(t.name)]) for t in targets)
+            found[name] = Conversion(renamed, table)
     if names != saving.names:
         raise UnsupportedModelError(
             f"the checkpoint of the model has {sorted(saving.names - names)[:3]}, and "
@@ -120,20 +106,14 @@ def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
     model = unwrapped(model)
     if not isinstance(model, transformers.PreTrainedModel):
         return None
-    if getattr(model, "_weight_conversions", None) is None and any(map(_is_fsdp, model.modules())):
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    if getattr(model, "_weight_conversions", None) is None and "FSDPModule" in kinds:
         return _twin(cast("PreTrainedModel", model))
     return cast("PreTrainedModel", model)
 
 
-def _is_fsdp(module: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-
-
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the model without weights, with the module classes it had before FSDP2.
-
-    transformers finds the conversion of a model that was not loaded by its class names.
-    """
+    """Return the model without weights, of the classes before FSDP2: transformers looks there."""
     if model not in _twins:
         kinds = type(model).__mro__
         kind = next(k for k in kinds if not any(c.__name__ == "FSDPModule" for c in k.__mro__))
@@ -195,7 +175,6 @@ def _numbered(saving: SaveConversion, shapes: Shapes) -> list[Conversion]:
 def _conversion(
     number: int, numel: int, shapes: Sequence[tuple[int, ...]], codes: Sequence[Indices]
 ) -> Conversion:
-    """Locate the elements of live tensor ``number`` in the converted tensors."""
     targets: list[Destination] = []
     table = np.empty(numel, np.int64)
     straight = True
@@ -205,25 +184,12 @@ def _conversion(
             continue
         live = code[places] & PLACE
         table[live] = places + (len(targets) << NUMBER_BIT)
-        straight &= _consecutive(places) and _consecutive(live)
+        straight &= all(bool(np.all(np.diff(indices) == 1)) for indices in (places, live))
         target = Destination(str(position), shape, int(live[0]), int(places[0]), places.size)
         targets.append(target)
     if straight:
         return Conversion(tuple(sorted(targets, key=lambda target: target.start)))
     return Conversion(tuple(targets), table)
-
-
-def _consecutive(indices: Indices) -> bool:
-    return bool(np.all(np.diff(indices) == 1))
-
-
-def _renamed(conversion: Conversion, names: Sequence[str]) -> Conversion:
-    targets = tuple(t._replace(name=names[int(t.name)]) for t in conversion.targets)
-    return Conversion(targets, conversion.table)
-
-
-def _unnumbered(name: str) -> str:
-    return re.sub(r"[0-9]+", "#", name)
 
 
 def _numel(shape: Sequence[int]) -> int:

@@ -11,7 +11,8 @@ import logging
 import re
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
@@ -46,8 +47,7 @@ class SavesItself(Protocol):
 
 
 def saved(*things: object, trusted: bool, told: Collection[str] | None = ()) -> dict[str, bytes]:
-    """Return the files that these write, as far as they write any; see :func:`read_assets`."""
-    with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
+    with _folder_of({}) as scratch:
         for thing in things:
             if isinstance(thing, SavesItself):
                 try:
@@ -66,19 +66,13 @@ def with_touched(
 ) -> dict[str, bytes]:
     """Return the files of the folder that a model was loaded from, and what was changed since.
 
-    A part that is loaded anew from there writes the same files as the model's, unless that was
-    changed. Files of changed parts are those that they write now.
-
-    Args:
-        origin: Files of the folder, by path.
-        folder: The folder.
-        model: The model, unwrapped.
-        others: Tokenizer or processor of the model.
-        trusted: Whether references to remote code are kept.
+    A part that is loaded anew from there writes the same files, unless that was changed.
     """
     files, told = dict(origin), left_out(folder)
     for part in (*own_parts(model), *others):
-        if not isinstance(part, SavesItself) or not _is_written(part, origin):
+        # Models without a file for it have a derived generation configuration.
+        derived = getattr(part, "_from_model_config", False)
+        if not isinstance(part, SavesItself) or (derived and _GENERATION not in origin):
             continue
         now = saved(part, trusted=trusted, told=told)
         then = _loaded_anew(part, folder, trusted=trusted)
@@ -87,16 +81,13 @@ def with_touched(
         for name in now.keys() | then.keys():
             if name not in now:
                 files.pop(name, None)
-            elif name not in then or _differ(name, now[name], then[name]):
+            elif name not in then or (
+                now[name] != then[name]
+                and not (name.endswith(CONFIG_FILE) and fields(now[name]) == fields(then[name]))
+            ):
                 logger.info("%s was changed since the model was loaded from %s", name, folder)
                 files[name] = _with_dtypes(now[name], origin.get(name), name)
     return files
-
-
-def _is_written(part: SavesItself, origin: Mapping[str, bytes]) -> bool:
-    """Return whether a part is one of its own: models without a file have a derived generation."""
-    derived = getattr(part, "_from_model_config", False)
-    return not derived or "generation_config.json" in origin
 
 
 def _loaded_anew(part: SavesItself, folder: Path, *, trusted: bool) -> dict[str, bytes]:
@@ -114,38 +105,36 @@ def read_config(data: bytes) -> Any:  # noqa: ANN401 - of transformers
     """Return the configuration of transformers in a file; no code of the file's author is run."""
     from transformers import AutoConfig  # noqa: PLC0415 - slow, and seldom needed
 
-    with tempfile.TemporaryDirectory(prefix="deltachain-config-") as scratch:
-        (Path(scratch) / CONFIG_FILE).write_bytes(data)
+    with _folder_of({CONFIG_FILE: data}) as scratch:
         return AutoConfig.from_pretrained(scratch, trust_remote_code=False)
 
 
-def _differ(name: str, one: bytes, other: bytes) -> bool:
-    if one == other:
-        return False
-    return not name.endswith("config.json") or fields(one) != fields(other)
+@contextmanager
+def _folder_of(files: Mapping[str, bytes]) -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="deltachain-assets-") as scratch:
+        for name, data in files.items():
+            file = Path(scratch) / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_bytes(data)
+        yield scratch
 
 
 def with_architecture(data: bytes, model: nn.Module) -> bytes:
-    """Return a configuration that names the model's class, as ``save_pretrained`` of it does.
-
-    Of subclasses, such as those that shard, the class that was named stays.
-    """
+    """Return a configuration that names the model's class, or one that it is a subclass of."""
     config = json.loads(data)
     named = config.get("architectures") or []
     if not hasattr(model, "save_pretrained") or any(
         c.__name__ in named for c in type(model).__mro__
     ):
         return data
-    config["architectures"] = [type(model).__name__]
-    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
+    return _written({**config, "architectures": [type(model).__name__]})
 
 
 def with_dtype_of(files: Mapping[str, bytes], specs: Iterable[TensorSpec]) -> dict[str, bytes]:
-    """Return files whose configuration states the dtype of the weights, as saving them would.
+    """Return files whose configuration states the dtype of most elements: loading casts to it.
 
-    Loading casts all weights to the stated dtype: that of most of their elements. A part of the
-    model may state another one that some of them have. Nothing is added, and configurations of
-    quantised weights stay as they are.
+    A part of the model may state another one that some weights have. Nothing is added, and
+    configurations of quantised weights stay as they are.
     """
     made = dict(files)
     numel: Counter[str] = Counter()
@@ -160,18 +149,18 @@ def with_dtype_of(files: Mapping[str, bytes], specs: Iterable[TensorSpec]) -> di
     if wanted is not None and isinstance(config, dict) and LIBRARY not in config:
         has = frozenset(_STATED[name] for name in numel if name in _STATED)
         if (stated := _stating(config, wanted, frozenset((wanted,)), has)) != config:
-            made[CONFIG_FILE] = json.dumps(stated, indent=2, ensure_ascii=False).encode() + b"\n"
+            made[CONFIG_FILE] = _written(stated)
     return made
+
+
+def _written(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2, ensure_ascii=False).encode() + b"\n"
 
 
 def _stating(
     config: Mapping[str, Any], wanted: str, fine: frozenset[str], fine_inside: frozenset[str]
 ) -> dict[str, Any]:
-    """Return a configuration with the wanted dtype in place of others.
-
-    It may state one of ``fine`` as well, and the parts of it that describe parts of the model one
-    of ``fine_inside``.
-    """
+    """Return a configuration with a wanted dtype in place of others than the fine ones."""
     made = dict(config)
     for key, value in config.items():
         if key in _DTYPES and value in _STATED.values() and value not in fine:
@@ -189,8 +178,7 @@ def _with_dtypes(data: bytes, origin: bytes | None, name: str) -> bytes:
     made = json.loads(data)
     if known.get(LIBRARY) and not made.get(LIBRARY):
         return data
-    made = _dtyped(made, known)
-    return json.dumps(made, indent=2, ensure_ascii=False).encode() + b"\n"
+    return _written(_dtyped(made, known))
 
 
 def _dtyped(made: dict[str, Any], known: dict[str, Any]) -> dict[str, Any]:
@@ -220,33 +208,11 @@ MAIN_FILES: Final = frozenset({_TOKENIZER, _SETTINGS})
 _PARTS: Final = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 """Steps of a tokenizer of the tokenizers library, apart from its words."""
 
-_USE: Final = frozenset(
-    {
-        "version",
-        "truncation",
-        "padding",
-        _TEMPLATE,
-        "added_tokens_decoder",
-        "backend",
-        "is_local",
-        "local_files_only",
-        "max_length",
-        "model_input_names",
-        "model_max_length",
-        "name_or_path",
-        "pad_to_multiple_of",
-        "pad_token",
-        "pad_token_type_id",
-        "padding_side",
-        "processor_class",
-        "special_tokens_map_file",
-        "stride",
-        "tokenizer_class",
-        "tokenizer_file",
-        "truncation_side",
-        "truncation_strategy",
-        "use_fast",
-    }
+_USE: Final = re.compile(
+    r"version|truncation(_side|_strategy)?|padding(_side)?|chat_template|added_tokens_decoder|backend"
+    r"|is_local|local_files_only|(model_)?max_length|model_input_names|name_or_path"
+    r"|pad_to_multiple_of|pad_token|pad_token_type_id|processor_class|special_tokens_map_file|stride"
+    r"|tokenizer_(class|file)|use_fast"
 )
 """Fields that the use of a tokenizer in training leaves in its files, that a release of a library
 adds, or that are compared elsewhere."""
@@ -255,8 +221,8 @@ adds, or that are compared elsewhere."""
 def tokenizer_difference(then: Mapping[str, bytes], now: Mapping[str, bytes]) -> tuple[str, str]:
     """Return the name of the file in which two tokenizers differ, and how; empty if in none.
 
-    Files that differ are loaded and written anew, where transformers can load both: releases keep
-    the same tokenizer in other files and fields.
+    Releases keep the same tokenizer in other files and fields, so that files that differ are loaded
+    and written anew.
     """
     both = then.keys() & now.keys()
     if found := _first(then, now, both - {_TOKENIZER, _SETTINGS}):
@@ -299,12 +265,11 @@ def watched(tokenizer: object) -> Callable[[], None]:
 
 
 def _state(tokenizer: object) -> dict[str, object]:
-    """Return what of a tokenizer or a processor decides what text and tokens mean."""
     found: Any = getattr(tokenizer, "tokenizer", tokenizer)
     special = getattr(found, "special_tokens_map", None)
     if not isinstance(special, dict):
         return {}
-    told = {key: str(value) for key, value in special.items() if key not in _USE}
+    told = {key: str(value) for key, value in special.items() if not _USE.fullmatch(key)}
     template = getattr(tokenizer, _TEMPLATE, None)
     backend = getattr(found, "backend_tokenizer", None)
     told |= {part: str(getattr(backend, part, None)) for part in _PARTS}
@@ -326,45 +291,54 @@ def _first(
 def _token_difference(name: str, then: bytes, now: bytes) -> str:
     if then == now:
         return ""
-    if not name.endswith(".json"):
-        return "other bytes"
-    old, new = _plain_tokens(name, then), _plain_tokens(name, now)
-    if old is None or new is None:
-        return "other bytes"
-    return differing_fields(old, new)
+    is_json = name.endswith(".json")
+    old, new = (_plain_tokens(name, one) if is_json else None for one in (then, now))
+    return "other bytes" if old is None or new is None else differing_fields(old, new)
 
 
 def _plain_tokens(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Return what a file says of a tokenizer; ``None`` if it is unreadable."""
-    found = fields(_of_this_release(data) if name == _TOKENIZER else data)
+    found = fields(data)
+    if name == _TOKENIZER:  # as the installed release writes it
+        found = _read_by(lambda: _tokenizer_json(data), found, name)
     if not isinstance(found, dict) or name not in (_TOKENIZER, _SETTINGS, _SPECIAL):
         return found
     return {
         key: value["content"] if isinstance(value, dict) and "content" in value else value
         for key, value in found.items()
-        if key not in _USE and value not in (None, False, "", [], {})
+        if not _USE.fullmatch(key) and value not in (None, False, "", [], {})
     }
 
 
-def _of_this_release(data: bytes) -> bytes:
-    """Return a ``tokenizer.json`` as the installed release writes it."""
+def _read_by(read: Callable[[], object], plain: Any, name: str) -> Any:  # noqa: ANN401 - JSON
+    """Return what a library makes of a file; what the file says, where it cannot read that."""
     try:
-        from tokenizers import Tokenizer  # noqa: PLC0415 - only if files differ
+        return fields(json.dumps(read(), default=_listed).encode())
+    except Exception as exc:  # noqa: BLE001 - absent, or of a model that it does not know
+        logger.debug("%s is compared as it is: %s", name, exc)
+        return plain
 
-        return Tokenizer.from_str(data.decode()).to_str().encode()
-    except Exception as exc:  # noqa: BLE001 - absent, or a model that it does not know
-        logger.debug("%s is compared as it is: %s", _TOKENIZER, exc)
-        return data
+
+def _listed(value: object) -> object:
+    return sorted(value) if isinstance(value, set) else str(value)
+
+
+def _tokenizer_json(data: bytes) -> object:
+    from tokenizers import Tokenizer  # noqa: PLC0415 - only if files differ
+
+    return json.loads(Tokenizer.from_str(data.decode()).to_str())
+
+
+def _adapter_json(data: bytes) -> object:
+    from peft import PeftConfig  # noqa: PLC0415 - slow, and only if files differ
+
+    with _folder_of({_ADAPTER: data}) as scratch:
+        return PeftConfig.from_pretrained(scratch).to_dict()
 
 
 def _written_anew(files: Mapping[str, bytes]) -> dict[str, bytes]:
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow, and only if files differ
 
-    with tempfile.TemporaryDirectory(prefix="deltachain-tokenizer-") as scratch:
-        for name, data in files.items():
-            file = Path(scratch) / name
-            file.parent.mkdir(exist_ok=True)
-            file.write_bytes(data)
+    with _folder_of(files) as scratch:
         found: SavesItself = AutoTokenizer.from_pretrained(
             scratch, trust_remote_code=False, local_files_only=True
         )
@@ -395,18 +369,9 @@ _MEANT: Final = re.compile(
 )
 """Paths of files that decide the computation, apart from files of a tokenizer."""
 
-_OF_A_RUN: Final = frozenset(
-    {
-        "__version__",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "inference_mode",
-        "lora_dropout",
-        "peft_version",
-        "processor_class",
-        "revision",
-        "runtime_config",
-    }
+_OF_A_RUN: Final = re.compile(
+    r"__version__|auto_mapping|base_model_name_or_path|inference_mode|lora_dropout|peft_version"
+    r"|processor_class|revision|runtime_config"
 )
 """Fields of these files that tell of a run or of a release."""
 
@@ -421,13 +386,9 @@ _HINT: Final = (
 
 
 def check_files(chain: Chain, files: Mapping[str, bytes]) -> None:
-    """Check that the files beside the next version mean what those of the chain do.
+    """Refuse files beside the next version that mean something else than those of the chain.
 
-    Fields of a run or of a library's release are no difference. Files that the version lacks, and
-    those of unknown meaning, are told in a warning.
-
-    Raises:
-        ChainMismatchError: A file that decides what is computed differs, or the chain lacks it.
+    Files that the version lacks, and those of unknown meaning, are told in a warning.
     """
     refs = {asset_path(ref): ref for ref in chain.identity.assets}
     if not files or not refs:
@@ -448,10 +409,9 @@ def check_files(chain: Chain, files: Mapping[str, bytes]) -> None:
     }
     for name in sorted(filter(_MEANT.fullmatch, differing & files.keys())):
         moved = name in _PROCESSORS and _PROCESSORS & refs.keys() - files.keys()
+        what = "" if moved else "it is not in the chain"
         if name in refs or name == _GENERATION:
             what = _difference(name, theirs, files)
-        else:
-            what = "" if moved else "it is not in the chain"
         if what:
             raise _mismatch(chain, name, what)
     if speaks:
@@ -490,27 +450,22 @@ def _difference(name: str, theirs: Mapping[str, bytes], mine: Mapping[str, bytes
 
 
 def _plain(name: str, data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Return what a file says of the computation; ``None`` if it is unreadable."""
     found = fields(data)
     if not isinstance(found, dict):
         return found
-    if name == CONFIG_FILE:
-        return _complete(data, found)
+    if name == CONFIG_FILE:  # with defaults: releases differ in the fields that they write
+        return _read_by(lambda: read_config(data).to_dict(), found, name)
     if name == _ADAPTER:
-        found = _complete_adapter(data, found)
-        found = {k: sorted(v) if _is_of_names(v) else v for k, v in found.items()}
-    return {k: v for k, v in found.items() if k not in _OF_A_RUN and _says(v, k)}
+        found |= _read_by(lambda: _adapter_json(data), {}, name)
+        lists = {k: v for k, v in found.items() if isinstance(v, list)}
+        found |= {k: sorted(v) for k, v in lists.items() if all(isinstance(one, str) for one in v)}
+    return {k: v for k, v in found.items() if not _OF_A_RUN.fullmatch(k) and _says(v, k)}
 
 
 def _says(value: object, name: str = "") -> bool:
-    """Return whether a value is more than a default that a release began to write."""
     if value is False:
         return name.startswith(_TRUE_BY_DEFAULT)
     return value is not None and value not in ("", [], {})
-
-
-def _is_of_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) for one in value)
 
 
 def _generation(files: Mapping[str, bytes]) -> Any:  # noqa: ANN401 - JSON
@@ -523,34 +478,3 @@ def _generation(files: Mapping[str, bytes]) -> Any:  # noqa: ANN401 - JSON
     ids = {k: v for k, v in told.items() if k in ("bos_token_id", "eos_token_id")}
     found = ids | {k: v for k, v in found.items() if k != "pad_token_id"}
     return {k: v for k, v in found.items() if _says(v)}
-
-
-def _complete(data: bytes, plain: Any) -> Any:  # noqa: ANN401 - JSON
-    """Return a configuration with its defaults, where transformers knows them.
-
-    Releases differ in which fields they write, and in what these are called.
-    """
-    try:
-        return fields(json.dumps(read_config(data).to_dict(), default=str).encode())
-    except Exception as exc:  # noqa: BLE001 - absent, or a model that it does not know
-        logger.debug("config.json is compared as it is: %s", exc)
-        return plain
-
-
-def _complete_adapter(data: bytes, plain: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of an adapter with its defaults, where PEFT knows them."""
-    try:
-        from peft import PeftConfig  # noqa: PLC0415 - slow, and only if files differ
-
-        with tempfile.TemporaryDirectory(prefix="deltachain-adapter-") as scratch:
-            (Path(scratch) / _ADAPTER).write_bytes(data)
-            found = PeftConfig.from_pretrained(scratch).to_dict()
-        complete = fields(json.dumps(found, default=_listed).encode())
-    except Exception as exc:  # noqa: BLE001 - absent, or an adapter that it does not know
-        logger.debug("%s is compared as it is: %s", _ADAPTER, exc)
-        return plain
-    return {**plain, **complete} if isinstance(complete, dict) else plain
-
-
-def _listed(value: object) -> object:
-    return sorted(value) if isinstance(value, set) else str(value)

@@ -1,4 +1,4 @@
-"""Positions of a live tensor's elements in the checkpoint: pure index arithmetic.
+"""Positions of a live tensor's elements in the checkpoint: index arithmetic.
 
 A rank of a sharded trainer holds a *box* of each tensor, and the checkpoint may have several
 tensors for one of the model (fused experts), or the same tensor in another order. An element map
@@ -11,11 +11,15 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
+from deltachain.errors import UnsupportedModelError
 from deltachain.types import Indices, TensorSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NUMBER_BIT: Final = 48
 """Bit between the slot number (above) and the element's index (below) in the table of a map:
@@ -30,13 +34,7 @@ Selection: TypeAlias = slice | Indices
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rank's block of a tensor, in row-major order.
-
-    Attributes:
-        full: Shape of the whole tensor.
-        offset: Start of the box in each dimension of the tensor.
-        shape: Shape of the box.
-    """
+    """A rank's block of a tensor, in row-major order."""
 
     full: tuple[int, ...]
     offset: tuple[int, ...]
@@ -91,37 +89,16 @@ class Box:
 
 
 class ElementRun(NamedTuple):
-    """Consecutive elements of a live tensor that are consecutive in the checkpoint.
-
-    Attributes:
-        spec: Spec of the checkpoint tensor.
-        start: Flat index of the first element in the live tensor; unused if there is a table.
-        at: Flat index of the first element in the checkpoint tensor; unused if there is a table.
-        numel: Number of elements.
-    """
+    """Consecutive elements of a live tensor that are consecutive in the checkpoint."""
 
     spec: TensorSpec
-    start: int
-    at: int
+    start: int  # flat index of the first in the live tensor
+    at: int  # and in the checkpoint tensor; both unused if there is a table
     numel: int
 
 
-class Piece(NamedTuple):
-    """Some elements of a rank, all in one checkpoint tensor.
-
-    Attributes:
-        spec: Spec of the checkpoint tensor.
-        select: Positions of the elements among those given.
-        indices: Ascending flat indices into the checkpoint tensor.
-    """
-
-    spec: TensorSpec
-    select: Selection
-    indices: Indices
-
-
 class AdjacentRuns(NamedTuple):
-    """A :class:`Piece` of a window; indices of consecutive elements are a range."""
+    """Some elements in one checkpoint tensor; indices of consecutive ones are a range."""
 
     spec: TensorSpec
     select: Selection
@@ -130,18 +107,13 @@ class AdjacentRuns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ElementMap:
-    """Mapping from the elements of one live tensor on a rank to those of the checkpoint.
-
-    Attributes:
-        box: Box of the rank.
-        slots: Runs of elements, ascending by ``start``; they cover the live tensor.
-        table: Slot number and index in its tensor for every element of the whole live tensor, if
-            neighbours are separated. Shared by all tensors of one shape.
-    """
+    """Mapping from the elements of one live tensor on a rank to those of the checkpoint."""
 
     box: Box
-    slots: tuple[ElementRun, ...]
+    slots: tuple[ElementRun, ...]  # ascending by start; they cover the live tensor
     table: Indices | None = None
+    """Slot number and index in its tensor of every element of the live tensor, if neighbours are
+    separated. Shared by all tensors of one shape."""
 
     @classmethod
     def straight(cls, spec: TensorSpec, box: Box | None = None) -> ElementMap:
@@ -149,39 +121,26 @@ class ElementMap:
 
     def all_of(self, spec: TensorSpec) -> slice | None:
         """Return the slice of the box that is one whole checkpoint tensor, in order, if any."""
-        for slot in self.slots if self.table is None else ():
-            if slot.spec == spec and slot.numel == spec.numel:
-                low = self.box.before(slot.start)
-                if self.box.before(slot.start + slot.numel) - low == slot.numel:
-                    return slice(low, low + slot.numel)
-        return None
+        run = self.run_of(spec)
+        return run[0] if run and run[0].stop - run[0].start == spec.numel else None
 
     def run_of(self, spec: TensorSpec) -> tuple[slice, int] | None:
-        """Return the slice of the box with consecutive elements of a checkpoint tensor.
-
-        With it comes the flat index of the first of them. ``None`` if the box has none of the
-        tensor, or has others between them.
-        """
+        """Return the slice of the box that is one run of a checkpoint tensor, and its index."""
         for slot in self.slots if self.table is None else ():
             if slot.spec != spec:
                 continue
             low, high = self.box.before(slot.start), self.box.before(slot.start + slot.numel)
             if low == high or (not self.box.is_rows and high - low < slot.numel):
                 return None
-            places = self._places(low, high, slot.at - slot.start)
-            first = places.start if isinstance(places, range) else int(places[0])
+            first = int(self.box.flat(np.array([low]))[0]) + slot.at - slot.start
             return slice(low, high), first
         return None
 
-    def split(self, local: Indices) -> Iterator[Piece]:
-        """Split indices by checkpoint tensor.
-
-        Args:
-            local: Ascending flat indices into the box.
-        """
+    def split(self, local: Indices) -> Iterator[tuple[TensorSpec, Selection, Indices]]:
+        """Split ascending indices into the box by checkpoint tensor."""
         at = self.box.flat(local)
         if self.table is not None:
-            yield from map(Piece._make, self._look_up(self.table, at))
+            yield from self._look_up(self.table, at)
             return
         bounds = [0, at.size]
         if len(self.slots) > 1:
@@ -190,7 +149,7 @@ class ElementMap:
             if low < high:
                 shift = slot.at - slot.start
                 mine = at[low:high]
-                yield Piece(slot.spec, slice(low, high), mine + shift if shift else mine)
+                yield slot.spec, slice(low, high), mine + shift if shift else mine
 
     def _look_up(
         self, table: Indices, at: Indices
@@ -231,3 +190,65 @@ def _cuts(indices: Indices, limit: int) -> list[int]:
     """Return bounds of windows of at most ``limit`` elements and ``RUNS`` consecutive pieces."""
     gaps = np.flatnonzero(np.diff(indices) != 1) + 1
     return sorted({indices.size, *range(0, indices.size, limit), *gaps[RUNS - 1 :: RUNS].tolist()})
+
+
+INSTEAD: Final = "publish checkpoints with `deltachain push`, or an iterator of whole tensors"
+"""Hint for trainers with shards of unknown position."""
+
+
+def local_shard(name: str, tensor: Tensor) -> tuple[Tensor, Box]:
+    """Return the local part of a parameter or a buffer, and its box, without communication."""
+    if not is_sharded(tensor):
+        return tensor, Box.whole(tuple(tensor.shape))
+    sharded: Any = tensor
+    if any(placement.is_partial() for placement in sharded.placements):
+        raise UnsupportedModelError(
+            f"{name!r} is a partial sum on every rank: no rank has bits of it",
+            hint="redistribute it before attaching",
+        )
+    full, local = tuple(sharded.shape), sharded.to_local()
+    if sharded.device_mesh.get_coordinate() is None:  # the tensor is on other ranks
+        return local, Box(full, (0,) * len(full), (0,) * len(full))
+    rows = [_rows(sharded, dim) for dim in range(len(full))]
+    offset = tuple(int(kept[0]) if len(kept) else 0 for kept in rows)
+    shape = tuple(len(kept) for kept in rows)
+    if any(len(kept) and int(kept[-1] - kept[0]) + 1 != len(kept) for kept in rows):
+        raise UnsupportedModelError(
+            f"{name!r}: {sharded.placements} gives a rank rows that are not neighbours",
+            hint=INSTEAD,
+        )
+    if tuple(local.shape) != shape:
+        raise UnsupportedModelError(
+            f"{name!r}: this rank holds {tuple(local.shape)}, {sharded.placements} says {shape}",
+            hint="attach and publish between steps, when everything is sharded again",
+        )
+    return local, Box(full, offset, shape)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a ``DTensor``, without importing its slow module."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    sharded: Any = tensor
+    local: Tensor = sharded.to_local() if is_sharded(tensor) else tensor
+    return local
+
+
+def _rows(sharded: Any, dim: int) -> Tensor:  # noqa: ANN401 - a DTensor
+    """Return this rank's indices along one dimension, by sharding an ``arange`` equally."""
+    import torch  # noqa: PLC0415 - the rest is index arithmetic
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # noqa: PLC0415
+
+    def alike(placement: Any) -> Any:  # noqa: ANN401 - a placement
+        if placement.is_replicate() or placement.dim != dim:
+            return Replicate()
+        factor = getattr(placement, "split_factor", None)  # set by FSDP over tensor parallelism
+        return Shard(0) if factor is None else type(placement)(0, split_factor=factor)
+
+    indices = torch.arange(sharded.shape[dim])
+    placements = [alike(placement) for placement in sharded.placements]
+    # Without a source rank, every rank splits its own copy.
+    split = distribute_tensor(indices, sharded.device_mesh, placements, src_data_rank=None)
+    return split.to_local().cpu()

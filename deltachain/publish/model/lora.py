@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FACTORS: Final = ("A", "embedding_A")
-"""Ends of the names of a layer's first factors, by adapter."""
+_FACTORS: Final = ("A", "embedding_A")  # ends of the names of a layer's first factors, by adapter
 
 _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """Starts of the names of initialisations that write to the weights of the base."""
@@ -40,13 +39,8 @@ _ALONE: Final = "publish the adapter alone (adapter_tensors), or a merged copy o
 def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter, with the names of ``adapter_model.safetensors``.
 
-    Args:
-        model: Model with adapters.
-        adapter: Name of the adapter; optional if the model has only one.
-
-    Raises:
-        ConfigError: The model has no such adapter, or several and none was named; or its layers
-            scale by something else than its configuration says.
+    The only adapter needs no name; an unknown one is a ``ConfigError``, as is a layer that scales
+    by something else than the adapter's configuration says.
     """
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - whoever has the model has it
 
@@ -61,12 +55,7 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
 def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, bytes]:
     """Return the files that ``save_pretrained`` writes for an adapter, without its tensors.
 
-    Arguments as of :func:`adapter_tensors`.
-
     An adapter whose initialisation changed the base is named in the log.
-
-    Raises:
-        ConfigError: The model has no such adapter, or several and none was named.
     """
     name, found = _find(model, adapter)
     start = getattr(found, "init_lora_weights", None)
@@ -92,10 +81,9 @@ def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, by
 
 
 def _is_of_transformers(model: PeftModel) -> bool:
-    """Return whether ``add_adapter`` of transformers made the adapters, not a model of PEFT.
+    """Return whether ``add_adapter`` of transformers made the adapters, with names without prefix.
 
-    Their names lack the prefix of PEFT's, which ``save_pretrained`` adds. Only the model's own
-    attribute counts: a model of PEFT shows the attributes of the model inside.
+    A model of PEFT shows the attributes of the model inside: only the model's own count.
     """
     return bool(vars(unwrapped(model)).get("_hf_peft_config_loaded"))
 
@@ -104,12 +92,8 @@ def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tup
     """Yield the tensors of the base model's checkpoint with one adapter merged: ``W + s B A``.
 
     The sum is computed in fp32 and rounded once, to the dtype of ``W``, into a new tensor. Low-rank
-    factors of sharded layers are gathered, one layer at a time. Arguments as of
-    :func:`adapter_tensors`.
-
-    Raises:
-        ConfigError: The model has no such adapter, or several and none was named; or the adapter
-            does more than add to linear layers.
+    factors of sharded layers are gathered, one layer at a time. An adapter that does more than add
+    to linear layers is a ``ConfigError``.
     """
     adapter, config = _find(model, adapter)
     base: Any = model.get_base_model()
@@ -159,10 +143,7 @@ def _tuned(base: nn.Module) -> dict[str, nn.Module]:
 
 
 def _own_name(name: str, tuned: Collection[str]) -> str | None:
-    """Return the name of a module or tensor in the base model; ``None`` for parts of adapters.
-
-    ``tuned`` are the paths of PEFT's layers in the model with adapters.
-    """
+    """Return a name in the base model; ``None`` for parts of adapters, in ``tuned`` layers."""
     kept: list[str] = []
     path = ""
     for word in name.split("."):
@@ -186,10 +167,7 @@ def _added(own: str, layer: Any, adapter: str, weight: Tensor) -> Tensor:  # noq
 
 
 def _refuse_other_scale(model: Any, adapter: str, config: Any) -> None:  # noqa: ANN401 - of peft
-    """Refuse an adapter whose layers scale by something else than its configuration says.
-
-    Followers have the file of that configuration, and compute the scale from it.
-    """
+    """Refuse layers that scale by something else than the file that followers have says."""
     if not _is_lora(config):
         return
     alphas = {config.lora_alpha, *(getattr(config, "alpha_pattern", None) or {}).values()}
@@ -243,16 +221,14 @@ def _refuse_more(config: Any, base: Any, adapter: str) -> None:  # noqa: ANN401 
 
 def _unmerged(adapter: str, more: str) -> ConfigError:
     return UnsupportedModelError(
-        f"adapter {adapter!r} has {more}, which is not merged here",
-        hint=_ALONE,
+        f"adapter {adapter!r} has {more}, which is not merged here", hint=_ALONE
     )
 
 
 def _find(model: PeftModel, adapter: str | None) -> tuple[str, Any]:
     """Return the name and PEFT's configuration of an adapter.
 
-    Of several adapters none is the obvious one: trainers add a reference adapter, and switch the
-    active one during a step.
+    Of several none is the obvious one: trainers add a reference adapter, and switch the active one.
     """
     known: Mapping[str, Any] = getattr(model, "peft_config", {})
     if adapter is None and len(known) == 1:

@@ -6,21 +6,20 @@ import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from deltachain.errors import UnsupportedModelError
-from deltachain.publish.model.shard import is_sharded, local_of
+from deltachain.publish.model.layout import INSTEAD, is_sharded, local_of
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_modules
 from deltachain.types import TensorSpec
 
 logger = logging.getLogger(__name__)
 
-RESERVED: Final = "__metadata__"
-"""Key of a safetensors header that is no tensor's name."""
+RESERVED: Final = "__metadata__"  # key of a safetensors header that is no tensor's name
 
 _LAST_WORD: Final = re.compile(r"[^.]*[^.\d][^.]*(?=(\.\d+)*$)")
 """Last word of a name that is no number."""
@@ -35,25 +34,25 @@ _NAN_OF_E8M0: Final = 255
 
 _PUSH: Final = "or publish a checkpoint with `deltachain push`"
 
+SAME_TENSORS: Final = (
+    "all versions of a chain have the same tensors: attach another publisher, at a URL of its own"
+)
 
-def refuse_adapters(model: nn.Module) -> None:
-    ours = (f"{n or 'model'!r}" for n, one in model.named_modules() if is_of_peft(one))
-    named = list(model.named_parameters())
-    is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
-    factors = (repr(name) for name, _ in named if ".lora_" in name and not is_base_trained)
-    for found in (*ours, *factors):
-        raise UnsupportedModelError(
-            f"{found} is an adapter: its base weights do not change",
-            hint="Publisher(url).attach(lambda: adapter_tensors(model)), or of LoRA merged_tensors "
-            "for what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
-        )
+_BETWEEN: Final = (
+    f"publish between steps, when FSDP has sharded everything again; otherwise {SAME_TENSORS}"
+)
+
+COMPARED_WHOLE: Final = (
+    "publish an export, which is compared whole: "
+    "Publisher(url).attach(lambda: model.state_dict().items()), and publish by hand"
+)
+
+GONE: Final = "is gone since the publisher was attached"
+NEW: Final = "was not there when the publisher was attached"
 
 
-def is_of_peft(module: nn.Module) -> bool:
-    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
-
-
-def refuse_outside(wrapper: nn.Module, model: nn.Module) -> None:
+def refuse_model(wrapper: nn.Module, model: nn.Module) -> None:
+    """Refuse a model with weights outside of it, in adapters, or in pieces of unknown position."""
     inside = {id(parameter) for parameter in model.parameters()}
     for name, parameter in wrapper.named_parameters():
         if id(parameter) not in inside:
@@ -62,6 +61,32 @@ def refuse_outside(wrapper: nn.Module, model: nn.Module) -> None:
                 hint="make it a part of the model, or publish an export that yields it too, "
                 f"{_PUSH}",
             )
+    for module in model.modules():
+        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
+            raise UnsupportedModelError(
+                "the model is wrapped in FSDP1, which does not say where a piece belongs",
+                hint=f"use FSDP2 (`fully_shard`; in Accelerate `fsdp_version: 2`), or {INSTEAD}",
+            )
+    named = list(model.named_parameters())
+    for name, parameter in named:
+        if hasattr(parameter, "ds_id"):
+            raise UnsupportedModelError(
+                f"{name!r} is partitioned by DeepSpeed, which does not say where a piece belongs",
+                hint=INSTEAD,
+            )
+    adapters = [name or "model" for name, one in model.named_modules() if is_of_peft(one)]
+    is_base_trained = any(one.requires_grad and ".lora_" not in name for name, one in named)
+    adapters += [name for name, _ in named if ".lora_" in name and not is_base_trained]
+    for name in adapters:
+        raise UnsupportedModelError(
+            f"{name!r} is an adapter: its base weights do not change",
+            hint="Publisher(url).attach(lambda: adapter_tensors(model)), or of LoRA merged_tensors "
+            "for what it makes of its base, both of deltachain.publish.model.lora; publish by hand",
+        )
+
+
+def is_of_peft(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in type(module).__mro__)
 
 
 def say_wrapped(model: nn.Module) -> None:
@@ -100,17 +125,15 @@ def refuse_other_names(model: nn.Module, saved: Mapping[str, object]) -> None:
         )
 
 
-def refuse_lazy(tensors: Iterable[tuple[str, Tensor]]) -> None:
-    for name, tensor in tensors:
-        if is_lazy(tensor):
-            raise UnsupportedModelError(
-                f"{name!r} has no shape yet: its module is lazy, and has seen no input",
-                hint="call the model once, with an input of the right size, then attach",
-            )
+def refuse_lazy(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise UnsupportedModelError(
+            f"{name!r} has no shape yet: its module is lazy, and has seen no input",
+            hint="call the model once, with an input of the right size, then attach",
+        )
 
 
 def refuse_specs(specs: Iterable[TensorSpec]) -> None:
-    """Refuse checkpoint tensors that a reader could not write down."""
     for spec in specs:
         if spec.name == RESERVED:
             raise UnsupportedModelError(
@@ -146,6 +169,17 @@ def refuse_tensor(name: str, tensor: Tensor) -> None:
         )
 
 
+def refuse_other_kind(name: str, tensor: Tensor, then: Tensor) -> None:
+    """Refuse what an export yields if it is not as it was, or has no bits of its own."""
+    if (tensor.shape, tensor.dtype) != (then.shape, then.dtype):
+        raise UnsupportedModelError(
+            f"{name!r} is {tensor.dtype}{tuple(tensor.shape)}, and was {then.dtype}"
+            f"{tuple(then.shape)} when the publisher was attached",
+            hint=SAME_TENSORS,
+        )
+    refuse_tensor(name, tensor)
+
+
 def _fault(tensor: Tensor) -> tuple[str, str] | None:
     """Return what a tensor is that no checkpoint has, and what an export may yield instead."""
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
@@ -156,7 +190,12 @@ def _fault(tensor: Tensor) -> tuple[str, str] | None:
     if tensor.layout != torch.strided:
         return f"{tensor.layout}: a checkpoint has dense tensors only", "its `.to_dense()`"
     if tensor.dtype not in WIRE_NAMES:
-        return f"{tensor.dtype}, which has no wire form", _export_of(tensor.dtype)
+        instead = "its codes and scales as tensors of their own"
+        if tensor.is_complex():
+            instead = "real tensors (`torch.view_as_real`)"
+        elif tensor.is_floating_point():
+            instead = "it in another dtype (`.to(torch.bfloat16)`)"
+        return f"{tensor.dtype}, which has no wire form", instead
     if not tensor.is_contiguous():
         return (
             "not contiguous: its elements lie in another order than in a checkpoint, as in "
@@ -168,25 +207,14 @@ def _fault(tensor: Tensor) -> tuple[str, str] | None:
     return None
 
 
-def _export_of(dtype: torch.dtype) -> str:
-    if dtype.is_complex:
-        return "real tensors (`torch.view_as_real`)"
-    if dtype.is_floating_point:
-        return "it in another dtype (`.to(torch.bfloat16)`)"
-    return "its codes and scales as tensors of their own"
-
-
 def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
-    """Refuse finite values that the wire dtype cannot have: they would be published as infinite.
-
-    ``values`` are the part of the tensor on this rank, before the cast.
-    """
+    """Refuse finite values, of a part on this rank, that would be infinite in the wire dtype."""
     wanted = TORCH_DTYPES[spec.dtype]
     if not values.is_floating_point() or wanted == values.dtype:
         return
-    if torch.finfo(values.dtype).max < 2 * torch.finfo(wanted).max:  # fp32 and bf16 too
-        return
     limit = torch.finfo(wanted).max
+    if torch.finfo(values.dtype).max < 2 * limit:  # fp32 and bf16 too
+        return
     values = values.float() if values.itemsize == 1 else values
     if bool((values.isfinite() & (values.abs() > limit)).any()):
         raise UnsupportedModelError(
@@ -196,35 +224,22 @@ def refuse_overflow(spec: TensorSpec, values: Tensor) -> None:
 
 
 def refuse_scale(spec: TensorSpec, values: Tensor) -> None:
-    """Refuse a scale that is not finite: all that it scales is lost in every engine.
-
-    A scale is known by its name; ``values`` are the part of it on this rank, before the cast.
-    """
+    """Refuse a scale, known by its name, that is not finite: engines lose all that it scales."""
     word = _LAST_WORD.search(spec.name.lower())
     if word is None or _SCALE.search(word.group()) is None:
         return
+    lost = False
     if values.dtype == torch.uint8:
-        fine = _E8M0.search(word.group()) is None or not bool((values == _NAN_OF_E8M0).any())
+        lost = _E8M0.search(word.group()) is not None and bool((values == _NAN_OF_E8M0).any())
     elif values.is_floating_point():
         cast = values.to(TORCH_DTYPES[spec.dtype])
-        fine = bool((cast.float() if cast.itemsize == 1 else cast).isfinite().all())
-    else:
-        fine = True
-    if not fine:
+        lost = not bool((cast.float() if cast.itemsize == 1 else cast).isfinite().all())
+    if lost:
         raise UnsupportedModelError(
             f"{spec.name!r} is a scale that is not finite",
             hint="calibrate the scales or quantise the weights again, or remove them from the "
             "model; nothing was published",
         )
-
-
-SAME_TENSORS: Final = (
-    "all versions of a chain have the same tensors: attach another publisher, at a URL of its own"
-)
-
-_BETWEEN: Final = (
-    f"publish between steps, when FSDP has sharded everything again; otherwise {SAME_TENSORS}"
-)
 
 
 class MemoryRange(NamedTuple):
@@ -236,27 +251,28 @@ class MemoryRange(NamedTuple):
 
 
 class TensorForm(NamedTuple):
-    """What a live tensor is on this rank.
-
-    Attributes:
-        dtype: Its dtype.
-        shape: Shape of the part on this rank.
-        full: Shape of the whole tensor.
-        placement: Placements and mesh of a ``DTensor``; ``None`` for a plain one.
-        is_trained: Whether it requires a gradient.
-        memory: Where its elements are.
-    """
+    """What a live tensor is on this rank; the first four fields never change."""
 
     dtype: torch.dtype
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of the part on this rank
     full: tuple[int, ...]
-    placement: object
+    placement: object  # placements and mesh of a DTensor
     is_trained: bool
     memory: MemoryRange
 
-    @property
-    def kept(self) -> tuple[object, ...]:
-        return self[:4]
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> TensorForm:
+        local = local_of(tensor)
+        refuse_tensor(name, local)
+        start, sharded = local.data_ptr(), cast("Any", tensor)
+        return cls(
+            local.dtype,
+            tuple(local.shape),
+            tuple(tensor.shape),
+            (sharded.placements, sharded.device_mesh) if is_sharded(tensor) else None,
+            tensor.requires_grad,
+            MemoryRange(str(local.device), start, start + local.numel() * local.element_size()),
+        )
 
     def __str__(self) -> str:
         placed = "" if self.placement is None else f" of {self.full}, {self.placement}"
@@ -265,15 +281,8 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """What a live model is on this rank.
-
-    Attributes:
-        tensors: Its parameters and persistent buffers, by each of their names.
-        ties: First name by further name of a tied tensor.
-    """
-
-    tensors: Mapping[str, TensorForm]
-    ties: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, TensorForm]  # parameters and persistent buffers, by each of their names
+    ties: Mapping[str, str] = field(default_factory=dict)  # first name by further name
 
     @classmethod
     def of(cls, live: Iterable[tuple[str, Tensor]]) -> ModelForm:
@@ -284,7 +293,7 @@ class ModelForm:
         for name, tensor in live:
             seen = first.setdefault(id(tensor), name)
             if seen == name:
-                tensors[name] = form_of(name, tensor)
+                tensors[name] = TensorForm.of(name, tensor)
             else:
                 tensors[name], ties[name] = tensors[seen], seen
         return cls(tensors, ties)
@@ -312,41 +321,27 @@ class ModelForm:
         return frozenset(found)
 
 
-def form_of(name: str, tensor: Tensor) -> TensorForm:
-    local = local_of(tensor)
-    refuse_tensor(name, local)
-    start, placement = local.data_ptr(), None
-    if is_sharded(tensor):
-        sharded: Any = tensor
-        placement = sharded.placements, sharded.device_mesh
-    memory = MemoryRange(str(local.device), start, start + local.numel() * local.element_size())
-    return TensorForm(
-        local.dtype,
-        tuple(local.shape),
-        tuple(tensor.shape),
-        placement,
-        tensor.requires_grad,
-        memory,
-    )
-
-
 def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) -> None:
     """Refuse a model that no version of the chain can have, compared with what was attached.
 
-    Other elements, other memory and another device are followed. ``frozen`` are the names of
-    tensors that are not compared with the snapshot.
+    ``frozen`` are the names of tensors that are not compared with the snapshot.
     """
-    for name in (*then.tensors, *now.tensors):
-        if name not in now.tensors:
-            raise UnsupportedModelError(
-                f"{name!r} is gone since the publisher was attached", hint=SAME_TENSORS
-            )
-        if name not in then.tensors:
-            raise UnsupportedModelError(
-                f"{name!r} was not there when the publisher was attached", hint=SAME_TENSORS
-            )
+    gone, new = then.tensors.keys() - now.tensors.keys(), now.tensors.keys() - then.tensors.keys()
+    for name in (*sorted(gone), *sorted(new)):
+        what = GONE if name in gone else NEW
+        raise UnsupportedModelError(f"{name!r} {what}", hint=SAME_TENSORS)
     for name, form in now.tensors.items():
-        _refuse_change(name, then.tensors[name], form, is_frozen=name in frozen)
+        if form[:4] != then.tensors[name][:4]:
+            raise UnsupportedModelError(
+                f"{name!r} is {form}, and was {then.tensors[name]} when the publisher was attached",
+                hint=_BETWEEN,
+            )
+        if name in frozen and form.is_trained:
+            raise UnsupportedModelError(
+                f"{name!r} was frozen when the publisher was attached, and is trained now",
+                hint="close the publisher before unfreezing, and attach another one after it: the "
+                "chain goes on from its head",
+            )
     for name, other in then.ties.items():
         if now.tensors[name].memory != now.tensors[other].memory:
             raise UnsupportedModelError(
@@ -360,17 +355,4 @@ def refuse_changes(then: ModelForm, now: ModelForm, *, frozen: Collection[str]) 
             f"{name!r} was frozen when the publisher was attached, and is now in the memory of a "
             "weight that is trained",
             hint="close this publisher, and attach another one: the chain goes on from its head",
-        )
-
-
-def _refuse_change(name: str, then: TensorForm, now: TensorForm, *, is_frozen: bool) -> None:
-    if now.kept != then.kept:
-        raise UnsupportedModelError(
-            f"{name!r} is {now}, and was {then} when the publisher was attached", hint=_BETWEEN
-        )
-    if is_frozen and now.is_trained:
-        raise UnsupportedModelError(
-            f"{name!r} was frozen when the publisher was attached, and is trained now",
-            hint="close the publisher before unfreezing, and attach another one after it: the "
-            "chain goes on from its head",
         )

@@ -18,32 +18,10 @@ from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
 from deltachain.kernels import device, host
 from deltachain.publish.config import AS_IN_MODEL
+from deltachain.publish.model import refusals, wire_dtypes
 from deltachain.publish.model.assets import with_config_watched
 from deltachain.publish.model.conversion import Conversion, Destination, conversions
-from deltachain.publish.model.layout import ElementMap, ElementRun
-from deltachain.publish.model.refusals import (
-    SAME_TENSORS,
-    ModelForm,
-    refuse_adapters,
-    refuse_changes,
-    refuse_lazy,
-    refuse_other_names,
-    refuse_outside,
-    refuse_overflow,
-    refuse_scale,
-    refuse_tensor,
-    say_wrapped,
-)
-from deltachain.publish.model.shard import local_of, local_shard, refuse_foreign
-from deltachain.publish.model.wire_dtypes import (
-    Known,
-    given_dtypes,
-    kept_in_fp32,
-    origin,
-    origin_dtypes,
-    say_dtypes,
-    wire_dtype,
-)
+from deltachain.publish.model.layout import ElementMap, ElementRun, local_of, local_shard
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import TensorSpec
 
@@ -54,26 +32,12 @@ _YIELD: Final = "yield names and torch tensors, as model.named_parameters() or t
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Shard of one model tensor on this rank.
-
-    Attributes:
-        spec: Name in the model, wire dtype, and shape of the whole tensor.
-        tensor: Local part of the live parameter or buffer; collected weights keep its shape and
-            dtype only, on the meta device.
-        frozen: Whether it is a matrix that is not trained; it is then part of anchors and digests
-            only.
-        element_map: Map from its elements to those of the checkpoint.
-        is_buffer: Whether it is a buffer, whose values may differ between ranks.
-        writes: Writes in place to the parameter or buffer so far.
-        file: Function that reads the tensor from its file; ``tensor`` has no data then.
-    """
-
     spec: TensorSpec
-    tensor: Tensor
-    frozen: bool
+    tensor: Tensor  # the live shard; of collected weights shape and dtype only, on the meta device
+    frozen: bool  # a matrix that is not trained, which is part of anchors and digests only
     element_map: ElementMap
-    is_buffer: bool = False
-    writes: int = 0
+    is_buffer: bool = False  # its values may differ between ranks
+    writes: int = 0  # in place, so far
     file: Callable[[], Tensor] | None = None
 
     @classmethod
@@ -85,71 +49,51 @@ TensorSource: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
 """Function that yields all tensors with unique names, called again for every version."""
 
 
-def _without_others(topic: str) -> None:
-    """Agree with nobody: the tensors of a rank depend on no other rank."""
-    del topic
-
-
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """All tensors of a model's checkpoint, tied ones once.
+    """All tensors of a model's checkpoint, tied ones once."""
 
-    Attributes:
-        weights: Weights published by this rank, sorted by name.
-        specs: Specs of all checkpoint tensors, also of other ranks, sorted by name.
-        aliases: Published name by further name of a tied weight.
-        live: Function that yields the live tensors.
-        agree: Function that every rank calls before each iteration over the live tensors, with a
-            unique name of the version: tensors may depend on weights of other ranks.
-        ext: Extension data of the chain's table, part of its identity.
-        attached: The module on this rank when it was attached; ``None`` for other sources.
-        one_by_one: Whether each live tensor must be used before the next one is taken: an export
-            makes its tensors anew each time, and may use their memory again at once.
-        has_own_checks: Whether ``live`` refuses scales that are not finite.
-    """
-
-    weights: tuple[Weight, ...]
-    specs: tuple[TensorSpec, ...]
-    aliases: Mapping[str, str]
+    weights: tuple[Weight, ...]  # published by this rank, sorted by name
+    specs: tuple[TensorSpec, ...]  # of all checkpoint tensors, of other ranks too, sorted by name
+    aliases: Mapping[str, str]  # published name by further name of a tied weight
     live: TensorSource
-    agree: Callable[[str], None] = _without_others
-    ext: Mapping[str, Any] = field(default_factory=dict)
-    attached: ModelForm | None = None
+    agree: Callable[[str], None] = lambda _: None
+    """Called by every rank before each iteration over the live tensors, with a unique name of the
+    version: tensors may depend on weights of other ranks."""
+    ext: Mapping[str, Any] = field(default_factory=dict)  # of the chain's table
+    attached: refusals.ModelForm | None = None  # the module as it was attached
     one_by_one: bool = False
-    has_own_checks: bool = False
+    """Whether each live tensor must be used before the next one is taken: an export may use its
+    memory again at once."""
+    has_own_checks: bool = False  # `live` refuses scales that are not finite
 
     def live_weights(self) -> Iterator[Weight]:
         """Yield the weights with their current tensors, in the order of ``live``.
 
-        A module is compared with the attached one before its first weight is yielded. No references
-        to tensors are kept, since loading a state may replace them, and an export creates new ones
-        each time.
-
-        Raises:
-            ConfigError: The module or a yielded tensor is not as it was when it was attached, has
-                no bits of its own, or is a scale that is not finite.
+        A module is compared with the attached one first. No references to tensors are kept, since
+        loading a state may replace them, and an export creates new ones each time.
         """
         missing = {weight.spec.name: weight for weight in self.weights}
         live = self.live()
         if self.attached is not None:
             live = list(live)
             frozen = {name for name, weight in missing.items() if weight.frozen}
-            refuse_changes(self.attached, ModelForm.of(live), frozen=frozen)
+            refusals.refuse_changes(self.attached, refusals.ModelForm.of(live), frozen=frozen)
         for name, tensor in live:
             weight = missing.pop(name, None)
-            if weight is not None:
-                local = local_of(tensor)
-                if self.attached is None:
-                    _check_yielded(weight, local)
-                if not self.has_own_checks:
-                    refuse_scale(weight.spec, local)
-                    refuse_overflow(weight.spec, local)
-                writes = _writes_to(tensor, local)
-                yield replace(weight, tensor=local, file=None, writes=writes)
-        if missing:
-            raise UnsupportedModelError(
-                f"{min(missing)!r} is gone since the publisher was attached", hint=SAME_TENSORS
-            )
+            if weight is None:
+                continue
+            local = local_of(tensor)
+            if self.attached is None:
+                refusals.refuse_other_kind(name, local, weight.tensor)
+            if not self.has_own_checks:
+                refusals.refuse_scale(weight.spec, local)
+                refusals.refuse_overflow(weight.spec, local)
+            # As far as torch counts them: not those by `.data`.
+            writes = sum(one._version for one in (tensor, local) if not one.is_inference())
+            yield replace(weight, tensor=local, file=None, writes=writes)
+        for name in missing:
+            raise UnsupportedModelError(f"{name!r} {refusals.GONE}", hint=refusals.SAME_TENSORS)
 
     @property
     def numel(self) -> int:
@@ -181,17 +125,6 @@ def cast_to(dtype: str, tensor: Tensor) -> Tensor:
     return bits.view(wanted).view(tensor.shape)
 
 
-def _check_yielded(weight: Weight, local: Tensor) -> None:
-    name, then = weight.spec.name, weight.tensor
-    if (local.shape, local.dtype) != (then.shape, then.dtype):
-        raise UnsupportedModelError(
-            f"{name!r} is {local.dtype}{tuple(local.shape)}, and was {then.dtype}"
-            f"{tuple(then.shape)} when the publisher was attached",
-            hint=SAME_TENSORS,
-        )
-    refuse_tensor(name, local)
-
-
 def collect_weights(
     model: nn.Module | TensorSource,
     *,
@@ -199,54 +132,38 @@ def collect_weights(
     checkpoint: Path | None = None,
     alone: bool = False,
 ) -> ModelTensors:
-    """Collect the parameters and buffers of a model in this process, tied ones once.
-
-    Args:
-        model: Model on any device, wrapped or not, whole or sharded as DTensors; or an export,
-            which yields the tensors of a checkpoint in the dtypes to publish.
-        dtype: Wire dtype of every floating point weight; ``model`` for that in the model.
-        checkpoint: Folder of the model's checkpoint, for the wire dtypes; by default the folder
-            that the model was loaded from, if any.
-        alone: Whether no other rank publishes. A model without any parameter that requires a
-            gradient is then compared whole; ranks would have to agree on that.
-
-    Raises:
-        ConfigError: The model cannot be published as it is; the hint names an alternative.
-    """
     as_in_model = dtype == AS_IN_MODEL
     dtype = None if as_in_model else dtype
     if not isinstance(model, nn.Module):
         return _collect_export(model, dtype)
     wrapper, model = model, unwrapped(model)
-    say_wrapped(model)
-    refuse_outside(wrapper, model)
-    refuse_foreign(model)
-    refuse_adapters(model)
-    refuse_lazy(named_tensors(model))
-    refuse_other_names(model, model.state_dict(keep_vars=True))
+    refusals.say_wrapped(model)
+    refusals.refuse_model(wrapper, model)
+    for name, tensor in named_tensors(model):
+        refusals.refuse_lazy(name, tensor)
+    refusals.refuse_other_names(model, model.state_dict(keep_vars=True))
     live, aliases = _distinct(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in live.items()}
     shapes |= {alias: shapes[name] for alias, name in aliases.items()}
     converted = conversions(model, shapes)
-    found = Known() if as_in_model else _known_dtypes(model, live, converted, checkpoint)
-    wire = {} if dtype else found.dtypes
+    warnings: list[str] = []
+    known = None
+    if not as_in_model:
+        known = _known_dtypes(model, live, converted, checkpoint, warnings.append)
+    wire = {} if dtype else known or {}
     # A base says the bits of version 0, and their dtypes.
-    kept = frozenset() if checkpoint else kept_in_fp32(model, live)
+    kept = frozenset() if checkpoint else wire_dtypes.kept_in_fp32(model, live)
     weights = [
-        replace(
-            _weight(name, live[name], converted.get(name), dtype, {} if name in kept else wire),
-            is_buffer=not isinstance(live[name], nn.Parameter),
-        )
+        _weight(name, live[name], converted.get(name), dtype, {} if name in kept else wire)
         for name in sorted(live)
     ]
     specs = specs_of(slot.spec for weight in weights for slot in weight.element_map.slots)
-    if found.warning and not dtype:
-        logger.warning(found.warning)
-    known = None if as_in_model else found.dtypes
-    say_dtypes(((one.spec, one.tensor.dtype) for one in weights), dtype, known)
+    for warning in filter(None, () if dtype else warnings):
+        logger.warning(warning)
+    wire_dtypes.say_dtypes(((one.spec, one.tensor.dtype) for one in weights), dtype, known)
     renamed = {name: one.targets[0].name for name, one in converted.items()}
     named = {renamed.get(a, a): renamed.get(name, name) for a, name in aliases.items()}
-    attached = ModelForm.of(named_tensors(model))
+    attached = refusals.ModelForm.of(named_tensors(model))
     shared = attached.shared({weight.spec.name for weight in weights if weight.frozen})
     weights = [replace(w, frozen=w.frozen and w.spec.name not in shared) for w in weights]
     if alone and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -262,7 +179,8 @@ def _known_dtypes(
     live: Mapping[str, Tensor],
     converted: Mapping[str, Conversion],
     checkpoint: Path | None,
-) -> Known:
+    warn: wire_dtypes.Warn,
+) -> Mapping[str, str]:
     own: dict[str, TensorSpec] = {}
     for name, tensor in live.items():
         dtype = WIRE_NAMES.get(tensor.dtype)
@@ -271,48 +189,36 @@ def _known_dtypes(
         elif dtype is not None:
             own[name] = TensorSpec(name, dtype, tuple(tensor.shape))
     if checkpoint is not None:
-        return given_dtypes(checkpoint, own)
+        return wire_dtypes.given_dtypes(checkpoint, own, warn)
     straight = {name: tensor for name, tensor in live.items() if name not in converted}
-    return origin_dtypes(origin(model), own, straight)
+    return wire_dtypes.origin_dtypes(wire_dtypes.origin(model), own, straight, warn)
 
 
 def _live_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a model, once its ``state_dict`` is seen to have them by their names."""
     saved = model.state_dict(keep_vars=True)
-    refuse_other_names(model, saved)
+    refusals.refuse_other_names(model, saved)
     return named_tensors(model, saved)
 
 
-def _writes_to(*tensors: Tensor) -> int:
-    """Return how often they were written in place, as far as torch counts: not by ``.data``."""
-    return sum(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
 def _collect_export(live: TensorSource, dtype: str | None) -> ModelTensors:
-    """Collect the tensors of an export, without keeping references."""
     if not callable(live):
         raise ConfigError(
             f"a {type(live).__name__} is neither a module nor a function that yields tensors",
             hint="give the module itself; of a dict of tensors, attach(lambda: tensors.items())",
         )
-    weights: dict[str, Weight] = {}
-    for name, tensor in _yielded(live):
-        weight = _weight(name, tensor.detach(), None, dtype, {})
-        weights[name] = replace(weight, frozen=False)
-    say_dtypes(((one.spec, one.tensor.dtype) for one in weights.values()), dtype, None)
-    found = tuple(weights[name] for name in sorted(weights))
-    specs = specs_of(weight.element_map.slots[0].spec for weight in found)
-    live_now = partial(_yielded, live, frozenset(weights))
-    return ModelTensors(found, specs, {}, live_now, one_by_one=True)
+    made = (_weight(name, tensor.detach(), None, dtype, {}) for name, tensor in _yielded(live))
+    found = [replace(one, frozen=False, is_buffer=False) for one in made]
+    wire_dtypes.say_dtypes(((one.spec, one.tensor.dtype) for one in found), dtype, None)
+    weights = tuple(sorted(found, key=lambda one: one.spec.name))
+    specs = specs_of(weight.element_map.slots[0].spec for weight in weights)
+    live_now = partial(_yielded, live, frozenset(one.spec.name for one in found))
+    return ModelTensors(weights, specs, {}, live_now, one_by_one=True)
 
 
 def _yielded(
     live: TensorSource, known: frozenset[str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield what an export yields, once it is seen to be names and tensors.
-
-    ``known`` are the names that it yielded on this rank when it was attached.
-    """
+    """Yield what an export yields, once it is seen to be names (``known`` ones) and tensors."""
     found: object = live()
     if not isinstance(found, Iterable):
         raise ConfigError(f"the export returned a {type(found).__name__}", hint=_YIELD)
@@ -327,12 +233,10 @@ def _yielded(
                         hint="tensors that the checkpoint has joined must be yielded joined, once",
                     )
                 if known is not None and name not in known:
-                    raise UnsupportedModelError(
-                        f"{name!r} was not there when the publisher was attached",
-                        hint=SAME_TENSORS,
-                    )
+                    message = f"{name!r} {refusals.NEW}"
+                    raise UnsupportedModelError(message, hint=refusals.SAME_TENSORS)
                 seen.add(name)
-                refuse_lazy([(name, tensor)])
+                refusals.refuse_lazy(name, tensor)
                 yield name, tensor
             case _:
                 raise ConfigError(
@@ -348,22 +252,22 @@ def _weight(
     wire: Mapping[str, str],
 ) -> Weight:
     local, box = local_shard(name, tensor)
-    refuse_tensor(name, local)
+    refusals.refuse_tensor(name, local)
     goes = conversion or Conversion((Destination(name, box.full, 0, 0, tensor.numel()),))
-    wanted = wire_dtype([t.name for t in goes.targets], local, dtype, wire)
+    wanted = wire_dtypes.wire_dtype([t.name for t in goes.targets], local, dtype, wire)
     slots = tuple(
         ElementRun(TensorSpec(t.name, wanted, t.shape), t.start, t.at, t.numel)
         for t in goes.targets
     )
     # Vectors are always compared, at no cost: trainers of experts move biases without a gradient.
-    frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad and len(box.full) > 1
+    is_buffer = not isinstance(tensor, nn.Parameter)
+    frozen = not is_buffer and not tensor.requires_grad and len(box.full) > 1
     spec = TensorSpec(name, wanted, box.full)
     gone = torch.empty(local.shape, dtype=local.dtype, device="meta")
-    return Weight(spec, gone, frozen, ElementMap(box, slots, goes.table))
+    return Weight(spec, gone, frozen, ElementMap(box, slots, goes.table), is_buffer)
 
 
 def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Return the distinct specs, sorted by name; refuse two of the same name."""
     found: dict[str, TensorSpec] = {}
     for spec in specs:
         have = found.setdefault(spec.name, spec)
@@ -375,8 +279,7 @@ def specs_of(specs: Iterable[TensorSpec]) -> tuple[TensorSpec, ...]:
 def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return tensors by the name that checkpoints have, and the other names of tied ones.
 
-    Checkpoints of transformers leave out the names that the model calls tied to others; of other
-    models, the first name counts.
+    Checkpoints of transformers leave out the names that the model calls tied to others.
     """
     left_out = getattr(model, "all_tied_weights_keys", None) or {}
     names: dict[int, list[str]] = {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from deltachain.publish.config import AS_IN_MODEL
 from deltachain.torch_names import TORCH_DTYPES, WIRE_NAMES, unwrapped
 from deltachain.types import TensorSpec
 
+logger = logging.getLogger(__name__)
+
 # Transformers leaves no trace of ``subfolder`` and ``variant``: among several sets of weights, the
 # model's is known by its values, else by names, shapes and dtypes.
 
@@ -26,8 +28,7 @@ from deltachain.types import TensorSpec
 _PLAIN: Final = frozenset({"F16", "BF16", "F32", "F64"})
 """Floating point dtypes of weights that are not quantised."""
 
-_COMPARED: Final = 4
-"""Number of matrices whose values tell one set of weights from another."""
+_COMPARED: Final = 4  # number of matrices whose values tell one set of weights from another
 
 _VARIANT: Final = re.compile(r"model\.([^.]+?)(-\d+-of-\d+)?\.safetensors")
 """Names of the files that ``save_pretrained(variant=...)`` writes."""
@@ -38,32 +39,98 @@ _PLACES: Final = ("*.safetensors", "[!.]*/*.safetensors", "[!.]*/[!.]*/*.safeten
 _RUN: Final = re.compile(r"(checkpoint-|global_step)\d+")
 """Names of the folders that a trainer writes; they hold masters, which a resumed run loads."""
 
-_WHOLE: Final = "model"
-"""Key of the weights of a folder that are no variant."""
+_WHOLE: Final = "model"  # key of the weights of a folder that are no variant
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Dtypes of the weights that a model was loaded from, by name, and a warning about them.
-
-    There are none without weights, if those are quantised and the model is not, or if it is unknown
-    which are the model's.
-    """
-
-    dtypes: Mapping[str, str] = field(default_factory=dict)
-    warning: str = ""
+Warn: TypeAlias = Callable[[str], object]
 
 
 @dataclass(frozen=True, slots=True)
 class _Set:
+    """A set of weights in a checkpoint, beside those of a model, by their names there."""
+
     label: str
     parts: tuple[Checkpoint, ...]
+    own: Mapping[str, TensorSpec]
 
     @property
     def specs(self) -> dict[str, TensorSpec]:
         return {name: spec for part in self.parts for name, spec in part.specs.items()}
 
-    def values(self, name: str) -> Tensor:
+    @property
+    def shared(self) -> list[tuple[TensorSpec, TensorSpec]]:
+        return [(spec, self.own[name]) for name, spec in self.specs.items() if name in self.own]
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether most tensors of equal names have equal shapes, or other rows."""
+        shapes = [(one.shape, mine.shape) for one, mine in self.shared]
+        alike = sum(len(one) == len(mine) and one[1:] == mine[1:] for one, mine in shapes)
+        return bool(shapes) and 2 * alike >= len(shapes)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether a weight is as wide as in the model, or wider, in another dtype."""
+        dtypes = ((one.dtype, mine.dtype) for one, mine in self.shared)
+        return any(
+            theirs != mine
+            and {theirs, mine} <= _PLAIN
+            and TORCH_DTYPES[theirs].itemsize >= TORCH_DTYPES[mine].itemsize
+            for theirs, mine in dtypes
+        )
+
+    @property
+    def differences(self) -> int:
+        """Number of names in one of both, or with another shape."""
+        reshaped = sum(one.shape != mine.shape for one, mine in self.shared)
+        return len(self.specs.keys() ^ self.own.keys()) + reshaped
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        return {one.name: one.dtype for one, _ in self.shared}
+
+    def unquantised(self, warn: Warn) -> Mapping[str, str]:
+        codes = [
+            (one, mine)
+            for one, mine in sorted(self.shared, key=lambda both: both[0].name)
+            if mine.dtype in _PLAIN and one.dtype not in _PLAIN
+        ]
+        if not codes:
+            return {name: spec.dtype for name, spec in self.specs.items()}
+        first, mine = codes[0]
+        warn(
+            f"{len(codes)} weights such as {first.name!r} are {first.dtype} in the checkpoint that "
+            "the model was loaded from, and dequantised in the model: all weights are published in "
+            f"the dtypes of the model, this one as {mine.dtype}"
+        )
+        return {}
+
+    def holds(self, tensors: Mapping[str, Tensor]) -> bool:
+        specs = self.specs
+        names = [
+            name
+            for name, tensor in tensors.items()
+            if name in specs
+            and specs[name].dtype in _PLAIN
+            and tensor.dim() > 1
+            and tuple(tensor.shape) == specs[name].shape
+            and tensor.is_floating_point()
+            and type(tensor.detach()) is Tensor  # whole, and of no format of its own
+            and not tensor.is_meta
+        ]
+        chosen = sorted(names, key=lambda name: (tensors[name].numel(), name))[:_COMPARED]
+        try:
+            return bool(chosen) and all(
+                torch.equal(
+                    self._values(name).to(tensors[name].dtype), tensors[name].detach().cpu()
+                )
+                for name in chosen
+            )
+        except (ConfigError, FormatError) as exc:
+            logger.debug("%s is not compared with the model: %s", self.label, exc)
+            return False
+
+    def _values(self, name: str) -> Tensor:
         part = next(part for part in self.parts if name in part.specs)
         spec = part.specs[name]
         return torch.from_numpy(part.bits(name)).view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
@@ -88,67 +155,66 @@ def origin(model: nn.Module) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def given_dtypes(folder: Path, own: Mapping[str, TensorSpec]) -> Known:
-    """Return the wire dtypes of a checkpoint that the user named; see :func:`origin_dtypes`."""
-    whole, fault = _whole(folder)
-    return Known(warning=fault) if whole is None else _unquantised(whole, own)
+def given_dtypes(folder: Path, own: Mapping[str, TensorSpec], warn: Warn) -> Mapping[str, str]:
+    whole, fault = _whole(folder, own)
+    if whole is not None:
+        return whole.unquantised(warn)
+    warn(fault)
+    return {}
 
 
 def origin_dtypes(
-    folder: Path | None, own: Mapping[str, TensorSpec], tensors: Mapping[str, Tensor]
-) -> Known:
-    """Return the wire dtypes of the weights that a model was loaded from.
+    folder: Path | None,
+    own: Mapping[str, TensorSpec],
+    tensors: Mapping[str, Tensor],
+    warn: Warn,
+) -> Mapping[str, str]:
+    """Return the wire dtypes of the weights that a model was loaded from; none if unknown.
 
-    Subfolders and variants are read if the folder's own weights have other values than the model,
-    or dtypes in which the model cannot be published.
-
-    Args:
-        folder: The folder; ``None`` if it is unknown.
-        own: Specs of the model's tensors by their names in a checkpoint, in the model's dtypes.
-        tensors: The model's tensors by name, except tensors that a save converts.
+    Subfolders and variants are read if the folder's own weights are not the model's.
     """
     if folder is None or not folder.is_dir():
-        return Known()
-    whole, fault = _whole(folder)
-    if whole is not None and not _is_refused(whole.specs, own) and _holds(whole, tensors):
-        return _unquantised(whole, own)
-    others = [one for one in _others(folder) if _is_alike(one.specs, own)]
-    able = (one for one in others if not _is_refused(one.specs, own))
-    held = next((one for one in able if _holds(one, tensors)), None)
+        return {}
+    whole, fault = _whole(folder, own)
+    if whole is not None and not whole.is_refused and whole.holds(tensors):
+        return whole.unquantised(warn)
+    others = [one for one in _others(folder, own) if one.is_alike]
+    held = next((one for one in others if not one.is_refused and one.holds(tensors)), None)
     if held is not None:
         logger.info("the model has the weights of %s: wire dtypes are theirs", held.label)
-        return _unquantised(held, own)
+        return held.unquantised(warn)
     if whole is None:
-        return Known(warning=fault)
+        warn(fault)
+        return {}
     if not others:
-        return _unquantised(whole, own) if _is_alike(whole.specs, own) else Known()
-    return _agreed([whole, *others], own)
+        return whole.unquantised(warn) if whole.is_alike else {}
+    return _agreed([whole, *others], warn)
 
 
-def _agreed(sets: Sequence[_Set], own: Mapping[str, TensorSpec]) -> Known:
+def _agreed(sets: Sequence[_Set], warn: Warn) -> Mapping[str, str]:
     """Return the dtypes of the sets that fit a model best; the first one's if none fits."""
-    able = [one for one in sets if _is_alike(one.specs, own) and not _is_refused(one.specs, own)]
-    least = min((_differences(one.specs, own) for one in able), default=0)
-    fitting = [one for one in able if _differences(one.specs, own) == least] or sets[:1]
-    found = [_dtypes(one.specs, own) for one in fitting]
+    able = [one for one in sets if one.is_alike and not one.is_refused]
+    least = min((one.differences for one in able), default=0)
+    fitting = [one for one in able if one.differences == least] or sets[:1]
+    first, found = fitting[0], [one.dtypes for one in fitting]
     if all(one == found[0] for one in found):
-        return _unquantised(fitting[0], own)
-    if found[0] == _dtypes(own, own):
-        return Known()
-    said = " and ".join(sorted({dtype for one in found for dtype in one.values()}))
-    return Known(
-        warning=f"there are several sets of weights that may be the model's, in {said} "
-        f"({', '.join(one.label for one in fitting)}): its weights are published in the dtypes of "
-        "the model; give dtype=, such as dtype='BF16', to publish them in another one"
-    )
+        return first.unquantised(warn)
+    if found[0] != {name: spec.dtype for name, spec in first.own.items()}:
+        said = " and ".join(sorted({dtype for one in found for dtype in one.values()}))
+        warn(
+            f"there are several sets of weights that may be the model's, in {said} "
+            f"({', '.join(one.label for one in fitting)}): its weights are published in the dtypes "
+            "of the model; give dtype=, such as dtype='BF16', to publish them in another one"
+        )
+    return {}
 
 
-def _whole(folder: Path) -> tuple[_Set | None, str]:
+def _whole(folder: Path, own: Mapping[str, TensorSpec]) -> tuple[_Set | None, str]:
     """Return the weights of a folder, and why they are unreadable; ``None`` without any."""
     if not any(folder.glob("*.safetensors*")):
         return None, ""
     try:
-        return _Set(str(folder), (Checkpoint(folder),)), ""
+        return _Set(str(folder), (Checkpoint(folder),), own), ""
     except (ConfigError, FormatError) as exc:
         return None, (
             "the dtypes of the checkpoint that the model was loaded from are not known, so that "
@@ -156,7 +222,7 @@ def _whole(folder: Path) -> tuple[_Set | None, str]:
         )
 
 
-def _others(folder: Path) -> Iterator[_Set]:
+def _others(folder: Path, own: Mapping[str, TensorSpec]) -> Iterator[_Set]:
     files = sorted(itertools.chain.from_iterable(map(folder.glob, _PLACES)))
     groups: dict[tuple[Path, str], list[Path]] = {}
     for file in files:
@@ -167,84 +233,10 @@ def _others(folder: Path) -> Iterator[_Set]:
             continue
         paths = [parent] if kind == _WHOLE else members
         try:
-            yield _Set(str(paths[0]), tuple(map(Checkpoint, paths)))
+            yield _Set(str(paths[0]), tuple(map(Checkpoint, paths)), own)
         except (ConfigError, FormatError) as exc:
             logger.debug("%s does not count as the model's weights: %s", paths[0], exc)
 
-
-def _holds(found: _Set, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether matrices of a model have the values of a set of weights."""
-    specs = found.specs
-    names = [
-        name
-        for name, tensor in tensors.items()
-        if name in specs
-        and specs[name].dtype in _PLAIN
-        and tensor.dim() > 1
-        and tuple(tensor.shape) == specs[name].shape
-        and tensor.is_floating_point()
-        and type(tensor.detach()) is Tensor  # whole, and of no format of its own
-        and not tensor.is_meta
-    ]
-    chosen = sorted(names, key=lambda name: (tensors[name].numel(), name))[:_COMPARED]
-    try:
-        return bool(chosen) and all(
-            torch.equal(found.values(name).to(tensors[name].dtype), tensors[name].detach().cpu())
-            for name in chosen
-        )
-    except (ConfigError, FormatError) as exc:
-        logger.debug("%s is not compared with the model: %s", found.label, exc)
-        return False
-
-
-def _is_alike(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> bool:
-    """Return whether most tensors of equal names have equal shapes, or other rows."""
-    shared = specs.keys() & own.keys()
-    alike = [name for name in shared if len(specs[name].shape) == len(own[name].shape)]
-    alike = [name for name in alike if specs[name].shape[1:] == own[name].shape[1:]]
-    return bool(shared) and 2 * len(alike) >= len(shared)
-
-
-def _differences(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> int:
-    """Return the number of names in one of both, or with another shape."""
-    shared = specs.keys() & own.keys()
-    reshaped = sum(specs[name].shape != own[name].shape for name in shared)
-    return len(specs.keys() ^ own.keys()) + reshaped
-
-
-def _dtypes(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> dict[str, str]:
-    return {name: spec.dtype for name, spec in specs.items() if name in own}
-
-
-def _is_refused(specs: Mapping[str, TensorSpec], own: Mapping[str, TensorSpec]) -> bool:
-    """Return whether a weight is as wide in a set as in the model, or wider, in another dtype."""
-    both = ((one.dtype, own[name].dtype) for name, one in specs.items() if name in own)
-    return any(
-        theirs != mine
-        and {theirs, mine} <= _PLAIN
-        and TORCH_DTYPES[theirs].itemsize >= TORCH_DTYPES[mine].itemsize
-        for theirs, mine in both
-    )
-
-
-def _unquantised(found: _Set, own: Mapping[str, TensorSpec]) -> Known:
-    specs = found.specs
-    codes = [
-        name
-        for name, spec in sorted(specs.items())
-        if name in own and own[name].dtype in _PLAIN and spec.dtype not in _PLAIN
-    ]
-    if not codes:
-        return Known({name: spec.dtype for name, spec in specs.items()})
-    first = codes[0]
-    return Known(
-        warning=f"{len(codes)} weights such as {first!r} are {specs[first].dtype} in the "
-        "checkpoint that the model was loaded from, and dequantised in the model: all weights are "
-        f"published in the dtypes of the model, this one as {own[first].dtype}"
-    )
-
-
-logger = logging.getLogger(__name__)
 
 _FP32: Final = (
     "no checkpoint says otherwise: fp32 weights are published as fp32, nearly all of which change "
@@ -261,13 +253,6 @@ def say_dtypes(
     dtype: str | None,
     known: Mapping[str, str] | None,
 ) -> None:
-    """Log what a user may not expect of the wire dtypes.
-
-    Args:
-        weights: Spec and live dtype of each weight.
-        dtype: Wire dtype of every floating point weight, if given.
-        known: Wire dtypes of the checkpoint by name, if any; ``None`` if none was looked for.
-    """
     found = list(weights)
     if not dtype and known == {} and any(spec.dtype == "F32" for spec, _ in found):
         logger.warning(_FP32)
@@ -332,10 +317,7 @@ def _is_narrower(wanted: torch.dtype, live: torch.dtype) -> bool:
 
 
 def kept_in_fp32(model: nn.Module, weights: Mapping[str, Tensor]) -> frozenset[str]:
-    """Return the names of fp32 weights that the model's class keeps so beside 16-bit weights.
-
-    None of a model that is wholly fp32: its weights are masters.
-    """
+    """Return the names of weights that the model's class keeps in fp32 beside 16-bit weights."""
     if not any(map(_is_half, (one.dtype for one in weights.values()))):
         return frozenset()
     kept = (getattr(one, name, None) or () for one in model.modules() for name in _KEPT)
@@ -355,11 +337,7 @@ def _is_half(dtype: torch.dtype) -> bool:
 def wire_dtype(
     names: Sequence[str], tensor: Tensor, dtype: str | None, wire: Mapping[str, str]
 ) -> str:
-    """Return the wire dtype of all checkpoint tensors of a live tensor.
-
-    ``dtype`` is that of every floating point weight, if given; ``wire`` has those of the
-    checkpoint, by name.
-    """
+    """Return the wire dtype of all checkpoint tensors of a live tensor: given, or in ``wire``."""
     own, name = WIRE_NAMES[tensor.dtype], names[0]
     found = {wire.get(one, own) for one in names}
     if len(found) > 1:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.publish.quantise.finegrained import SMALLEST
 from deltachain.publish.quantise.recipe import Arithmetic, Margins, Recipe, Rounding, Stored
 
 if TYPE_CHECKING:
-    import torch
     from compressed_tensors.quantization import QuantizationScheme
     from torch import Tensor
 
@@ -22,96 +22,118 @@ LIBRARY: Final = "compressed-tensors"
 BESIDE: Final = ("kv_cache_scheme", "sparsity_config", "transform_config")
 """What a configuration may ask for beside codes and scales, and no recipe makes."""
 
-GLOBAL: Final = "weight_global_scale"
-"""Name of the global scale in a layer."""
+GLOBAL: Final = "weight_global_scale"  # name of the global scale in a layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Preset:
+    """A scheme of the library, with another strategy for its weights unless empty."""
+
+    name: str
+    strategy: str
+
+    @property
+    def scheme(self) -> QuantizationScheme:
+        return _scheme(self.name, self.strategy)
+
+    def parameters(self, amax: Tensor, global_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return scales as floating point numbers, and zero points, of 0."""
+        from compressed_tensors.quantization.utils import calculate_qparams  # noqa: PLC0415
+
+        args = self.scheme.weights
+        found: tuple[Tensor, Tensor] = calculate_qparams(-amax, amax, args, global_scale)
+        return found[0].view(amax.shape), found[1].view(amax.shape)
+
+    def scales(self, amax: Tensor, global_scale: Tensor | None = None) -> Tensor:
+        import torch  # noqa: PLC0415
+
+        scales, kind = self.parameters(amax, global_scale)[0], self.scheme.weights.scale_dtype
+        if kind != torch.uint8:
+            return scales if kind is None else scales.to(kind)
+        from compressed_tensors.compressors.mx_utils import compress_mx_scale  # noqa: PLC0415
+
+        exponents: Tensor = compress_mx_scale(scales, kind)
+        return exponents
+
+    def multipliers(
+        self, amax: Tensor, scales: Tensor, global_scale: Tensor | None = None
+    ) -> Tensor:
+        del scales
+        found = self.parameters(amax, global_scale)[0].float()
+        return found if global_scale is None else found / global_scale
+
+    def codes(
+        self, weight: Tensor, amax: Tensor, margins: Margins, global_scale: Tensor | None = None
+    ) -> Tensor:
+        """Return the codes of a piece of a weight, filled up with zeros to whole blocks."""
+        from compressed_tensors.compressors import BaseCompressor  # noqa: PLC0415
+
+        above, below, left, right = margins
+        rows, columns = weight.shape
+        if any(margins):
+            filled = weight.new_zeros((above + rows + below, left + columns + right))
+            filled[above : above + rows, left : left + columns] = weight
+            weight = filled
+        scales, zeros = self.parameters(amax, global_scale)
+        state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+        if global_scale is not None:
+            state[GLOBAL] = global_scale
+        compressor: Any = BaseCompressor.get_value_from_registry(self.scheme.format)
+        made: dict[str, Tensor] = compressor.compress(state, self.scheme)
+        codes = made["weight_packed"] if "weight_packed" in made else made["weight"]
+        packed = weight.shape[1] // codes.shape[1]
+        return codes[above : above + rows, left // packed : (left + columns) // packed]
+
+    def config(self, ignored: Sequence[str]) -> dict[str, Any]:
+        from compressed_tensors import quantization  # noqa: PLC0415
+
+        config = quantization.QuantizationConfig(
+            config_groups={"group_0": self.scheme},
+            format=self.scheme.format,
+            quantization_status=quantization.QuantizationStatus.COMPRESSED,
+            ignore=list(ignored),
+        )
+        dumped: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
+        return dumped
+
+    def ignored(self, config: Mapping[str, Any]) -> tuple[str, ...] | None:
+        from compressed_tensors.quantization import QuantizationConfig  # noqa: PLC0415
+
+        if config.get("quant_method") != LIBRARY or any(config.get(name) for name in BESIDE):
+            return None
+        try:
+            found = QuantizationConfig.model_validate(dict(config))
+        except (ValueError, KeyError):  # pydantic's errors are such
+            return None
+        schemes = list(found.config_groups.values())
+        if len(schemes) != 1 or list(schemes[0].targets) != ["Linear"]:
+            return None
+        if schemes[0].output_activations or found.format != self.scheme.format:
+            return None
+        if _essence(schemes[0]) != _essence(self.scheme):
+            return None
+        entries = found.ignore or ()
+        return tuple(one if one.startswith("re:") else f"re:{re.escape(one)}$" for one in entries)
 
 
 @cache
 def _scheme(preset: str, strategy: str) -> QuantizationScheme:
-    """Return a preset of the library, with another strategy for its weights unless empty."""
-    from compressed_tensors.compressors.format import infer_module_format  # noqa: PLC0415 - slow
-    from compressed_tensors.quantization import (  # noqa: PLC0415
-        QuantizationStrategy,
-        preset_name_to_scheme,
-    )
+    from compressed_tensors import quantization  # noqa: PLC0415 - slow
+    from compressed_tensors.compressors.format import infer_module_format  # noqa: PLC0415
     from torch.nn import Linear  # noqa: PLC0415
 
-    scheme = preset_name_to_scheme(preset, ["Linear"])
-    changed = {"strategy": QuantizationStrategy(strategy)} if strategy else {}
+    scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
+    changed = {"strategy": quantization.QuantizationStrategy(strategy)} if strategy else {}
     weights = scheme.weights.model_copy(update=changed)
     scheme = scheme.model_copy(update={"weights": weights})
     return scheme.model_copy(update={"format": infer_module_format(Linear, scheme).value})
 
 
-def _parameters(
-    preset: str, strategy: str, amax: Tensor, global_scale: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return scales as floating point numbers, and zero points, of 0."""
-    from compressed_tensors.quantization.utils import calculate_qparams  # noqa: PLC0415
-
-    args = _scheme(preset, strategy).weights
-    found: tuple[Tensor, Tensor] = calculate_qparams(-amax, amax, args, global_scale)
-    return found[0].view(amax.shape), found[1].view(amax.shape)
-
-
-def _scales(preset: str, strategy: str, amax: Tensor, global_scale: Tensor | None = None) -> Tensor:
-    import torch  # noqa: PLC0415
-
-    scales, kind = _parameters(preset, strategy, amax, global_scale)[0], _dtype(preset, strategy)
-    if kind is None:
-        return scales
-    if kind != torch.uint8:
-        return scales.to(kind)
-    from compressed_tensors.compressors.mx_utils import compress_mx_scale  # noqa: PLC0415
-
-    exponents: Tensor = compress_mx_scale(scales, kind)
-    return exponents
-
-
-def _dtype(preset: str, strategy: str) -> torch.dtype | None:
-    found: torch.dtype | None = _scheme(preset, strategy).weights.scale_dtype
-    return found
-
-
-def _multipliers(
-    preset: str, strategy: str, amax: Tensor, scales: Tensor, global_scale: Tensor | None = None
-) -> Tensor:
-    del scales
-    found = _parameters(preset, strategy, amax, global_scale)[0].float()
-    return found if global_scale is None else found / global_scale
-
-
-def _codes(
-    preset: str,
-    strategy: str,
-    weight: Tensor,
-    amax: Tensor,
-    margins: Margins,
-    global_scale: Tensor | None = None,
-) -> Tensor:
-    """Return the codes of a piece of a weight.
-
-    Every code depends on its element and its scales alone; the library takes whole blocks, which
-    are filled up with zeros.
-    """
-    from compressed_tensors.compressors import BaseCompressor  # noqa: PLC0415
-
-    above, below, left, right = margins
-    rows, columns = weight.shape
-    if any(margins):
-        filled = weight.new_zeros((above + rows + below, left + columns + right))
-        filled[above : above + rows, left : left + columns] = weight
-        weight = filled
-    scales, zeros = _parameters(preset, strategy, amax, global_scale)
-    scheme = _scheme(preset, strategy)
-    state = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
-    if global_scale is not None:
-        state[GLOBAL] = global_scale
-    compressor: Any = BaseCompressor.get_value_from_registry(scheme.format)
-    made: dict[str, Tensor] = compressor.compress(state, scheme)
-    codes = made["weight_packed"] if "weight_packed" in made else made["weight"]
-    packed = weight.shape[1] // codes.shape[1]
-    return codes[above : above + rows, left // packed : (left + columns) // packed]
+def _essence(scheme: QuantizationScheme) -> list[Any]:
+    """Return what decides the codes of weights and of activations."""
+    names = ("type", "num_bits", "strategy", "group_size", "symmetric", "dynamic")
+    both = scheme.weights, scheme.input_activations
+    return [args and tuple(getattr(args, name) for name in names) for args in both]
 
 
 def _global_scale(amax: Tensor) -> Tensor:
@@ -121,71 +143,22 @@ def _global_scale(amax: Tensor) -> Tensor:
     return found
 
 
-def _config(preset: str, strategy: str, ignored: Sequence[str]) -> dict[str, Any]:
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus  # noqa: PLC0415
-
-    scheme = _scheme(preset, strategy)
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format=scheme.format,
-        quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=list(ignored),
-    )
-    dumped: dict[str, Any] = config.model_dump(mode="json", exclude_none=True)
-    return dumped
-
-
-def _ignored(preset: str, strategy: str, config: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """Return the layers that a configuration leaves, if its linear layers have this scheme.
-
-    The library takes an entry for a regular expression behind ``re:``, or for a whole name.
-    """
-    from compressed_tensors.quantization import QuantizationConfig  # noqa: PLC0415
-
-    if config.get("quant_method") != LIBRARY:
-        return None
-    try:
-        found = QuantizationConfig.model_validate(dict(config))
-    except (ValueError, KeyError):  # pydantic's errors are such
-        return None
-    schemes, wanted = list(found.config_groups.values()), _scheme(preset, strategy)
-    if len(schemes) != 1 or list(schemes[0].targets) != ["Linear"] or schemes[0].output_activations:
-        return None
-    if any(config.get(name) for name in BESIDE) or found.format != wanted.format:
-        return None
-    mine = schemes[0].weights, schemes[0].input_activations
-    if any(_essence(a) != _essence(b) for a, b in zip(mine, _both(wanted), strict=True)):
-        return None
-    entries = found.ignore or ()
-    return tuple(one if one.startswith("re:") else f"re:{re.escape(one)}$" for one in entries)
-
-
-def _both(scheme: QuantizationScheme) -> tuple[Any, Any]:
-    return scheme.weights, scheme.input_activations
-
-
-def _essence(args: Any) -> tuple[Any, ...]:  # noqa: ANN401 - the library's, or None
-    """Return what decides the codes of a quantisation."""
-    if args is None:
-        return ()
-    return args.type, args.num_bits, args.strategy, args.group_size, args.symmetric, args.dynamic
-
-
 def _arithmetic(
-    preset: str,
+    name: str,
     strategy: str = "",
     *,
     rounding: Rounding | None = None,
     global_scale: Callable[[Tensor], Tensor] | None = None,
 ) -> Arithmetic:
+    preset = _Preset(name, strategy)
     return Arithmetic(
-        scales=partial(_scales, preset, strategy),
-        codes=partial(_codes, preset, strategy),
-        config=partial(_config, preset, strategy),
+        scales=preset.scales,
+        codes=preset.codes,
+        config=preset.config,
         global_scale=global_scale,
-        multipliers=partial(_multipliers, preset, strategy),
+        multipliers=preset.multipliers,
         rounding=rounding,
-        ignored=partial(_ignored, preset, strategy),
+        ignored=preset.ignored,
     )
 
 

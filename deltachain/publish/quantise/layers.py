@@ -1,23 +1,29 @@
-"""Layers of a model that engines quantise: linear layers and experts."""
+"""Layers that engines quantise, linear ones and experts, and the `config.json` that says so."""
 
 from __future__ import annotations
 
+import json
+import logging
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from itertools import islice
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
 from torch import nn
 
-from deltachain.errors import ConfigError
+from deltachain.chain.chain import Chain
+from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish.model.conversion import SaveConversion
-from deltachain.publish.model.source import ModelTensors
-from deltachain.publish.quantise.recipe import FLOATS
+from deltachain.publish.model.kept_files import CONFIG_FILE
+from deltachain.publish.model.source import ModelTensors, TensorSource
+from deltachain.publish.quantise.recipe import FLOATS, Recipe
 from deltachain.publish.quantise.settings import Quantization
 from deltachain.torch_names import named_modules, named_tensors, unwrapped
 from deltachain.types import TensorSpec
+
+logger = logging.getLogger(__name__)
 
 FUSED: Final = (
     ("q_proj", "k_proj", "v_proj"),
@@ -32,39 +38,27 @@ _EXPERT: Final = re.compile(r"(.*\bexperts)\.\d+\..+")
 
 
 def check_fused(quantised: Iterable[str], left: Iterable[str]) -> None:
-    """Refuse layers of which engines compute some as one, and only a part is quantised.
-
-    Args:
-        quantised: Names of the layers that are quantised.
-        left: Names of the other linear layers and experts.
-    """
+    """Refuse layers of which engines compute some as one, and only a part is quantised."""
     groups: dict[str, str] = {}
     for layer in quantised:
         groups.setdefault(_group(layer), layer)
-    parts: dict[str, list[str]] = defaultdict(list)
     for layer in sorted(left):
-        parts[_group(layer)].append(layer)
-    for group, layers in parts.items():
-        if group in groups:
+        if (group := _group(layer)) in groups:
             raise ConfigError(
-                f"{layers[0]!r} is ignored, {groups[group]!r} is quantised, and vLLM and SGLang "
+                f"{layer!r} is ignored, {groups[group]!r} is quantised, and vLLM and SGLang "
                 f"compute both as one layer, {group}",
                 hint="ignore all layers of it, or none",
             )
 
 
 def computed_with(layer: str) -> str:
-    """Return a name of the layers of a module that engines load into one matrix with a layer.
-
-    Layers of several modules, as experts are, have several names.
-    """
+    """Return a name of the layers of a module that engines load into one matrix with a layer."""
     parent, dot, name = layer.rpartition(".")
     fused = next((names for names in FUSED if name in names), (name,))
     return f"{parent}{dot}{'+'.join(fused)}"
 
 
 def _group(layer: str) -> str:
-    """Return a name of the layer of an engine that a layer of the checkpoint is in."""
     expert = _EXPERT.fullmatch(layer)
     return expert[1] if expert else computed_with(layer)
 
@@ -78,26 +72,14 @@ ALREADY: Final = (
 
 
 class Layers(msgspec.Struct, frozen=True):
-    """Weights of a model by the kind of their layer; names in the checkpoint.
-
-    Attributes:
-        linear: Weights of linear layers and of experts.
-        embeddings: Weights of embeddings, which no engine takes for linear layers.
-        tied: Weights of linear layers that are those of embeddings, whether a checkpoint has them
-            or not.
-    """
-
     linear: frozenset[str]
     embeddings: frozenset[str]
     tied: frozenset[str] = frozenset()
 
     @classmethod
     def joined(cls, found: Sequence[Layers]) -> Layers:
-        return cls(
-            frozenset(name for one in found for name in one.linear),
-            frozenset(name for one in found for name in one.embeddings),
-            frozenset(name for one in found for name in one.tied),
-        )
+        kinds = zip(*((one.linear, one.embeddings, one.tied) for one in found), strict=True)
+        return cls(*(frozenset().union(*kind) for kind in kinds))
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -108,10 +90,9 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers:
-    """Find the linear layers, experts and embeddings of a model, which may have no data.
+    """Find the layers of a model, which may have no data; experts as transformers names them.
 
-    Experts are the parameters of modules named ``experts``, as in transformers. ``saved`` returns
-    the names in the checkpoint of a live weight.
+    ``saved`` returns the names in the checkpoint of a live weight.
     """
     model = unwrapped(model)
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
@@ -126,14 +107,11 @@ def layers_of(model: nn.Module, saved: Callable[[str], Iterable[str]]) -> Layers
         elif prefix.endswith("experts."):
             parameters = module.named_parameters(recurse=False)
             linear |= {prefix + name for name, tensor in parameters if tensor.ndim > 2}
-    return Layers(
-        frozenset(name for live in linear for name in saved(live)),
-        frozenset(name for live in embeddings for name in saved(live)),
-        frozenset(name for live in tied for name in saved(live)),
-    )
+    kinds = linear, embeddings, tied
+    return Layers(*(frozenset(name for live in kind for name in saved(live)) for kind in kinds))
 
 
-def layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
+def _layers_of_source(model: nn.Module, source: ModelTensors) -> Layers:
     there = {
         weight.spec.name: [run.spec.name for run in weight.element_map.slots]
         for weight in source.weights
@@ -174,28 +152,18 @@ def _without_data(config: Mapping[str, Any]) -> nn.Module:
         ) from exc
     names = config.get("architectures")
     kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
-    if kind is None:
+    unknown = f"transformers has no model for architectures {names} of config.json"
+    if kind is None or not isinstance(config.get("model_type"), str):
         raise ConfigError(
-            f"transformers has no model for architectures {names} of config.json",
+            unknown if kind is None else "config.json has no model_type",
             hint="attach the model itself, which shows its linear layers",
         )
-    if not isinstance(config.get("model_type"), str):
-        raise ConfigError(
-            "config.json has no model_type",
-            hint="attach the model itself, which shows its linear layers",
-        )
-    made = transformers.AutoConfig.for_model(**config)
     with torch.device("meta"):
-        model: nn.Module = kind(made)
+        model: nn.Module = kind(transformers.AutoConfig.for_model(**config))
     return model
 
 
 def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> Choice:
-    """Choose the matrices of a model that are quantised.
-
-    Refused are weights of another dtype or shape than can be quantised, and layers that engines
-    compute as one with others that are left.
-    """
     linear = layers.linear - layers.embeddings - layers.tied
     wanted = [
         spec
@@ -206,12 +174,10 @@ def choose(source: ModelTensors, layers: Layers, quantization: Quantization) -> 
         _check(spec)
     names = frozenset(spec.name for spec in wanted)
     if not names:
-        raise ConfigError(
-            "no linear layer is left to quantise", hint="see `ignore` of the quantization"
-        )
-    check_fused(
-        map(_layer, names), (_layer(s.name) for s in source.specs if s.name in linear - names)
-    )
+        hint = "see `ignore` of the quantization"
+        raise ConfigError("no linear layer is left to quantise", hint=hint)
+    left_linear = [spec.name for spec in source.specs if spec.name in linear - names]
+    check_fused(map(_layer, names), map(_layer, left_linear))
     others = [
         spec.name
         for spec in source.specs
@@ -240,3 +206,75 @@ def _check(spec: TensorSpec) -> None:
             hint=f"ignore {_layer(spec.name)!r}, or train a model whose checkpoint has one matrix "
             "an expert",
         )
+
+
+CONFIG_KEY: Final = "quantization_config"
+
+_VERSIONS: Final = frozenset({"version"})
+"""Settings that name the library's release, and nothing that engines compute with."""
+
+
+def with_quantization(
+    assets: Mapping[str, bytes], recipe: Recipe, choice: Choice
+) -> dict[str, bytes]:
+    if CONFIG_FILE not in assets:
+        logger.warning("without config.json, engines cannot load the checkpoint that is published")
+        return dict(assets)
+    config = read_config(assets)
+    if config.get(CONFIG_KEY):
+        raise ConfigError(f"{CONFIG_FILE} is of a quantised checkpoint", hint=ALREADY)
+    config[CONFIG_KEY] = recipe.arithmetic.config(choice.ignored)
+    return {**assets, CONFIG_FILE: json.dumps(config, indent=2).encode()}
+
+
+def check_config(chain: Chain, files: Callable[[], Mapping[str, bytes]]) -> None:
+    """Refuse a quantised checkpoint that is quantised otherwise than the chain's first.
+
+    Its tensors alone do not show that, and engines read the first configuration.
+    """
+    mine = _quantization(files())
+    there = (asset for asset in chain.assets() if asset[0] == CONFIG_FILE)
+    theirs = _quantization(dict(islice(there, 1))) if mine else {}  # nor are assets behind it read
+    if not mine or not theirs:
+        return
+    known = (mine.keys() | theirs.keys()) - _VERSIONS
+    if differing := sorted(key for key in known if mine.get(key) != theirs.get(key)):
+        raise ChainMismatchError(
+            f"{CONFIG_KEY} differs from that of the chain at {chain.store.url} in "
+            f"{', '.join(map(repr, differing))}",
+            hint="engines of this chain read its weights as the first checkpoint's: push this one "
+            "to another URL",
+        )
+
+
+def _quantization(files: Mapping[str, bytes]) -> Mapping[str, Any]:
+    found = read_config(files).get(CONFIG_KEY) if CONFIG_FILE in files else None
+    return found if isinstance(found, dict) else {}
+
+
+def read_config(assets: Mapping[str, bytes]) -> dict[str, Any]:
+    if CONFIG_FILE not in assets:
+        raise ConfigError(
+            f"no {CONFIG_FILE} shows which layers to quantise",
+            hint="give the folder of the checkpoint: assets= of PublishConfig, or what is pushed",
+        )
+    try:
+        config = json.loads(assets[CONFIG_FILE])
+    except ValueError as exc:
+        raise ConfigError(f"{CONFIG_FILE}: {exc}") from exc
+    if not isinstance(config, dict):
+        raise ConfigError(f"{CONFIG_FILE} is no JSON object")
+    return config
+
+
+Files: TypeAlias = Callable[[], Mapping[str, bytes]]
+"""Function that collects the small files of a checkpoint, by name."""
+
+
+def find_layers(
+    model: nn.Module | TensorSource | None, source: ModelTensors, files: Files
+) -> Layers:
+    """Find the layers of this rank's weights, of an export by its configuration."""
+    if isinstance(model, nn.Module):
+        return _layers_of_source(model, source)
+    return layers_of_config(read_config(files()))

@@ -18,8 +18,7 @@ from deltachain.types import TensorSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-FLOATS: Final = ("BF16", "F16", "F32")
-"""Wire dtypes of weights that can be quantised."""
+FLOATS: Final = ("BF16", "F16", "F32")  # wire dtypes of weights that can be quantised
 
 BAND_NUMEL: Final = 1 << 20
 """Elements quantised at a time, unless a row of blocks has more: few enough to stay in caches."""
@@ -43,12 +42,7 @@ class Band(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Blocks of a matrix that share a scale; a rank's *window* of the matrix may cut some.
-
-    Attributes:
-        full: Rows and columns of the matrix.
-        given: Rows and columns of a block, 0 for all; blocks at the end may have fewer.
-    """
+    """Blocks of a matrix that share a scale; a rank's *window* of the matrix may cut some."""
 
     full: tuple[int, int]
     given: tuple[int, int]
@@ -94,10 +88,7 @@ class Grid:
         return np.logical_or.outer(sides[0], sides[1])
 
     def owned(self, window: Box) -> Box:
-        """Return the blocks whose first element is in a window, as a box of the grid.
-
-        Windows that tile the matrix own every block once.
-        """
+        """Return the blocks whose first element is in a window, as a box of the grid."""
         starts = [-(-at // b) for at, _, b in self._dims(window)]
         stops = [-(-(at + n) // b) for at, n, b in self._dims(window)]
         counts = [max(0, stop - start) for start, stop in zip(starts, stops, strict=True)]
@@ -106,11 +97,7 @@ class Grid:
         return Box(self.shape, (starts[0], starts[1]), (counts[0], counts[1]))
 
     def bands(self, window: Box) -> Iterator[Band]:
-        """Yield all rows of a window in bands of about ``BAND_NUMEL`` elements.
-
-        A band has whole rows of blocks, as far as the window has them; any rows, if a block has
-        all rows of the matrix.
-        """
+        """Yield all rows of a window in bands of about ``BAND_NUMEL`` elements, of whole blocks."""
         if not window.numel:
             return
         (rows, columns), (above, below) = window.shape, self.margins(window)[0]
@@ -226,18 +213,11 @@ class Multipliers(Protocol):
 Rounding: TypeAlias = Literal["int8-divide", "fp8-divide", "fp8-multiply"]
 """Code of ``x``: int8 or fp8 e4m3 of ``bf16(x / factor)``, or fp8 e4m3 of ``x * factor``."""
 
-_LARGEST: Final = 448.0
-"""Largest number of fp8 e4m3."""
+_LARGEST: Final = 448.0  # largest number of fp8 e4m3
 
 
 def rounded(rounding: Rounding, weight: Tensor, factors: Tensor) -> Tensor:
-    """Make the codes of bf16 weights with fewer operations than the library, and the same bits.
-
-    Args:
-        rounding: How a weight and its factor make a code.
-        weight: Finite weights.
-        factors: Positive finite factors in fp32, of a shape that broadcasts to that of the weights.
-    """
+    """Make the codes of bf16 weights with fewer operations than the library, and the same bits."""
     import torch  # noqa: PLC0415 - a recipe is named without it
 
     number = weight.float()

@@ -15,14 +15,7 @@ from deltachain.errors import ConfigError
 from deltachain.kinds import check_kinds, names_checked
 from deltachain.name_registry import NameRegistry
 from deltachain.publish.model.kept_files import CONFIG_FILE
-from deltachain.publish.quantise.compressed import (
-    FP8_ROW,
-    FP8_TENSOR,
-    INT8_ROW,
-    MXFP4,
-    MXFP8,
-    NVFP4A16,
-)
+from deltachain.publish.quantise import compressed
 from deltachain.publish.quantise.finegrained import FP8_BLOCK, FP8_BLOCK_UE8M0
 from deltachain.publish.quantise.recipe import Recipe
 
@@ -52,35 +45,34 @@ class RecipeRegistry(Mapping[str, Recipe]):
         return sum(1 for _ in self)
 
     def register(self, recipe: Recipe) -> None:
-        """Register a recipe of another package in this process.
-
-        Raises:
-            ConfigError: The name is taken, or has no dot: such names are reserved for deltachain.
-        """
         self._registry.register(recipe)
 
     def chosen(self, name: str) -> Recipe:
-        """Return the recipe chosen by a user, or refuse its name."""
         found = self._registry.find(name)
         if found is not None:
             return found
-        failure = self._registry.failure(name)
-        if failure is not None:
-            raise ConfigError(f"quantization={name!r}: {failure}", hint="repair that package")
-        raise ConfigError(
-            f"quantization={name!r}: no such recipe",
-            hint=f"expected one of: {', '.join(sorted(self))}; other recipes come with packages",
-        )
+        failure, hint = self._registry.failure(name), "repair that package"
+        if failure is None:
+            hint = f"expected one of: {', '.join(sorted(self))}; other recipes come with packages"
+        raise ConfigError(f"quantization={name!r}: {failure or 'no such recipe'}", hint=hint)
 
 
 RECIPES: Final = RecipeRegistry(
-    (FP8_BLOCK, FP8_BLOCK_UE8M0, FP8_ROW, FP8_TENSOR, INT8_ROW, MXFP4, MXFP8, NVFP4A16)
+    (
+        FP8_BLOCK,
+        FP8_BLOCK_UE8M0,
+        compressed.FP8_ROW,
+        compressed.FP8_TENSOR,
+        compressed.INT8_ROW,
+        compressed.MXFP4,
+        compressed.MXFP8,
+        compressed.NVFP4A16,
+    )
 )
 """All recipes."""
 
 
-PATTERN: Final = "re:"
-"""Prefix of a regular expression, as in compressed-tensors."""
+PATTERN: Final = "re:"  # prefix of a regular expression, as in compressed-tensors
 
 
 @names_checked()
@@ -124,7 +116,6 @@ class Quantization:
 
     @classmethod
     def chosen(cls, setting: Quantization | str | None) -> Quantization | None:
-        """Return a setting as an object; a recipe's name stands for the recipe with defaults."""
         return cls(setting) if isinstance(setting, str) else setting
 
     @classmethod

@@ -24,7 +24,7 @@ from deltachain.kernels import host
 from deltachain.kernels.device import host_array
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to, specs_of
-from deltachain.publish.quantise.layers import WEIGHT, computed_with
+from deltachain.publish.quantise import layers
 from deltachain.publish.quantise.recipe import (
     Band,
     Grid,
@@ -34,6 +34,7 @@ from deltachain.publish.quantise.recipe import (
     Stored,
     rounded,
 )
+from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.publish.ranks.collectives import Collective, Ranks
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import Indices, TensorSpec
@@ -52,13 +53,7 @@ _LEAVE: Final = (
 
 
 class CutBlocks(msgspec.Struct, frozen=True):
-    """Largest magnitudes of the blocks of one matrix that extend beyond a rank's window.
-
-    Attributes:
-        name: Name of the matrix in the checkpoint, or of what several are loaded into.
-        blocks: Flat indices into its grid, ascending; int64.
-        amax: Largest magnitude in the window of each, as fp32.
-    """
+    """Largest magnitudes of the blocks of one matrix that extend beyond a rank's window."""
 
     name: str
     blocks: bytes
@@ -125,17 +120,7 @@ def _cut(grid: Grid, window: Box) -> tuple[tuple[Indices, Indices], Indices]:
 
 
 def exchange(ranks: Ranks, topic: str, mine: Iterable[CutBlocks]) -> dict[str, Blocks]:
-    """Exchange the largest magnitudes of shared blocks with all ranks; no weights are sent.
-
-    Args:
-        ranks: All publishing ranks.
-        topic: Unique name of the exchange.
-        mine: Blocks of this rank's windows that extend beyond them. An error while they are found
-            reaches all ranks.
-
-    Returns:
-        The blocks of ``mine``, each with the largest magnitude on any rank; NaN if one is NaN.
-    """
+    """Exchange the largest magnitudes of shared blocks with all ranks; no weights are sent."""
     found: dict[str, list[CutBlocks]] = {}
     rest: Iterator[CutMessage] = iter(())
     more, number = True, 0
@@ -177,22 +162,12 @@ def _joined(pieces: Sequence[CutBlocks]) -> Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """What a live weight holds of a matrix that is quantised.
-
-    Attributes:
-        spec: Spec of the matrix in the checkpoint, before it is quantised.
-        window: Position of the elements in it.
-        start: Flat index of the first element in the local part of the live weight.
-        name: Name of the window among the tensors of this rank.
-    """
-
     spec: TensorSpec
     window: Box
     start: int
     name: str
 
     def of(self, weight: Weight) -> Tensor:
-        """Return the ``(rows, columns)`` of a live weight in the dtype of the checkpoint."""
         local = weight.tensor.detach().view(-1)[self.start : self.start + self.window.numel]
         return cast_to(self.spec.dtype, local).view(self.window.shape)
 
@@ -201,7 +176,7 @@ class Matrix:
 
     @property
     def group(self) -> str:
-        return computed_with(self.spec.name.removesuffix(WEIGHT))
+        return layers.computed_with(self.spec.name.removesuffix(layers.WEIGHT))
 
 
 def _matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[Matrix, ...]:
@@ -230,7 +205,6 @@ def _matrices(weight: Weight, names: Collection[str], recipe: Recipe) -> tuple[M
 
 
 def _refuse_divided_codes(matrix: Matrix, recipe: Recipe) -> None:
-    """Refuse a window whose edge divides codes that are stored as one element."""
     packed, window = recipe.codes, matrix.window
     if window.numel and any(map(any, packed.grid(matrix.spec).margins(window))):
         first, last = window.offset[1], window.offset[1] + window.shape[1]
@@ -283,15 +257,13 @@ class QuantisedTensors:
     _warned: set[str] = field(default_factory=set)
 
     def agree(self, topic: str) -> None:
-        """Agree with all ranks on the scales of blocks that several of them hold parts of.
+        """Agree with all ranks on the scales of blocks that several hold parts of.
 
-        Must be called before each iteration over ``tensors``, with weights that do not change until
-        its end; ``topic`` is a unique name of the version among the ranks.
+        Precedes each iteration over ``tensors``, with weights that do not change until its end.
         """
         self._shared = exchange(self.ranks, f"{topic}/amax", self._cut_blocks())
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield all tensors that this rank publishes; refuse what is not finite."""
         for weight in self.live_weights():
             matrices = self.matrices.get(weight.spec.name)
             if matrices is None:
@@ -415,7 +387,6 @@ def make_codes(
 
 
 def has_kernel(where: torch.device) -> bool:
-    """Return whether numba makes the codes of weights there."""
     return where.type == "cpu" and str(host.NAME) == "numba"
 
 
@@ -433,17 +404,6 @@ def _by_kernel(
 def quantise(
     source: ModelTensors, names: Collection[str], recipe: Recipe, ranks: Ranks
 ) -> ModelTensors:
-    """Replace matrices of a model by their codes and scales.
-
-    Args:
-        source: The weights that this rank publishes.
-        names: Matrices to quantise, by name in the checkpoint; of all ranks.
-        recipe: How to quantise them.
-        ranks: All publishing ranks, as seen by the thread that takes diffs.
-
-    Returns:
-        The tensors to publish. Their ``agree`` must be called before each iteration over them.
-    """
     for spec in source.specs:
         width = recipe.block[1]
         if spec.name in names and recipe.whole_blocks and spec.shape[1] % width:
@@ -494,3 +454,31 @@ def _weights(matrix: Matrix, recipe: Recipe) -> Iterator[Weight]:
             straight = ElementMap.straight(spec, box)
             named = replace(spec, name=matrix.key(stored))
             yield Weight(named, gone, frozen=False, element_map=straight)
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    source: ModelTensors
+    recipe: Recipe
+    choice: layers.Choice
+
+    def assets(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
+        return layers.with_quantization(files, self.recipe, self.choice)
+
+
+def quantised(
+    source: ModelTensors,
+    find: Callable[[], layers.Layers],
+    quantization: Quantization,
+    ranks: Ranks,
+) -> Quantised:
+    """Quantise the tensors of a model; every rank calls this."""
+    recipe = RECIPES[quantization.recipe]
+    recipe.version()  # an absent library is named before any work
+    with Collective(ranks, "layers") as collective:
+        found = layers.Layers.joined(collective.all_gather(find(), layers.Layers))
+    choice = layers.choose(source, found, quantization)
+    with Collective(ranks, "matrices") as collective:
+        made = quantise(source, choice.names, recipe, ranks)
+        collective.all_gather(True, bool)
+    return Quantised(made, recipe, choice)

@@ -1,4 +1,9 @@
-"""Collectives over JSON values of a trainer's ranks; errors are raised on every rank."""
+"""Collectives over JSON values of a trainer's ranks; errors are raised on every rank.
+
+Messages use the key-value store of ``torch.distributed`` instead of its collectives: a collective
+that times out leaves its process group unusable, whereas a late rank here reads the decision made
+without it and continues.
+"""
 
 from __future__ import annotations
 
@@ -18,27 +23,28 @@ from deltachain.errors import DeltaChainError, RankError
 from deltachain.format.documents import decode
 from deltachain.types import Version
 
-# Messages use the key-value store of ``torch.distributed`` instead of its collectives: a collective
-# that times out leaves its process group unusable, whereas a late rank here reads the decision made
-# without it and continues.
-
+_T = TypeVar("_T")
 
 EVERY_RANK: Final = "every rank makes a publisher and attaches it, whatever it holds"
 
+SHARED: Final = (
+    errors.PublisherFencedError,
+    errors.ChainMismatchError,
+    errors.StoreWentBackError,
+    errors.ConfigError,
+)
+"""Errors of rank 0 raised unchanged on every rank; others become a ``RankError``."""
+
+FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
+"""Errors of a rank that are sent to the others, such as a full disk or GPU."""
+
 
 class Ranks:
-    """Group of a trainer's ranks, or a single process.
-
-    Every rank calls the same methods, with the same topics, in the same order in each thread.
-
-    Attributes:
-        number: Rank of this process.
-        count: Number of ranks.
-        deadline_s: Longest delay of a rank behind the others, in seconds.
-    """
+    """Group of a trainer's ranks, which call the same methods and topics in the same order."""
 
     def __init__(self, number: int, count: int, deadline_s: float, store: Any = None) -> None:  # noqa: ANN401
-        self.number, self.count, self.deadline_s = number, count, deadline_s
+        self.number, self.count = number, count
+        self.deadline_s = deadline_s  # longest delay of a rank behind the others
         self._store = store
         self._posted: list[str] = []
 
@@ -48,11 +54,6 @@ class Ranks:
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> Ranks:
-        """Join the ranks of a ``torch.distributed`` group, all ranks by default.
-
-        Raises:
-            RankError: A rank did not join in time. Ranks that join again meet waiting ones.
-        """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return cls.alone()
         number, count = dist.get_rank(group), dist.get_world_size(group)
@@ -67,13 +68,13 @@ class Ranks:
         """Meet all ranks on rank 0; return a group name not used by any earlier attempt."""
         mine = uuid.uuid4().hex
         join_key = f"join/{self.number}"
-        self._call(lambda: self._store.set(join_key, mine))
+        self._call("set", join_key, mine)
         try:
             if self.leads:
                 return self._answer_joins(mine)
-            answer = self._wait([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
+            answer = self.wait([f"answers/{mine}"], 3 * self.deadline_s)[0].decode()
         finally:
-            self._call(lambda: self._store.delete_key(join_key))
+            self._call("delete_key", join_key)
         name, _, refusal = answer.partition(":")
         if refusal:
             raise RankError(refusal, hint=EVERY_RANK)
@@ -82,20 +83,17 @@ class Ranks:
     def _answer_joins(self, name: str) -> str:
         """Wait for the join key of every rank; send the group name, or the missing ranks."""
         join_keys = [f"join/{number}" for number in range(self.count)]
-        refusal = None
+        refusal = ""
         try:
-            self._wait(join_keys, self.deadline_s)
+            self.wait(join_keys, self.deadline_s)
         except RankError as exc:
-            refusal = RankError(str(exc.args[0]), hint=EVERY_RANK)
+            refusal = str(exc.args[0])
         for key in join_keys[1:]:
-            if self._is_posted(key):
-                joined = self._call(lambda key=key: self._store.get(key)).decode()
-                answer = f"{name}:{refusal.args[0] if refusal else ''}"
-                self._call(
-                    lambda to=f"answers/{joined}", answer=answer: self._store.set(to, answer)
-                )
-        if refusal is not None:
-            raise refusal
+            if self._call("check", [key]):
+                joined = self._call("get", key).decode()
+                self._call("set", f"answers/{joined}", f"{name}:{refusal}")
+        if refusal:
+            raise RankError(refusal, hint=EVERY_RANK)
         return name
 
     def clone(self) -> Ranks:
@@ -107,85 +105,37 @@ class Ranks:
         """Whether this is rank 0, which commits."""
         return self.number == 0
 
-    def gather(self, topic: str, message: bytes) -> list[bytes]:
-        """Send a message to rank 0, which gets those of all ranks, in their order."""
-        self._post(f"{topic}/{self.number}", message)
-        if not self.leads:
-            return []
-        messages = self._wait(self._keys(topic), self.deadline_s)
-        self._clean_up()  # every sender has read all earlier messages
-        return messages
-
-    def broadcast(self, topic: str, message: bytes | None) -> bytes:
-        """Send a message of rank 0 to all ranks; the others give ``None``."""
-        if message is not None:
-            self._post(topic, message)
-            return message
-        # Rank 0 may itself wait for other ranks, and then for its store.
-        message = self._wait([topic], 3 * self.deadline_s)[0]
-        self._clean_up()
-        return message
-
-    def all_gather(self, topic: str, message: bytes) -> list[bytes]:
-        """Exchange a message with all ranks; return the messages in the order of ranks."""
-        self._post(f"{topic}/{self.number}", message)
-        return self._wait(self._keys(topic), self.deadline_s)
-
-    def _keys(self, topic: str) -> list[str]:
-        return [f"{topic}/{number}" for number in range(self.count)]
-
-    def _clean_up(self) -> None:
+    def clean_up(self) -> None:
         """Delete messages of this rank that all other ranks have certainly read."""
         posted, self._posted = self._posted, []
         for key in posted:
-            self._call(lambda key=key: self._store.delete_key(key))
+            self._call("delete_key", key)
 
-    def _post(self, key: str, message: bytes) -> None:
+    def post(self, key: str, message: bytes) -> None:
         self._posted.append(key)
-        self._call(lambda: self._store.set(key, message))
+        self._call("set", key, message)
 
-    def _wait(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
+    def wait(self, keys: Sequence[str], deadline_s: float) -> list[bytes]:
         try:
-            self._store.wait(list(keys), timedelta(seconds=deadline_s))
-        except dist.DistNetworkError as exc:
-            raise RankError(f"rank {self.number} is disconnected: {_first_line(exc)}") from exc
+            self._call("wait", list(keys), timedelta(seconds=deadline_s))
         except dist.DistStoreError as exc:
-            silent = [key for key in keys if not self._is_posted(key)]
+            silent = [key for key in keys if not self._call("check", [key])]
             who = ", ".join(key.rpartition("/")[2] for key in silent) if len(keys) > 1 else "0"
             topic = keys[0].rpartition("/")[0] or keys[0]
             raise RankError(f"rank {who} did not answer in {deadline_s:g} s ({topic})") from exc
         if self._store.has_extended_api():  # one request for all of them
-            messages: list[bytes] = self._call(lambda: self._store.multi_get(list(keys)))
+            messages: list[bytes] = self._call("multi_get", list(keys))
             return messages
-        return [self._call(lambda key=key: self._store.get(key)) for key in keys]
+        return [self._call("get", key) for key in keys]
 
-    def _is_posted(self, key: str) -> bool:
-        return bool(self._call(lambda: self._store.check([key])))
-
-    def _call(self, request: Any) -> Any:  # noqa: ANN401 - of the store
+    def _call(self, request: str, *arguments: object) -> Any:  # noqa: ANN401 - of the store
         try:
-            return request()
+            return getattr(self._store, request)(*arguments)
         except (dist.DistNetworkError, dist.DistStoreError) as exc:
-            raise RankError(f"rank {self.number} is disconnected: {_first_line(exc)}") from exc
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-_T = TypeVar("_T")
-
-SHARED: Final = (
-    errors.PublisherFencedError,
-    errors.ChainMismatchError,
-    errors.StoreWentBackError,
-    errors.ConfigError,
-)
-"""Errors of rank 0 raised unchanged on every rank; others become a ``RankError``."""
-
-
-FAILURES: Final = (DeltaChainError, OSError, MemoryError, RuntimeError)
-"""Errors of a rank that are sent to the others, such as a full disk or GPU."""
+            if request == "wait" and not isinstance(exc, dist.DistNetworkError):
+                raise  # of the time
+            first_line = str(exc).partition("\n")[0]
+            raise RankError(f"rank {self.number} is disconnected: {first_line}") from exc
 
 
 class RankFailure(msgspec.Struct, frozen=True):
@@ -195,8 +145,6 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class Message(msgspec.Struct, frozen=True):
-    """Value or error of a rank."""
-
     value: msgspec.Raw = msgspec.Raw(b"null")
     failure: RankFailure | None = None
 
@@ -206,15 +154,7 @@ class Collective:
 
     An error in the block is sent instead of the value awaited by the other ranks, so that it is
     raised on all of them: a ``RankError``, unless rank 0 has one of ``SHARED``. A single rank gets
-    its own values back, without encoding.
-
-    ::
-
-        with Collective(ranks, "sizes") as collective:
-            sizes = collective.gather(measure(), int)
-            total = collective.broadcast(sum(sizes) if ranks.leads else None, int)
-
-    ``topic`` is a name of this collective, unique for these ranks.
+    its own values back, without encoding. ``topic`` is a unique name.
     """
 
     def __init__(self, ranks: Ranks, topic: str) -> None:
@@ -225,28 +165,43 @@ class Collective:
         """Send a value to rank 0, which gets those of all ranks, in their order."""
         if self._ranks.count == 1:
             return [value]
-        message = _encode(value)
-        self._has_sent = True
-        return _values(self._ranks.gather(self._parts, message), kind)
+        self._send(_encode(value))
+        if not self._ranks.leads:
+            return []
+        messages = self._sent()
+        self._ranks.clean_up()  # every sender has read all earlier messages
+        return _values(messages, kind)
 
     def broadcast(self, value: _T | None, kind: type[_T]) -> _T:
         """Send a value of rank 0 to all ranks; that of others is ignored."""
-        if self._ranks.count == 1:
-            return cast("_T", value)
-        if self._ranks.leads:
+        ranks = self._ranks
+        if ranks.count > 1 and not ranks.leads:
+            # Rank 0 may itself wait for other ranks, and then for its store.
+            message = ranks.wait([self._topic], 3 * ranks.deadline_s)[0]
+            ranks.clean_up()
+            return _received(message, kind)
+        if ranks.count > 1:
             message = _encode(value)
             self._has_answered = True
-            self._ranks.broadcast(self._topic, message)
-            return cast("_T", value)
-        return _received(self._ranks.broadcast(self._topic, None), kind)
+            ranks.post(self._topic, message)
+        return cast("_T", value)
 
     def all_gather(self, value: _T, kind: type[_T]) -> list[_T]:
         """Send a value to every rank; return those of all ranks in their order."""
         if self._ranks.count == 1:
             return [value]
         message = _encode(value)
-        self._has_sent = self._has_answered = True
-        return _values(self._ranks.all_gather(self._parts, message), kind)
+        self._has_answered = True
+        self._send(message)
+        return _values(self._sent(), kind)
+
+    def _send(self, message: bytes) -> None:
+        self._has_sent = True
+        self._ranks.post(f"{self._topic}/parts/{self._ranks.number}", message)
+
+    def _sent(self) -> list[bytes]:
+        keys = [f"{self._topic}/parts/{number}" for number in range(self._ranks.count)]
+        return self._ranks.wait(keys, self._ranks.deadline_s)
 
     def __enter__(self) -> Self:
         return self
@@ -259,30 +214,22 @@ class Collective:
     ) -> None:
         if self._ranks.count == 1 or not isinstance(error, FAILURES):
             return
-        message = msgspec.json.encode(Message(failure=_failure(error)))
+        failure = RankFailure(type(error).__name__, repr(error)[:500])
+        if isinstance(error, DeltaChainError):
+            failure = RankFailure(type(error).__name__, str(error.args[0]), error.hint)
+        message = msgspec.json.encode(Message(failure=failure))
         try:
             if not self._has_sent:
-                # Correct for gather and all-gather: rank 0 waits for all ranks, and leaves its
-                # message for them to read.
-                send = self._ranks.all_gather if self._ranks.leads else self._ranks.gather
-                send(self._parts, message)
+                self._send(message)
+                if self._ranks.leads:  # correct for gather and all-gather
+                    self._sent()
         finally:
             if self._ranks.leads and not self._has_answered:
-                self._ranks.broadcast(self._topic, message)
-
-    @property
-    def _parts(self) -> str:
-        return f"{self._topic}/parts"
+                self._ranks.post(self._topic, message)
 
 
 def _encode(value: object) -> bytes:
     return msgspec.json.encode(Message(value=msgspec.Raw(msgspec.json.encode(value))))
-
-
-def _failure(error: Exception) -> RankFailure:
-    if isinstance(error, DeltaChainError):
-        return RankFailure(type(error).__name__, str(error.args[0]), error.hint)
-    return RankFailure(type(error).__name__, repr(error)[:500])
 
 
 def _values(messages: Sequence[bytes], kind: type[_T]) -> list[_T]:
@@ -305,19 +252,15 @@ def _received(data: bytes, kind: type[_T]) -> _T:
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """Decision for all ranks: whether to take a diff now, and the newest committed version."""
-
-    go: bool
+    go: bool  # take a diff now
     head: Version = -1
 
 
 class PublishBarrier:
     """Barrier for each call of ``publish``; a rank that misses one can join the next.
 
-    A call is identified by the trainer's step, so only ranks at the same step meet. Without step
-    numbers, calls are counted: a rank that misses one then never meets the others again.
-
-    ``topic`` is the unique topic of the last barrier.
+    Ranks at the same step of the trainer meet. Calls without steps are counted: a rank that misses
+    one then never meets the others again. ``topic`` is that of the last barrier.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -328,13 +271,11 @@ class PublishBarrier:
         self.topic = ""
 
     def call(self, step: int | None) -> None:
-        """Begin another call of ``publish``, after a step of the trainer."""
         self._call, self._again = f"{step}.{self._seen[step]}", 0
         self._seen[step] += 1
 
     @contextmanager
     def meet(self) -> Iterator[Collective]:
-        """Yield the collective in which the ranks decide at this call."""
         # Named after the call: a rank that missed a flush can join the next one.
         self.topic = f"{self._call}.{self._again}"
         self._again += 1

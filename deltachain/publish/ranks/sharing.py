@@ -20,53 +20,26 @@ from deltachain.publish.snapshot import wire_bits
 from deltachain.types import TensorSpec
 from deltachain.version import __version__
 
-SCOPES: Final[Mapping[str, tuple[str, ...]]] = {
-    "all ranks": (
-        "url",
-        "encoding",
-        "dtype",
-        "quantization",
-        "base",
-        "when_busy",
-        "on_error",
-        "deadline_s",
-    ),
-    "rank 0": (
-        "assets",
-        "trust_remote_code",
-        "anchor_factor",
-        "anchor_every",
-        "maintain",
-        "continue_reverted",
-        "take_over",
-        "signing_key",
-        "metrics",
-        "metadata",
-    ),
-    "each rank": ("storage_options", "snapshot", "anchor_memory", "part_nbytes"),
+_SCOPES: Final = {
+    "all ranks": "url encoding dtype quantization base when_busy on_error deadline_s",
+    "rank 0": "assets trust_remote_code anchor_factor anchor_every maintain continue_reverted "
+    "take_over signing_key metrics metadata",
+    "each rank": "storage_options snapshot anchor_memory part_nbytes",
 }
+SCOPES: Final = {scope: names.split() for scope, names in _SCOPES.items()}
 """Fields of :class:`PublishConfig` by whose they are.
 
 Those of all ranks decide what is written (a chain of two recipes can never be read), or when ranks
 wait for each other.
 """
 
-MOST_NAMED: Final = 8
-"""Most values of a setting that an error names."""
+MOST_NAMED: Final = 8  # most values of a setting that an error names
 
 
 def agree(
-    config: PublishConfig,
-    ranks: Ranks,
-    *,
-    url: str,
-    further: Mapping[str, object] | None = None,
+    config: PublishConfig, ranks: Ranks, *, url: str, further: Mapping[str, object] | None = None
 ) -> None:
-    """Compare the settings of all ranks; every rank calls this before anything is written.
-
-    Raises:
-        ConfigError: Settings differ; on every rank.
-    """
+    """Compare the settings of all ranks; every rank calls this before anything is written."""
     if ranks.count == 1:
         return
     with Collective(ranks, "settings") as collective:
@@ -78,31 +51,22 @@ def agree(
 def common_settings(
     config: PublishConfig, *, url: str, further: Mapping[str, object]
 ) -> dict[str, str]:
-    """Return the settings that must be the same on all ranks, as text by name.
-
-    The folder of the base may differ: its bits are compared with the model's.
-    """
-    plain = {name: repr(getattr(config, name)) for name in SCOPES["all ranks"]}
+    described = "None"
+    if (quantization := Quantization.chosen(config.quantization)) is not None:
+        recipe = RECIPES[quantization.recipe]
+        ignore = ", ".join(sorted(set(quantization.ignore))) or "nothing"
+        described = f"{recipe.name!r} of {recipe.library} {recipe.version()} (ignore {ignore})"
     return {
-        **plain,
+        **{name: repr(getattr(config, name)) for name in SCOPES["all ranks"]},
         "url": url,
         "base": "None" if config.base is None else "given",
-        "quantization": _described(Quantization.chosen(config.quantization)),
+        "quantization": described,
         **{name: repr(value) for name, value in further.items()},
         "deltachain": __version__,
     }
 
 
-def _described(quantization: Quantization | None) -> str:
-    if quantization is None:
-        return "None"
-    recipe = RECIPES[quantization.recipe]
-    ignore = ", ".join(sorted(set(quantization.ignore))) or "nothing"
-    return f"{recipe.name!r} of {recipe.library} {recipe.version()} (ignore {ignore})"
-
-
 def check_settings(settings: Sequence[Mapping[str, str]]) -> None:
-    """Refuse common settings of all ranks that differ; name each value and a rank that has it."""
     different = []
     for name in dict.fromkeys(name for one in settings for name in one):
         rank_of: dict[str, int] = {}
@@ -118,22 +82,16 @@ def check_settings(settings: Sequence[Mapping[str, str]]) -> None:
         )
 
 
-HeldBoxes: TypeAlias = Mapping[str, Box]
-"""Boxes on one rank, by name of the live tensor."""
+HeldBoxes: TypeAlias = Mapping[str, Box]  # boxes on one rank, by name of the live tensor
 
 
 def assign_shards(
     holdings: Sequence[HeldBoxes], *, of_the_first: Collection[str] = ()
 ) -> list[frozenset[str]]:
-    """Assign every box to one rank that has it, with about equal numbers of elements a rank.
+    """Assign every box to one rank that has it, the same on all ranks, with about equal loads.
 
-    Every rank computes the same assignment from the same input. Coordinate 0 of all replicating
-    mesh dimensions would not work: a tensor outside a parallelism plan has a mesh of its own.
-
-    Args:
-        holdings: Boxes on each rank.
-        of_the_first: Names published by the first rank that has them: buffers, whose values may
-            differ between ranks, then all come from one rank.
+    Coordinate 0 of all replicating mesh dimensions would not work: a tensor outside a parallelism
+    plan has a mesh of its own.
     """
     holders: dict[tuple[str, Box], list[int]] = {}
     for rank, holding in enumerate(holdings):
@@ -154,8 +112,7 @@ def assign_shards(
 def check_cover(name: str, boxes: Sequence[Box]) -> None:
     """Refuse distinct boxes of all ranks that are not the whole tensor, each element once."""
     full = boxes[0].full
-    if any(box.full != full for box in boxes):
-        other = next(box.full for box in boxes if box.full != full)
+    for other in (box.full for box in boxes if box.full != full):
         raise ConfigError(
             f"{name!r} has shape {full} on one rank, {other} on another",
             hint="ranks that hold different tensors must name them differently, or shard them as "
@@ -174,32 +131,17 @@ def check_cover(name: str, boxes: Sequence[Box]) -> None:
 
 
 def _tile(part: Sequence[tuple[int, int]], size: int) -> bool:
-    """Return whether intervals are contiguous from 0 to a size."""
-    at = 0
-    for start, length in part:
-        if start != at:
-            return False
-        at += length
-    return at == size
+    ends = [0, *(start + length for start, length in part)]
+    return [start for start, _ in part] == ends[:-1] and ends[-1] == size
 
 
 class HeldShard(msgspec.Struct, frozen=True):
-    """Serialised description of one rank's shard of a live tensor.
+    """One rank's shard of a live tensor, and a digest that its copies must have."""
 
-    ``is_buffer``: published by the first rank that has it. ``bits``: digest of the shard, which
-    must be that of its copies on other ranks.
-    """
-
-    full: tuple[int, ...]
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    box: Box
     frozen: bool
     is_buffer: bool
     bits: str
-
-    @property
-    def box(self) -> Box:
-        return Box(self.full, self.offset, self.shape)
 
 
 class HeldShards(msgspec.Struct, frozen=True):
@@ -210,35 +152,31 @@ class HeldShards(msgspec.Struct, frozen=True):
 
 def divide(collect: Callable[[], ModelTensors], ranks: Ranks) -> ModelTensors:
     """Collect the weights on every rank, and divide them; return those published by this rank."""
+    alone = ranks.count == 1
     with Collective(ranks, "held") as collective:
         model = collect()
-        mine = _holding(model, alone=ranks.count == 1)
+        weights = model.weights if alone else model.live_weights()
+        held = {weight.spec.name: _held(weight, alone=alone) for weight in weights}
+        rows = tuple((spec.name, spec.dtype, spec.shape) for spec in model.specs)
+        mine = HeldShards(held, rows, dict(model.aliases))
         holdings = collective.all_gather(mine, HeldShards)
     _check(holdings)
     buffers = {name for h in holdings for name, held in h.held.items() if held.is_buffer}
     boxes = [{name: held.box for name, held in h.held.items()} for h in holdings]
     owned = assign_shards(boxes, of_the_first=buffers)
-    weights = tuple(w for w in model.weights if w.spec.name in owned[ranks.number])
+    owned_weights = tuple(w for w in model.weights if w.spec.name in owned[ranks.number])
     specs = specs_of(TensorSpec(*row) for holding in holdings for row in holding.specs)
     aliases = {a: name for holding in holdings for a, name in holding.aliases.items()}
-    return replace(model, weights=weights, specs=specs, aliases=aliases)
-
-
-def _holding(source: ModelTensors, *, alone: bool) -> HeldShards:
-    weights = source.weights if alone else source.live_weights()
-    held = {weight.spec.name: _held(weight, alone=alone) for weight in weights}
-    specs = tuple((spec.name, spec.dtype, spec.shape) for spec in source.specs)
-    return HeldShards(held, specs, dict(source.aliases))
+    return replace(model, weights=owned_weights, specs=specs, aliases=aliases)
 
 
 def _held(weight: Weight, *, alone: bool) -> HeldShard:
     box = weight.element_map.box
     bits = "" if alone else str(host.digest((0, 0), wire_bits(weight)))
-    return HeldShard(box.full, box.offset, box.shape, weight.frozen, weight.is_buffer, bits)
+    return HeldShard(box, weight.frozen, weight.is_buffer, bits)
 
 
 def _check(holdings: Sequence[HeldShards]) -> None:
-    """Check that the ranks together have one whole model."""
     if not any(holding.held for holding in holdings):
         raise ConfigError("there are no weights", hint="no rank has any part of a model")
     for name in sorted({name for holding in holdings for name in holding.held}):

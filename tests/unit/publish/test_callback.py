@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from deltachain.errors import ConfigError, StoreUnavailableError
 from deltachain.publish import DeltaChainCallback, PublishConfig, attach
-from deltachain.publish.integrations import hf_trainer as callback_module
+from deltachain.publish import hf_trainer as callback_module
 from deltachain.publish.publisher import Publisher
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber

@@ -27,7 +27,7 @@ from transformers import (
 from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError
 from deltachain.publish import PublishConfig
-from deltachain.publish.integrations.hf_trainer import DeltaChainCallback
+from deltachain.publish.hf_trainer import DeltaChainCallback
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.push import push
 from deltachain.store import MemoryStore

@@ -173,7 +173,7 @@ def test_an_anchor_of_freed_frozen_weights_is_refused(attach: Attach) -> None:
     session = publisher._session
     assert session is not None
     with pytest.raises(ConfigError, match=r"'0.weight' needs 1920 bytes"):
-        session.add_anchor(topic="")
+        session.add_anchor(session.begin_anchor(), topic="")
 
 
 # Names and ties

@@ -58,7 +58,7 @@ def known(install: Install, monkeypatch: pytest.MonkeyPatch) -> RecipeRegistry:
     """A process that starts with the package installed: its registry, for all that ask it."""
     install(SOURCE)
     fresh = RecipeRegistry(registry.RECIPES.values())
-    for module in ("checkpoint_config", "settings"):
+    for module in ("tensors", "settings"):
         monkeypatch.setattr(f"deltachain.publish.quantise.{module}.RECIPES", fresh)
     monkeypatch.setattr("deltachain.publish.ranks.sharing.RECIPES", fresh)
     return fresh

@@ -338,7 +338,7 @@ def test_an_anchor_that_only_the_hint_names_is_listed_by_the_next_publisher(
     publish(publisher, model, 1, 2, 3)
     session = publisher._session
     assert session is not None
-    anchor = session.add_anchor(topic="")
+    anchor = session.add_anchor(session.begin_anchor(), topic="")
     publisher.close()
     attach(model, anchor_factor=1000.0)
     lose(store, HEAD_KEY)

@@ -78,7 +78,7 @@ class Followed:
         """Put an anchor behind the newest version."""
         session = self.publisher._session
         assert session is not None
-        assert session.add_anchor(topic="").kind == "anchor"
+        assert session.add_anchor(session.begin_anchor(), topic="").kind == "anchor"
 
     def holds(self, version: int) -> bool:
         """Whether every rank computes from exactly the bits of a version."""

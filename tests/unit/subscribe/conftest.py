@@ -72,7 +72,7 @@ def add_anchor(publisher: Publisher) -> Callable[[], None]:
     def run() -> None:
         session = publisher._session
         assert session is not None
-        assert session.add_anchor(topic="").kind == "anchor"
+        assert session.add_anchor(session.begin_anchor(), topic="").kind == "anchor"
 
     return run
 

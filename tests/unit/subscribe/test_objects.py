@@ -338,7 +338,7 @@ def test_a_base_that_is_gone_is_planned_around(
         publisher.publish()
         session: Any = publisher._session
         publisher.flush()
-        session.add_anchor(topic="")
+        session.add_anchor(session.begin_anchor(), topic="")
     tensors = tensors_of(based)
     receipt = subscribe(tensors, base=base).update()
     assert receipt is not None

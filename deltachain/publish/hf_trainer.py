@@ -12,7 +12,7 @@ from deltachain.publish.hook import say_averaged
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.kept_files import watched
 from deltachain.publish.publisher import Published, Publisher, check_every_steps
-from deltachain.publish.receipt import PublishReceipt
+from deltachain.publish.session import PublishReceipt
 
 
 class DeltaChainCallback(TrainerCallback):
@@ -118,22 +118,19 @@ class DeltaChainCallback(TrainerCallback):
             publisher.publish_rest(step=state.global_step)
         finally:
             publisher.close()
-        self._report(args, state)
-        self._add(publisher.last, args, state)
+        self._report(args, state, publisher.last)
 
-    def _report(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _report(
+        self, args: TrainingArguments, state: TrainerState, last: PublishReceipt | None = None
+    ) -> None:
         arrived = [future for future in self._futures if future.done()]
         self._futures = [future for future in self._futures if not future.done()]
-        for future in arrived:
-            if future.exception() is None:  # the publisher raises or logs it
-                self._add(future.result(), args, state)
-
-    def _add(
-        self, receipt: PublishReceipt | None, args: TrainingArguments, state: TrainerState
-    ) -> None:
-        if receipt is not None and receipt not in self.receipts:
-            self.receipts.append(receipt)
-            self._log(receipt.metrics(), args, state)
+        # The publisher raises or logs an error.
+        receipts = [future.result() for future in arrived if future.exception() is None]
+        for receipt in (*receipts, last):
+            if receipt is not None and receipt not in self.receipts:
+                self.receipts.append(receipt)
+                self._log(receipt.metrics(), args, state)
 
     def _log(self, metrics: dict[str, float], args: TrainingArguments, state: TrainerState) -> None:
         # TRL averages these into its next log entry. A plain Trainer has no such buffer, and an

@@ -1,1 +1,0 @@
-"""Integrations with trainers of other libraries."""
