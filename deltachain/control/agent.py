@@ -18,7 +18,6 @@ import msgspec
 from typing_extensions import override
 
 from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
-from deltachain.control.replica_client import Http, bearer, read, secret
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.format.documents import parse
 from deltachain.store import Store
@@ -27,6 +26,8 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.folder import HeldFile, OwnFolder, write_assets
 from deltachain.threads import Closeable
 from deltachain.types import Version
+
+from .replica_client import Http, bearer, read, secret
 
 _T = TypeVar("_T")
 
@@ -85,18 +86,10 @@ class Reader(Protocol):
     """A server that loads weights from a folder."""
 
     def has(self, folder: Path, version: Version) -> bool:
-        """Return whether the server serves the version that it loaded from a folder.
-
-        Raises:
-            ControlPlaneError: The server does not answer, or does not generate.
-        """
+        """Return whether the server serves the version that it loaded from a folder."""
 
     def load(self, folder: Path, version: Version) -> None:
-        """Make the server load the version in a folder, even if it has that version.
-
-        Raises:
-            ControlPlaneError: The server failed; the call may be repeated.
-        """
+        """Make the server load the version in a folder, even if it has that version."""
 
     def close(self) -> None:
         """Close the connection; the server keeps its weights."""
@@ -191,10 +184,6 @@ class ReloadServer(Reader):
 
     It is paused as long as a load takes, and stays paused after one that failed. SGLang with
     several ranks may report success although one of them failed.
-
-    Args:
-        url: Address of the server, which must see the folder; it may start later.
-        key: API key of the server, or a file of keys; see :class:`EngineClient`. Empty for none.
     """
 
     def __init__(self, url: str, *, key: str | Path = "") -> None:
@@ -278,13 +267,6 @@ class AdapterServer(Reader):
 
     There is no pause: a request finishes with its adapter. Prefix caches are not shared between
     versions, since vLLM separates adapters by name.
-
-    Args:
-        url: Address of the server, which must see ``folder``.
-        name: Prefix of model names: version 7 of ``policy`` is ``policy-v7``.
-        folder: Parent of one folder a version.
-        key: API key of the server, or a file of keys; empty for none.
-        keep: Number of versions that stay loaded.
     """
 
     def __init__(

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
-from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import DeltaChainError
 from deltachain.presence.record import PresenceFound
 from deltachain.status import Health, HealthLimits, Status, complaints
+
+from .roster import ReplicaAnswer
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version
@@ -27,28 +28,16 @@ WITNESSES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One replica, compared with the others.
+    """One replica, compared with the others."""
 
-    Attributes:
-        engine: Its address.
-        health: Its health.
-        why: Reasons; empty if it is ready.
-        lag: Versions behind the newest that any replica has seen; ``None`` if it holds none.
-        doubt: Why what it holds may not be the chain's; empty if there is no doubt.
-        status: Its answer; ``None`` if it failed.
-        hint: What resolves its failure; empty if unknown.
-        written_s: Seconds since it wrote its presence, by the store's clock; ``None`` if it was
-            asked.
-    """
-
-    engine: str
-    health: Health
-    why: tuple[str, ...]
-    lag: int | None
-    status: Status | None
-    doubt: str = ""
-    hint: str = ""
-    written_s: float | None = None
+    engine: str  # its address
+    health: Health  # its health
+    why: tuple[str, ...]  # reasons; empty if it is ready
+    lag: int | None  # versions behind the newest that any replica has seen; None if it holds none
+    status: Status | None  # its answer; None if it failed
+    doubt: str = ""  # why what it holds may not be the chain's; empty if there is no doubt
+    hint: str = ""  # what resolves its failure; empty if unknown
+    written_s: float | None = None  # seconds since it wrote its presence, by the store's clock
 
     @property
     def is_alarming(self) -> bool:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
 
 from typing_extensions import override
 
-from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.retry import Backoff
 from deltachain.status import Status
 from deltachain.threads import Closeable, started
+
+from .replica_client import ReplicaClient
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version

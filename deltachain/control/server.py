@@ -19,7 +19,6 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
-from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
 from deltachain.figures import Figure
@@ -31,6 +30,8 @@ from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.threads import started
 from deltachain.tokens import Tokens
+
+from .schemas import TOKEN_HEADER, VersionRequest
 
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 """Names of the loopback interface, in lower case."""
@@ -81,18 +82,7 @@ _T = TypeVar("_T")
 
 
 class Control:
-    """The leader behind the routes, and their authorization.
-
-    Attributes:
-        leader: ``None`` if the server follows no chain.
-        refusal: The reason for that; empty otherwise.
-        is_guarded: Whether the engine checks an API key of its own before these routes.
-        presence: Writer of the replica's presence; ``None`` for none.
-
-    Args:
-        token: Required bearer token, or a file of tokens that are accepted; empty for none.
-        is_open: Whether the server listens on the loopback interface alone.
-    """
+    """The leader behind the routes, and their authorization."""
 
     def __init__(
         self,
@@ -119,13 +109,7 @@ class Control:
             yield from self.presence.figures()
 
     def authorise(self, request: Request) -> None:
-        """Check the token of a request.
-
-        Raises:
-            HTTPException: 400 for a malformed ``Host``; 401 for a wrong token; 403 if the server
-                has neither token nor key, or for requests of web pages without a token, which any
-                site can send through a user's browser.
-        """
+        """Check the token of a request."""
         host = host_of(request)
         if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -141,18 +125,7 @@ class Control:
     async def run(
         self, action: Callable[[Leader], _T], request: Request | None, kind: RequestKind = "quick"
     ) -> _T:
-        """Run a slow action outside the event loop.
-
-        Args:
-            action: Called with the leader.
-            request: The request it serves; the wait ends once its client disconnects, since a
-                server that shuts down waits for its requests.
-            kind: Group of the concurrency limit: actions that wait for the store do not block
-                others.
-
-        Raises:
-            HTTPException: 503 if the server follows no chain, or the client has disconnected.
-        """
+        """Run a slow action outside the event loop."""
         if self.leader is None:
             raise HTTPException(503, self.refusal)
         free = self._free[kind]
@@ -201,6 +174,12 @@ def control_of(request: Request) -> Control:
     if control is None:
         raise HTTPException(503, "the engine is starting")
     return control
+
+
+def leading(app: FastAPI) -> Control | None:
+    """Return the :class:`Control` of a server that has a leader."""
+    control: Control | None = getattr(app.state, "deltachain", None)
+    return control if control is not None and control.leader is not None else None
 
 
 async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) -> Control:
@@ -289,17 +268,6 @@ async def lead(
     Returns once the replica is at the head, or must wait for an unavailable store or a chain that
     does not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is false, the server
     starts anyway, and the routes report the reason.
-
-    Args:
-        find: Returns the engine; may raise any :class:`DeltaChainError`.
-        environment: Variables of this process.
-        is_open: Whether the server listens on the loopback interface alone.
-        is_guarded: Whether the engine checks an API key of its own before these routes.
-        key: Required token if neither ``DELTACHAIN_TOKEN`` nor ``DELTACHAIN_TOKEN_FILE`` is set.
-        address: Where the server listens; tells its presence from those of others on this machine.
-
-    Raises:
-        SystemExit: The engine is refused or damaged; the reason is logged.
     """
     leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
     presence: PresenceWriter | None = None

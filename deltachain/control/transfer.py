@@ -11,8 +11,6 @@ from typing import Any, Final, Self
 
 from torch import Tensor, nn
 
-from deltachain.control.fleet import DEADLINE_S, Announced, Fleet, Wait
-from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import collect_assets
@@ -20,6 +18,9 @@ from deltachain.publish.model.kept_files import watched
 from deltachain.publish.publisher import Published, Publisher
 from deltachain.publish.receipt import PublishReceipt
 from deltachain.types import Version
+
+from .fleet import DEADLINE_S, Announced, Fleet, Wait
+from .replica_client import ReplicaClient
 
 logger = logging.getLogger(__name__)
 

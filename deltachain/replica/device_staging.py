@@ -30,12 +30,13 @@ from deltachain.kernels.segments import (
     effects,
     pack,
 )
-from deltachain.replica.spool_reader import TensorPlan
-from deltachain.replica.staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
-from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite
 from deltachain.types import TensorSpec
+
+from .spool_reader import TensorPlan
+from .staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
+from .windows import Placement
 
 _NONE: Final[Plane] = np.empty(0, np.uint8)
 
@@ -145,12 +146,7 @@ class DeviceStager(BatchStager):
 
     @override
     def read(self, given: TensorPlan, low: int, high: int) -> PlanStreams:
-        """Verify and inflate the segments of a tensor plan near the elements ``[low, high)``.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: An object violates FORMAT.md.
-        """
+        """Verify and inflate the segments of a tensor plan near the elements ``[low, high)``."""
         name = given.spec.name
         readers = (part.reader(name, (low, high)) for part in given.parts)
         number = self._numbers[name]
@@ -160,11 +156,7 @@ class DeviceStager(BatchStager):
     def stage(
         self, plans: Sequence[PlanStreams]
     ) -> Iterator[tuple[DeviceWrite, Mapping[HolderKey, Effect]]]:
-        """Stage tensor plans of different tensors, one write for each element width.
-
-        Raises:
-            MalformedError: The streams of a tensor violate FORMAT.md.
-        """
+        """Stage tensor plans of different tensors, one write for each element width."""
         by_width: dict[int, list[PlanStreams]] = defaultdict(list)
         for one in plans:
             if one.versions:
@@ -208,16 +200,7 @@ class DeviceStager(BatchStager):
 
 
 def streams_of(reader: TensorReader, number: int) -> ObjectStreams:
-    """Verify and inflate the streams of segments, without decoding them.
-
-    Args:
-        reader: Reader of a tensor in the encoding ``step`` or ``overwrite``.
-        number: Number of the tensor in its batch.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: The padding bits of a stream are not zero.
-    """
+    """Verify and inflate the streams of segments, without decoding them."""
     row, width = reader.row, reader.spec.itemsize
     absolute = row.encoding != "step"
     gaps = ("gap8",) if row.gap == 1 else ("gap16.0", "gap16.1")

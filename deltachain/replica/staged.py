@@ -13,11 +13,12 @@ import numpy as np
 
 from deltachain.delta import TensorDelta
 from deltachain.kernels.segments import StreamLayout, TensorStreams
-from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault, host_bits
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
+
+from .spool_reader import TensorPlan, bits_are_at_fault, host_bits
 
 HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold the same elements, and the number of the place among several on this rank."""
@@ -28,17 +29,11 @@ Effects: TypeAlias = dict[HolderKey, Effect]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds of one tensor.
+    """What a rank holds of one tensor."""
 
-    Attributes:
-        places: Live elements, each with its holders.
-        low: Flat index of the first element held.
-        high: Flat index after the last one.
-    """
-
-    places: Sequence[tuple[HolderKey, LiveElements]]
-    low: int
-    high: int
+    places: Sequence[tuple[HolderKey, LiveElements]]  # live elements, each with its holders
+    low: int  # flat index of the first element held
+    high: int  # flat index after the last one
 
     @property
     def on_host(self) -> bool:
@@ -74,17 +69,11 @@ class PlanStreams:
 
 @dataclass(frozen=True, slots=True)
 class RankStaged:
-    """Staged writes of a rank.
+    """Staged writes of a rank."""
 
-    Attributes:
-        placed: Patches of live places and of host copies.
-        deferred: Tensor plans beyond the budget, read again while they are written.
-        effects: Effects on the state digest.
-    """
-
-    placed: tuple[StagedWrite, ...]
-    deferred: tuple[TensorPlan, ...]
-    effects: Effects
+    placed: tuple[StagedWrite, ...]  # patches of live places and of host copies
+    deferred: tuple[TensorPlan, ...]  # tensor plans beyond the budget
+    effects: Effects  # effects on the state digest
 
     @property
     def names(self) -> set[str]:
@@ -125,23 +114,14 @@ class BatchStager(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """A tensor plan as a thread has read it.
+    """A tensor plan as a thread has read it."""
 
-    Attributes:
-        given: The tensor plan.
-        share: What the rank holds of its tensor.
-        writes: Its writes, if everything is on the host.
-        streams: Its streams, if it is staged with others.
-        delta: Its changes otherwise: the caller's stream computes the writes.
-        waits: Whether the caller has to read it, with bits of a device.
-    """
-
-    given: TensorPlan
-    share: Share
-    writes: Sequence[tuple[HolderKey, Write]] = ()
-    streams: PlanStreams | None = None
+    given: TensorPlan  # the tensor plan
+    share: Share  # what the rank holds of its tensor
+    writes: Sequence[tuple[HolderKey, Write]] = ()  # its writes, if everything is on the host
+    streams: PlanStreams | None = None  # its streams, if it is staged with others
     delta: TensorDelta | None = None
-    waits: bool = False
+    waits: bool = False  # whether the caller has to read it, with bits of a device
 
 
 class _Stage:
@@ -219,16 +199,7 @@ def stage(
     threads: int,
     batches: BatchStager | None = None,
 ) -> RankStaged:
-    """Compute the writes of a plan's tensor plans on one rank; nothing is written.
-
-    Args:
-        plans: Plan of each tensor.
-        share_of: What the rank holds of a tensor, by name.
-        budget: Bytes of old and new bits to keep.
-        threads: Number of threads that inflate and decode. Weights on a device are read by the
-            caller alone, whose stream its kernels run on.
-        batches: Stager of many tensors at once; ``None`` if all weights are on the host.
-    """
+    """Compute the writes of a plan's tensor plans on one rank; nothing is written."""
     work = _Stage(share_of, budget, batches)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
         for found in pool.ordered(work.read, plans, ahead=2 * threads):

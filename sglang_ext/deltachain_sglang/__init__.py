@@ -15,7 +15,7 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from deltachain_sglang.server import subscribe
+    from .server import subscribe
 
 __all__ = ["PREFIX", "SCHEME", "register", "subscribe"]
 
@@ -34,24 +34,21 @@ def register() -> None:
 
     SGLang calls it in the main process and in every process that this spawns, and only logs
     exceptions: a server would serve on without the plugin.
-
-    Raises:
-        SystemExit: This server is configured to follow a chain, but its SGLang was not tested.
     """
     if find_spec("sglang") is None:
         return
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from deltachain_sglang.starting import check_start  # noqa: PLC0415
+        from .starting import check_start  # noqa: PLC0415
 
         check_start()
-    from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
+    from .ranks import hook_schedulers  # noqa: PLC0415
 
     hook_schedulers()
     # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
-        from deltachain_sglang.front import hook_server  # noqa: PLC0415
-        from deltachain_sglang.starting import hook_engine  # noqa: PLC0415
+        from .front import hook_server  # noqa: PLC0415
+        from .starting import hook_engine  # noqa: PLC0415
 
         hook_server()
         hook_engine()

@@ -15,7 +15,8 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from deltachain.errors import UnsupportedEngineError
-from deltachain_sglang.start_check import TESTED
+
+from .start_check import TESTED
 
 ABORT_LOOK_S: Final = 0.01
 """Seconds between two checks whether aborted requests have ended."""

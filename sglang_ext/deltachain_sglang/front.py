@@ -23,6 +23,7 @@ from deltachain.control.server import (
     LedEngine,
     fall_asleep,
     lead,
+    leading,
     leave_at_end,
     wake_up,
 )
@@ -30,7 +31,8 @@ from deltachain.environment import is_strict, refused
 from deltachain.errors import DeltaChainError, UnsupportedEngineError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain_sglang import PREFIX, SCHEME, compat, loading
+
+from . import PREFIX, SCHEME, compat, loading
 
 # SGLang releases its cache, captured graphs and weights, all or some of them, and resumes them. The
 # content of weights after they are resumed is unknown.
@@ -43,7 +45,7 @@ async def on_sleep(
     request: Any = None,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
     """Wrap ``release_memory_occupation`` in the server, which from then on is not ready."""
-    control = _control()
+    control = leading(compat.app())
     if control is not None:
         kinds = compat.kinds(obj.tags)
         await control.run(lambda leader: fall_asleep(leader, kinds), None)
@@ -58,17 +60,12 @@ async def on_wake(
 ) -> Any:  # noqa: ANN401
     """Wrap ``resume_memory_occupation``: prove or heal the weights before it is ready."""
     found = await original(server, obj, request)
-    control = _control()
+    control = leading(compat.app())
     if control is not None:
         kinds = compat.kinds(obj.tags)
         with suppress(DeltaChainError, HTTPException):  # the error is part of its status
             await control.run(lambda leader: wake_up(leader, kinds, compat.WEIGHTS), None, "update")
     return found
-
-
-def _control() -> Control | None:
-    control: Control | None = getattr(compat.app().state, "deltachain", None)
-    return control if control is not None and control.leader is not None else None
 
 
 logger = logging.getLogger(__name__)
@@ -116,7 +113,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
 
 
 def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> LedEngine:
-    from deltachain_sglang.server import SglangEngine  # noqa: PLC0415
+    from .server import SglangEngine  # noqa: PLC0415
 
     engine = SglangEngine(compat.manager(), loop, settings)
     return LedEngine(engine, loading.checkpoint())

@@ -17,7 +17,8 @@ from deltachain.replica.layout.members import Members, MemoryIndex, tensors_in
 from deltachain.replica.layout.model_state import is_plain, probing_rows, processed
 from deltachain.replica.layout.recorder import live_tensors
 from deltachain.replica.layout.runtime_tables import made_by_running
-from deltachain_sglang import compat, loading
+
+from . import compat, loading
 
 # SGLang packs layers in place, and most of that cannot be reversed. The second model is of the same
 # kind and on the meta device, as SGLang creates one before loading. Layers are given memory there,

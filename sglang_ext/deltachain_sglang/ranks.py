@@ -28,8 +28,9 @@ from deltachain.replica.messages import (
 )
 from deltachain.replica.rank import RankServices
 from deltachain.replica.settings import RankSettings
-from deltachain_sglang import SCHEME, compat
-from deltachain_sglang.model import SglangModel
+
+from . import SCHEME, compat
+from .model import SglangModel
 
 
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
@@ -40,16 +41,10 @@ class SchedulerRequest(Struct, frozen=True, kw_only=True):
 
 
 class SchedulerReply(Struct, frozen=True, kw_only=True):
-    """The replies of all ranks.
-
-    Attributes:
-        status: ``busy`` if running requests prevent a flush of their cache, ``asleep`` if the
-            weights are released. In both cases nothing was done.
-        replies: Replies in the order of the ranks.
-    """
+    """The replies of all ranks."""
 
     status: Literal["answered", "busy", "asleep"] = "answered"
-    replies: tuple[AnyReply, ...] = ()
+    replies: tuple[AnyReply, ...] = ()  # replies in the order of the ranks
 
 
 _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)

@@ -9,7 +9,8 @@ from typing import Any
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
-from deltachain_sglang import compat
+
+from . import compat
 
 logger = logging.getLogger(__name__)
 

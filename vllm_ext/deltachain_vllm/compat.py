@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain_vllm.start_check import TESTED
+
+from .start_check import TESTED
 
 
 def check_version() -> str:

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.members import tensors_in
 from deltachain.replica.layout.model_state import probing_rows
-from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
+
+from .compat import acts_last, allow_tiles, experts, linears
 
 WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")
 """Attributes with the number of columns of this rank's share of a layer."""
@@ -150,17 +151,11 @@ COLUMNS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a weight before it was packed.
+    """Columns of a weight before it was packed."""
 
-    Attributes:
-        chosen: Indices of the columns, int64 ``[columns]``, on the device of the weight.
-        width: Number of all columns of the weight.
-        values: Values of the chosen columns, ``[columns, rows]``, in the dtype of the weight.
-    """
-
-    chosen: Tensor
-    width: int
-    values: Tensor
+    chosen: Tensor  # indices of the columns, int64 [columns], on the device of the weight
+    width: int  # number of all columns of the weight
+    values: Tensor  # values of the chosen columns, [columns, rows], in the dtype of the weight
 
     def read(self, layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
         count = len(self.chosen)

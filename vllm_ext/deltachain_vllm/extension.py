@@ -14,7 +14,8 @@ from deltachain.errors import UnsupportedEngineError
 from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rank import RankService, RankServices
 from deltachain.replica.settings import RankSettings
-from deltachain_vllm.model import VllmModel
+
+from .model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
 

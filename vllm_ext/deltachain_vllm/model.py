@@ -19,18 +19,11 @@ from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
 from deltachain.replica.layout.members import Members, storage_id, tensors_in
 from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.runtime_tables import made_by_running
-from deltachain_vllm.compat import (
-    acts_last,
-    check_experts,
-    check_version,
-    layerwise,
-    linears,
-    own_loader,
-    process,
-)
-from deltachain_vllm.computing import compared, computed, is_compared, taken_over
-from deltachain_vllm.repacking import loaded_apart, repack
-from deltachain_vllm.scales import owned, uncaptured
+
+from .compat import acts_last, check_experts, check_version, layerwise, linears, own_loader, process
+from .computing import compared, computed, is_compared, taken_over
+from .repacking import loaded_apart, repack
+from .scales import owned, uncaptured
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

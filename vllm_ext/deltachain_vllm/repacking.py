@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.replica.layout.members import ACTS, NESTED, Members, container_of
-from deltachain_vllm.compat import (
+
+from .compat import (
     UNRECORDED,
     acts_last,
     as_before_processing,
@@ -204,11 +205,10 @@ SHARED: Final = ("kv_cache",)
 def loaded_apart(
     model: nn.Module, layers: Iterable[str], load: Callable[[], object], dtype: torch.dtype
 ) -> Mapping[str, nn.Module]:
-    """Load layers into copies, and process these as for the first time; the model stays as it is.
+    """Load layers into copies, and process these as for the first time; the model is unchanged.
 
-    Returns:
-        The copies, by the names of their layers, of all layers that a repack changes; empty if no
-        layer is quantised.
+    Returns the copies, by the names of their layers, of all layers that a repack changes; empty if
+    no layer is quantised.
     """
     names = list(layers)
     chosen = {model.get_submodule(name) for name in names}

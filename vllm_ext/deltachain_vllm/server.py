@@ -13,7 +13,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
-from deltachain.replica.engine import run_on
+from deltachain.replica.engine import pause_mode, run_on
 from deltachain.replica.messages import (
     LastSwapRequest,
     RankReply,
@@ -25,12 +25,13 @@ from deltachain.replica.messages import (
     name_of,
 )
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.target import ReplicaTarget, pause_mode
+from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain_vllm import BACKEND, HANDLE
-from deltachain_vllm.compat import check_experts, check_layout, check_version, mode_in_doubt, pause
-from deltachain_vllm.extension import check_extension
-from deltachain_vllm.start_check import PAUSES
+
+from . import BACKEND, HANDLE
+from .compat import check_experts, check_layout, check_version, mode_in_doubt, pause
+from .extension import check_extension
+from .start_check import PAUSES
 
 if TYPE_CHECKING:
     from vllm import LLM

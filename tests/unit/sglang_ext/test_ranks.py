@@ -24,7 +24,7 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain.replica.target import pause_mode
+from deltachain.replica.engine import pause_mode
 from deltachain_sglang import compat, front, ranks
 from deltachain_sglang.ranks import (
     SchedulerReply,
