@@ -208,7 +208,9 @@ class ReloadServer(Reader):
         except ControlPlaneError:
             self._is_sglang = None  # a server of the other kind may have come up in its place
             raise
-        if self._is_paused():
+        client = self._client  # SGLang has no route that tells
+        tells = not self._is_sglang and client.has("/is_paused")
+        if tells and client.ask("/is_paused", _Paused).is_paused:
             raise ControlPlaneError(
                 f"{self._client.url} has version {version} and is paused by another client",
                 hint="resume it: POST /resume",
@@ -224,11 +226,6 @@ class ReloadServer(Reader):
     @override
     def close(self) -> None:
         self._client.close()
-
-    def _is_paused(self) -> bool:
-        if self._is_sglang or not self._client.has("/is_paused"):
-            return False  # no route tells
-        return self._client.ask("/is_paused", _Paused).is_paused
 
     def _finds_sglang(self) -> bool:
         if self._is_sglang is None:
@@ -303,8 +300,7 @@ class AdapterServer(Reader):
             self._unload(version)
         self._copy(folder, lies)
         self._client.tell(
-            "/v1/load_lora_adapter",
-            {"lora_name": self._named(version), "lora_path": str(lies)},
+            "/v1/load_lora_adapter", {"lora_name": self._named(version), "lora_path": str(lies)}
         )
         others = [number for number in loaded if number != version]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
@@ -323,7 +319,11 @@ class AdapterServer(Reader):
 
     def _place(self, folder: Path, version: Version) -> Path:
         """Return where a version lies; other runs have the same numbers, and other states."""
-        return self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
+        file = folder / HELD_FILE
+        held = parse(file.read_bytes(), HeldFile, key=str(file)).held
+        if held is None:
+            raise ConfigError(f"{folder} holds no version")
+        return self._folder / f"{self._named(version)}-{held.state[:16]}"
 
     def _named(self, version: Version) -> str:
         return f"{self._name}-v{version}"
@@ -346,11 +346,3 @@ class AdapterServer(Reader):
         shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
         shutil.rmtree(lies, ignore_errors=True)
         partial.rename(lies)
-
-
-def _state_of(folder: Path) -> str:
-    file = folder / HELD_FILE
-    held = parse(file.read_bytes(), HeldFile, key=str(file)).held
-    if held is None:
-        raise ConfigError(f"{folder} holds no version")
-    return held.state

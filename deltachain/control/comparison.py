@@ -31,10 +31,10 @@ class ReplicaRow:
     """One replica, compared with the others."""
 
     engine: str  # its address
-    health: Health  # its health
+    health: Health
     why: tuple[str, ...]  # reasons; empty if it is ready
     lag: int | None  # versions behind the newest that any replica has seen; None if it holds none
-    status: Status | None  # its answer; None if it failed
+    status: Status | None
     doubt: str = ""  # why what it holds may not be the chain's; empty if there is no doubt
     hint: str = ""  # what resolves its failure; empty if unknown
     written_s: float | None = None  # seconds since it wrote its presence, by the store's clock
@@ -134,11 +134,7 @@ def _failed(url: str, error: DeltaChainError) -> ReplicaRow:
 
 
 def _row(
-    url: str,
-    status: Status,
-    newest: Version | None,
-    doubts: Sequence[str],
-    limits: HealthLimits,
+    url: str, status: Status, newest: Version | None, doubts: Sequence[str], limits: HealthLimits
 ) -> ReplicaRow:
     trouble = status.trouble.partition("\n")[0]  # what resolves it is in the replica's own status
     found = complaints(status, limits, newest=newest, doubts=doubts)

@@ -106,8 +106,7 @@ class Http:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
                     if time.monotonic() > until:  # httpx limits each read, not their sum
                         raise ControlPlaneError(
-                            f"{self.url} did not end its answer in {timeout_s:g} s",
-                            hint=UNREACHED,
+                            f"{self.url} did not end its answer in {timeout_s:g} s", hint=UNREACHED
                         )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             is_ours = isinstance(exc, httpx.LocalProtocolError | httpx.InvalidURL)  # has a header

@@ -29,9 +29,15 @@ _Integer: TypeAlias = (  # JSON has one type of number: 7.0 equals the integer 7
 
 
 class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The requested version; by default the head, or for a rollback the previous one."""
+    """The requested version; by default the head, or for a rollback the previous one.
 
-    version: _Integer | None = None  # the number of the version
+    Attributes:
+        version: The number of the version.
+        manifest: blake3 of its manifest, for an update: the replica then refuses a version of that
+            number with another manifest, and succeeds if it holds a later one of the same history.
+    """
+
+    version: _Integer | None = None
     manifest: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     @property
@@ -48,12 +54,19 @@ class Ready(Answer, frozen=True):
 
 
 class Problem(Answer, frozen=True):
-    """The error of a replica."""
+    """The error of a replica.
 
-    type: str  # class name in deltachain.errors
-    message: str  # the error message
-    hint: str  # the action that resolves the error
-    retryable: bool  # whether the same request may succeed later
+    Attributes:
+        type: Class name in :mod:`deltachain.errors`.
+        message: The error message.
+        hint: The action that resolves the error.
+        retryable: Whether the same request may succeed later.
+    """
+
+    type: str
+    message: str
+    hint: str
+    retryable: bool
 
 
 class RefusedReply(Answer, frozen=True):

@@ -119,13 +119,18 @@ class Control:
         elif not self.is_guarded:
             if not self._is_open:
                 raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
-            if host not in LOOPBACK or is_page(request):
+            if host not in LOOPBACK or is_page(request):  # any site's, through a user's browser
                 raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
 
     async def run(
         self, action: Callable[[Leader], _T], request: Request | None, kind: RequestKind = "quick"
     ) -> _T:
-        """Run a slow action outside the event loop."""
+        """Run a slow action outside the event loop.
+
+        The wait ends once the client of ``request`` disconnects, since a server that shuts down
+        waits for its requests. Actions of one ``kind`` wait for each other alone: those that wait
+        for the store do not block others.
+        """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
         free = self._free[kind]

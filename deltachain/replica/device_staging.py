@@ -35,7 +35,7 @@ from deltachain.subscribe.targets.base import StagedWrite
 from deltachain.types import TensorSpec
 
 from .spool_reader import TensorPlan
-from .staged import BatchStager, HolderKey, ObjectStreams, PlanStreams
+from .staged import HolderKey, ObjectStreams, PlanStreams
 from .windows import Placement
 
 _NONE: Final[Plane] = np.empty(0, np.uint8)
@@ -80,7 +80,7 @@ class DeviceWrite(StagedWrite):
         return self
 
 
-class DeviceStager(BatchStager):
+class DeviceStager:
     """Stages tensor plans of tensors whose elements are all in place on one device."""
 
     def __init__(
@@ -134,7 +134,6 @@ class DeviceStager(BatchStager):
                 changes = staging.decode(batch, staging.upload(batch, self.device))
                 staging.write_(staging.stage(changes, place, [""]))
 
-    @override
     def takes(self, given: TensorPlan) -> bool:
         """Return whether changes are decoded on the device: no whole tensors, known encodings."""
         return (
@@ -144,7 +143,6 @@ class DeviceStager(BatchStager):
             and all(part.rows[given.spec.name].encoding in ON_DEVICE for part in given.parts)
         )
 
-    @override
     def read(self, given: TensorPlan, low: int, high: int) -> PlanStreams:
         """Verify and inflate the segments of a tensor plan near the elements ``[low, high)``."""
         name = given.spec.name
@@ -152,7 +150,6 @@ class DeviceStager(BatchStager):
         number = self._numbers[name]
         return PlanStreams(given, tuple(streams_of(one, number) for one in readers if one.segments))
 
-    @override
     def stage(
         self, plans: Sequence[PlanStreams]
     ) -> Iterator[tuple[DeviceWrite, Mapping[HolderKey, Effect]]]:

@@ -42,7 +42,7 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 class Host:
     """Ranks that share a folder of spools."""
 
-    name: str  # host name, for messages
+    name: str
     ranks: tuple[int, ...]  # numbers of the ranks, ascending
     is_leaders: bool  # whether the leader writes to the same folder
 

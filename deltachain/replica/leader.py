@@ -107,11 +107,7 @@ class Leader:
     """
 
     def __init__(
-        self,
-        settings: ReplicaSettings,
-        engine: Engine,
-        *,
-        store: Store | None = None,
+        self, settings: ReplicaSettings, engine: Engine, *, store: Store | None = None
     ) -> None:
         self.settings = settings
         self.engine = engine

@@ -142,7 +142,7 @@ class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
     """Classes of the requested tensors: unused, or refused."""
 
-    tensors: dict[str, Classified]  # class of each
+    tensors: dict[str, Classified]
     digests: dict[str, StateDigest]  # state digests of those that are in the engine's checkpoint
 
 

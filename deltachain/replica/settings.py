@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 from deltachain.environment import is_strict, read, read_secret
 from deltachain.store import Location
@@ -88,13 +89,9 @@ class ReplicaSettings:
         cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
     ) -> ReplicaSettings:
         """Return the settings of an engine that a program holds, which names the chain itself."""
-        given = read(environment)
-        return cls(
-            subscribe=SubscribeConfig.of(config),
-            pause=given.get("PAUSE", ""),
-            keep_cache=given.get("KEEP_CACHE", False),
-            spool=spool_folder(environment),
-        )
+        own = _given(read(environment), ("PAUSE", "KEEP_CACHE"))
+        spool = spool_folder(environment)
+        return cls(subscribe=SubscribeConfig.of(config), spool=spool, **own)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:
@@ -102,27 +99,25 @@ class ReplicaSettings:
         given = read(environment)
         if "URL" not in given:
             return None
-        if "PRESENCE_URL" in given:
-            check_apart(given["PRESENCE_URL"], given["URL"])
-        subscribe = SubscribeConfig(
-            url=given["URL"],
-            base=given.get("BASE"),
-            poll_s=given.get("POLL_S"),
-            trusted_keys=given.get("TRUSTED_KEYS"),
-            max_heartbeat_age_s=given.get("MAX_HEARTBEAT_AGE_S"),
-            mirror=given.get("MIRROR"),
-        )
-        if "STAGE_BUDGET" in given:
-            subscribe = replace(subscribe, stage_budget=given["STAGE_BUDGET"])
+        presence = given.get("PRESENCE_URL", "")
+        if presence:
+            check_apart(presence, given["URL"])
         return cls(
-            subscribe=subscribe,
-            follow=given.get("FOLLOW", False),
+            subscribe=SubscribeConfig(**_given(given, _SUBSCRIBE)),
             strict=is_strict(environment),
-            pause=given.get("PAUSE", ""),
-            keep_cache=given.get("KEEP_CACHE", False),
             token=read_secret(environment, "TOKEN"),
-            max_lag=given.get("MAX_LAG"),
-            max_silence_s=given.get("MAX_SILENCE_S"),
             spool=spool_folder(environment),
-            presence=given.get("PRESENCE_URL", ""),
+            presence=presence,
+            **_given(given, ("FOLLOW", "PAUSE", "KEEP_CACHE", "MAX_LAG", "MAX_SILENCE_S")),
         )
+
+
+_SUBSCRIBE: Final = (
+    *("URL", "BASE", "MIRROR", "POLL_S", "STAGE_BUDGET"),
+    *("TRUSTED_KEYS", "MAX_HEARTBEAT_AGE_S"),
+)
+"""Variables that set fields of the subscriber, which have their names in lower case."""
+
+
+def _given(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name.lower(): given[name] for name in names if name in given}

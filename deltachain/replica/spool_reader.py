@@ -100,7 +100,7 @@ POLL_S: Final = (0.001, 0.004)
 class TensorPlan:
     """Changes of one tensor by a plan, or by one object of a plan of one edge."""
 
-    spec: TensorSpec  # spec of the tensor
+    spec: TensorSpec
     parts: tuple[Part, ...]  # open objects that give elements of the tensor, oldest first
     base: Checkpoint | None = field(default=None, repr=False)
     from_nothing: bool = False  # whether the plan needs no base bits

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from deltachain.subscribe.targets.patch import LiveElements, prepare, prepare_st
 from deltachain.threads import Pool
 
 from .spool_reader import TensorPlan, bits_are_at_fault, host_bits
+
+if TYPE_CHECKING:
+    from .device_staging import DeviceStager
 
 HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold the same elements, and the number of the place among several on this rank."""
@@ -73,7 +76,7 @@ class RankStaged:
 
     placed: tuple[StagedWrite, ...]  # patches of live places and of host copies
     deferred: tuple[TensorPlan, ...]  # tensor plans beyond the budget
-    effects: Effects  # effects on the state digest
+    effects: Effects
 
     @property
     def names(self) -> set[str]:
@@ -97,38 +100,11 @@ class RankStaged:
             yield placed.undo()
 
 
-class BatchStager(Protocol):
-    """Stages many tensors at once, where their weights are."""
-
-    def takes(self, given: TensorPlan) -> bool:
-        """Return whether a tensor plan can be staged with others."""
-
-    def read(self, given: TensorPlan, low: int, high: int) -> PlanStreams:
-        """Verify and inflate segments near the elements ``[low, high)``; any thread may call."""
-
-    def stage(
-        self, plans: Sequence[PlanStreams]
-    ) -> Iterable[tuple[StagedWrite, Mapping[HolderKey, Effect]]]:
-        """Stage tensor plans of this rank; nothing is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A tensor plan as a thread has read it."""
-
-    given: TensorPlan  # the tensor plan
-    share: Share  # what the rank holds of its tensor
-    writes: Sequence[tuple[HolderKey, Write]] = ()  # its writes, if everything is on the host
-    streams: PlanStreams | None = None  # its streams, if it is staged with others
-    delta: TensorDelta | None = None
-    waits: bool = False  # whether the caller has to read it, with bits of a device
-
-
 class _Stage:
-    """One stage of a rank: tensor plans are read in any thread, and taken in order by one."""
+    """One stage of a rank: tensor plans are read in any thread, and kept in order by one."""
 
     def __init__(
-        self, share_of: Callable[[str], Share], budget: int, batches: BatchStager | None
+        self, share_of: Callable[[str], Share], budget: int, batches: DeviceStager | None
     ) -> None:
         self._share_of, self._budget, self._batches = share_of, budget, batches
         self._nbytes = 0
@@ -138,32 +114,29 @@ class _Stage:
         self._waiting: list[PlanStreams] = []
         self._waiting_nbytes = 0
 
-    def read(self, given: TensorPlan) -> _Read:
+    def read(self, given: TensorPlan) -> Callable[[], None]:
+        """Read a tensor plan; return what the caller does next, on whose stream kernels run."""
         share = self._share_of(given.spec.name)
         if not share.places:
-            return _Read(given, share)
+            return lambda: None
         if self._batches is not None and self._batches.takes(given):
-            streams = self._batches.read(given, share.low, share.high)
-            return _Read(given, share, streams=streams)
+            return partial(self._wait, self._batches.read(given, share.low, share.high))
         if share.on_host:
-            return _Read(given, share, _prepared(given, share))
+            return partial(self._keep, given, _prepared(given, share))
         if given.needs_old:
-            return _Read(given, share, waits=True)
-        return _Read(given, share, delta=given.read(share.low, share.high))
+            return lambda: self._keep(given, _prepared(given, share))
+        delta = given.read(share.low, share.high)
+        return lambda: self._keep(given, _placed(share, delta))
 
-    def take(self, found: _Read) -> None:
-        if found.streams is not None:
-            nbytes = found.streams.nbytes
-            if self._waiting_nbytes + nbytes > BATCH:
-                self._stage_waiting()
-            self._waiting.append(found.streams)
-            self._waiting_nbytes += nbytes
-            return
-        placed = _prepared(found.given, found.share) if found.waits else found.writes
-        if found.delta is not None:
-            placed = _placed(found.share, found.delta)
+    def _keep(self, given: TensorPlan, placed: Sequence[tuple[HolderKey, Write]]) -> None:
         writes = [one for _, one in placed]
-        self._add([found.given], writes, ((slot, one.patch.effect) for slot, one in placed))
+        self._add([given], writes, ((slot, one.patch.effect) for slot, one in placed))
+
+    def _wait(self, streams: PlanStreams) -> None:
+        if self._waiting_nbytes + streams.nbytes > BATCH:
+            self._stage_waiting()
+        self._waiting.append(streams)
+        self._waiting_nbytes += streams.nbytes
 
     def result(self) -> RankStaged:
         self._stage_waiting()
@@ -197,13 +170,13 @@ def stage(
     share_of: Callable[[str], Share],
     budget: int,
     threads: int,
-    batches: BatchStager | None = None,
+    batches: DeviceStager | None = None,
 ) -> RankStaged:
     """Compute the writes of a plan's tensor plans on one rank; nothing is written."""
     work = _Stage(share_of, budget, batches)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
-        for found in pool.ordered(work.read, plans, ahead=2 * threads):
-            work.take(found)
+        for take in pool.ordered(work.read, plans, ahead=2 * threads):
+            take()
     return work.result()
 
 

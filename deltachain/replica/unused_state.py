@@ -23,7 +23,7 @@ from deltachain.types import StateDigest
 class UnusedState:
     """State digests of tensors that no rank holds."""
 
-    digests: Mapping[str, StateDigest | None] = field(default_factory=dict)  # digests by name
+    digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
     joint: frozenset[str] = frozenset()  # tensors of which only the sum of the digests is right
     shared_with_used: str = ""  # a tensor that is unknown
 

@@ -39,16 +39,16 @@ def register() -> None:
         return
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from .starting import check_start  # noqa: PLC0415
+        from .starting import check_start
 
         check_start()
-    from .ranks import hook_schedulers  # noqa: PLC0415
+    from .ranks import hook_schedulers
 
     hook_schedulers()
     # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
-        from .front import hook_server  # noqa: PLC0415
-        from .starting import hook_engine  # noqa: PLC0415
+        from .front import hook_server
+        from .starting import hook_engine
 
         hook_server()
         hook_engine()
@@ -56,12 +56,12 @@ def register() -> None:
 
 def speak() -> None:
     """Show deltachain's log messages among SGLang's, whose handlers are those of all."""
-    from deltachain.log_lines import show  # noqa: PLC0415
+    from deltachain.log_lines import show
 
     show(logging.getLogger(), logging.INFO)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name != "subscribe":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module("deltachain_sglang.server").subscribe

@@ -38,12 +38,7 @@ from . import PREFIX, SCHEME, compat, loading
 # content of weights after they are resumed is unknown.
 
 
-async def on_sleep(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401 - SGLang's TokenizerManager
-    obj: Any,  # noqa: ANN401 - SGLang's request
-    request: Any = None,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+async def on_sleep(original: Callable[..., Any], server: Any, obj: Any, request: Any = None) -> Any:
     """Wrap ``release_memory_occupation`` in the server, which from then on is not ready."""
     control = leading(compat.app())
     if control is not None:
@@ -52,12 +47,7 @@ async def on_sleep(
     return await original(server, obj, request)
 
 
-async def on_wake(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401
-    obj: Any,  # noqa: ANN401
-    request: Any = None,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+async def on_wake(original: Callable[..., Any], server: Any, obj: Any, request: Any = None) -> Any:
     """Wrap ``resume_memory_occupation``: prove or heal the weights before it is ready."""
     found = await original(server, obj, request)
     control = leading(compat.app())
@@ -113,17 +103,14 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
 
 
 def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> LedEngine:
-    from .server import SglangEngine  # noqa: PLC0415
+    from .server import SglangEngine
 
     engine = SglangEngine(compat.manager(), loop, settings)
     return LedEngine(engine, loading.checkpoint())
 
 
 async def on_update(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401 - SGLang's TokenizerManager
-    obj: Any,  # noqa: ANN401 - SGLang's request
-    request: Any = None,  # noqa: ANN401
+    original: Callable[..., Any], server: Any, obj: Any, request: Any = None
 ) -> tuple[bool, str, int]:
     """Wrap ``update_weights_from_disk`` in the server: a path with ``SCHEME`` names a version.
 
@@ -153,19 +140,14 @@ async def on_update(
     return True, f"version {control.leader.subscriber.version}", 0
 
 
-async def on_check(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401
-    obj: Any,  # noqa: ANN401
-    request: Any = None,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+async def on_check(original: Callable[..., Any], server: Any, obj: Any, request: Any = None) -> Any:
     """Wrap ``check_weights`` in the server: only the leader may send deltachain's requests."""
     if obj.action.startswith(SCHEME):
         return False, "only this server's leader asks that", None, None
     return await original(server, obj, request)
 
 
-def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap the start of the server: other front ends load no plugins, so would have no leader."""
     count = compat.front_ends()
     if count > 1 and os.environ.get("DELTACHAIN_URL"):

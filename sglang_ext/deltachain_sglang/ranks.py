@@ -44,7 +44,7 @@ class SchedulerReply(Struct, frozen=True, kw_only=True):
     """The replies of all ranks."""
 
     status: Literal["answered", "busy", "asleep"] = "answered"
-    replies: tuple[AnyReply, ...] = ()  # replies in the order of the ranks
+    replies: tuple[AnyReply, ...] = ()
 
 
 _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)
@@ -84,14 +84,14 @@ def hook_schedulers() -> None:
     compat.hook(compat.NAMED, on_name)
 
 
-def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``load_model``: record the members of a model before it runs."""
     found = original(runner, *args, **kwargs)
     record_loaded_state(runner.model)
     return found
 
 
-def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
+def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap ``check_weights``: handle deltachain's requests, and pass on any other."""
     if not request.action.startswith(SCHEME):
         return original(manager, request)
@@ -99,24 +99,20 @@ def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return compat.check_reply(encode_message(reply))
 
 
-def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
+def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap ``release_memory_occupation``: wait for threads that still read weights."""
     _SERVICES.settle(manager.tp_worker.model_runner.model)
     return original(manager, request)
 
 
-def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:  # noqa: ANN401
+def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Wrap ``pause_generation``: keep the watchdog from ending a scheduler in a long pause."""
     found = original(scheduler, request)
     compat.rest(scheduler)
     return found
 
 
-def on_name(
-    original: Callable[..., Any],
-    scheduler: Any,  # noqa: ANN401 - SGLang's
-    new_version: str | None,
-) -> Any:  # noqa: ANN401
+def on_name(original: Callable[..., Any], scheduler: Any, new_version: str | None) -> Any:
     """Wrap ``record_weight_version_change``: tokens computed before keep their version."""
     before = compat.named()
     found = original(scheduler, new_version)
@@ -125,7 +121,7 @@ def on_name(
     return found
 
 
-def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
+def _reply(text: str, manager: Any) -> SchedulerReply:
     """Return the replies of all ranks to an encoded request; never raise, to keep the server alive.
 
     All ranks take the same branches: otherwise one would wait in a collective without the others.

@@ -33,10 +33,7 @@ class SglangEngine:
     """An SGLang server as an engine; its methods are not for the thread of its event loop."""
 
     def __init__(
-        self,
-        server: Any,  # noqa: ANN401 - SGLang's
-        loop: asyncio.AbstractEventLoop,
-        settings: ReplicaSettings,
+        self, server: Any, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
         self.software: Final = f"sglang/{compat.check_version()}"
         compat.check_layout(keep_cache=settings.keep_cache)
@@ -98,7 +95,7 @@ class InProcessEngine(SglangEngine):
         return self._loop.run_until_complete(coroutine)
 
 
-def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:  # noqa: ANN401 - SGLang's
+def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
     """Return a subscriber whose target is an ``Engine`` in this process.
 
     >>> engine = sglang.Engine(model_path=model)                          # doctest: +SKIP

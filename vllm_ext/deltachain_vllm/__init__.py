@@ -43,18 +43,16 @@ def register() -> None:
     """
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from .starting import check_start  # noqa: PLC0415
+        from .starting import check_start
 
         check_start()
     try:
-        from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
-            WeightTransferEngineFactory as Factory,
-        )
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
         if BACKEND not in Factory._registry:  # vLLM has no public way to ask
             Factory.register_engine(BACKEND, "deltachain_vllm.backend", "DeltaChainEngine")
 
-        from .compat import remember_loaded  # noqa: PLC0415
+        from .compat import remember_loaded
 
         remember_loaded()
     except (ImportError, AttributeError, ValueError) as exc:
@@ -63,14 +61,14 @@ def register() -> None:
 
 def speak() -> None:
     """Show deltachain's log messages among vLLM's, which shows only its own."""
-    from deltachain.log_lines import show  # noqa: PLC0415
+    from deltachain.log_lines import show
 
     theirs = logging.getLogger("vllm")
     if theirs.handlers:
         show(theirs, theirs.level)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

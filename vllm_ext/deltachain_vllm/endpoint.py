@@ -65,7 +65,7 @@ def _sleeping(original: Endpoint) -> Endpoint:
     """Become unready, then let vLLM do the rest; restore readiness if that fails."""
 
     @wraps(original)
-    async def sleep(raw_request: Request, **asked: Any) -> Any:  # noqa: ANN401 - as vLLM's
+    async def sleep(raw_request: Request, **asked: Any) -> Any:
         kinds = frozenset({CACHE})
         if "level" in asked:  # else only the cache is released
             kinds = frozenset({WEIGHTS, CACHE}) if asked["level"] > 0 else frozenset({SCHEDULING})
@@ -84,7 +84,7 @@ def _sleeping(original: Endpoint) -> Endpoint:
 
 def _waking(original: Endpoint) -> Endpoint:
     @wraps(original)
-    async def wake(raw_request: Request) -> Any:  # noqa: ANN401
+    async def wake(raw_request: Request) -> Any:
         found = await original(raw_request)
         control = leading(raw_request.app)
         if control is not None:
@@ -130,7 +130,7 @@ class EndpointPlugin:
         attach_sleep(app)
         leave_at_end(app)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Catch up before the server accepts requests; called once, when the engine is up."""
         speak()
         loop = asyncio.get_running_loop()
@@ -156,8 +156,8 @@ def _engine(
         raise ConfigError("this server has no engine of its own")
     check_layout(client, args)
     check_version()
-    from .model import checkpoint_of  # noqa: PLC0415
-    from .server import VllmEngine  # noqa: PLC0415
+    from .model import checkpoint_of
+    from .server import VllmEngine
 
     engine = VllmEngine(client, loop, settings)
     return LedEngine(engine, checkpoint_of(client.vllm_config))

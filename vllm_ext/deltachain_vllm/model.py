@@ -33,13 +33,14 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 """Logger that warns of every layer without loaded tensors in a partial reload."""
 
 
-def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  # noqa: ANN401
+def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
     """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded."""
     steps = layerwise()
     with _silent(), _absent_kept(model), _finished(model, steps):
         steps.initialize_layerwise_reload(model)
         load()
-        touched = {layer for layer in model.modules() if _is_touched(steps, layer)}
+        found = {layer: steps.get_layerwise_info(layer) for layer in model.modules()}
+        touched = {n for n, info in found.items() if not info.can_load() or info.load_numel > 0}
         for layer in model.modules():
             if layer not in touched and not (
                 acts_last(layer) and not touched.isdisjoint(layer.modules())
@@ -47,11 +48,6 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  
                 _abandon(steps, layer)
         steps.finalize_layerwise_reload(model, config)
         _pack_tied(model, touched)
-
-
-def _is_touched(steps: Any, layer: nn.Module) -> bool:  # noqa: ANN401
-    info = steps.get_layerwise_info(layer)
-    return not info.can_load() or info.load_numel > 0
 
 
 def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
@@ -95,7 +91,7 @@ def _absent_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
+def _finished(model: nn.Module, steps: Any) -> Iterator[None]:
     """Clean up an interrupted reload at the end; do nothing after a complete one."""
     try:
         yield
@@ -104,7 +100,7 @@ def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
             _abandon(steps, layer)
 
 
-def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
+def _abandon(steps: Any, layer: nn.Module) -> None:
     """Restore the members of a layer from before the reload, and its bias with its own loader."""
     info = steps.get_layerwise_info(layer)
     if not info.can_load():

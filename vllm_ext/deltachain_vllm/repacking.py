@@ -272,7 +272,7 @@ class _Copies:
         if last:
             forget_scales(copied)
 
-    def _copied(self, value: Any, depth: int, *, follows: bool) -> Any:  # noqa: ANN401
+    def _copied(self, value: Any, depth: int, *, follows: bool) -> Any:
         """Return a copy of an object that takes part in processing; other objects themselves."""
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -291,7 +291,7 @@ class _Copies:
         return made
 
 
-def _is_copied(value: Any, *, follows: bool) -> bool:  # noqa: ANN401
+def _is_copied(value: Any, *, follows: bool) -> bool:
     """Return whether an object is copied: a container, or one that takes part in processing."""
     if isinstance(value, dict | list):
         return True
@@ -303,7 +303,7 @@ def _is_shared(key: object) -> bool:
     return any(part in str(key) for part in SHARED)
 
 
-def _cloned(tensor: Tensor | None) -> Any:  # noqa: ANN401 - of a class of vLLM's
+def _cloned(tensor: Tensor | None) -> Any:
     """Return a tensor of the same class with elements and attributes of its own."""
     if tensor is None or tensor.is_meta:
         return tensor

@@ -206,7 +206,7 @@ def subscribe(llm: LLM | EngineClient, config: SubscribeConfig | str) -> Subscri
     return Subscriber(settings.subscribe, target)
 
 
-def _loop_of(client: Any) -> asyncio.AbstractEventLoop:  # noqa: ANN401 - vLLM's client
+def _loop_of(client: Any) -> asyncio.AbstractEventLoop:
     handler = getattr(client, "output_handler", None)
     if handler is not None:
         loop: asyncio.AbstractEventLoop = handler.get_loop()

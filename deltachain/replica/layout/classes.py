@@ -36,9 +36,9 @@ Form: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 class Classified(Struct, frozen=True, kw_only=True):
     """Class of one tensor on one rank."""
 
-    kind: TensorClass  # class of the tensor
+    kind: TensorClass
     reason: str = ""  # reason why it is not in place; empty if it is
-    windows: tuple[Form, ...] = ()  # windows of the elements that this rank holds in place
+    windows: tuple[Form, ...] = ()
     layers: tuple[str, ...] = ()  # layers that the engine reloads with it, together
     comparable: bool = False  # whether these can be compared with a fresh load
 

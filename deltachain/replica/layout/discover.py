@@ -39,9 +39,9 @@ from .reloads import decide_remaining, find_untestable, try_loading, try_reloadi
 class Layout:
     """The layout of one rank: how each tensor is updated."""
 
-    classes: Mapping[str, TensorClass]  # class of every tensor of the chain
+    classes: Mapping[str, TensorClass]
     reasons: Mapping[str, str]  # reasons of the tensors that are not in place
-    places: Mapping[str, tuple[Placement, ...]]  # places of the tensors that are in place
+    places: Mapping[str, tuple[Placement, ...]]
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     comparable: frozenset[LoadGroup] = frozenset()

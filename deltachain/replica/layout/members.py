@@ -6,6 +6,7 @@ quantisation method. All members are recorded by identity: dictionaries, lists a
 items, and tensors with the memory that they view.
 """
 
+# ruff: noqa: ANN401 - members of modules have any type
 from __future__ import annotations
 
 import math
@@ -39,7 +40,7 @@ class Provenance:
     def owner(self, tensor: Tensor) -> str | None:
         return self._owner.get(storage_id(tensor))
 
-    def sources(self, values: Any) -> frozenset[str]:  # noqa: ANN401
+    def sources(self, values: Any) -> frozenset[str]:
         """Return the checkpoint tensors that some values are, view, or were computed from."""
         found: frozenset[str] = frozenset()
         for leaf in tree_leaves(values):
@@ -50,7 +51,7 @@ class Provenance:
                     found |= {self._owner[storage]}
         return found
 
-    def made(self, values: Any, sources: frozenset[str]) -> None:  # noqa: ANN401
+    def made(self, values: Any, sources: frozenset[str]) -> None:
         for tensor in tree_leaves(values) if sources else ():
             if isinstance(tensor, Tensor) and storage_id(tensor) not in self._owner:
                 storage = storage_id(tensor)
@@ -199,7 +200,7 @@ class Members:
                     self._memories.setdefault(id(value), memory)
         return self._boxes[id(vars(module))]
 
-    def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:  # noqa: ANN401
+    def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:
         if id(box) in seen:
             return
         seen.add(id(box))
@@ -228,7 +229,7 @@ class Members:
             if not (known or is_tensor or id(container_of(before)) in self._boxes):
                 box.put(key, after)
 
-    def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:  # noqa: ANN401
+    def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:
         memory = self._memories[id(before)]
         if not isinstance(after, Tensor):
             raise TensorMismatchError(f"the engine dropped its tensor {key!r}")
@@ -244,11 +245,11 @@ class Members:
 
 
 class _Box:
-    def __init__(self, container: Any, items: dict[Any, Any]) -> None:  # noqa: ANN401
+    def __init__(self, container: Any, items: dict[Any, Any]) -> None:
         self.container = container
         self.items = items
 
-    def put(self, key: Any, value: Any) -> None:  # noqa: ANN401
+    def put(self, key: Any, value: Any) -> None:
         container = self.container
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = value
@@ -387,7 +388,7 @@ def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
             queue.append((inner, depth + 1, here))
 
 
-def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
+def _holds_tensors(value: Any) -> bool:
     """Return whether an object itself keeps tensors, also in containers, except process groups."""
     if "distributed" in type(value).__module__:
         return False
@@ -398,7 +399,7 @@ def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
     )
 
 
-def container_of(value: Any) -> Any:  # noqa: ANN401
+def container_of(value: Any) -> Any:
     """Return a container itself, or the attributes of an object; ``None`` for anything else."""
     if type(value) in LEAVES:
         return None
@@ -409,7 +410,7 @@ def container_of(value: Any) -> Any:  # noqa: ANN401
     return vars(value) if is_plain and hasattr(value, "__dict__") and not is_whole else None
 
 
-def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
+def _items(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
         return dict(container)
     if isinstance(container, list | tuple):
@@ -417,11 +418,11 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
     return {id(value): value for value in container}
 
 
-def is_configuration(value: Any) -> bool:  # noqa: ANN401
+def is_configuration(value: Any) -> bool:
     return type(value).__name__.endswith(CONFIGURATION)
 
 
-def _values(container: Any) -> Iterable[Any]:  # noqa: ANN401
+def _values(container: Any) -> Iterable[Any]:
     return tuple(container.values() if isinstance(container, dict) else container)
 
 
@@ -463,7 +464,7 @@ def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
     )
 
 
-def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
+def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:
     """Return whether an object may hold tensors that cannot be found, as a closure does."""
     if id(value) in within:
         return False
@@ -481,7 +482,7 @@ def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool: 
     )
 
 
-def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
+def _kept_by(value: Any) -> list[Any] | None:
     """Return the parts of an object without attributes; ``None`` if they are unknown."""
     if isinstance(value, frozenset):
         return list(value)
@@ -497,7 +498,7 @@ def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
     return [getattr(value, slot) for slot in slots if hasattr(value, slot)] if slots else None
 
 
-def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
+def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield tensors reachable from an object through others, except modules and process groups."""
     kind = type(value)
     if isinstance(value, nn.Module) or "distributed" in kind.__module__:

@@ -54,6 +54,18 @@ def probing_rows(row: Tensor, seed: int) -> Tensor:
     return torch.cat([row, rows.to(row.device)])
 
 
+def fixed_rows(
+    count: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Return ``[count, width]`` numbers without zeros; with a seed, probing rows as well."""
+    row = torch.linspace(0.5, 1.5, count * width, device=device).to(dtype).view(count, width)
+    return row if seed is None else probing_rows(row, seed)
+
+
 def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
     """Return whether a linear layer multiplies by a test weight, and adds a test bias."""
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)

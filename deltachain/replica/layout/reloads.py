@@ -524,8 +524,7 @@ def _displaced(trial: Trial, names: Iterable[str], others: Iterable[str]) -> fro
         name
         for name in findings.readable.intersection(names)
         if not holds_bits(
-            findings.placements[name],
-            source.other(name) if name in changed else source.bits(name),
+            findings.placements[name], source.other(name) if name in changed else source.bits(name)
         )
     )
 
