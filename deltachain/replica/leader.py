@@ -172,24 +172,20 @@ class Leader:
 
     def update(self, version: Version | None = None, *, manifest: str = "") -> ApplyReceipt | None:
         """Bring the replica to a version, from nothing if it is poisoned."""
+        held = self.subscriber.held
         if version is not None and manifest:
             self._announced = max(version, self._announced or 0)
-        try:
-            if self._is_past(version, manifest):
-                self.target.check_leads()  # another leader may have brought another version
-                return None
-        except errors.DeltaChainError as exc:
-            self._failed(exc, version)
-            raise
+            try:
+                ahead = held if held is not None and held.version >= version else None
+                if ahead and is_past(self.subscriber.chain, ahead, version, manifest):
+                    self.target.check_leads()  # another leader may have brought another version
+                    return None
+            except errors.DeltaChainError as exc:
+                self._failed(exc, version)
+                raise
         return self._reach(
             lambda: self._swap_staged(version) or self.subscriber.update(version), version
         )
-
-    def _is_past(self, version: Version | None, manifest: str) -> bool:
-        held = self.subscriber.held
-        if version is None or not manifest or held is None or held.version < version:
-            return False
-        return is_past(self.subscriber.chain, held, version, manifest)
 
     def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
         staged, self.staged = self.staged, None

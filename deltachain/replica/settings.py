@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,6 +51,10 @@ class RankSettings:
             url=environment.get("DELTACHAIN_URL", ""),
             decode=environment.get("DELTACHAIN_DECODE", ""),
         )
+
+
+_SUBSCRIBER: Final = [field.name.upper() for field in fields(SubscribeConfig)]
+"""Variables that set fields of the subscriber."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,20 +107,13 @@ class ReplicaSettings:
         if presence:
             check_apart(presence, given["URL"])
         return cls(
-            subscribe=SubscribeConfig(**_given(given, _SUBSCRIBE)),
+            subscribe=SubscribeConfig(**_given(given, _SUBSCRIBER)),
             strict=is_strict(environment),
             token=read_secret(environment, "TOKEN"),
             spool=spool_folder(environment),
             presence=presence,
             **_given(given, ("FOLLOW", "PAUSE", "KEEP_CACHE", "MAX_LAG", "MAX_SILENCE_S")),
         )
-
-
-_SUBSCRIBE: Final = (
-    *("URL", "BASE", "MIRROR", "POLL_S", "STAGE_BUDGET"),
-    *("TRUSTED_KEYS", "MAX_HEARTBEAT_AGE_S"),
-)
-"""Variables that set fields of the subscriber, which have their names in lower case."""
 
 
 def _given(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:

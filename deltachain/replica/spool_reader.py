@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from deltachain import errors
 from deltachain.checkpoint import Checkpoint
@@ -55,11 +54,12 @@ def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: 
         storage: Any = places[0].storage
         live = storage[run.at : run.at + run.numel]
         return OldBits(host.receive(live, nothing), run.start, shared=True)
-    bits = np.zeros(high - low, spec.bits_dtype)
+    bits, held = np.zeros(high - low, spec.bits_dtype), np.zeros(high - low, np.bool_)
     for place in places:
         here, live = _views(place, bits, low)
         here[...] = host.receive(live, nothing)
-    return OldBits(bits, low, _mask(places, low, high))
+        _views(place, held, low)[0][...] = True
+    return OldBits(bits, low, held)
 
 
 def _run(places: Sequence[LiveElements]) -> _Run | None:
@@ -73,13 +73,6 @@ def _run(places: Sequence[LiveElements]) -> _Run | None:
             return None
         numel *= size
     return _Run(offset, at, numel)
-
-
-def _mask(places: Sequence[LiveElements], low: int, high: int) -> npt.NDArray[np.bool_]:
-    held = np.zeros(high - low, np.bool_)
-    for place in places:
-        _views(place, held, low)[0][...] = True
-    return held
 
 
 def _views(place: LiveElements, flat: Any, start: int) -> tuple[Any, Any]:  # noqa: ANN401
@@ -129,7 +122,12 @@ class TensorPlan:
             if before is not None and parts[-1] is not self.parts[-1]:
                 before = before.after(read)
             deltas += (delta for delta in read if delta.nnz)
-        found = fold_within(deltas, low, high) if deltas else _empty(self.spec)
+        empty = np.empty(0, np.int64), np.empty(0, self.spec.bits_dtype)
+        found = (
+            fold_within(deltas, low, high)
+            if deltas
+            else TensorDelta(spec=self.spec, indices=empty[0], values=empty[1])
+        )
         if self.from_nothing and low < high and not found.covers(low, high):
             raise errors.BrokenChainError(
                 f"{name}: the plan from nothing gives only {found.nnz} elements"
@@ -150,7 +148,8 @@ class TensorPlan:
         high: int,
         old: Callable[[int, int], OldBits] | None,
     ) -> OldBits | None:
-        start, stop = near(self.spec, low, high)
+        # All elements of the segments near the wanted ones.
+        start, stop = max(0, low - SEGMENT), min(self.spec.numel, high + SEGMENT)
         if old is not None and not self.from_nothing:
             before = old(start, stop)
         elif self.from_nothing:
@@ -174,11 +173,6 @@ class TensorPlan:
             return None
         before = self._before((), low, high, old) if part.needs_old(name) else None
         return part.reader(name, (low, high), old=before)
-
-
-def near(spec: TensorSpec, low: int, high: int) -> tuple[int, int]:
-    """Return the range of the elements of all segments near the elements ``[low, high)``."""
-    return max(0, low - SEGMENT), min(spec.numel, high + SEGMENT)
 
 
 @contextmanager
@@ -257,8 +251,3 @@ class SpoolReader:
                 raise errors.StageAbandonedError(message)
             time.sleep(wait)
             wait = min(2 * wait, longest)
-
-
-def _empty(spec: TensorSpec) -> TensorDelta:
-    values = np.empty(0, spec.bits_dtype)
-    return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=values)

@@ -31,7 +31,7 @@ from .engine import Engine
 from .fetcher import Fetchers, elements_of, hosts_of, receive, shown
 from .layout.classes import ON_HOST, Agreement, agree, orphans, summary
 from .spool import Spool, SpoolIndex
-from .unused_state import UnusedState, unused_state
+from .unused_state import UnusedState
 
 POLL_S: Final = (0.002, 0.05)
 """Shortest and longest wait between two polls of the ranks, in seconds."""
@@ -47,62 +47,6 @@ STAGE_S: Final = 900.0
 """Timeout of staging in seconds; a rank that takes longer is considered dead."""
 
 _R = TypeVar("_R", bound=wire.RankReply)
-
-
-class RankClient:
-    """The connection of one leader to every rank of an engine; ``count`` is 0 until known."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.count = 0
-        self._leader = uuid.uuid4().hex
-        self._sequence = itertools.count(1)
-
-    def ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
-        """Return the replies of all ranks, of the given type; raise a refusal as its error."""
-        return _accepted(self.call(request, kind), kind)
-
-    def call(self, request: wire.AnyRequest, *kinds: type[_R]) -> list[_R | wire.Refusal]:
-        """Return the replies of all ranks: refusals, or replies of the given types.
-
-        Raises a :class:`PoisonedError` if a reply has another type, or another request or rank.
-        """
-        asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
-        replies = self.engine.call(asked)
-        found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
-        ranks = range(self.count or len(replies))
-        expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
-        known: tuple[type[wire.RankReply], ...] = (*kinds, wire.Refusal)
-        if found != expected or not all(isinstance(reply, known) for reply in replies):
-            raise errors.PoisonedError(
-                f"the engine mixed up its ranks' answers to {wire.name_of(request)!r}",
-                hint="a worker raised in some other call; restart the engine",
-            )
-        return cast("list[_R | wire.Refusal]", list(replies))
-
-    def wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
-        """Wait until every rank is done with a ticket; raise the first refusal as its error."""
-        return _accepted(self.settle(ticket, kind, version), kind, version)
-
-    def settle(
-        self, ticket: int, kind: type[_R], version: Version | None = None
-    ) -> list[_R | wire.Refusal]:
-        """Wait until every rank is done with a ticket; return replies and refusals by rank."""
-        least, longest = POLL_S
-        start = time.monotonic()
-        done: dict[int, _R | wire.Refusal] = {}
-        while True:
-            replies = self.call(wire.PollRequest(ticket=ticket), kind, wire.PendingReply)
-            for reply in replies:
-                if isinstance(reply, (kind, wire.Refusal)):
-                    done.setdefault(reply.rank, reply)
-            if len(done) == len(replies):
-                return [reply for _, reply in sorted(done.items())]
-            taken = time.monotonic() - start
-            if taken > STAGE_S:
-                message = f"some rank did not stage within {STAGE_S:.0f} s"
-                raise errors.ApplyError(message, version=version)
-            time.sleep(min(max(POLL_SHARE * taken, least), longest))
 
 
 def _accepted(
@@ -245,7 +189,10 @@ class ReplicaTarget(Target):
         self._spool = spool
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers = itertools.count(1)  # of tickets
-        self._client = RankClient(engine)
+        self.engine = engine
+        self._count = 0  # of ranks; 0 until known
+        self._leader = uuid.uuid4().hex
+        self._sequence = itertools.count(1)
         self._fetchers = Fetchers(())
         self._asking = Lock()
         self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
@@ -257,17 +204,55 @@ class ReplicaTarget(Target):
         self._leads = False
 
     @property
-    def engine(self) -> Engine:
-        return self._client.engine
-
-    @engine.setter
-    def engine(self, engine: Engine) -> None:
-        self._client.engine = engine
-
-    @property
     def why_paused(self) -> str:
         """Why generation is paused, apart from swaps; empty if it is not. See :meth:`look`."""
         return self._holds.why
+
+    def _ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
+        """Return the replies of all ranks, of the given type; raise a refusal as its error."""
+        return _accepted(self._call(request, kind), kind)
+
+    def _call(self, request: wire.AnyRequest, *kinds: type[_R]) -> list[_R | wire.Refusal]:
+        """Return the replies of all ranks: refusals, or replies of the given types.
+
+        Raises a :class:`PoisonedError` if a reply has another type, or another request or rank.
+        """
+        asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
+        replies = self.engine.call(asked)
+        found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
+        ranks = range(self._count or len(replies))
+        expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
+        known: tuple[type[wire.RankReply], ...] = (*kinds, wire.Refusal)
+        if found != expected or not all(isinstance(reply, known) for reply in replies):
+            raise errors.PoisonedError(
+                f"the engine mixed up its ranks' answers to {wire.name_of(request)!r}",
+                hint="a worker raised in some other call; restart the engine",
+            )
+        return cast("list[_R | wire.Refusal]", list(replies))
+
+    def _wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
+        """Wait until every rank is done with a ticket; raise the first refusal as its error."""
+        return _accepted(self._settle(ticket, kind, version), kind, version)
+
+    def _settle(
+        self, ticket: int, kind: type[_R], version: Version | None = None
+    ) -> list[_R | wire.Refusal]:
+        """Wait until every rank is done with a ticket; return replies and refusals by rank."""
+        least, longest = POLL_S
+        start = time.monotonic()
+        done: dict[int, _R | wire.Refusal] = {}
+        while True:
+            replies = self._call(wire.PollRequest(ticket=ticket), kind, wire.PendingReply)
+            for reply in replies:
+                if isinstance(reply, (kind, wire.Refusal)):
+                    done.setdefault(reply.rank, reply)
+            if len(done) == len(replies):
+                return [reply for _, reply in sorted(done.items())]
+            taken = time.monotonic() - start
+            if taken > STAGE_S:
+                message = f"some rank did not stage within {STAGE_S:.0f} s"
+                raise errors.ApplyError(message, version=version)
+            time.sleep(min(max(POLL_SHARE * taken, least), longest))
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and agree on a class for every tensor; see :class:`Target`.
@@ -279,12 +264,12 @@ class ReplicaTarget(Target):
             request = wire.AttachRequest(
                 url=self._url, specs=tuple(specs.values()), aliases=dict(aliases), probe=probe
             )
-            attached = self._client.ask(request, wire.AttachReply)
+            attached = self._ask(request, wire.AttachReply)
         ranks = [reply.tensors for reply in attached]
         self._fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
         lost, more = tuple(orphans(specs, ranks)), list[wire.FindUnusedReply]()
         if lost:
-            more = self._client.ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
+            more = self._ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
             ranks = [one | other.tensors for one, other in zip(ranks, more, strict=True)]
         agreement = self.agreement = agree(specs.values(), ranks)
         refused = agreement.refused
@@ -305,12 +290,13 @@ class ReplicaTarget(Target):
         agreed = wire.AgreeRequest(
             classes=agreement.classes, holders=holders, compared=agreement.compared, wanted=wanted
         )
-        self.ranks = self._client.ask(agreed, wire.AgreeReply)
-        self._client.count = len(ranks)
-        self._client.ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
+        self.ranks = self._ask(agreed, wire.AgreeReply)
+        self._count = len(ranks)
+        self._ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
         self._leads = True
+        known = more[0].digests if more else {}
         unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
-        self._unused = unused_state(unused, more[0].digests if more else {})
+        self._unused = UnusedState({name: known.get(name) for name in unused})
         logger.info("%s", summary(len(ranks), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
@@ -345,7 +331,7 @@ class ReplicaTarget(Target):
     def check_leads(self) -> None:
         """Raise :class:`LeaderReplacedError` if another leader has the ranks that this one had."""
         if self._leads:
-            self._client.ask(wire.StatusRequest(), wire.StatusReply)
+            self._ask(wire.StatusRequest(), wire.StatusReply)
 
     def look(self) -> None:
         """Ask every rank and the scheduler for their state; for a thread of its own."""
@@ -362,8 +348,8 @@ class ReplicaTarget(Target):
             return None  # another process wrote to loaded tensors, or the engine cannot load
         number = next(self._numbers)
         try:
-            self._client.ask(wire.StateRequest(ticket=number), wire.StartedReply)
-            found = self._client.wait(number, wire.StateReply)
+            self._ask(wire.StateRequest(ticket=number), wire.StartedReply)
+            found = self._wait(number, wire.StateReply)
         except errors.BaseMismatchError:
             return None  # the engine replaced its tensors, or others wrote to them
         except errors.EngineDamagedError:
@@ -381,7 +367,7 @@ class ReplicaTarget(Target):
     def _loads_the_same(self) -> bool:
         if self.agreement is None or ON_HOST.isdisjoint(self.agreement.classes.values()):
             return True
-        checks = self._client.call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
+        checks = self._call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
         return all(isinstance(reply, wire.CheckLoadsReply) and reply.same for reply in checks)
 
     def stage(
@@ -408,11 +394,11 @@ class ReplicaTarget(Target):
         check_whole(fetched)
         before, after = self._unused, self._unused.after(fetched)
         try:
-            replies = self._client.wait(lease.ticket, wire.StagedReply, version)
+            replies = self._wait(lease.ticket, wire.StagedReply, version)
         except errors.StageAbandonedError:  # every object is there now
             self._leases.discard(lease)
             lease = self._stage_everywhere(spool, fetched, budget)
-            replies = self._client.wait(lease.ticket, wire.StagedReply, version)
+            replies = self._wait(lease.ticket, wire.StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
         if spare is None and before.total is not None and after.shared_with_used:
@@ -446,7 +432,7 @@ class ReplicaTarget(Target):
                 receive(spool, fetched)
                 if fetching is None:
                     return lease
-                failed = self._client.settle(fetching, wire.FetchedReply, fetched.plan.target)
+                failed = self._settle(fetching, wire.FetchedReply, fetched.plan.target)
                 if not self._fetchers.replaced(failed, fetched.plan.target):
                     return lease
             except BaseException:
@@ -471,7 +457,7 @@ class ReplicaTarget(Target):
                 keep=tuple(one.ticket for one in self._leases),
             )
             try:
-                self._client.ask(request, wire.StartedReply)
+                self._ask(request, wire.StartedReply)
             except BaseException:
                 self._leases.discard(lease)
                 raise
@@ -482,7 +468,7 @@ class ReplicaTarget(Target):
         while any(names := self._fetchers.names()):
             ticket, writers = next(self._numbers), self._fetchers.writers(names)
             fetch = wire.FetchRequest(ticket=ticket, spools=writers, index=SpoolIndex.of(fetched))
-            started = self._client.call(fetch, wire.StartedReply)
+            started = self._call(fetch, wire.StartedReply)
             if not self._fetchers.replaced(started, fetched.plan.target):
                 return names, ticket
         return names, None
@@ -530,7 +516,7 @@ class ReplicaTarget(Target):
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
         """Write on every rank; if one fails, undo the write on the others."""
         request = wire.SwapRequest(ticket=prepared.ticket, version=version, back=prepared.back)
-        replies = self.ranks = self._client.call(request, wire.SwapReply)
+        replies = self.ranks = self._call(request, wire.SwapReply)
         failed = [reply for reply in replies if isinstance(reply, wire.Refusal)]
         done = [reply for reply in replies if isinstance(reply, wire.SwapReply)]
         if not failed:
@@ -557,7 +543,7 @@ class ReplicaTarget(Target):
             return ""
         back = msgspec.structs.replace(request, back=not request.back)
         try:
-            again = self._client.call(back, wire.SwapReply)
+            again = self._call(back, wire.SwapReply)
         except errors.PartialApplyError as exc:
             return str(exc.args[0])
         replies = [again[reply.rank] for reply in to_undo]

@@ -6,7 +6,7 @@ from the rows of anchors and deltas, which the manifests prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deltachain.chain.fetch import Fetched
@@ -58,10 +58,6 @@ class UnusedState:
         if total is None:
             return None
         return Effect(StateDigest() if before is None else total - before, total, 0)
-
-
-def unused_state(names: Iterable[str], known: Mapping[str, StateDigest]) -> UnusedState:
-    return UnusedState({name: known.get(name) for name in names})
 
 
 def _add_row(

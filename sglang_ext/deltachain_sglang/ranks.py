@@ -15,17 +15,8 @@ import msgspec
 
 from deltachain.errors import ApplyError
 from deltachain.format.documents import Struct
+from deltachain.replica import messages as wire
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.messages import (
-    SAME_VERSION,
-    UNREADABLE,
-    AnyReply,
-    AnyRequest,
-    Refusal,
-    SwapRequest,
-    decode_reply,
-    encode_reply,
-)
 from deltachain.replica.rank import RankServices
 from deltachain.replica.settings import RankSettings
 
@@ -36,7 +27,7 @@ from .model import SglangModel
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
     """A request to all ranks; with ``flush``, caches are flushed once all have handled it."""
 
-    request: AnyRequest
+    request: wire.AnyRequest
     flush: bool = False
 
 
@@ -44,7 +35,7 @@ class SchedulerReply(Struct, frozen=True, kw_only=True):
     """The replies of all ranks."""
 
     status: Literal["answered", "busy", "asleep"] = "answered"
-    replies: tuple[AnyReply, ...] = ()
+    replies: tuple[wire.AnyReply, ...] = ()
 
 
 _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)
@@ -58,7 +49,7 @@ def encode_message(message: SchedulerRequest | SchedulerReply) -> str:
 def decode_scheduler_request(text: str) -> SchedulerRequest | None:
     try:
         return _REQUESTS.decode(text)
-    except UNREADABLE:
+    except wire.UNREADABLE:
         return None
 
 
@@ -66,9 +57,9 @@ def decode_scheduler_reply(text: str) -> SchedulerReply:
     """Decode the reply of the schedulers, or raise an error of SGLang's own as an ApplyError."""
     try:
         return _REPLIES.decode(text)
-    except UNREADABLE as exc:
+    except wire.UNREADABLE as exc:
         raise ApplyError(
-            f"cannot read the schedulers' reply: {exc}: {text[:200]!r}", hint=SAME_VERSION
+            f"cannot read the schedulers' reply: {exc}: {text[:200]!r}", hint=wire.SAME_VERSION
         ) from exc
 
 
@@ -141,13 +132,13 @@ def _reply(text: str, manager: Any) -> SchedulerReply:
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
         return SchedulerReply(status="busy")
-    reply = _gathered(encode_reply(service.handle(asked.request)))
-    if isinstance(asked.request, SwapRequest):  # even if it failed: it may have written
+    reply = _gathered(wire.encode_reply(service.handle(asked.request)))
+    if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
-    if asked.flush and not any(isinstance(one, Refusal) for one in reply.replies):
+    if asked.flush and not any(isinstance(one, wire.Refusal) for one in reply.replies):
         compat.flush(manager)
     return reply
 
 
 def _gathered(mine: str) -> SchedulerReply:
-    return SchedulerReply(replies=tuple(decode_reply(text) for text in compat.gather(mine)))
+    return SchedulerReply(replies=tuple(wire.decode_reply(text) for text in compat.gather(mine)))

@@ -13,17 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 
+from deltachain.control import server as control_server
 from deltachain.control.routes import probes, router
-from deltachain.control.server import (
-    LOOPBACK,
-    LedEngine,
-    fall_asleep,
-    join_registry,
-    lead,
-    leading,
-    leave_at_end,
-    wake_up,
-)
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
@@ -69,7 +60,7 @@ def _sleeping(original: Endpoint) -> Endpoint:
         kinds = frozenset({CACHE})
         if "level" in asked:  # else only the cache is released
             kinds = frozenset({WEIGHTS, CACHE}) if asked["level"] > 0 else frozenset({SCHEDULING})
-        control = leading(raw_request.app)
+        control = control_server.leading(raw_request.app)
         if control is not None:
             await control.run(lambda leader: _sleep(leader, kinds), None)
         try:
@@ -86,7 +77,7 @@ def _waking(original: Endpoint) -> Endpoint:
     @wraps(original)
     async def wake(raw_request: Request) -> Any:
         found = await original(raw_request)
-        control = leading(raw_request.app)
+        control = control_server.leading(raw_request.app)
         if control is not None:
             # Without tags everything wakes. The last tag also wakes scheduling.
             tags = raw_request.query_params.getlist("tags")
@@ -99,7 +90,7 @@ def _waking(original: Endpoint) -> Endpoint:
 
 
 def _sleep(leader: Leader, kinds: frozenset[str]) -> None:
-    fall_asleep(leader, kinds)
+    control_server.fall_asleep(leader, kinds)
     if WEIGHTS in kinds:
         engine: Any = leader.engine
         engine.fall_asleep()
@@ -109,7 +100,7 @@ def _wake(leader: Leader, kinds: frozenset[str]) -> None:
     if WEIGHTS in kinds:
         engine: Any = leader.engine
         engine.asleep = False
-    wake_up(leader, kinds, WEIGHTS)
+    control_server.wake_up(leader, kinds, WEIGHTS)
     if not leader.released & {WEIGHTS, CACHE}:
         leader.released = frozenset()  # vLLM then schedules again, regardless of the tags
 
@@ -128,7 +119,7 @@ class EndpointPlugin:
         app.include_router(router, prefix=PREFIX)
         app.include_router(probes)
         attach_sleep(app)
-        leave_at_end(app)
+        control_server.leave_at_end(app)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Catch up before the server accepts requests; called once, when the engine is up."""
@@ -136,14 +127,14 @@ class EndpointPlugin:
         loop = asyncio.get_running_loop()
         keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
         has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
-        state.deltachain = await lead(
+        state.deltachain = await control_server.lead(
             lambda settings: _engine(engine_client, loop, settings, args),
             os.environ,
-            is_open=getattr(args, "host", None) in LOOPBACK,
+            is_open=getattr(args, "host", None) in control_server.LOOPBACK,
             is_guarded=has_key,
             address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
         )
-        join_registry(state.deltachain)
+        control_server.join_registry(state.deltachain)
 
 
 def _engine(
@@ -151,7 +142,7 @@ def _engine(
     loop: asyncio.AbstractEventLoop,
     settings: ReplicaSettings,
     args: Namespace,
-) -> LedEngine:
+) -> control_server.LedEngine:
     if client is None:
         raise ConfigError("this server has no engine of its own")
     check_layout(client, args)
@@ -160,4 +151,4 @@ def _engine(
     from .server import VllmEngine
 
     engine = VllmEngine(client, loop, settings)
-    return LedEngine(engine, checkpoint_of(client.vllm_config))
+    return control_server.LedEngine(engine, checkpoint_of(client.vllm_config))

@@ -20,7 +20,7 @@ from deltachain.replica.layout.members import Members, storage_id, tensors_in
 from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.runtime_tables import made_by_running
 
-from .compat import acts_last, check_experts, check_version, layerwise, linears, own_loader, process
+from . import compat
 from .computing import compared, computed, is_compared, taken_over
 from .repacking import loaded_apart, repack
 from .scales import owned, uncaptured
@@ -35,7 +35,7 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 
 def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
     """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded."""
-    steps = layerwise()
+    steps = compat.layerwise()
     with _silent(), _absent_kept(model), _finished(model, steps):
         steps.initialize_layerwise_reload(model)
         load()
@@ -43,7 +43,7 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
         touched = {n for n, info in found.items() if not info.can_load() or info.load_numel > 0}
         for layer in model.modules():
             if layer not in touched and not (
-                acts_last(layer) and not touched.isdisjoint(layer.modules())
+                compat.acts_last(layer) and not touched.isdisjoint(layer.modules())
             ):
                 _abandon(steps, layer)
         steps.finalize_layerwise_reload(model, config)
@@ -55,7 +55,7 @@ def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
     held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
     for layer in model.modules():
         if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
-            process(layer)
+            compat.process(layer)
 
 
 def _at(parameter: nn.Parameter | None) -> int:
@@ -108,7 +108,7 @@ def _abandon(steps: Any, layer: nn.Module) -> None:
     if info.kernel_tensors is not None:
         steps._place_kernel_tensors(layer, info)
     for tensor in steps.get_layer_tensors(layer).values():
-        own_loader(tensor)
+        compat.own_loader(tensor)
     info.reset()
 
 
@@ -125,8 +125,8 @@ class VllmModel:
     def __init__(
         self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
     ) -> None:
-        check_version()
-        check_experts(config)
+        compat.check_version()
+        compat.check_experts(config)
         self.model = model
         self.config = config
         self.draft = draft
@@ -200,7 +200,7 @@ class VllmModel:
     @contextmanager
     def _as_before_loading(self) -> Iterator[Owners]:
         """Reset every layer to before loading, mostly on the meta device; yield tensor owners."""
-        steps = layerwise()
+        steps = compat.layerwise()
         kept = Members(self.model.modules())
         owner: dict[int, str] = {}
         try:
@@ -209,7 +209,7 @@ class VllmModel:
                 for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                     if tensor is None:
                         continue
-                    own_loader(tensor)
+                    compat.own_loader(tensor)
                     owner.setdefault(storage_id(tensor), name)
             yield lambda tensor: _known(owner, tensor)
         finally:
@@ -225,7 +225,7 @@ class VllmModel:
     def is_plain(self, layer: str) -> bool:
         found = self.model.get_submodule(layer)
         with set_current_vllm_config(self.config), torch.no_grad():
-            return isinstance(found, linears()) and (is_plain(found) or is_compared(found))
+            return isinstance(found, compat.linears()) and (is_plain(found) or is_compared(found))
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         modules = self.modules()
