@@ -64,7 +64,6 @@ class EngineClient(Http):
         *,
         method: str = "GET",
     ) -> _T:
-        """Send a request and parse the response."""
         found = read(self.tell(path, body, method=method), kind)
         if found is None:
             raise ControlPlaneError(f"{self.url}: unexpected response body from {path}")
@@ -281,7 +280,6 @@ class AdapterServer(Reader):
         )
 
     def loaded(self) -> dict[Version, Path]:
-        """Return the folders of loaded adapters by version, oldest first."""
         found: dict[Version, Path] = {}
         for model in self._client.ask("/v1/models", _Models).data:
             match = re.fullmatch(rf"{re.escape(self._name)}-v(\d{{1,18}})", model.id, re.ASCII)

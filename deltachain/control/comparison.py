@@ -41,7 +41,6 @@ class ReplicaRow:
 
     @property
     def is_alarming(self) -> bool:
-        """Whether somebody should look at it."""
         return self.health in ALARMING
 
 
@@ -101,7 +100,6 @@ def newest_seen(statuses: Sequence[Status]) -> Version | None:
 def _doubts(
     there: Mapping[str, Status], newest: Mapping[str | None, Version | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return what is doubtful about each replica among the others."""
     chains = Counter(one.chain for one in there.values() if one.chain)
     manifests: dict[Version | None, Counter[str]] = {}
     for one in there.values():

@@ -195,7 +195,6 @@ class Roster(Closeable):
 
     @override
     def close(self) -> None:
-        """Close connections; idempotent."""
         for client in (*self._clients.values(), *self._resolved.values()):
             client.close()
         for url, board in self._boards.items():

@@ -82,7 +82,11 @@ _T = TypeVar("_T")
 
 
 class Control:
-    """The leader behind the routes, and their authorization."""
+    """The leader behind the routes, and their authorization.
+
+    ``is_open`` says that the server listens on the loopback interface alone, ``is_guarded`` that
+    the engine checks an API key of its own before these routes.
+    """
 
     def __init__(
         self,
@@ -109,7 +113,6 @@ class Control:
             yield from self.presence.figures()
 
     def authorise(self, request: Request) -> None:
-        """Check the token of a request."""
         host = host_of(request)
         if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -182,7 +185,6 @@ def control_of(request: Request) -> Control:
 
 
 def leading(app: FastAPI) -> Control | None:
-    """Return the :class:`Control` of a server that has a leader."""
     control: Control | None = getattr(app.state, "deltachain", None)
     return control if control is not None and control.leader is not None else None
 
@@ -272,7 +274,9 @@ async def lead(
 
     Returns once the replica is at the head, or must wait for an unavailable store or a chain that
     does not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is false, the server
-    starts anyway, and the routes report the reason.
+    starts anyway, and the routes report the reason; else the process exits. ``key`` is the required
+    token if the environment names none; ``address`` tells the presence of this replica from others
+    of the machine.
     """
     leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
     presence: PresenceWriter | None = None

@@ -7,6 +7,7 @@ import re
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -55,10 +56,8 @@ def start_faults(
     tested: VersionRange, pauses: Sequence[str], installed: str, environment: Mapping[str, str]
 ) -> Iterator[ConfigError]:
     """Yield what keeps the installed version of an engine from following any chain."""
-    for check in (
-        lambda: tested.check(installed),
-        lambda: pause_mode(environment.get("DELTACHAIN_PAUSE", "").strip(), pauses),
-    ):
+    named = environment.get("DELTACHAIN_PAUSE", "").strip()
+    for check in (partial(tested.check, installed), partial(pause_mode, named, pauses)):
         try:
             check()
         except ConfigError as exc:

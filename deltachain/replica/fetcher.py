@@ -40,8 +40,6 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Ranks that share a folder of spools."""
-
     name: str
     ranks: tuple[int, ...]  # numbers of the ranks, ascending
     is_leaders: bool  # whether the leader writes to the same folder

@@ -67,7 +67,6 @@ class EngineWatch:
         return ""
 
     def run(self, stop: Event) -> None:
-        """Ask until ``stop`` is set, or another leader has attached the ranks."""
         self._ask()
         while not stop.wait(
             min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
@@ -152,7 +151,6 @@ class Leader:
         self.subscriber.notify()
 
     def stop(self) -> None:
-        """Stop following, and close the store; idempotent."""
         self.end()
         if self._thread is not None:
             self._thread.join()
@@ -284,7 +282,6 @@ class Leader:
         return "it has not caught up yet" if is_late else ""
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the figures of the replica for metrics, from memory."""
         status = self.status()
         yield from subscriber_figures(
             self.subscriber,

@@ -102,7 +102,6 @@ class LateTies:
 
 
 def _stay_equal(plans: Mapping[str, Sequence[TensorPlan]], tie: LateTie, share: Share) -> bool:
-    """Return whether the held elements of tied tensors are equal after a plan."""
     places = [place for _, place in share.places]
     found: list[OldBits] = []
     for name in tie:

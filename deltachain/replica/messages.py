@@ -140,8 +140,6 @@ class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
-    """Classes of the requested tensors: unused, or refused."""
-
     tensors: dict[str, Classified]
     digests: dict[str, StateDigest]  # state digests of those that are in the engine's checkpoint
 
@@ -150,8 +148,6 @@ class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"): ...
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):
-    """Whether loading the host copies again changed nothing in the engine."""
-
     same: bool
 
 
@@ -183,8 +179,6 @@ class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
 
 
 class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
-    """Confirmation that the rank has written, and holds the version now."""
-
     seconds: float
     version: Count
     pid: int
@@ -254,7 +248,6 @@ def encode_reply(reply: RankReply) -> str:
 
 
 def decode_request(text: str | bytes) -> AnyRequest:
-    """Decode a request, or raise a :class:`ConfigError`."""
     try:
         return _REQUESTS.decode(text)
     except UNREADABLE as exc:
@@ -262,7 +255,6 @@ def decode_request(text: str | bytes) -> AnyRequest:
 
 
 def decode_reply(text: str | bytes) -> AnyReply:
-    """Decode a reply, or raise an :class:`ApplyError`."""
     try:
         return _REPLIES.decode(text)
     except UNREADABLE as exc:

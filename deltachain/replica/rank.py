@@ -281,7 +281,6 @@ class Rank:
         return staged
 
     def keep(self, tickets: Iterable[int]) -> None:
-        """Drop everything staged under other tickets."""
         for ticket in self.staged.keys() - set(tickets):
             del self.staged[ticket]
         self._written.intersection_update(self.staged)
@@ -457,8 +456,6 @@ REMEMBERED: Final = 16
 
 
 class RankService:
-    """The service of one rank for the requests of a leader."""
-
     def __init__(
         self, model: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> None:
@@ -506,7 +503,6 @@ class RankService:
         return self.handle(request)
 
     def handle(self, request: wire.RankRequest) -> wire.RankReply:
-        """Handle a request; never raises."""
         reply = self._dispatch(request)
         if reply.rank != self.number:  # the reply to an earlier swap is addressed already
             reply = wire.addressed(reply, self.number, request)
@@ -720,6 +716,5 @@ class RankServices(WeakKeyDictionary[nn.Module, RankService]):
         return self[model]
 
     def settle(self, model: nn.Module) -> None:
-        """Wait until no service thread reads this model."""
         if model in self:
             self[model].settle()

@@ -39,8 +39,6 @@ PREFIX: Final = "deltachain-spool-"
 
 
 class SpooledObject(Struct, frozen=True, kw_only=True):
-    """One object of a plan, and the number of its edge."""
-
     ref: ObjectRef
     edge: Count
 

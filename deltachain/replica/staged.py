@@ -72,8 +72,6 @@ class PlanStreams:
 
 @dataclass(frozen=True, slots=True)
 class RankStaged:
-    """Staged writes of a rank."""
-
     placed: tuple[StagedWrite, ...]  # patches of live places and of host copies
     deferred: tuple[TensorPlan, ...]  # tensor plans beyond the budget
     effects: Effects
@@ -95,7 +93,6 @@ class RankStaged:
                 yield placed.without_old()
 
     def undoes(self) -> Iterator[StagedWrite]:
-        """Yield the writes that undo those that were kept, the last one first."""
         for placed in reversed(self.placed):
             yield placed.undo()
 

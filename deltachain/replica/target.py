@@ -325,7 +325,6 @@ class ReplicaTarget(Target):
         self._holds.resume()
 
     def stop_serving(self) -> None:
-        """Pause until a swap has succeeded."""
         self._holds.doubt()
 
     def check_leads(self) -> None:
@@ -551,7 +550,6 @@ class ReplicaTarget(Target):
 
 
 def error_of(refusal: wire.Refusal, *, version: int | None = None) -> errors.DeltaChainError:
-    """Return the error of a rank's refusal."""
     kind = getattr(errors, refusal.error, None)
     message, hint = f"rank {refusal.rank}: {refusal.message}", refusal.hint
     if not isinstance(kind, type):

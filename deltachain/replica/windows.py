@@ -28,8 +28,6 @@ BLOCK: Final = 1 << 20
 
 
 class Dim(NamedTuple):
-    """One dimension of a window: its size, and its strides in tensor and storage."""
-
     size: int
     there: int
     live: int

@@ -33,8 +33,6 @@ Made: TypeAlias = list[tuple[str, str, Tensor]]
 
 
 class Shadow:
-    """The second model."""
-
     def __init__(
         self, raw: nn.Module, live: nn.Module, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -194,13 +192,14 @@ def computed(layer: Any, dtype: torch.dtype, seed: int | None = None) -> Tensor 
 
     With a seed, outputs for several rows.
     """
+    kind = type(layer)
     try:
         with torch.no_grad():
-            if isinstance(layer, loading.experts()):
+            if issubclass(kind, loading.experts()):
                 return _of_experts(layer, dtype)
-            if isinstance(layer, loading.heads()):
+            if issubclass(kind, loading.heads()):
                 return loading.logits(layer, _rows(layer, layer.embedding_dim, dtype, seed))
-            if isinstance(layer, loading.linears()):
+            if issubclass(kind, loading.linears()):
                 width = getattr(layer, "input_size_per_partition", layer.input_size)
                 rows, bias = _rows(layer, width, dtype, seed), getattr(layer, "bias", None)
                 output: Tensor = layer.quant_method.apply(layer, rows, bias)
@@ -228,8 +227,6 @@ logger = logging.getLogger(__name__)
 
 
 class SglangModel:
-    """A rank's model as :class:`deltachain.replica.engine.EngineModel`."""
-
     def __init__(self, model: nn.Module, config: Any, device: str) -> None:
         compat.check_version()
         compat.check_experts()

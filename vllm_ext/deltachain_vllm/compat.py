@@ -171,14 +171,12 @@ raw weights are taken for packed ones."""
 
 
 def acts_last(layer: nn.Module) -> bool:
-    """Return whether a layer is processed after all others."""
     from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return bool(is_deferred_attention_layer(layer))
 
 
 def _method_of(layer: nn.Module) -> Any:
-    """Return the method that packs and applies the weights of a layer; ``None`` for none."""
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(layer, "quant_method", None)

@@ -215,8 +215,6 @@ def loaded_apart(
 
 
 class _Copies:
-    """Copies of layers, and of the objects that process them."""
-
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._copies: dict[int, Any] = {}
         copied = [(layer, copy.copy(layer)) for layer in layers]

@@ -119,7 +119,6 @@ def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, 
 
 
 def summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a log line with the numbers of tensors and bytes of each class."""
     ways = [
         f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
         for kind, row in classes.items()

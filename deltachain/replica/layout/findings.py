@@ -22,7 +22,6 @@ Links: TypeAlias = Mapping[str, frozenset[str]]
 def components(
     names: Iterable[str], links: Links, together: Iterable[frozenset[str]] = ()
 ) -> list[list[str]]:
-    """Split names into groups without common layers or sets; keep the order."""
     wanted = dict.fromkeys(names)
     known = [[(name, "") for name in one if name in wanted] for one in together]
     sets = join_sets([*([(n, ""), *(("", layer) for layer in links[n])] for n in wanted), *known])

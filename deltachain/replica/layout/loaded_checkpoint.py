@@ -153,8 +153,6 @@ def _try_load(
 
 
 class LoadedCheckpoint:
-    """The checkpoint that the engine loaded, by the names of the chain."""
-
     def __init__(
         self, checkpoint: Checkpoint, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
     ) -> None:
@@ -189,7 +187,6 @@ class LoadedCheckpoint:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
-        """Return writable flat bits of a tensor."""
         return self.checkpoint.bits(self.names[name][0])
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -30,8 +30,6 @@ from deltachain.errors import TensorMismatchError
 
 
 class Provenance:
-    """Sources of tensors, by storage."""
-
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self._owner = {storage_id(tensor): name for name, tensor in inputs.items()}
         self._made: dict[int, frozenset[str]] = {}
@@ -80,7 +78,6 @@ class MemoryIndex:
                     self._tied[other].add(name)
 
     def overlapping(self, tensor: Tensor) -> frozenset[str]:
-        """Return the owners of tensors that share an element with this one."""
         sharing = self._tensors.get(storage_id(tensor), ())
         return frozenset(name for name, other in sharing if overlap(tensor, other))
 
@@ -321,7 +318,6 @@ def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield every floating-point number of a module itself, with its dotted path."""
     return ((path, value) for path, value in _values_in(module) if isinstance(value, float))
 
 

@@ -135,7 +135,6 @@ def _upwards(name: str) -> Iterator[str]:
 
 
 def _only_returns(function: object) -> bool:
-    """Return whether a function or method does nothing; anything else may act."""
     plain = function.__func__ if isinstance(function, MethodType) else function
     return isinstance(plain, FunctionType) and _RETURNING.issuperset(
         step.opname for step in dis.get_instructions(plain)
@@ -245,7 +244,6 @@ class ModelState:
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
-        """Return live tensors whose bits or memory have changed, and changed numbers."""
         now, numbers = self.model.tensors(), dict(_numbers(self.modules))
         added = {name for name in now if name not in self.tensors}
         tensors = {

@@ -36,8 +36,6 @@ PADDING: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Results of a dry run."""
-
     places: Mapping[str, tuple[Placement, ...]]  # places of each tensor that is stored bit by bit
     reasons: Mapping[str, str]  # reasons, in words, of the tensors that are not stored bit by bit
     raised: frozenset[str]  # tensors among these for which the loader raised

@@ -39,8 +39,6 @@ _loaded: WeakKeyDictionary[nn.Module, LoadedState | str] = WeakKeyDictionary()
 
 
 class LoadedState:
-    """Members of modules after loading, other than parameters."""
-
     def __init__(self, model: nn.Module) -> None:
         self._digests = {name: set(_casts(tensor)) for name, tensor in _beside_weights(model)}
         self._numbers = dict(_numbers(model))
