@@ -18,7 +18,6 @@ import msgspec
 from typing_extensions import override
 
 from deltachain.checkpoint import ADAPTER_FILE, HELD_FILE, read_assets
-from deltachain.control.replica_client import Http, bearer, read, secret
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.format.documents import parse
 from deltachain.store import Store
@@ -27,6 +26,8 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.folder import HeldFile, OwnFolder, write_assets
 from deltachain.threads import Closeable
 from deltachain.types import Version
+
+from .replica_client import Http, bearer, read, secret
 
 _T = TypeVar("_T")
 
@@ -63,7 +64,6 @@ class EngineClient(Http):
         *,
         method: str = "GET",
     ) -> _T:
-        """Send a request and parse the response."""
         found = read(self.tell(path, body, method=method), kind)
         if found is None:
             raise ControlPlaneError(f"{self.url}: unexpected response body from {path}")
@@ -85,18 +85,10 @@ class Reader(Protocol):
     """A server that loads weights from a folder."""
 
     def has(self, folder: Path, version: Version) -> bool:
-        """Return whether the server serves the version that it loaded from a folder.
-
-        Raises:
-            ControlPlaneError: The server does not answer, or does not generate.
-        """
+        """Return whether the server serves the version that it loaded from a folder."""
 
     def load(self, folder: Path, version: Version) -> None:
-        """Make the server load the version in a folder, even if it has that version.
-
-        Raises:
-            ControlPlaneError: The server failed; the call may be repeated.
-        """
+        """Make the server load the version in a folder, even if it has that version."""
 
     def close(self) -> None:
         """Close the connection; the server keeps its weights."""
@@ -191,10 +183,6 @@ class ReloadServer(Reader):
 
     It is paused as long as a load takes, and stays paused after one that failed. SGLang with
     several ranks may report success although one of them failed.
-
-    Args:
-        url: Address of the server, which must see the folder; it may start later.
-        key: API key of the server, or a file of keys; see :class:`EngineClient`. Empty for none.
     """
 
     def __init__(self, url: str, *, key: str | Path = "") -> None:
@@ -219,7 +207,9 @@ class ReloadServer(Reader):
         except ControlPlaneError:
             self._is_sglang = None  # a server of the other kind may have come up in its place
             raise
-        if self._is_paused():
+        client = self._client  # SGLang has no route that tells
+        tells = not self._is_sglang and client.has("/is_paused")
+        if tells and client.ask("/is_paused", _Paused).is_paused:
             raise ControlPlaneError(
                 f"{self._client.url} has version {version} and is paused by another client",
                 hint="resume it: POST /resume",
@@ -235,11 +225,6 @@ class ReloadServer(Reader):
     @override
     def close(self) -> None:
         self._client.close()
-
-    def _is_paused(self) -> bool:
-        if self._is_sglang or not self._client.has("/is_paused"):
-            return False  # no route tells
-        return self._client.ask("/is_paused", _Paused).is_paused
 
     def _finds_sglang(self) -> bool:
         if self._is_sglang is None:
@@ -278,13 +263,6 @@ class AdapterServer(Reader):
 
     There is no pause: a request finishes with its adapter. Prefix caches are not shared between
     versions, since vLLM separates adapters by name.
-
-    Args:
-        url: Address of the server, which must see ``folder``.
-        name: Prefix of model names: version 7 of ``policy`` is ``policy-v7``.
-        folder: Parent of one folder a version.
-        key: API key of the server, or a file of keys; empty for none.
-        keep: Number of versions that stay loaded.
     """
 
     def __init__(
@@ -302,7 +280,6 @@ class AdapterServer(Reader):
         )
 
     def loaded(self) -> dict[Version, Path]:
-        """Return the folders of loaded adapters by version, oldest first."""
         found: dict[Version, Path] = {}
         for model in self._client.ask("/v1/models", _Models).data:
             match = re.fullmatch(rf"{re.escape(self._name)}-v(\d{{1,18}})", model.id, re.ASCII)
@@ -321,8 +298,7 @@ class AdapterServer(Reader):
             self._unload(version)
         self._copy(folder, lies)
         self._client.tell(
-            "/v1/load_lora_adapter",
-            {"lora_name": self._named(version), "lora_path": str(lies)},
+            "/v1/load_lora_adapter", {"lora_name": self._named(version), "lora_path": str(lies)}
         )
         others = [number for number in loaded if number != version]
         for old in others[: max(0, len(others) + 1 - self._keep)]:
@@ -341,7 +317,11 @@ class AdapterServer(Reader):
 
     def _place(self, folder: Path, version: Version) -> Path:
         """Return where a version lies; other runs have the same numbers, and other states."""
-        return self._folder / f"{self._named(version)}-{_state_of(folder)[:16]}"
+        file = folder / HELD_FILE
+        held = parse(file.read_bytes(), HeldFile, key=str(file)).held
+        if held is None:
+            raise ConfigError(f"{folder} holds no version")
+        return self._folder / f"{self._named(version)}-{held.state[:16]}"
 
     def _named(self, version: Version) -> str:
         return f"{self._name}-v{version}"
@@ -364,11 +344,3 @@ class AdapterServer(Reader):
         shutil.copyfile(folder / ADAPTER_FILE, partial / ADAPTER_FILE)
         shutil.rmtree(lies, ignore_errors=True)
         partial.rename(lies)
-
-
-def _state_of(folder: Path) -> str:
-    file = folder / HELD_FILE
-    held = parse(file.read_bytes(), HeldFile, key=str(file)).held
-    if held is None:
-        raise ConfigError(f"{folder} holds no version")
-    return held.state

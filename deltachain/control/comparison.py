@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, get_args
 
-from deltachain.control.roster import ReplicaAnswer
 from deltachain.errors import DeltaChainError
 from deltachain.presence.record import PresenceFound
 from deltachain.status import Health, HealthLimits, Status, complaints
+
+from .roster import ReplicaAnswer
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version
@@ -27,32 +28,19 @@ WITNESSES: Final = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaRow:
-    """One replica, compared with the others.
+    """One replica, compared with the others."""
 
-    Attributes:
-        engine: Its address.
-        health: Its health.
-        why: Reasons; empty if it is ready.
-        lag: Versions behind the newest that any replica has seen; ``None`` if it holds none.
-        doubt: Why what it holds may not be the chain's; empty if there is no doubt.
-        status: Its answer; ``None`` if it failed.
-        hint: What resolves its failure; empty if unknown.
-        written_s: Seconds since it wrote its presence, by the store's clock; ``None`` if it was
-            asked.
-    """
-
-    engine: str
+    engine: str  # its address
     health: Health
-    why: tuple[str, ...]
-    lag: int | None
+    why: tuple[str, ...]  # reasons; empty if it is ready
+    lag: int | None  # versions behind the newest that any replica has seen; None if it holds none
     status: Status | None
-    doubt: str = ""
-    hint: str = ""
-    written_s: float | None = None
+    doubt: str = ""  # why what it holds may not be the chain's; empty if there is no doubt
+    hint: str = ""  # what resolves its failure; empty if unknown
+    written_s: float | None = None  # seconds since it wrote its presence, by the store's clock
 
     @property
     def is_alarming(self) -> bool:
-        """Whether somebody should look at it."""
         return self.health in ALARMING
 
 
@@ -112,7 +100,6 @@ def newest_seen(statuses: Sequence[Status]) -> Version | None:
 def _doubts(
     there: Mapping[str, Status], newest: Mapping[str | None, Version | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return what is doubtful about each replica among the others."""
     chains = Counter(one.chain for one in there.values() if one.chain)
     manifests: dict[Version | None, Counter[str]] = {}
     for one in there.values():
@@ -145,11 +132,7 @@ def _failed(url: str, error: DeltaChainError) -> ReplicaRow:
 
 
 def _row(
-    url: str,
-    status: Status,
-    newest: Version | None,
-    doubts: Sequence[str],
-    limits: HealthLimits,
+    url: str, status: Status, newest: Version | None, doubts: Sequence[str], limits: HealthLimits
 ) -> ReplicaRow:
     trouble = status.trouble.partition("\n")[0]  # what resolves it is in the replica's own status
     found = complaints(status, limits, newest=newest, doubts=doubts)

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
 
 from typing_extensions import override
 
-from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.retry import Backoff
-from deltachain.status import Status
 from deltachain.threads import Closeable, started
+
+from .replica_client import ReplicaClient
 
 if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
     from deltachain.types import Version
@@ -57,14 +57,9 @@ class Announced:
         return f"version {self.version} on {there} of {len(self.held)}, {self.waited_s:.2f} s{late}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
+class _Wanted(NamedTuple):
     version: Version
     manifest: str
-
-    def is_another(self, found: Status) -> bool:
-        """Return whether a replica holds this version of another history."""
-        return found.version == self.version and found.manifest != self.manifest != ""
 
 
 class Fleet(Closeable):
@@ -225,7 +220,7 @@ def _update(client: ReplicaClient, wanted: _Wanted) -> tuple[Version | None, str
             found = client.status()
         except ControlPlaneError:
             return None, trouble
-    if wanted.is_another(found):
+    if found.version == wanted.version and found.manifest != wanted.manifest != "":
         return None, trouble or f"it holds another version {found.version}: {found.manifest}"
     if found.version is None or found.version < wanted.version:
         return found.version, trouble

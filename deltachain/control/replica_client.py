@@ -14,7 +14,6 @@ import httpx
 import msgspec
 from typing_extensions import override
 
-from deltachain.control.schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.format.documents import decode
 from deltachain.redact import redacted_url
@@ -22,6 +21,8 @@ from deltachain.status import Status
 from deltachain.threads import Closeable
 from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
+
+from .schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
 
 if TYPE_CHECKING:
     from deltachain.types import Version
@@ -49,14 +50,6 @@ class Http:
 
     Proxies are those of ``HTTP_PROXY``, ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY``, except for
     the loopback interface. Certificates and keys for TLS are those of :class:`TlsFiles`.
-
-    Args:
-        url: Address of the server; may have a user and a password, which the attribute lacks.
-        credentials: Ways to identify; the next one is tried if the server answers 401.
-        timeout_s: Timeout of a request, in seconds, to its last byte.
-
-    Raises:
-        ConfigError: ``url``, a proxy or a file for TLS is invalid.
     """
 
     def __init__(self, url: str, credentials: Credentials, *, timeout_s: float) -> None:
@@ -86,9 +79,6 @@ class Http:
         """Send a request and read the whole response, whatever its status.
 
         A shorter ``timeout_s`` than the client's holds for this request.
-
-        Raises:
-            ControlPlaneError: The server did not answer, or the response is too large.
         """
         for headers in self._credentials():
             answer = self._send(method, path, body, headers, timeout_s or self._timeout_s)
@@ -116,8 +106,7 @@ class Http:
                         raise ControlPlaneError(f"{self.url}: response above {LARGEST} bytes")
                     if time.monotonic() > until:  # httpx limits each read, not their sum
                         raise ControlPlaneError(
-                            f"{self.url} did not end its answer in {timeout_s:g} s",
-                            hint=UNREACHED,
+                            f"{self.url} did not end its answer in {timeout_s:g} s", hint=UNREACHED
                         )
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
             is_ours = isinstance(exc, httpx.LocalProtocolError | httpx.InvalidURL)  # has a header

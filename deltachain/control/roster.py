@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
 from typing_extensions import override
 
-from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
 from deltachain.presence.record import PresenceFound
 from deltachain.redact import redacted_path, redacted_url
 from deltachain.status import Status
 from deltachain.threads import Closeable, started
+
+from .replica_client import ReplicaClient
 
 if TYPE_CHECKING:
     from deltachain.presence.record import Presence, PresenceBoard
@@ -128,16 +129,9 @@ _T = TypeVar("_T")
 class Roster(Closeable):
     """The replicas of a fleet, each asked in a thread of its own, so that none delays the others.
 
-    Args:
-        entries: Addresses of replicas; an entry ``dns://NAME:PORT`` is looked up in each round, and
-            the URL of a store is a board, where the presence of replicas is read instead.
-        boards: Further boards, of any scheme.
-        token: The ``DELTACHAIN_TOKEN`` of the servers, or a file of tokens; empty for none.
-        key: The engines' own API key, or a file in the same way; empty for none.
-        timeout_s: Seconds after which a round ends; who has not answered by then has failed.
-
-    Raises:
-        ConfigError: An address or a URL is invalid.
+    An entry ``dns://NAME:PORT`` is looked up in each round. The URL of a store is a board, where
+    the presence of replicas is read instead; ``boards`` are further ones, of any scheme. A round
+    ends after ``timeout_s``: who has not answered by then has failed.
     """
 
     def __init__(
@@ -201,7 +195,6 @@ class Roster(Closeable):
 
     @override
     def close(self) -> None:
-        """Close connections; idempotent."""
         for client in (*self._clients.values(), *self._resolved.values()):
             client.close()
         for url, board in self._boards.items():

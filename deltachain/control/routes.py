@@ -12,34 +12,12 @@ import msgspec
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, PlainTextResponse
 
-from deltachain.control.schemas import (
-    Detail,
-    Problem,
-    Ready,
-    RefusedReply,
-    VersionRequest,
-    answers,
-    schema_of,
-)
-from deltachain.control.server import (
-    Allowed,
-    Asked,
-    Control,
-    NothingAsked,
-    RequestKind,
-    control_of,
-)
-from deltachain.errors import (
-    ApplyError,
-    ChainError,
-    ConfigError,
-    ControlPlaneError,
-    DeltaChainError,
-    FormatError,
-    StoreError,
-)
+from deltachain import errors
 from deltachain.replica.leader import Leader
 from deltachain.status import Status
+
+from .schemas import Detail, Problem, Ready, RefusedReply, VersionRequest, answers, schema_of
+from .server import Allowed, Asked, Control, NothingAsked, RequestKind, control_of
 
 METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -157,6 +135,16 @@ async def scrub(control: Allowed, _: NothingAsked, request: Request) -> Response
     return await _do(control, request, Leader.scrub, "update")
 
 
+_CODES: Final[Mapping[type[errors.DeltaChainError], int]] = {
+    errors.ConfigError: 400,
+    errors.ChainError: 409,
+    errors.ApplyError: 409,
+    errors.FormatError: 502,
+    errors.StoreError: 503,
+    errors.ControlPlaneError: 503,
+}
+
+
 async def _do(
     control: Control,
     request: Request,
@@ -171,27 +159,16 @@ async def _do(
         return _follows_nothing(control)
     try:
         found = await control.run(act, request, kind)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         error = Problem(type(exc).__name__, str(exc.args[0]), exc.hint, exc.retryable)
-        return _json(RefusedReply(error), _status_of(exc))
+        code = next((code for kind, code in _CODES.items() if isinstance(exc, kind)), 500)
+        return _json(RefusedReply(error), code)
     return _json(found)
 
 
 def _follows_nothing(control: Control) -> Response:
     """Answer with the reason; an exception would make vLLM log a traceback for each request."""
     return _json(Detail(control.refusal), 503)
-
-
-def _status_of(exc: DeltaChainError) -> int:
-    kinds: Mapping[type[DeltaChainError], int] = {
-        ConfigError: 400,
-        ChainError: 409,
-        ApplyError: 409,
-        FormatError: 502,
-        StoreError: 503,
-        ControlPlaneError: 503,
-    }
-    return next((code for kind, code in kinds.items() if isinstance(exc, kind)), 500)
 
 
 def _json(body: msgspec.Struct, code: int = 200) -> Response:

@@ -80,7 +80,6 @@ class Detail(Answer, frozen=True):
 
 
 def schema_of(kind: type) -> dict[str, Any]:
-    """Return the JSON schema of a type, with all references resolved."""
     (found,), words = msgspec.json.schema_components([kind], ref_template="{name}")
     filled: dict[str, Any] = _fill(found, words)
     return filled

@@ -19,7 +19,6 @@ from fastapi import Depends, FastAPI, HTTPException, Request, Security
 from fastapi.security import HTTPBearer
 from starlette.requests import ClientDisconnect
 
-from deltachain.control.schemas import TOKEN_HEADER, VersionRequest
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
 from deltachain.figures import Figure
@@ -31,6 +30,8 @@ from deltachain.replica.leader import REFUSALS, Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.threads import started
 from deltachain.tokens import Tokens
+
+from .schemas import TOKEN_HEADER, VersionRequest
 
 LOOPBACK: Final = ("127.0.0.1", "::1", "localhost")
 """Names of the loopback interface, in lower case."""
@@ -83,15 +84,8 @@ _T = TypeVar("_T")
 class Control:
     """The leader behind the routes, and their authorization.
 
-    Attributes:
-        leader: ``None`` if the server follows no chain.
-        refusal: The reason for that; empty otherwise.
-        is_guarded: Whether the engine checks an API key of its own before these routes.
-        presence: Writer of the replica's presence; ``None`` for none.
-
-    Args:
-        token: Required bearer token, or a file of tokens that are accepted; empty for none.
-        is_open: Whether the server listens on the loopback interface alone.
+    ``is_open`` says that the server listens on the loopback interface alone, ``is_guarded`` that
+    the engine checks an API key of its own before these routes.
     """
 
     def __init__(
@@ -119,13 +113,6 @@ class Control:
             yield from self.presence.figures()
 
     def authorise(self, request: Request) -> None:
-        """Check the token of a request.
-
-        Raises:
-            HTTPException: 400 for a malformed ``Host``; 401 for a wrong token; 403 if the server
-                has neither token nor key, or for requests of web pages without a token, which any
-                site can send through a user's browser.
-        """
         host = host_of(request)
         if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -135,7 +122,7 @@ class Control:
         elif not self.is_guarded:
             if not self._is_open:
                 raise HTTPException(403, "set DELTACHAIN_TOKEN or --api-key to use these routes")
-            if host not in LOOPBACK or is_page(request):
+            if host not in LOOPBACK or is_page(request):  # any site's, through a user's browser
                 raise HTTPException(403, "web pages need a token: set DELTACHAIN_TOKEN")
 
     async def run(
@@ -143,15 +130,9 @@ class Control:
     ) -> _T:
         """Run a slow action outside the event loop.
 
-        Args:
-            action: Called with the leader.
-            request: The request it serves; the wait ends once its client disconnects, since a
-                server that shuts down waits for its requests.
-            kind: Group of the concurrency limit: actions that wait for the store do not block
-                others.
-
-        Raises:
-            HTTPException: 503 if the server follows no chain, or the client has disconnected.
+        The wait ends once the client of ``request`` disconnects, since a server that shuts down
+        waits for its requests. Actions of one ``kind`` wait for each other alone: those that wait
+        for the store do not block others.
         """
         if self.leader is None:
             raise HTTPException(503, self.refusal)
@@ -201,6 +182,11 @@ def control_of(request: Request) -> Control:
     if control is None:
         raise HTTPException(503, "the engine is starting")
     return control
+
+
+def leading(app: FastAPI) -> Control | None:
+    control: Control | None = getattr(app.state, "deltachain", None)
+    return control if control is not None and control.leader is not None else None
 
 
 async def _allowed(request: Request, _: Annotated[object, Security(_SCHEME)]) -> Control:
@@ -288,18 +274,9 @@ async def lead(
 
     Returns once the replica is at the head, or must wait for an unavailable store or a chain that
     does not exist yet. If the engine is refused and ``DELTACHAIN_STRICT`` is false, the server
-    starts anyway, and the routes report the reason.
-
-    Args:
-        find: Returns the engine; may raise any :class:`DeltaChainError`.
-        environment: Variables of this process.
-        is_open: Whether the server listens on the loopback interface alone.
-        is_guarded: Whether the engine checks an API key of its own before these routes.
-        key: Required token if neither ``DELTACHAIN_TOKEN`` nor ``DELTACHAIN_TOKEN_FILE`` is set.
-        address: Where the server listens; tells its presence from those of others on this machine.
-
-    Raises:
-        SystemExit: The engine is refused or damaged; the reason is logged.
+    starts anyway, and the routes report the reason; else the process exits. ``key`` is the required
+    token if the environment names none; ``address`` tells the presence of this replica from others
+    of the machine.
     """
     leader, refusal = None, "DELTACHAIN_URL is not set: this server follows no chain"
     presence: PresenceWriter | None = None

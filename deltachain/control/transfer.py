@@ -11,8 +11,6 @@ from typing import Any, Final, Self
 
 from torch import Tensor, nn
 
-from deltachain.control.fleet import DEADLINE_S, Announced, Fleet, Wait
-from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import collect_assets
@@ -20,6 +18,9 @@ from deltachain.publish.model.kept_files import watched
 from deltachain.publish.publisher import Published, Publisher
 from deltachain.publish.session import PublishReceipt
 from deltachain.types import Version
+
+from .fleet import DEADLINE_S, Announced, Fleet, Wait
+from .replica_client import ReplicaClient
 
 logger = logging.getLogger(__name__)
 
@@ -147,26 +148,21 @@ class DeltaChainWeightTransfer:
         Raises:
             DeltaChainError: Publishing failed, and ``on_error`` is ``raise``.
         """
+        publisher, flight = self.publisher, self._flight
         try:
-            if self.publisher is not None:
-                self.publisher.flush()
-                if self._trainer is not None and self.publisher.is_alone and self._failed():
-                    self.publisher.publish(step=self._trainer.state.global_step)
-                self.publisher.close()
-                self._announce_last()
+            if publisher is not None:
+                publisher.flush()
+                # No committed version may include the last sync.
+                lost = flight is not None and (not flight.done() or flight.exception() is not None)
+                if self._trainer is not None and publisher.is_alone and lost:
+                    publisher.publish(step=self._trainer.state.global_step)
+                publisher.close()
+                last = self.announced
+                if last is None or last.version < self.version or last.stragglers:
+                    wait: Wait = "all" if self._wait == "none" else self._wait
+                    self._announce(self.version, wait, self._deadline)
         finally:
             self._fleet.close()
-
-    def _failed(self) -> bool:
-        """Return whether no committed version includes the last sync."""
-        flight = self._flight
-        return flight is not None and (not flight.done() or flight.exception() is not None)
-
-    def _announce_last(self) -> None:
-        announced = self.announced
-        if announced is None or announced.version < self.version or announced.stragglers:
-            wait: Wait = "all" if self._wait == "none" else self._wait
-            self._announce(self.version, wait, self._deadline)
 
     def _publish_own(self) -> Iterator[tuple[str, Tensor]]:
         """Replace the trainer's iterator: publish its parameters, and return an empty iterator."""

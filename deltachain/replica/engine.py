@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from deltachain.errors import ApplyError, ConfigError, EngineVersionError
-from deltachain.replica.messages import AnyRequest, RankReply
+
+from .messages import AnyRequest, RankReply
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRange:
-    """A range of versions: from ``first`` up to, not including, ``beyond``.
+    """A range of versions: from ``first`` up to, not including, ``beyond``."""
 
-    Attributes:
-        engine: Name of the engine; in lower case, the name of its package.
-        first: First tested version; its length is the number of components that are compared.
-        beyond: First version after the range, of the same length.
-    """
-
-    engine: str
-    first: tuple[int, ...]
-    beyond: tuple[int, ...]
+    engine: str  # name of the engine; in lower case, the name of its package
+    first: tuple[int, ...]  # first tested version
+    beyond: tuple[int, ...]  # first version after the range, of the same length
 
     def check(self, found: str) -> str:
         """Return the given version, or raise an :class:`EngineVersionError` for another."""
@@ -46,20 +42,33 @@ class VersionRange:
         return found
 
 
+def pause_mode(named: str, modes: Sequence[str]) -> str:
+    """Validate and return a pause mode; empty means the first one, the default."""
+    if named and named not in modes:
+        raise ConfigError(
+            f"the pause mode is none of {', '.join(modes)}",
+            hint="name one of them in DELTACHAIN_PAUSE, or unset it for the first one",
+        )
+    return named or modes[0]
+
+
+def start_faults(
+    tested: VersionRange, pauses: Sequence[str], installed: str, environment: Mapping[str, str]
+) -> Iterator[ConfigError]:
+    """Yield what keeps the installed version of an engine from following any chain."""
+    named = environment.get("DELTACHAIN_PAUSE", "").strip()
+    for check in (partial(tested.check, installed), partial(pause_mode, named, pauses)):
+        try:
+            check()
+        except ConfigError as exc:
+            yield exc
+
+
 _T = TypeVar("_T")
 
 
 def run_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine of an engine on its event loop, and wait for the result.
-
-    Args:
-        loop: Loop of the engine, which runs in another thread, or in none.
-        coroutine: Coroutine to run.
-
-    Raises:
-        ConfigError: The loop runs in this thread, which would wait for itself.
-        ApplyError: The engine raised, or has ended.
-    """
+    """Run a coroutine of an engine on its event loop, and wait for the result."""
     running: asyncio.AbstractEventLoop | None = None
     with suppress(RuntimeError):
         running = asyncio.get_running_loop()

@@ -6,7 +6,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,12 +16,13 @@ from deltachain.codec import Part
 from deltachain.codec.decode import Range, check_ranges, joined, stored_ranges
 from deltachain.errors import ApplyError, FormatError
 from deltachain.format.documents import ObjectRef
-from deltachain.replica.layout.classes import Classified, TensorClass
-from deltachain.replica.messages import RankReply, Refusal
-from deltachain.replica.spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
 from deltachain.store import Store, open_store
 from deltachain.threads import Pool
 from deltachain.types import Buffer, TensorSpec, Version
+
+from .layout.classes import Classified, TensorClass
+from .messages import RankReply, Refusal
+from .spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
 
 FRONT: Final = 1 << 20
 """Bytes read at first: header and directory of most objects."""
@@ -39,17 +40,9 @@ _BOOT: Final = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Ranks that share a folder of spools.
-
-    Attributes:
-        name: Host name, for messages.
-        ranks: Numbers of the ranks, ascending.
-        is_leaders: Whether the leader writes to the same folder.
-    """
-
     name: str
-    ranks: tuple[int, ...]
-    is_leaders: bool
+    ranks: tuple[int, ...]  # numbers of the ranks, ascending
+    is_leaders: bool  # whether the leader writes to the same folder
 
 
 @contextmanager
@@ -107,46 +100,33 @@ def fill(
 ) -> None:
     """Fetch every object of a plan, or what is wanted of it, into the spool as it arrives.
 
-    Whole objects are verified; ranks verify each frame that they read in either case. Ranks that
-    read the spool are told if an object cannot be fetched.
-
-    Args:
-        spool: The spool; objects are written by this process alone.
-        index: Objects of the plan.
-        url: URL of the chain's store.
-        wanted: Range of flat indices of each tensor that ranks of this host read, by name; empty
-            for whole objects.
+    ``wanted`` has the range of flat indices of each tensor that ranks of this host read; empty for
+    whole objects, which are verified. Ranks verify each frame that they read in either case, and
+    are told if an object cannot be fetched.
     """
-    try:
-        store = open_store(url)
-        try:
-            _fill(spool, index, store, wanted or {})
-        finally:
-            store.close()
-    except BaseException as exc:
-        spool.fail(exc)
-        raise
+    refs = [one.ref for one in index.objects]
 
-
-def _fill(spool: Spool, index: SpoolIndex, store: Store, wanted: Mapping[str, Range]) -> None:
-    def get(number: int, ref: ObjectRef) -> None:
+    def get(store: Store, number: int, ref: ObjectRef) -> None:
         found = _ranges_of(store, ref, wanted) if wanted else None
         if found is None:
             spool.move(number, fetch_part(store, ref))
         else:
             spool.put_ranges(number, ref.nbytes, found)
 
-    refs = [one.ref for one in index.objects]
-    with Pool(min(THREADS, len(refs))) as pool:
-        begun = [pool.submit(get, number, ref) for number, ref in enumerate(refs)]
-        try:
-            for one in begun:
-                one.result()
-        except BaseException as exc:
-            spool.fail(exc)  # at once: ranks need not wait for what is under way
-            for one in begun:
-                one.cancel()
-            raise
+    try:
+        with closing(open_store(url)) as store, Pool(min(THREADS, len(refs))) as pool:
+            begun = [pool.submit(get, store, number, ref) for number, ref in enumerate(refs)]
+            try:
+                for one in begun:
+                    one.result()
+            except BaseException as exc:
+                spool.fail(exc)  # at once: ranks need not wait for what is under way
+                for one in begun:
+                    one.cancel()
+                raise
+    except BaseException as exc:
+        spool.fail(exc)
+        raise
 
 
 def _ranges_of(
@@ -207,6 +187,8 @@ class Fetchers:
 
     def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
+        by_rank = {rank: host for host in hosts for rank in host.ranks}
+        self._host_of = [by_rank[rank] for rank in range(len(by_rank))]
         self._failed: set[int] = set()
         for host in hosts:
             if not host.is_leaders:
@@ -217,13 +199,8 @@ class Fetchers:
                     host.ranks[0],
                 )
 
-    @property
-    def _count(self) -> int:
-        return sum(len(host.ranks) for host in self._hosts)
-
     def ranks_on_host(self) -> tuple[int, ...]:
-        sizes = {rank: len(host.ranks) for host in self._hosts for rank in host.ranks}
-        return tuple(sizes[rank] for rank in range(self._count))
+        return tuple(len(host.ranks) for host in self._host_of)
 
     def wanted(
         self,
@@ -231,30 +208,32 @@ class Fetchers:
         classes: Mapping[str, TensorClass],
         specs: Mapping[str, TensorSpec],
     ) -> tuple[dict[str, Range], ...]:
-        by_host = [
-            {} if host.is_leaders else wanted_by([found[n] for n in host.ranks], classes, specs)
+        spans: dict[Host, dict[str, Range]] = {
+            host: {}
+            if host.is_leaders
+            else wanted_by([found[n] for n in host.ranks], classes, specs)
             for host in self._hosts
-        ]
-        spans = {n: one for host, one in zip(self._hosts, by_host, strict=True) for n in host.ranks}
-        return tuple(spans[rank] for rank in range(self._count)) if any(by_host) else ()
+        }
+        return tuple(spans[host] for host in self._host_of) if any(spans.values()) else ()
 
     def names(self) -> tuple[str, ...]:
         """Return a new name of a spool for each rank; empty on the leader's host."""
-        names: dict[int, str] = {}
-        for host in self._hosts:
-            names |= dict.fromkeys(host.ranks, "" if host.is_leaders else new_name())
-        return tuple(names[rank] for rank in range(self._count))
+        names = {host: "" if host.is_leaders else new_name() for host in self._hosts}
+        return tuple(names[host] for host in self._host_of)
 
     def writers(self, names: Sequence[str]) -> tuple[str, ...]:
         """Return the name of the spool that each rank writes; empty for ranks that only read."""
-        chosen = {self._chosen(host) for host in self._hosts if not host.is_leaders}
+        hosts = (host for host in self._hosts if not host.is_leaders)
+        chosen = {
+            next((rank for rank in host.ranks if rank not in self._failed), host.ranks[0])
+            for host in hosts
+        }
         return tuple(name if rank in chosen else "" for rank, name in enumerate(names))
 
     def replaced(self, replies: Sequence[RankReply], version: Version) -> bool:
         """Replace fetchers that refused by other ranks of their hosts; return whether any did.
 
-        Raises:
-            ApplyError: Every rank of a host has failed.
+        Raises an :class:`ApplyError` if every rank of a host has failed.
         """
         refusals = {reply.rank: reply for reply in replies if isinstance(reply, Refusal)}
         self._failed |= refusals.keys()
@@ -268,9 +247,6 @@ class Fetchers:
                     hint=last.hint,
                 )
         return bool(refusals)
-
-    def _chosen(self, host: Host) -> int:
-        return next((rank for rank in host.ranks if rank not in self._failed), host.ranks[0])
 
 
 def wanted_by(

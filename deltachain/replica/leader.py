@@ -13,25 +13,9 @@ from contextlib import suppress
 from threading import Event, Thread
 from typing import Final
 
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    DeltaChainError,
-    EngineDamagedError,
-    LeaderReplacedError,
-    PartialApplyError,
-    PoisonedError,
-    TensorMismatchError,
-)
+from deltachain import errors
 from deltachain.figures import Figure, figures
 from deltachain.redact import redacted_url
-from deltachain.replica.engine import Engine
-from deltachain.replica.messages import status_row
-from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.target import ReplicaTarget
 from deltachain.status import HealthLimits, Status, judged
 from deltachain.store import Store
 from deltachain.subscribe.figures import subscriber_figures
@@ -41,6 +25,11 @@ from deltachain.subscribe.subscriber import NOTHING_HELD, Subscriber, known_stat
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
+
+from .engine import Engine
+from .messages import status_row
+from .settings import ReplicaSettings
+from .target import ReplicaTarget
 
 # An idle engine that hangs, or that another client has paused, raises no error by itself.
 
@@ -78,7 +67,6 @@ class EngineWatch:
         return ""
 
     def run(self, stop: Event) -> None:
-        """Ask until ``stop`` is set, or another leader has attached the ranks."""
         self._ask()
         while not stop.wait(
             min(self._every_s, EVERY_S_IF_PAUSED) if self._target.why_paused else self._every_s
@@ -94,9 +82,9 @@ class EngineWatch:
             self._unanswered_since = time.monotonic()
         try:
             self._target.look()
-        except LeaderReplacedError:
+        except errors.LeaderReplacedError:
             raise
-        except PartialApplyError:  # an answer: another client has an open update session
+        except errors.PartialApplyError:  # an answer: another client has an open update session
             self._unanswered_since = None
         except Exception as exc:  # noqa: BLE001 - engines raise plain exceptions
             if is_first:
@@ -105,7 +93,7 @@ class EngineWatch:
             self._unanswered_since = None
 
 
-REFUSALS: Final = (ConfigError, TensorMismatchError)
+REFUSALS: Final = (errors.ConfigError, errors.TensorMismatchError)
 """Errors that a retry cannot resolve: the engine or its settings do not fit this chain."""
 
 logger = logging.getLogger(__name__)
@@ -115,29 +103,10 @@ class Leader:
     """The leader of a replica: updates all ranks, automatically or on request.
 
     Methods may be called from any thread.
-
-    Args:
-        settings: Settings of the replica.
-        engine: Ranks and scheduler of the replica.
-        store: The store; opened from the URL by default.
-
-    Attributes:
-        tally: Totals of all applies so far, for metrics.
-        released: Kinds of memory that the engine has released; set by the hook of the engine.
-        trouble: Error since the last apply; ``None`` for none.
-        staged: The staged apply; ``None`` for none.
-        ended: Reason why following has ended; empty if it has not.
-        caught_up: Whether the replica was at the head once.
-        engine_watch: Regular questions to the engine, from the end of :meth:`start` or the
-            beginning of :meth:`follow` on.
     """
 
     def __init__(
-        self,
-        settings: ReplicaSettings,
-        engine: Engine,
-        *,
-        store: Store | None = None,
+        self, settings: ReplicaSettings, engine: Engine, *, store: Store | None = None
     ) -> None:
         self.settings = settings
         self.engine = engine
@@ -145,7 +114,7 @@ class Leader:
         self.subscriber = Subscriber(settings.subscribe, self.target, store=store)
         self.tally = Tally()
         self.released: frozenset[str] = frozenset()
-        self.trouble: DeltaChainError | None = None
+        self.trouble: errors.DeltaChainError | None = None
         self.staged: Staged | None = None
         self.ended = ""
         self.caught_up = self._has_failed = False
@@ -160,17 +129,12 @@ class Leader:
 
         Errors are logged and kept for ``status``: the engine serves the weights that it loaded, and
         the replica is not ready. After a refusal nothing is followed, since it would be repeated.
-
-        Raises:
-            ConfigError: The engine or its settings do not fit the chain, and ``strict`` is set.
-            TensorMismatchError: Its tensors do not fit the chain, and ``strict`` is set.
-            EngineDamagedError: The engine must not serve, whatever the settings are.
         """
         try:
             self.update()
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             if isinstance(exc, REFUSALS):
-                if self.settings.strict or isinstance(exc, EngineDamagedError):
+                if self.settings.strict or isinstance(exc, errors.EngineDamagedError):
                     self.stop()
                     raise
                 self.ended = f"following ended: {exc}"
@@ -187,69 +151,47 @@ class Leader:
         self.subscriber.notify()
 
     def stop(self) -> None:
-        """Stop following, and close the store; idempotent."""
         self.end()
         if self._thread is not None:
             self._thread.join()
         self.subscriber.close()
 
     def stage(self, version: Version | None = None) -> Version | None:
-        """Fetch, prove and stage a version while the engine generates; ``update`` to it then swaps.
+        """Fetch, prove and stage a version while the engine generates; an update then swaps.
 
-        Returns:
-            The staged version, by default the head; ``None`` if there is nothing to do.
-
-        Raises:
-            DeltaChainError: An error of :meth:`Subscriber.stage`. A poisoned replica generates
-                nothing from now on; an update heals it.
+        Returns the staged version, by default the head; ``None`` if there is nothing to do.
         """
         try:
             staged = self.staged = self.subscriber.stage(version)
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             self._failed(exc, version)  # staging may find that the held version is not provable
             raise
         return None if staged is None else staged.to.version
 
     def update(self, version: Version | None = None, *, manifest: str = "") -> ApplyReceipt | None:
-        """Bring the replica to a version, from nothing if it is poisoned.
-
-        Args:
-            version: Version to reach; the head by default.
-            manifest: Expected digest of the version's manifest, as a publisher announces it. Any
-                later version that is held is then accepted too, if both are in the store. Until
-                a rollback, the lag counts from here, even if the store cannot be reached.
-
-        Returns:
-            Receipt of the apply; ``None`` if the version is held already, or the replica is pinned.
-
-        Raises:
-            DeltaChainError: An error of :meth:`Subscriber.update`. A poisoned replica generates
-                nothing from now on.
-        """
+        """Bring the replica to a version, from nothing if it is poisoned."""
+        held = self.subscriber.held
         if version is not None and manifest:
             self._announced = max(version, self._announced or 0)
-        try:
-            if self._is_past(version, manifest):
-                self.target.check_leads()  # another leader may have brought another version
-                return None
-        except DeltaChainError as exc:
-            self._failed(exc, version)
-            raise
+            try:
+                ahead = held if held is not None and held.version >= version else None
+                if ahead and is_past(self.subscriber.chain, ahead, version, manifest):
+                    self.target.check_leads()  # another leader may have brought another version
+                    return None
+            except errors.DeltaChainError as exc:
+                self._failed(exc, version)
+                raise
         return self._reach(
             lambda: self._swap_staged(version) or self.subscriber.update(version), version
         )
-
-    def _is_past(self, version: Version | None, manifest: str) -> bool:
-        held = self.subscriber.held
-        if version is None or not manifest or held is None or held.version < version:
-            return False
-        return is_past(self.subscriber.chain, held, version, manifest)
 
     def _swap_staged(self, version: Version | None) -> ApplyReceipt | None:
         staged, self.staged = self.staged, None
         if staged is None or staged.to.version != version:
             return None
-        with suppress(BaseMismatchError):  # another version was swapped in since: stage again
+        with suppress(
+            errors.BaseMismatchError
+        ):  # another version was swapped in since: stage again
             return self.subscriber.swap(staged)
         return None
 
@@ -258,7 +200,7 @@ class Leader:
         self._announced = None
         try:
             held = self.subscriber.rollback(version)
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             self._failed(exc, -1 if version is None else version)
             raise
         self._well()
@@ -285,7 +227,9 @@ class Leader:
         """Resume generation, unless the replica cannot prove the version that it holds."""
         with self.subscriber.alone():  # never in the middle of a swap
             if self.subscriber.poisoned:
-                raise PoisonedError("this replica cannot prove what it holds; it stays paused")
+                raise errors.PoisonedError(
+                    "this replica cannot prove what it holds; it stays paused"
+                )
             self.target.resume()
 
     def scrub(self) -> bool:
@@ -296,7 +240,9 @@ class Leader:
         """
         fine = self.subscriber.scrub()
         if not fine:
-            self._troubled(ApplyError("the live weights are not what this replica should hold"))
+            self._troubled(
+                errors.ApplyError("the live weights are not what this replica should hold")
+            )
             follows = self.settings.follow and not self.ended
             self._reach(lambda: self.subscriber.heal(at_head=follows), None)
         return fine
@@ -305,7 +251,7 @@ class Leader:
         """Return the status of the replica; makes no request to the store or the engine."""
         subscriber, target, head = self.subscriber, self.target, self.newest
         doubt = subscriber.watch.doubt
-        if subscriber.pinned and isinstance(doubt, BrokenChainError):
+        if subscriber.pinned and isinstance(doubt, errors.BrokenChainError):
             doubt = None  # a pinned replica ignores lost manifests
         status = known_status(
             subscriber,
@@ -336,7 +282,6 @@ class Leader:
         return "it has not caught up yet" if is_late else ""
 
     def figures(self) -> Iterator[Figure]:
-        """Yield the figures of the replica for metrics, from memory."""
         status = self.status()
         yield from subscriber_figures(
             self.subscriber,
@@ -383,7 +328,7 @@ class Leader:
     def _watch(self) -> None:
         try:
             self.engine_watch.run(self._stop)
-        except LeaderReplacedError as exc:
+        except errors.LeaderReplacedError as exc:
             self._troubled(exc)
 
     def _reach(
@@ -392,21 +337,21 @@ class Leader:
         """Update; if that shows that the held version is unknown, once more, now from nothing."""
         try:
             receipt = update()
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             self._failed(exc, asked)
             if not self.subscriber.poisoned:
                 raise
             try:
                 receipt = update()
-            except DeltaChainError as again:
+            except errors.DeltaChainError as again:
                 self._troubled(again)
                 raise
         self._well()
         return receipt
 
-    def _failed(self, exc: DeltaChainError, asked: Version | None) -> None:
+    def _failed(self, exc: errors.DeltaChainError, asked: Version | None) -> None:
         """Keep the error of a failed request, unless only its version was at fault."""
-        if type(exc) is ChainError and asked is not None and not self.subscriber.poisoned:
+        if type(exc) is errors.ChainError and asked is not None and not self.subscriber.poisoned:
             self.tally.failures += 1
         else:
             self._troubled(exc)
@@ -414,21 +359,25 @@ class Leader:
     def _troubled(self, exc: BaseException) -> None:
         """Keep an error for ``status``; stop serving if the replica is poisoned."""
         self.tally.failures += 1
-        self.trouble = exc if isinstance(exc, DeltaChainError) else ApplyError(repr(exc))
-        if isinstance(exc, LeaderReplacedError):
+        self.trouble = (
+            exc if isinstance(exc, errors.DeltaChainError) else errors.ApplyError(repr(exc))
+        )
+        if isinstance(exc, errors.LeaderReplacedError):
             self.ended = str(exc.args[0])
             return
         with self.subscriber.alone():  # no healing or swap between the check and the pause
-            if self.subscriber.poisoned or isinstance(exc, EngineDamagedError):
+            if self.subscriber.poisoned or isinstance(exc, errors.EngineDamagedError):
                 try:
                     self.target.stop_serving()
-                except ApplyError as failed:  # healing is tried anyway, and this again after it
+                except (
+                    errors.ApplyError
+                ) as failed:  # healing is tried anyway, and this again after it
                     logger.error("the engine did not pause: %s", failed)  # noqa: TRY400
                 return
-            with suppress(ApplyError):  # report the first error
+            with suppress(errors.ApplyError):  # report the first error
                 self._name()
 
-    def _looked(self, exc: DeltaChainError | None) -> None:
+    def _looked(self, exc: errors.DeltaChainError | None) -> None:
         if exc is None:
             self._well()
         else:
@@ -455,5 +404,5 @@ class Leader:
 def _in_a_thread(run: Callable[[], None], name: str) -> Thread:
     thread = Thread(target=run, name=name, daemon=True)
     if not started(thread):
-        raise ApplyError("no thread is left", hint="let this process have more (ulimit -u)")
+        raise errors.ApplyError("no thread is left", hint="let this process have more (ulimit -u)")
     return thread

@@ -8,7 +8,6 @@ swap and proof.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -21,10 +20,12 @@ from deltachain.codec.old_bits import OldBits
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels.device import bits_of
 from deltachain.kernels.protocol import same_bits
-from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.spool_reader import TensorPlan, host_bits
-from deltachain.replica.staged import Share
+
+from .engine import EngineModel
+from .layout.loaded_checkpoint import LoadedCheckpoint
+from .layout.members import bytes_of
+from .spool_reader import TensorPlan, host_bits
+from .staged import Share
 
 # Engines tie tensors by their values, such as a head that equals the embedding. The decision is
 # made once: no load parts the tensors again, and each load ignores one of them. A version may
@@ -36,15 +37,10 @@ PEEK: Final = 64
 
 
 class LateTie(NamedTuple):
-    """Two tensors of the chain that the engine keeps as one.
+    """Two tensors of the chain that the engine keeps as one."""
 
-    Attributes:
-        ignored: The tensor that nothing in the engine follows.
-        followed: The tensor whose bits the engine computes from instead.
-    """
-
-    ignored: str
-    followed: str
+    ignored: str  # the tensor that nothing in the engine follows
+    followed: str  # the tensor whose bits the engine computes from instead
 
 
 def find_late_ties(
@@ -54,24 +50,19 @@ def find_late_ties(
 
     Vectors whose elements are all equal, such as biases of zeros, are alike without being tied.
     """
+    specs, held = source.specs, source.names
     wanted = [
         name
         for name in ignored
-        if source.names[name] and (len(source.specs[name].shape) > 1 or name not in source.uniform)
+        if held[name] and (len(specs[name].shape) > 1 or name not in source.uniform)
     ]
-    alike: dict[tuple[str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for name in followed if wanted else ():
-        if source.names[name]:
-            alike[source.specs[name].dtype, source.specs[name].shape].append(name)
-    pairs = (
-        (name, other)
-        for name in wanted
-        for other in alike[source.specs[name].dtype, source.specs[name].shape]
-    )
+    others = [name for name in followed if held[name]] if wanted else []
     return tuple(
         LateTie(name, other)
-        for name, other in pairs
-        if same_bits(source.bits(name)[:PEEK], source.bits(other)[:PEEK])
+        for name in wanted
+        for other in others
+        if (specs[name].dtype, specs[name].shape) == (specs[other].dtype, specs[other].shape)
+        and same_bits(source.bits(name)[:PEEK], source.bits(other)[:PEEK])
         and same_bits(source.bits(name), source.bits(other))
     )
 
@@ -94,12 +85,7 @@ class LateTies:
     def check(
         self, plans: Mapping[str, Sequence[TensorPlan]], share_of: Callable[[str], Share]
     ) -> None:
-        """Refuse plans after which tied tensors would have different bits; nothing is written.
-
-        Args:
-            plans: Tensor plans of tied tensors, by name.
-            share_of: What the rank holds of a tensor, by name.
-        """
+        """Refuse plans after which tied tensors would have different bits; nothing is written."""
         for tie in self._ties:
             if plans.keys().isdisjoint(tie):
                 continue
@@ -116,7 +102,6 @@ class LateTies:
 
 
 def _stay_equal(plans: Mapping[str, Sequence[TensorPlan]], tie: LateTie, share: Share) -> bool:
-    """Return whether the held elements of tied tensors are equal after a plan."""
     places = [place for _, place in share.places]
     found: list[OldBits] = []
     for name in tie:
@@ -147,19 +132,7 @@ Place: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
 class LiveRecord:
-    """What was known of live tensors when a rank last looked or wrote.
-
-    Args:
-        model: The rank's model.
-        storages: Storages that tensors are written to in place.
-        first: Record from the attach, whose maps stay: no swap changes them.
-
-    Attributes:
-        places: Places of the tensors in these storages.
-        maps: Bits of the maps from experts to slots.
-        slots: Bits of some elements of every slot of stacked parameters, which tell apart all
-            slots that differ.
-    """
+    """What was known of live tensors when a rank last looked or wrote."""
 
     def __init__(
         self, model: EngineModel, storages: Collection[int], first: LiveRecord | None = None
@@ -172,11 +145,7 @@ class LiveRecord:
         self.slots = slots_of(found, self._apart)
 
     def difference(self, model: EngineModel) -> str:
-        """Return how the engine replaced or moved what it holds since; empty if it did not.
-
-        Raises:
-            EngineDamagedError: It arranged its experts anew.
-        """
+        """Return how the engine replaced or moved what it holds since; empty if it did not."""
         found = model.tensors()
         maps = maps_of(found)
         for name, bits in self.maps.items():
@@ -196,7 +165,7 @@ class LiveRecord:
 
 def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
     return {
-        name: _bits(tensor)
+        name: bytes_of(tensor)
         for name, tensor in tensors.items()
         if not tensor.is_floating_point() and not isinstance(tensor, nn.Parameter)
         if MAPS.search(name.rpartition(".")[2])
@@ -205,7 +174,9 @@ def maps_of(tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
 
 def slots_of(tensors: Mapping[str, Tensor], apart: Mapping[str, list[int]]) -> dict[str, bytes]:
     """Return some bits of every slot of stacked parameters, at some positions ``apart`` too."""
-    return {name: _bits(_picked(tensor, apart.get(name, []))) for name, tensor in _stacked(tensors)}
+    return {
+        name: bytes_of(_picked(tensor, apart.get(name, []))) for name, tensor in _stacked(tensors)
+    }
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -236,7 +207,7 @@ def _apart(stacked: Tensor) -> list[int]:
 
 def _groups(members: Sequence[int], samples: Tensor) -> list[list[int]]:
     """Return the members that have equal samples, two or more of each."""
-    bits, alike = _bits(samples), dict[bytes, list[int]]()
+    bits, alike = bytes_of(samples), dict[bytes, list[int]]()
     width = len(bits) // len(members)
     for number, member in enumerate(members):
         alike.setdefault(bits[number * width : (number + 1) * width], []).append(member)
@@ -253,11 +224,6 @@ def _picked(stacked: Tensor, apart: Sequence[int]) -> Tensor:
     where: Any = torch.unravel_index(at, inner)
     slots: Any = (slice(None), *(one.to(stacked.device) for one in where))
     return stacked[slots]
-
-
-def _bits(tensor: Tensor) -> bytes:
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    return flat.cpu().numpy().tobytes()
 
 
 def _place(tensor: Tensor) -> Place:

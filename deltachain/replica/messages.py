@@ -13,10 +13,11 @@ import msgspec
 
 from deltachain.errors import ApplyError, ConfigError
 from deltachain.format.documents import Count, Struct
-from deltachain.replica.layout.classes import Classified, TensorClass
-from deltachain.replica.spool import SpoolIndex
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
+
+from .layout.classes import Classified, TensorClass
+from .spool import SpoolIndex
 
 SAME_VERSION: Final = "the leader and the engine must have the same version of deltachain"
 
@@ -49,12 +50,9 @@ class FindUnusedRequest(RankRequest, frozen=True, kw_only=True, tag="unused"):
 class AgreeRequest(RankRequest, frozen=True, kw_only=True, tag="agree"):
     """Decisions of the leader, from the reports of all ranks.
 
-    Attributes:
-        classes: Class of every tensor.
-        holders: For each rank, the ranks that hold each window of each tensor.
-        compared: Tensors whose layers every rank compares with a fresh load after a swap.
-        wanted: For each rank, the range of flat indices of each tensor that its host reads; empty
-            if it fetches whole objects.
+    ``holders`` has for each rank the ranks that hold each window of each tensor, and ``wanted`` the
+    range of flat indices of each tensor that its host reads; empty if it fetches whole objects.
+    Every rank compares the layers of the tensors ``compared`` with a fresh load after a swap.
     """
 
     classes: dict[str, TensorClass]
@@ -85,21 +83,13 @@ class FetchRequest(RankRequest, frozen=True, kw_only=True, tag="fetch"):
 
 
 class StageRequest(RankRequest, frozen=True, kw_only=True, tag="stage"):
-    """Request to start staging a spooled plan, whose objects may still be on their way.
+    """Request to start staging a spooled plan, whose objects may still be on their way."""
 
-    Attributes:
-        ticket: Number under which the result is kept.
-        spools: Name of the spool's folder, for each rank.
-        ranks_on_host: Number of ranks that share the processor cores of each rank's host.
-        budget: Bytes of old and new bits to keep.
-        keep: Tickets that may still be used; all others are dropped.
-    """
-
-    ticket: Count
-    spools: tuple[str, ...]
+    ticket: Count  # number under which the result is kept
+    spools: tuple[str, ...]  # name of the spool's folder, for each rank
     ranks_on_host: tuple[Count, ...]
-    budget: Count
-    keep: tuple[Count, ...]
+    budget: Count  # bytes of old and new bits to keep
+    keep: tuple[Count, ...]  # tickets that may still be used; all others are dropped
 
 
 class PollRequest(RankRequest, frozen=True, kw_only=True, tag="poll"):
@@ -150,33 +140,21 @@ class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
-    """Classes of the requested tensors: unused, or refused.
-
-    Attributes:
-        tensors: Class of each.
-        digests: State digests of those that are in the engine's checkpoint.
-    """
-
     tensors: dict[str, Classified]
-    digests: dict[str, StateDigest]
+    digests: dict[str, StateDigest]  # state digests of those that are in the engine's checkpoint
 
 
-class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"):
-    """Confirmation that the rank has accepted the agreement."""
+class AgreeReply(RankReply, frozen=True, kw_only=True, tag="agreed"): ...
 
 
 class CheckLoadsReply(RankReply, frozen=True, kw_only=True, tag="checked"):
-    """Whether loading the host copies again changed nothing in the engine."""
-
     same: bool
 
 
-class StartedReply(RankReply, frozen=True, kw_only=True, tag="started"):
-    """Confirmation that the work has started; its result is polled by ticket."""
+class StartedReply(RankReply, frozen=True, kw_only=True, tag="started"): ...
 
 
-class PendingReply(RankReply, frozen=True, kw_only=True, tag="pending"):
-    """Notice that the work of a ticket is not done yet."""
+class PendingReply(RankReply, frozen=True, kw_only=True, tag="pending"): ...
 
 
 class StateReply(RankReply, frozen=True, kw_only=True, tag="state"):
@@ -186,8 +164,6 @@ class StateReply(RankReply, frozen=True, kw_only=True, tag="state"):
 
 
 class FetchedReply(RankReply, frozen=True, kw_only=True, tag="fetched"):
-    """Confirmation that every object is in the spool of the rank's host."""
-
     nbytes: Count
 
 
@@ -203,8 +179,6 @@ class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
 
 
 class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
-    """Confirmation that the rank has written, and holds the version now."""
-
     seconds: float
     version: Count
     pid: int
@@ -274,7 +248,6 @@ def encode_reply(reply: RankReply) -> str:
 
 
 def decode_request(text: str | bytes) -> AnyRequest:
-    """Decode a request, or raise a :class:`ConfigError`."""
     try:
         return _REQUESTS.decode(text)
     except UNREADABLE as exc:
@@ -282,7 +255,6 @@ def decode_request(text: str | bytes) -> AnyRequest:
 
 
 def decode_reply(text: str | bytes) -> AnyReply:
-    """Decode a reply, or raise an :class:`ApplyError`."""
     try:
         return _REPLIES.decode(text)
     except UNREADABLE as exc:

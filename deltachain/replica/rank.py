@@ -24,44 +24,35 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from deltachain import errors
 from deltachain.checkpoint import Checkpoint
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    ConfigError,
-    DeltaChainError,
-    LeaderReplacedError,
-    PartialApplyError,
-    PoisonedError,
-    TensorMismatchError,
-    UnfinishedSwapError,
-)
 from deltachain.format.keys import digest_key
 from deltachain.kernels import device, host, staging
 from deltachain.kernels.protocol import same_bits
 from deltachain.redact import redacted_url
-from deltachain.replica import messages as wire
-from deltachain.replica.device_staging import DeviceStager
-from deltachain.replica.engine import EngineModel
-from deltachain.replica.fetcher import fill, folder_id, sees_probe
-from deltachain.replica.layout.classes import ON_HOST, Classified, TensorClass
-from deltachain.replica.layout.derived import find_unused
-from deltachain.replica.layout.discover import Layout, discover, rediscover
-from deltachain.replica.layout.fresh_load import expect_fresh
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
-from deltachain.replica.layout.members import SavedBits, undisturbed
-from deltachain.replica.layout.model_state import LoadGroup, LoadMethod, ModelState, load_with
-from deltachain.replica.layout.runtime_tables import RuntimeTables
-from deltachain.replica.live_record import REPLACED, LateTies, LiveRecord, find_late_ties
-from deltachain.replica.settings import RankSettings
-from deltachain.replica.spool import Spool
-from deltachain.replica.spool_reader import SpoolReader, TensorPlan
-from deltachain.replica.staged import NOTHING, HolderKey, RankStaged, Share, stage
-from deltachain.replica.windows import Placement, Window
 from deltachain.subscribe.targets.base import take_back, write_all
 from deltachain.subscribe.targets.patch import WholeTensor, state_of, warm_up
 from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, Version
+
+from . import messages as wire
+from .device_staging import DeviceStager
+from .engine import EngineModel
+from .fetcher import fill, folder_id, sees_probe
+from .layout.classes import ON_HOST, Classified, TensorClass
+from .layout.derived import find_unused
+from .layout.discover import Layout, discover, rediscover
+from .layout.fresh_load import expect_fresh
+from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
+from .layout.members import undisturbed
+from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
+from .layout.runtime_tables import RuntimeTables
+from .live_record import REPLACED, LateTies, LiveRecord, find_late_ties
+from .settings import RankSettings
+from .spool import Spool
+from .spool_reader import SpoolReader, TensorPlan
+from .staged import NOTHING, HolderKey, RankStaged, Share, stage
+from .windows import Placement, Window
 
 
 class HostCopies:
@@ -83,28 +74,22 @@ class HostCopies:
     def load(self, layout: Layout, names: Collection[str]) -> None:
         """Let the engine load changed copies, together with the rest of their groups."""
         changed = _groups_of(layout, names)
-        for way in dict.fromkeys(way for way, _ in changed):
-            groups = [group for mine, group in changed if mine == way]
-            layers = frozenset().union(*(group.layers for group in groups))
-            if not all(group.layers for group in groups):
-                layers = frozenset()
+        for method in dict.fromkeys(method for method, _ in changed):
+            groups = [group for mine, group in changed if mine == method]
             wanted = [name for group in groups for name in group.names if name in self.bits]
-            load_with(self._model, way, layers, self.clones(wanted))
+            load_with(self._model, method, scope_of(groups), self.clones(wanted))
 
     def read_back(self, layout: Layout, names: Collection[str]) -> None:
-        """Prove that loaded tensors are stored where they can be read back, and layers are fresh.
-
-        Raises:
-            TensorMismatchError: A live tensor holds other bits than were loaded, or a layer is not
-                what a fresh load gives.
-        """
+        """Prove that loaded tensors are what was loaded, and layers are what a fresh load gives."""
         fresh = [group for _, group in _groups_of(layout, names) if group in layout.comparable]
         # First, and in order: ranks may exchange values while they quantise.
         expect_fresh(self._model, fresh, self.clones, self._specs)
         for name in layout.readable.keys() & set(names):
             for place in layout.readable[name]:
                 if not same_bits(place.view, place.take(self.bits[name])):
-                    raise TensorMismatchError(f"{name!r} is not what was loaded", tensor=name)
+                    raise errors.TensorMismatchError(
+                        f"{name!r} is not what was loaded", tensor=name
+                    )
 
     def load_old(self, layout: Layout, names: Collection[str], version: Version) -> None:
         """Load copies that have the old bits again; a failure poisons the replica."""
@@ -112,7 +97,7 @@ class HostCopies:
             self.load(layout, names)
             self.read_back(layout, names)
         except Exception as exc:
-            raise PoisonedError(
+            raise errors.PoisonedError(
                 f"the engine could load neither version {version} nor the old bits: {exc}",
                 version=version,
             ) from exc
@@ -207,16 +192,6 @@ class Rank:
         """Accept the classes that all ranks agreed on, and make the host copies that they need.
 
         Existing copies stay: they have the bits that the engine loaded last.
-
-        Args:
-            classes: Class of every tensor.
-            holders: Ranks that hold each window of each tensor of this rank.
-            compared: Tensors whose layers every rank compares with a fresh load; ``None`` for all
-                that this rank can compare.
-            alone: Whether there is no other rank.
-
-        Raises:
-            TensorMismatchError: A class of another rank is not proven to work on this rank.
         """
         self._require(classes)
         self._classes, self._holders, self._alone = classes, holders, alone
@@ -228,8 +203,7 @@ class Rank:
         self._copies.keep(
             name for name, kind in classes.items() if kind in ON_HOST and holders[name]
         )
-        unused = {name for name, kind in classes.items() if kind == "unused"}
-        ignored = unused | self._attached.idle
+        ignored = self._attached.idle.union(n for n, kind in classes.items() if kind == "unused")
         used = [name for name in classes if name not in ignored]
         self._ties = LateTies(find_late_ties(self._source, ignored, used))
         self._device_stager()
@@ -247,7 +221,7 @@ class Rank:
             found = discover(self.model, self._source, other)
         for name, kind in other.items():
             if found.classes[name] != kind:
-                raise TensorMismatchError(
+                raise errors.TensorMismatchError(
                     f"{name!r} is {found.classes[name]} on one rank and {kind} on another",
                     tensor=name,
                 )
@@ -257,7 +231,7 @@ class Rank:
         """Test whether the engine uses tensors that no rank holds; blocks the engine."""
         model = self.model
         with settled(), undisturbed(model.modules().values(), model.tensors()) as bits:
-            found = find_unused(ModelState(model, bits), self._source, self._attached, names)
+            found = find_unused(ModelState(model, self._source, bits), self._attached, names)
         return {
             name: Classified(kind="refused", reason=f"the engine keeps it nowhere, but {why}")
             if why
@@ -266,11 +240,8 @@ class Rank:
         }
 
     def unused_state(self, names: Iterable[str]) -> dict[str, StateDigest]:
-        return {
-            name: host.digest(digest_key(self._specs[name]), self._source.copy(name))
-            for name in names
-            if self._source.names[name]
-        }
+        held = [name for name in names if self._source.names[name]]
+        return {n: host.digest(digest_key(self._specs[n]), self._source.copy(n)) for n in held}
 
     def state(self) -> dict[HolderKey, StateDigest]:
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
@@ -295,13 +266,6 @@ class Rank:
         """Compute the writes of a spooled plan on this rank, without writing anything.
 
         May run in another thread than the other methods, and before all objects have arrived.
-
-        Args:
-            ticket: Ticket under which the result is kept.
-            folder: Folder of the spool.
-            budget: Bytes of old and new bits to keep.
-            threads: Number of threads that inflate and decode.
-            abandon: Called while an object is awaited; returns whether to stop.
         """
         attached = self._attached
         with own_stream(self.model):
@@ -311,13 +275,12 @@ class Rank:
             self._ties.check(tied, self._share)
         with self._changing:
             if self._attached is not attached:
-                raise BaseMismatchError(REPLACED)
+                raise errors.BaseMismatchError(REPLACED)
             self._written.discard(ticket)
             self.staged[ticket] = staged
         return staged
 
     def keep(self, tickets: Iterable[int]) -> None:
-        """Drop everything staged under other tickets."""
         for ticket in self.staged.keys() - set(tickets):
             del self.staged[ticket]
         self._written.intersection_update(self.staged)
@@ -329,21 +292,12 @@ class Rank:
         ranks, even from those that failed and have undone the write themselves. A rank beside
         others that failed to load leaves loading the old bits to this request: ranks may exchange
         values while they load, so all load at once.
-
-        Args:
-            ticket: Ticket of the stage.
-            version: Version to write, for error messages.
-            back: Whether to undo the write.
-
-        Raises:
-            PartialApplyError: The write failed, and the old bits are restored.
-            UnfinishedSwapError: The engine could not load; the request to undo the write restores
-                the old bits.
-            PoisonedError: The write failed, and restoring the old bits failed too.
         """
         staged = self.staged.get(ticket)
         if staged is None:
-            raise PartialApplyError(f"nothing is staged under ticket {ticket}", version=version)
+            raise errors.PartialApplyError(
+                f"nothing is staged under ticket {ticket}", version=version
+            )
         self.check_addresses()
         is_done = (ticket in self._written) != back
         if is_done and ticket != self._unloaded:
@@ -367,7 +321,7 @@ class Rank:
         together = bool(on_host) and not self._alone  # ranks may exchange values while they load
         try:
             written = write_all(staged.undoes() if back else staged.writes(self._share), version)
-        except PartialApplyError as exc:
+        except errors.PartialApplyError as exc:
             if together:  # the others load: load the old bits as often as they load the new ones
                 self._copies.load_old(self._attached, on_host, version)
                 raise self._unfinished(ticket, version, str(exc.args[0])) from exc
@@ -381,7 +335,7 @@ class Rank:
                 why = f"the engine could not load version {version}: {exc}"
                 raise self._unfinished(ticket, version, why) from exc
             self._copies.load_old(self._attached, on_host, version)
-            raise PartialApplyError(
+            raise errors.PartialApplyError(
                 f"the engine could not load version {version}; the old bits are back: {exc}",
                 version=version,
             ) from exc
@@ -389,9 +343,9 @@ class Rank:
         (self._written.remove if back else self._written.add)(ticket)
         settle()  # include the device's work in the measured time
 
-    def _unfinished(self, ticket: int, version: Version, why: str) -> UnfinishedSwapError:
+    def _unfinished(self, ticket: int, version: Version, why: str) -> errors.UnfinishedSwapError:
         self._unloaded = ticket
-        return UnfinishedSwapError(why, version=version)
+        return errors.UnfinishedSwapError(why, version=version)
 
     def _device_stager(self) -> DeviceStager | None:
         if self._stager is None or self._stager[0] is not self._attached:
@@ -412,7 +366,9 @@ class Rank:
 
     def _share(self, name: str) -> Share:
         if self._classes[name] == "refused":
-            raise TensorMismatchError(f"{name!r} cannot be written in this engine", tensor=name)
+            raise errors.TensorMismatchError(
+                f"{name!r} cannot be written in this engine", tensor=name
+            )
         if name in self._copies.bits:
             copy = WholeTensor(self._copies.bits[name])
             return Share((((self._holders[name][0], 0), copy),), 0, self._specs[name].numel)
@@ -438,13 +394,13 @@ class Rank:
         """
         with settled():
             layers = self._attached.layers
-            state = ModelState(self.model, SavedBits(self.model.tensors()), layers)
+            state = ModelState(self.model, self._source, layers=layers)
             self._copies.load(self._attached, self._copies.bits)
             self._record = self._recorded(self._record)
             try:
                 state.expect_same()
                 self._copies.read_back(self._attached, self._copies.bits)
-            except TensorMismatchError:
+            except errors.TensorMismatchError:
                 return False
         return True
 
@@ -457,10 +413,6 @@ class Rank:
         """Check whether the engine moved or replaced tensors; if so, find their places again.
 
         Call it in the engine's own thread only: the engine must neither run nor load meanwhile.
-
-        Raises:
-            BaseMismatchError: Tensors were replaced or moved, and their content is unknown.
-            EngineDamagedError: The engine arranged its experts anew.
         """
         why = self._record.difference(self.model)
         if not why:
@@ -472,7 +424,7 @@ class Rank:
             self._record = self._recorded(self._record)
             self.staged.clear()
             self._written.clear()
-        raise BaseMismatchError(why)
+        raise errors.BaseMismatchError(why)
 
 
 # After an exception in one worker, an engine may misread every later reply of the others. So every
@@ -494,38 +446,6 @@ class Lead:
     wanted: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
-class Attachments:
-    """The leader in charge, and the next one.
-
-    The next one takes over by its first request that is not in ``ATTACHING``, which it sends once
-    all ranks have agreed. If one of them refuses, the leader in charge stays so.
-    """
-
-    def __init__(self) -> None:
-        self._current = Lead()
-        self._next: Lead | None = None
-
-    def add(self, attachment: Lead) -> None:
-        if self._current.rank is None:
-            self._current = attachment
-        else:
-            self._next = attachment
-
-    def of(self, request: wire.RankRequest) -> Lead:
-        """Return what the leader of a request has attached, unless another one is in charge."""
-        if self._next is not None and request.leader == self._next.leader:
-            if isinstance(request, ATTACHING):
-                return self._next
-            self._current, self._next = self._next, None
-        if request.leader != self._current.leader:
-            raise LeaderReplacedError("another leader has attached this rank since")
-        return self._current
-
-    def rank_for(self, specs: Iterable[TensorSpec], aliases: Mapping[str, str]) -> Rank | None:
-        ranks = [one.rank for one in (self._current, self._next) if one is not None]
-        return next((rank for rank in ranks if rank and rank.is_for(specs, aliases)), None)
-
-
 logger = logging.getLogger(__name__)
 
 Handler: TypeAlias = Callable[[Any], wire.RankReply]
@@ -536,15 +456,13 @@ REMEMBERED: Final = 16
 
 
 class RankService:
-    """The service of one rank for the requests of a leader."""
-
     def __init__(
         self, model: Callable[[], EngineModel], number: int, settings: RankSettings
     ) -> None:
         self.number = number
         self._model = model
         self._settings = settings
-        self._attachments = Attachments()
+        self._lead, self._next = Lead(), Lead()  # of the leader in charge, and of the next one
         self._attached = Lead()  # of the leader whose request is handled
         self._version: int | None = None
         self._last_swap: wire.RankReply | None = None
@@ -571,7 +489,7 @@ class RankService:
     @property
     def rank(self) -> Rank:
         if self._attached.rank is None:
-            raise ApplyError(f"rank {self.number} is not attached")
+            raise errors.ApplyError(f"rank {self.number} is not attached")
         return self._attached.rank
 
     def answer(self, text: str | bytes) -> str:
@@ -580,12 +498,11 @@ class RankService:
     def respond(self, text: str | bytes) -> wire.RankReply:
         try:
             request = wire.decode_request(text)
-        except ConfigError as exc:
+        except errors.ConfigError as exc:
             return wire.addressed(self._refusal(exc), self.number, wire.call_id(text))
         return self.handle(request)
 
     def handle(self, request: wire.RankRequest) -> wire.RankReply:
-        """Handle a request; never raises. Refuse all leaders but one; see :class:`Attachments`."""
         reply = self._dispatch(request)
         if reply.rank != self.number:  # the reply to an earlier swap is addressed already
             reply = wire.addressed(reply, self.number, request)
@@ -596,22 +513,37 @@ class RankService:
     def _dispatch(self, request: wire.RankRequest) -> wire.RankReply:
         handler = self._handlers.get(type(request))
         if handler is None:
-            return self._refusal(ConfigError(f"no handler for a {type(request).__name__}"))
+            return self._refusal(errors.ConfigError(f"no handler for a {type(request).__name__}"))
         try:
             if not isinstance(request, wire.AttachRequest):
-                self._attached = self._attachments.of(request)
+                self._attached = self._lead_of(request)
             return handler(request)
         except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
             return self._refusal(exc)
 
+    def _lead_of(self, request: wire.RankRequest) -> Lead:
+        """Return what the leader of a request has attached, unless another one is in charge.
+
+        The next one takes over by its first request that is not in ``ATTACHING``, which it sends
+        once all ranks have agreed. If one of them refuses, the leader in charge stays so.
+        """
+        if self._next.rank is not None and request.leader == self._next.leader:
+            if isinstance(request, ATTACHING):
+                return self._next
+            self._lead, self._next = self._next, Lead()
+        if request.leader != self._lead.leader:
+            raise errors.LeaderReplacedError("another leader has attached this rank since")
+        return self._lead
+
     def _refusal(self, exc: Exception) -> wire.Refusal:
-        if isinstance(exc, DeltaChainError):
-            error, message = type(exc).__name__, str(exc.args[0])
-        else:
+        error, message = type(exc).__name__, str(exc.args[0] if exc.args else "")
+        if not isinstance(exc, errors.DeltaChainError):
             logger.error("rank %d failed to handle a request", self.number, exc_info=exc)
-            error, message = "ApplyError", f"{type(exc).__name__}: {exc}"
-        hint = _encodable(str(getattr(exc, "hint", "")))
-        return wire.Refusal(error=error, message=_encodable(message), hint=hint)
+            error, message = "ApplyError", f"{error}: {exc}"
+        hint = str(getattr(exc, "hint", ""))
+        # A file name may have lone surrogates, which JSON cannot carry.
+        told = [text.encode(errors="backslashreplace").decode() for text in (message, hint)]
+        return wire.Refusal(error=error, message=told[0], hint=told[1])
 
     def settle(self) -> None:
         """Wait until all work on the weights in this rank's own thread is done.
@@ -626,17 +558,22 @@ class RankService:
 
     def _attach(self, request: wire.AttachRequest) -> wire.AttachReply:
         if self._settings.url and request.url != self._settings.url:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"this replica was started to follow {redacted_url(self._settings.url)}, "
                 f"not {redacted_url(request.url)}"
             )
         folder = self._folder_id(*request.probe) if request.probe else ""
-        rank = self._attachments.rank_for(request.specs, request.aliases)
+        known = (one.rank for one in (self._lead, self._next) if one.rank is not None)
+        rank = next((one for one in known if one.is_for(request.specs, request.aliases)), None)
         if rank is None:
             self.settle()  # weights hold other bits while their layout is found
             decode = self._settings.decode
             rank = Rank(self._model(), request.specs, request.aliases, decode=decode)
-        self._attachments.add(Lead(request.leader, rank, request.url))
+        lead = Lead(request.leader, rank, request.url)
+        if self._lead.rank is None:
+            self._lead = lead
+        else:
+            self._next = lead
         return wire.AttachReply(tensors=rank.report(), host=socket.gethostname(), folder=folder)
 
     def _folder_id(self, name: str, word: str) -> str:
@@ -646,7 +583,7 @@ class RankService:
         try:
             return folder_id(self._settings.spool)
         except OSError as exc:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{socket.gethostname()} does not see the leader's files, and cannot keep its own "
                 f"in {self._settings.spool}: {exc}",
                 hint="let this user write to the folder of DELTACHAIN_SPOOL, or set another",
@@ -671,10 +608,8 @@ class RankService:
         rank.check_addresses()
 
         def job() -> wire.StateReply:
-            state = rank.state()
-            return wire.StateReply(
-                digests=tuple((who, digest) for (who, _), digest in state.items())
-            )
+            found = rank.state().items()
+            return wire.StateReply(digests=tuple((who, digest) for (who, _), digest in found))
 
         return self._start(request.ticket, job)
 
@@ -709,11 +644,7 @@ class RankService:
 
         def job() -> wire.StagedReply:
             staged = rank.stage(
-                request.ticket,
-                folder,
-                request.budget,
-                threads=threads,
-                abandon=may_not_wait,
+                request.ticket, folder, request.budget, threads=threads, abandon=may_not_wait
             )
             return wire.StagedReply(
                 effects=tuple((who, effect) for (who, _), effect in staged.effects.items()),
@@ -731,7 +662,7 @@ class RankService:
 
     def _spool_of(self, name: str) -> Path:
         if not name or Path(name).name != name or name.startswith("."):
-            raise ConfigError(f"{name!r} is not a spool")
+            raise errors.ConfigError(f"{name!r} is not a spool")
         return self._settings.spool / name
 
     def _start(
@@ -750,7 +681,7 @@ class RankService:
     def _poll(self, request: wire.PollRequest) -> wire.RankReply:
         job = self._jobs.get(request.ticket)
         if job is None:
-            raise ApplyError(f"rank {self.number} knows nothing of ticket {request.ticket}")
+            raise errors.ApplyError(f"rank {self.number} knows nothing of ticket {request.ticket}")
         return job.result() if job.done() else wire.PendingReply()
 
     def _swap(self, request: wire.SwapRequest) -> wire.SwapReply:
@@ -764,7 +695,7 @@ class RankService:
     def _take_last_swap(self, _: wire.LastSwapRequest) -> wire.RankReply:
         last, self._last_swap = self._last_swap, None
         if last is None:
-            raise ApplyError("no swap")
+            raise errors.ApplyError("no swap")
         return last
 
     def _status(self, _: wire.StatusRequest) -> wire.StatusReply:
@@ -785,11 +716,5 @@ class RankServices(WeakKeyDictionary[nn.Module, RankService]):
         return self[model]
 
     def settle(self, model: nn.Module) -> None:
-        """Wait until no service thread reads this model."""
         if model in self:
             self[model].settle()
-
-
-def _encodable(message: str) -> str:
-    """Escape lone surrogates, which are allowed in file names but not in JSON."""
-    return message.encode(errors="backslashreplace").decode()

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any, Final
 
 from deltachain.environment import is_strict, read, read_secret
 from deltachain.store import Location
@@ -52,6 +53,10 @@ class RankSettings:
         )
 
 
+_SUBSCRIBER: Final = [field.name.upper() for field in fields(SubscribeConfig)]
+"""Variables that set fields of the subscriber."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
     """Settings of a replica; each is an environment variable, ``DELTACHAIN_`` and the given name.
@@ -88,13 +93,9 @@ class ReplicaSettings:
         cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
     ) -> ReplicaSettings:
         """Return the settings of an engine that a program holds, which names the chain itself."""
-        given = read(environment)
-        return cls(
-            subscribe=SubscribeConfig.of(config),
-            pause=given.get("PAUSE", ""),
-            keep_cache=given.get("KEEP_CACHE", False),
-            spool=spool_folder(environment),
-        )
+        own = _given(read(environment), ("PAUSE", "KEEP_CACHE"))
+        spool = spool_folder(environment)
+        return cls(subscribe=SubscribeConfig.of(config), spool=spool, **own)
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:
@@ -102,27 +103,18 @@ class ReplicaSettings:
         given = read(environment)
         if "URL" not in given:
             return None
-        if "PRESENCE_URL" in given:
-            check_apart(given["PRESENCE_URL"], given["URL"])
-        subscribe = SubscribeConfig(
-            url=given["URL"],
-            base=given.get("BASE"),
-            poll_s=given.get("POLL_S"),
-            trusted_keys=given.get("TRUSTED_KEYS"),
-            max_heartbeat_age_s=given.get("MAX_HEARTBEAT_AGE_S"),
-            mirror=given.get("MIRROR"),
-        )
-        if "STAGE_BUDGET" in given:
-            subscribe = replace(subscribe, stage_budget=given["STAGE_BUDGET"])
+        presence = given.get("PRESENCE_URL", "")
+        if presence:
+            check_apart(presence, given["URL"])
         return cls(
-            subscribe=subscribe,
-            follow=given.get("FOLLOW", False),
+            subscribe=SubscribeConfig(**_given(given, _SUBSCRIBER)),
             strict=is_strict(environment),
-            pause=given.get("PAUSE", ""),
-            keep_cache=given.get("KEEP_CACHE", False),
             token=read_secret(environment, "TOKEN"),
-            max_lag=given.get("MAX_LAG"),
-            max_silence_s=given.get("MAX_SILENCE_S"),
             spool=spool_folder(environment),
-            presence=given.get("PRESENCE_URL", ""),
+            presence=presence,
+            **_given(given, ("FOLLOW", "PAUSE", "KEEP_CACHE", "MAX_LAG", "MAX_SILENCE_S")),
         )
+
+
+def _given(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name.lower(): given[name] for name in names if name in given}

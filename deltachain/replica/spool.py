@@ -39,8 +39,6 @@ PREFIX: Final = "deltachain-spool-"
 
 
 class SpooledObject(Struct, frozen=True, kw_only=True):
-    """One object of a plan, and the number of its edge."""
-
     ref: ObjectRef
     edge: Count
 
@@ -88,35 +86,28 @@ class Spool:
     @classmethod
     def create(cls, parent: Path, index: SpoolIndex, name: str = "") -> Spool:
         """Create a spool without objects, of a given or a new name."""
-        with _explained(parent):
-            spool = cls._new(parent, name or new_name())
-            try:
-                _put(spool.folder / INDEX, msgspec.json.encode(index))
-            except BaseException:
-                spool.close()  # a reference to the error would keep the spool on the disk
-                raise
-        return spool
+        return cls._with(parent, name, INDEX, msgspec.json.encode(index))
 
     @classmethod
     def probe(cls, parent: Path, word: str) -> Spool:
         """Create a spool that contains only a random word, by which ranks recognise the folder."""
-        with _explained(parent):
-            spool = cls._new(parent, new_name())
-            try:
-                (spool.folder / PROBE).write_text(word)
-            except BaseException:
-                spool.close()
-                raise
-        return spool
+        return cls._with(parent, "", PROBE, word.encode())
 
     @classmethod
-    def _new(cls, parent: Path, name: str) -> Spool:
-        make_folder(parent)
-        with _alone(parent):
-            _sweep(parent)
-            folder = parent / name
-            folder.mkdir(mode=0o700)
-            return cls(folder)
+    def _with(cls, parent: Path, name: str, file: str, data: bytes) -> Spool:
+        with _explained(parent):
+            make_folder(parent)
+            with _alone(parent):
+                _sweep(parent)
+                folder = parent / (name or new_name())
+                folder.mkdir(mode=0o700)
+                spool = cls(folder)
+            try:
+                _put(folder / file, data)
+            except BaseException:
+                spool.close()  # a reference to the error would keep the spool on the disk
+                raise
+        return spool
 
     def put(self, number: int, data: Buffer) -> None:
         """Write one object; ranks see it whole or not at all."""

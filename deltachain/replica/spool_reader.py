@@ -18,48 +18,29 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import SEGMENT
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.tensor_reader import TensorReader
 from deltachain.delta import TensorDelta, fold_within
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    BrokenChainError,
-    DigestMismatchError,
-    MalformedError,
-    StageAbandonedError,
-)
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
 from deltachain.mapped import map_file
-from deltachain.replica.spool import (
-    FAILED,
-    SpooledObject,
-    object_file,
-    read_index,
-    writer_is_gone,
-)
 from deltachain.subscribe.targets.patch import LiveElements
 from deltachain.types import TensorSpec
 
+from .spool import FAILED, SpooledObject, object_file, read_index, writer_is_gone
+
 
 class _Run(NamedTuple):
-    """Elements that are consecutive in the tensor and in its storage.
+    """Elements that are consecutive in the tensor and in its storage."""
 
-    Attributes:
-        start: Flat index of the first one.
-        at: Its position in the storage.
-        numel: How many there are.
-    """
-
-    start: int
-    at: int
-    numel: int
+    start: int  # flat index of the first one
+    at: int  # its position in the storage
+    numel: int  # how many there are
 
 
 def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: int) -> OldBits:
@@ -67,23 +48,18 @@ def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: 
 
     Where those that it holds are consecutive, only these are returned, on the host the live bits
     themselves; others are copied to their places.
-
-    Args:
-        places: Live elements of the tensor, at least one, all in that range.
-        spec: Spec of the tensor.
-        low: Flat index of the first element.
-        high: Flat index after the last one.
     """
     run, nothing = _run(places), np.empty(0, spec.bits_dtype)
     if run is not None:
         storage: Any = places[0].storage
         live = storage[run.at : run.at + run.numel]
         return OldBits(host.receive(live, nothing), run.start, shared=True)
-    bits = np.zeros(high - low, spec.bits_dtype)
+    bits, held = np.zeros(high - low, spec.bits_dtype), np.zeros(high - low, np.bool_)
     for place in places:
         here, live = _views(place, bits, low)
         here[...] = host.receive(live, nothing)
-    return OldBits(bits, low, _mask(places, low, high))
+        _views(place, held, low)[0][...] = True
+    return OldBits(bits, low, held)
 
 
 def _run(places: Sequence[LiveElements]) -> _Run | None:
@@ -97,13 +73,6 @@ def _run(places: Sequence[LiveElements]) -> _Run | None:
             return None
         numel *= size
     return _Run(offset, at, numel)
-
-
-def _mask(places: Sequence[LiveElements], low: int, high: int) -> npt.NDArray[np.bool_]:
-    held = np.zeros(high - low, np.bool_)
-    for place in places:
-        _views(place, held, low)[0][...] = True
-    return held
 
 
 def _views(place: LiveElements, flat: Any, start: int) -> tuple[Any, Any]:  # noqa: ANN401
@@ -122,21 +91,13 @@ POLL_S: Final = (0.001, 0.004)
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Changes of one tensor by a plan, or by one object of a plan of one edge.
-
-    Attributes:
-        spec: Spec of the tensor.
-        parts: Open objects that give elements of the tensor, oldest first.
-        edges: Number of the edge of each object; by default, each has an edge of its own.
-        base: Checkpoint with its bits before them; ``None`` if there is none.
-        from_nothing: Whether the plan needs no base bits.
-    """
+    """Changes of one tensor by a plan, or by one object of a plan of one edge."""
 
     spec: TensorSpec
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # open objects that give elements of the tensor, oldest first
     base: Checkpoint | None = field(default=None, repr=False)
-    from_nothing: bool = False
-    edges: tuple[int, ...] = ()
+    from_nothing: bool = False  # whether the plan needs no base bits
+    edges: tuple[int, ...] = ()  # number of the edge of each object
 
     @property
     def needs_old(self) -> bool:
@@ -146,23 +107,7 @@ class TensorPlan:
     def read(
         self, low: int, high: int, old: Callable[[int, int], OldBits] | None = None
     ) -> TensorDelta:
-        """Verify, inflate and decode the segments near the elements ``[low, high)``, folded.
-
-        Args:
-            low: Flat index of the first element.
-            high: Flat index after the last one.
-            old: Function that returns the bits held of a range of elements, for encodings that need
-                them; a plan from nothing needs none.
-
-        Returns:
-            Some elements outside may be there too. From nothing: a run of exactly these elements,
-                or of more.
-
-        Raises:
-            BrokenChainError: A plan from nothing has only some of the elements.
-            BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
-            OldBitsError: An object needs old bits that are not held.
-        """
+        """Verify, inflate and decode the segments near the elements ``[low, high)``, folded."""
         name = self.spec.name
         deltas: list[TensorDelta] = []
         if self.base is not None:
@@ -177,9 +122,16 @@ class TensorPlan:
             if before is not None and parts[-1] is not self.parts[-1]:
                 before = before.after(read)
             deltas += (delta for delta in read if delta.nnz)
-        found = fold_within(deltas, low, high) if deltas else _empty(self.spec)
+        empty = np.empty(0, np.int64), np.empty(0, self.spec.bits_dtype)
+        found = (
+            fold_within(deltas, low, high)
+            if deltas
+            else TensorDelta(spec=self.spec, indices=empty[0], values=empty[1])
+        )
         if self.from_nothing and low < high and not found.covers(low, high):
-            raise BrokenChainError(f"{name}: the plan from nothing gives only {found.nnz} elements")
+            raise errors.BrokenChainError(
+                f"{name}: the plan from nothing gives only {found.nnz} elements"
+            )
         return found
 
     def _decode(self, part: Part, near: tuple[int, int], old: OldBits | None) -> TensorDelta:
@@ -196,7 +148,8 @@ class TensorPlan:
         high: int,
         old: Callable[[int, int], OldBits] | None,
     ) -> OldBits | None:
-        start, stop = near(self.spec, low, high)
+        # All elements of the segments near the wanted ones.
+        start, stop = max(0, low - SEGMENT), min(self.spec.numel, high + SEGMENT)
         if old is not None and not self.from_nothing:
             before = old(start, stop)
         elif self.from_nothing:
@@ -222,19 +175,14 @@ class TensorPlan:
         return part.reader(name, (low, high), old=before)
 
 
-def near(spec: TensorSpec, low: int, high: int) -> tuple[int, int]:
-    """Return the range of the elements of all segments near the elements ``[low, high)``."""
-    return max(0, low - SEGMENT), min(spec.numel, high + SEGMENT)
-
-
 @contextmanager
 def bits_are_at_fault(name: str) -> Iterator[None]:
     """Raise :exc:`BaseMismatchError` where an encoding that needs old bits cannot be decoded."""
     try:
         yield
-    except MalformedError as exc:
+    except errors.MalformedError as exc:
         what = f"{name!r} does not hold the bits before {exc}"
-        raise BaseMismatchError(what, tensor=name) from exc
+        raise errors.BaseMismatchError(what, tensor=name) from exc
 
 
 class SpoolReader:
@@ -249,17 +197,12 @@ class SpoolReader:
         try:
             self._index = read_index(folder)
         except OSError as exc:
-            raise ApplyError(f"the spool {folder.name} is gone: {exc.strerror}") from exc
+            raise errors.ApplyError(f"the spool {folder.name} is gone: {exc.strerror}") from exc
         self.from_nothing = self._index.from_nothing
         self._base = Checkpoint(Path(self._index.base)) if self._index.base else None
 
     def tensor_plans(self) -> Iterator[TensorPlan]:
-        """Yield every tensor plan of the plan, as soon as all of its objects are there.
-
-        Raises:
-            ApplyError: An object will not come.
-            StageAbandonedError: An object has not arrived, and ``abandon`` says not to wait.
-        """
+        """Yield every tensor plan of the plan, as soon as all of its objects are there."""
         folds = self._base is not None or len({one.edge for one in self._index.objects}) > 1
         later: dict[str, list[tuple[int, Part]]] = {}
         specs: dict[str, TensorSpec] = dict(self._base.specs) if self._base else {}
@@ -287,7 +230,7 @@ class SpoolReader:
         self._await(file, ref.key)
         part = Part.from_bytes(map_file(file), key=ref.key)
         if part.digest != ref.directory:
-            raise DigestMismatchError(
+            raise errors.DigestMismatchError(
                 f"{ref.key}: directory", expected=ref.directory, actual=part.digest, key=ref.key
             )
         return part
@@ -298,17 +241,13 @@ class SpoolReader:
             ended = writer_is_gone(self._folder)  # looked at first: a writer may just have finished
             if file.exists():
                 return
-            if (self._folder / FAILED).exists():
-                why = (self._folder / FAILED).read_text(errors="replace")
-                raise ApplyError(f"{key} was not fetched: {why}")
-            if ended:
-                raise ApplyError(f"{key} was not fetched: the process that fetched it has ended")
+            failed = self._folder / FAILED
+            if failed.exists() or ended:
+                why = "the process that fetched it has ended"
+                why = failed.read_text(errors="replace") if failed.exists() else why
+                raise errors.ApplyError(f"{key} was not fetched: {why}")
             if self._abandon():
-                raise StageAbandonedError(f"{key} has not arrived, and the rank cannot wait for it")
+                message = f"{key} has not arrived, and the rank cannot wait for it"
+                raise errors.StageAbandonedError(message)
             time.sleep(wait)
             wait = min(2 * wait, longest)
-
-
-def _empty(spec: TensorSpec) -> TensorDelta:
-    values = np.empty(0, spec.bits_dtype)
-    return TensorDelta(spec=spec, indices=np.empty(0, np.int64), values=values)

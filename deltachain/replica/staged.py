@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from deltachain.delta import TensorDelta
 from deltachain.kernels.segments import StreamLayout, TensorStreams
-from deltachain.replica.spool_reader import TensorPlan, bits_are_at_fault, host_bits
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
+
+from .spool_reader import TensorPlan, bits_are_at_fault, host_bits
+
+if TYPE_CHECKING:
+    from .device_staging import DeviceStager
 
 HolderKey: TypeAlias = tuple[str, int]
 """The ranks that hold the same elements, and the number of the place among several on this rank."""
@@ -28,17 +32,11 @@ Effects: TypeAlias = dict[HolderKey, Effect]
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a rank holds of one tensor.
+    """What a rank holds of one tensor."""
 
-    Attributes:
-        places: Live elements, each with its holders.
-        low: Flat index of the first element held.
-        high: Flat index after the last one.
-    """
-
-    places: Sequence[tuple[HolderKey, LiveElements]]
-    low: int
-    high: int
+    places: Sequence[tuple[HolderKey, LiveElements]]  # live elements, each with its holders
+    low: int  # flat index of the first element held
+    high: int  # flat index after the last one
 
     @property
     def on_host(self) -> bool:
@@ -74,16 +72,8 @@ class PlanStreams:
 
 @dataclass(frozen=True, slots=True)
 class RankStaged:
-    """Staged writes of a rank.
-
-    Attributes:
-        placed: Patches of live places and of host copies.
-        deferred: Tensor plans beyond the budget, read again while they are written.
-        effects: Effects on the state digest.
-    """
-
-    placed: tuple[StagedWrite, ...]
-    deferred: tuple[TensorPlan, ...]
+    placed: tuple[StagedWrite, ...]  # patches of live places and of host copies
+    deferred: tuple[TensorPlan, ...]  # tensor plans beyond the budget
     effects: Effects
 
     @property
@@ -103,52 +93,15 @@ class RankStaged:
                 yield placed.without_old()
 
     def undoes(self) -> Iterator[StagedWrite]:
-        """Yield the writes that undo those that were kept, the last one first."""
         for placed in reversed(self.placed):
             yield placed.undo()
 
 
-class BatchStager(Protocol):
-    """Stages many tensors at once, where their weights are."""
-
-    def takes(self, given: TensorPlan) -> bool:
-        """Return whether a tensor plan can be staged with others."""
-
-    def read(self, given: TensorPlan, low: int, high: int) -> PlanStreams:
-        """Verify and inflate segments near the elements ``[low, high)``; any thread may call."""
-
-    def stage(
-        self, plans: Sequence[PlanStreams]
-    ) -> Iterable[tuple[StagedWrite, Mapping[HolderKey, Effect]]]:
-        """Stage tensor plans of this rank; nothing is written."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A tensor plan as a thread has read it.
-
-    Attributes:
-        given: The tensor plan.
-        share: What the rank holds of its tensor.
-        writes: Its writes, if everything is on the host.
-        streams: Its streams, if it is staged with others.
-        delta: Its changes otherwise: the caller's stream computes the writes.
-        waits: Whether the caller has to read it, with bits of a device.
-    """
-
-    given: TensorPlan
-    share: Share
-    writes: Sequence[tuple[HolderKey, Write]] = ()
-    streams: PlanStreams | None = None
-    delta: TensorDelta | None = None
-    waits: bool = False
-
-
 class _Stage:
-    """One stage of a rank: tensor plans are read in any thread, and taken in order by one."""
+    """One stage of a rank: tensor plans are read in any thread, and kept in order by one."""
 
     def __init__(
-        self, share_of: Callable[[str], Share], budget: int, batches: BatchStager | None
+        self, share_of: Callable[[str], Share], budget: int, batches: DeviceStager | None
     ) -> None:
         self._share_of, self._budget, self._batches = share_of, budget, batches
         self._nbytes = 0
@@ -158,32 +111,29 @@ class _Stage:
         self._waiting: list[PlanStreams] = []
         self._waiting_nbytes = 0
 
-    def read(self, given: TensorPlan) -> _Read:
+    def read(self, given: TensorPlan) -> Callable[[], None]:
+        """Read a tensor plan; return what the caller does next, on whose stream kernels run."""
         share = self._share_of(given.spec.name)
         if not share.places:
-            return _Read(given, share)
+            return lambda: None
         if self._batches is not None and self._batches.takes(given):
-            streams = self._batches.read(given, share.low, share.high)
-            return _Read(given, share, streams=streams)
+            return partial(self._wait, self._batches.read(given, share.low, share.high))
         if share.on_host:
-            return _Read(given, share, _prepared(given, share))
+            return partial(self._keep, given, _prepared(given, share))
         if given.needs_old:
-            return _Read(given, share, waits=True)
-        return _Read(given, share, delta=given.read(share.low, share.high))
+            return lambda: self._keep(given, _prepared(given, share))
+        delta = given.read(share.low, share.high)
+        return lambda: self._keep(given, _placed(share, delta))
 
-    def take(self, found: _Read) -> None:
-        if found.streams is not None:
-            nbytes = found.streams.nbytes
-            if self._waiting_nbytes + nbytes > BATCH:
-                self._stage_waiting()
-            self._waiting.append(found.streams)
-            self._waiting_nbytes += nbytes
-            return
-        placed = _prepared(found.given, found.share) if found.waits else found.writes
-        if found.delta is not None:
-            placed = _placed(found.share, found.delta)
+    def _keep(self, given: TensorPlan, placed: Sequence[tuple[HolderKey, Write]]) -> None:
         writes = [one for _, one in placed]
-        self._add([found.given], writes, ((slot, one.patch.effect) for slot, one in placed))
+        self._add([given], writes, ((slot, one.patch.effect) for slot, one in placed))
+
+    def _wait(self, streams: PlanStreams) -> None:
+        if self._waiting_nbytes + streams.nbytes > BATCH:
+            self._stage_waiting()
+        self._waiting.append(streams)
+        self._waiting_nbytes += streams.nbytes
 
     def result(self) -> RankStaged:
         self._stage_waiting()
@@ -217,22 +167,13 @@ def stage(
     share_of: Callable[[str], Share],
     budget: int,
     threads: int,
-    batches: BatchStager | None = None,
+    batches: DeviceStager | None = None,
 ) -> RankStaged:
-    """Compute the writes of a plan's tensor plans on one rank; nothing is written.
-
-    Args:
-        plans: Plan of each tensor.
-        share_of: What the rank holds of a tensor, by name.
-        budget: Bytes of old and new bits to keep.
-        threads: Number of threads that inflate and decode. Weights on a device are read by the
-            caller alone, whose stream its kernels run on.
-        batches: Stager of many tensors at once; ``None`` if all weights are on the host.
-    """
+    """Compute the writes of a plan's tensor plans on one rank; nothing is written."""
     work = _Stage(share_of, budget, batches)
     with Pool(threads if threads > 1 else 0) as pool:  # without threads, the caller works
-        for found in pool.ordered(work.read, plans, ahead=2 * threads):
-            work.take(found)
+        for take in pool.ordered(work.read, plans, ahead=2 * threads):
+            take()
     return work.result()
 
 

@@ -22,30 +22,16 @@ import msgspec
 
 from deltachain import errors
 from deltachain.chain.fetch import Fetched
-from deltachain.errors import (
-    ApplyError,
-    BaseMismatchError,
-    ConfigError,
-    DeltaChainError,
-    DigestMismatchError,
-    EngineDamagedError,
-    LeaderReplacedError,
-    OldBitsError,
-    PartialApplyError,
-    PoisonedError,
-    StageAbandonedError,
-    TensorMismatchError,
-    UnfinishedSwapError,
-)
-from deltachain.replica import messages as wire
-from deltachain.replica.engine import Engine
-from deltachain.replica.fetcher import Fetchers, elements_of, hosts_of, receive, shown
-from deltachain.replica.layout.classes import ON_HOST, Agreement, agree, orphans, summary
-from deltachain.replica.spool import Spool, SpoolIndex
-from deltachain.replica.unused_state import UnusedState, unused_state
 from deltachain.subscribe.proof import Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.types import StateDigest, TensorSpec, Version
+
+from . import messages as wire
+from .engine import Engine
+from .fetcher import Fetchers, elements_of, hosts_of, receive, shown
+from .layout.classes import ON_HOST, Agreement, agree, orphans, summary
+from .spool import Spool, SpoolIndex
+from .unused_state import UnusedState
 
 POLL_S: Final = (0.002, 0.05)
 """Shortest and longest wait between two polls of the ranks, in seconds."""
@@ -63,90 +49,27 @@ STAGE_S: Final = 900.0
 _R = TypeVar("_R", bound=wire.RankReply)
 
 
-class RankClient:
-    """The connection of one leader to every rank of an engine.
-
-    ``count`` is the number of ranks; 0 until known.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.count = 0
-        self._leader = uuid.uuid4().hex
-        self._sequence = itertools.count(1)
-
-    def ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
-        """Return the replies of all ranks, of the given type; raise a refusal as its error."""
-        replies = self.call(request, kind)
-        raise_refusal(replies)
-        return [reply for reply in replies if isinstance(reply, kind)]
-
-    def call(self, request: wire.AnyRequest, *kinds: type[_R]) -> list[_R | wire.Refusal]:
-        """Return the replies of all ranks: refusals, or replies of the given types.
-
-        Raises:
-            PoisonedError: A reply has another type, or belongs to another request or rank.
-        """
-        asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
-        replies = self.engine.call(asked)
-        found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
-        ranks = range(self.count or len(replies))
-        expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
-        known: tuple[type[wire.RankReply], ...] = (*kinds, wire.Refusal)
-        if found != expected or not all(isinstance(reply, known) for reply in replies):
-            raise PoisonedError(
-                f"the engine mixed up its ranks' answers to {wire.name_of(request)!r}",
-                hint="a worker raised in some other call; restart the engine",
-            )
-        return cast("list[_R | wire.Refusal]", list(replies))
-
-    def wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
-        """Wait until every rank is done with a ticket; raise the first refusal as its error."""
-        found = self.settle(ticket, kind, version)
-        raise_refusal(found, version=version)
-        return [reply for reply in found if isinstance(reply, kind)]
-
-    def settle(
-        self, ticket: int, kind: type[_R], version: Version | None = None
-    ) -> list[_R | wire.Refusal]:
-        """Wait until every rank is done with a ticket; return replies and refusals by rank."""
-        least, longest = POLL_S
-        start = time.monotonic()
-        done: dict[int, _R | wire.Refusal] = {}
-        while True:
-            replies = self.call(wire.PollRequest(ticket=ticket), kind, wire.PendingReply)
-            for reply in replies:
-                if isinstance(reply, (kind, wire.Refusal)):
-                    done.setdefault(reply.rank, reply)
-            if len(done) == len(replies):
-                break
-            taken = time.monotonic() - start
-            if taken > STAGE_S:
-                raise ApplyError(f"some rank did not stage within {STAGE_S:.0f} s", version=version)
-            time.sleep(min(max(POLL_SHARE * taken, least), longest))
-        return [reply for _, reply in sorted(done.items())]
+def _accepted(
+    replies: Sequence[wire.RankReply], kind: type[_R], version: Version | None = None
+) -> list[_R]:
+    raise_refusal(replies, version=version)
+    return [reply for reply in replies if isinstance(reply, kind)]
 
 
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class TicketLease:
-    """The lease of a ticket and its spool; the ranks keep both while the leader holds it."""
+    """A ticket and its spool; the ranks keep both while the leader holds this."""
 
-    def __init__(self, ticket: int, spool: Spool) -> None:
-        self.ticket = ticket
-        self.spool = spool
+    ticket: int
+    spool: Spool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class PreparedSwap:
-    """A swap that all ranks have staged; see :class:`Prepared`.
+    """A swap that all ranks have staged, or with ``back`` its undo; see :class:`Prepared`.
 
-    Attributes:
-        nnz: Number of elements written, over all ranks.
-        nbytes: Bytes kept by the rank that keeps most.
-        base_too: Whether the overwritten bits are proven as well.
-        can_undo: Whether every rank keeps every old bit.
-        unused: Digests of the tensors that no rank holds, before the swap and after.
-        back: Whether the swap undoes a write.
-        lease: Lease of the ticket; shared with the undo.
+    ``nnz`` counts the elements of all ranks, ``nbytes`` those kept by the rank that keeps most.
+    ``unused`` is the state of the tensors that no rank holds, before the swap and after.
     """
 
     nnz: int
@@ -164,18 +87,9 @@ class PreparedSwap:
     def undo(self) -> PreparedSwap:
         return replace(self, back=not self.back)
 
-    @property
-    def unused_after(self) -> UnusedState:
-        before, after = self.unused
-        return before if self.back else after
-
 
 def add_up(replies: Sequence[wire.StagedReply], fetched: Fetched) -> tuple[Effect, bool]:
-    """Add up the effects of all ranks; return too whether ranks with equal elements had equal ones.
-
-    Raises:
-        BaseMismatchError: Ranks with the same elements would hold different bits afterwards.
-    """
+    """Add up the effects of all ranks; return whether ranks with equal elements had equal ones."""
     effects: dict[str, Effect] = {}
     alike = True
     for reply in replies:
@@ -184,21 +98,11 @@ def add_up(replies: Sequence[wire.StagedReply], fetched: Fetched) -> tuple[Effec
             alike = alike and effect == first
             ends_alike = fetched.from_nothing and effect.written == first.written
             if effect != first and not ends_alike:
-                raise BaseMismatchError(
+                raise errors.BaseMismatchError(
                     f"ranks {label} hold different bits of the same elements",
                     version=fetched.plan.target,
                 )
     return sum(effects.values(), Effect()), alike
-
-
-def pause_mode(named: str, modes: Sequence[str]) -> str:
-    """Validate and return a pause mode; empty means the first one, the default."""
-    if named and named not in modes:
-        raise ConfigError(
-            f"the pause mode is none of {', '.join(modes)}",
-            hint="name one of them in DELTACHAIN_PAUSE, or unset it for the first one",
-        )
-    return named or modes[0]
 
 
 class PauseHolds:
@@ -285,7 +189,10 @@ class ReplicaTarget(Target):
         self._spool = spool
         self._specs: Mapping[str, TensorSpec] = {}
         self._numbers = itertools.count(1)  # of tickets
-        self._client = RankClient(engine)
+        self.engine = engine
+        self._count = 0  # of ranks; 0 until known
+        self._leader = uuid.uuid4().hex
+        self._sequence = itertools.count(1)
         self._fetchers = Fetchers(())
         self._asking = Lock()
         self._leases: weakref.WeakSet[TicketLease] = weakref.WeakSet()
@@ -297,46 +204,78 @@ class ReplicaTarget(Target):
         self._leads = False
 
     @property
-    def engine(self) -> Engine:
-        """The replica."""
-        return self._client.engine
-
-    @engine.setter
-    def engine(self, engine: Engine) -> None:
-        self._client.engine = engine
-
-    @property
     def why_paused(self) -> str:
         """Why generation is paused, apart from swaps; empty if it is not. See :meth:`look`."""
         return self._holds.why
+
+    def _ask(self, request: wire.AnyRequest, kind: type[_R]) -> list[_R]:
+        """Return the replies of all ranks, of the given type; raise a refusal as its error."""
+        return _accepted(self._call(request, kind), kind)
+
+    def _call(self, request: wire.AnyRequest, *kinds: type[_R]) -> list[_R | wire.Refusal]:
+        """Return the replies of all ranks: refusals, or replies of the given types.
+
+        Raises a :class:`PoisonedError` if a reply has another type, or another request or rank.
+        """
+        asked = msgspec.structs.replace(request, leader=self._leader, sequence=next(self._sequence))
+        replies = self.engine.call(asked)
+        found = [(reply.rank, reply.leader, reply.sequence) for reply in replies]
+        ranks = range(self._count or len(replies))
+        expected = [(rank, asked.leader, asked.sequence) for rank in ranks]
+        known: tuple[type[wire.RankReply], ...] = (*kinds, wire.Refusal)
+        if found != expected or not all(isinstance(reply, known) for reply in replies):
+            raise errors.PoisonedError(
+                f"the engine mixed up its ranks' answers to {wire.name_of(request)!r}",
+                hint="a worker raised in some other call; restart the engine",
+            )
+        return cast("list[_R | wire.Refusal]", list(replies))
+
+    def _wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
+        """Wait until every rank is done with a ticket; raise the first refusal as its error."""
+        return _accepted(self._settle(ticket, kind, version), kind, version)
+
+    def _settle(
+        self, ticket: int, kind: type[_R], version: Version | None = None
+    ) -> list[_R | wire.Refusal]:
+        """Wait until every rank is done with a ticket; return replies and refusals by rank."""
+        least, longest = POLL_S
+        start = time.monotonic()
+        done: dict[int, _R | wire.Refusal] = {}
+        while True:
+            replies = self._call(wire.PollRequest(ticket=ticket), kind, wire.PendingReply)
+            for reply in replies:
+                if isinstance(reply, (kind, wire.Refusal)):
+                    done.setdefault(reply.rank, reply)
+            if len(done) == len(replies):
+                return [reply for _, reply in sorted(done.items())]
+            taken = time.monotonic() - start
+            if taken > STAGE_S:
+                message = f"some rank did not stage within {STAGE_S:.0f} s"
+                raise errors.ApplyError(message, version=version)
+            time.sleep(min(max(POLL_SHARE * taken, least), longest))
 
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         """Attach every rank, and agree on a class for every tensor; see :class:`Target`.
 
         An earlier leader of the engine stays in charge until all ranks have agreed.
-
-        Raises:
-            ConfigError: A rank neither sees the leader's spools nor can keep its own.
-            TensorMismatchError: A tensor cannot be updated in this engine, or is of another model.
-            EngineDamagedError: A rank must not serve.
         """
         self._specs = specs
         with shown(self._spool) as probe:
             request = wire.AttachRequest(
                 url=self._url, specs=tuple(specs.values()), aliases=dict(aliases), probe=probe
             )
-            attached = self._client.ask(request, wire.AttachReply)
+            attached = self._ask(request, wire.AttachReply)
         ranks = [reply.tensors for reply in attached]
         self._fetchers = Fetchers(hosts_of([(one.host, one.folder) for one in attached]))
         lost, more = tuple(orphans(specs, ranks)), list[wire.FindUnusedReply]()
         if lost:
-            more = self._client.ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
+            more = self._ask(wire.FindUnusedRequest(names=lost), wire.FindUnusedReply)
             ranks = [one | other.tensors for one, other in zip(ranks, more, strict=True)]
         agreement = self.agreement = agree(specs.values(), ranks)
         refused = agreement.refused
         if refused:
             first, why = next(iter(refused.items()))
-            raise TensorMismatchError(
+            raise errors.TensorMismatchError(
                 f"{len(refused)} of {len(specs)} tensors have no proven way into this engine; "
                 f"{first!r}: {why}",
                 tensor=first,
@@ -351,12 +290,13 @@ class ReplicaTarget(Target):
         agreed = wire.AgreeRequest(
             classes=agreement.classes, holders=holders, compared=agreement.compared, wanted=wanted
         )
-        self.ranks = self._client.ask(agreed, wire.AgreeReply)
-        self._client.count = len(ranks)
-        self._client.ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
+        self.ranks = self._ask(agreed, wire.AgreeReply)
+        self._count = len(ranks)
+        self._ask(wire.StatusRequest(), wire.StatusReply)  # takes over from an earlier one
         self._leads = True
+        known = more[0].digests if more else {}
         unused = [name for name, kind in agreement.classes.items() if kind == "unused"]
-        self._unused = unused_state(unused, more[0].digests if more else {})
+        self._unused = UnusedState({name: known.get(name) for name in unused})
         logger.info("%s", summary(len(ranks), self.classes()))
 
     def classes(self) -> dict[str, dict[str, int]]:
@@ -385,13 +325,12 @@ class ReplicaTarget(Target):
         self._holds.resume()
 
     def stop_serving(self) -> None:
-        """Pause until a swap has succeeded."""
         self._holds.doubt()
 
     def check_leads(self) -> None:
         """Raise :class:`LeaderReplacedError` if another leader has the ranks that this one had."""
         if self._leads:
-            self._client.ask(wire.StatusRequest(), wire.StatusReply)
+            self._ask(wire.StatusRequest(), wire.StatusReply)
 
     def look(self) -> None:
         """Ask every rank and the scheduler for their state; for a thread of its own."""
@@ -408,11 +347,11 @@ class ReplicaTarget(Target):
             return None  # another process wrote to loaded tensors, or the engine cannot load
         number = next(self._numbers)
         try:
-            self._client.ask(wire.StateRequest(ticket=number), wire.StartedReply)
-            found = self._client.wait(number, wire.StateReply)
-        except BaseMismatchError:
+            self._ask(wire.StateRequest(ticket=number), wire.StartedReply)
+            found = self._wait(number, wire.StateReply)
+        except errors.BaseMismatchError:
             return None  # the engine replaced its tensors, or others wrote to them
-        except EngineDamagedError:
+        except errors.EngineDamagedError:
             self.stop_serving()
             raise
         digests: dict[str, StateDigest] = {}
@@ -427,16 +366,13 @@ class ReplicaTarget(Target):
     def _loads_the_same(self) -> bool:
         if self.agreement is None or ON_HOST.isdisjoint(self.agreement.classes.values()):
             return True
-        checks = self._client.call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
+        checks = self._call(wire.CheckLoadsRequest(), wire.CheckLoadsReply)
         return all(isinstance(reply, wire.CheckLoadsReply) and reply.same for reply in checks)
 
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> PreparedSwap:
-        """Stage a plan on every rank while its objects arrive, and prove the sum.
-
-        See :class:`Target`.
-        """
+        """Stage a plan on every rank while its objects arrive, and prove the sum."""
         spool = Spool.create(self._spool, SpoolIndex.of(fetched))
         try:
             return self._stage(spool, fetched, base, state, budget)
@@ -457,31 +393,27 @@ class ReplicaTarget(Target):
         check_whole(fetched)
         before, after = self._unused, self._unused.after(fetched)
         try:
-            replies = self._client.wait(lease.ticket, wire.StagedReply, version)
-        except StageAbandonedError:  # every object is there now
-            self._drop(lease)
+            replies = self._wait(lease.ticket, wire.StagedReply, version)
+        except errors.StageAbandonedError:  # every object is there now
+            self._leases.discard(lease)
             lease = self._stage_everywhere(spool, fetched, budget)
-            replies = self._client.wait(lease.ticket, wire.StagedReply, version)
+            replies = self._wait(lease.ticket, wire.StagedReply, version)
         effect, alike = add_up(replies, fetched)
         spare = before.effect(after)
         if spare is None and before.total is not None and after.shared_with_used:
-            raise OldBitsError(
+            raise errors.OldBitsError(
                 f"the digest of {after.shared_with_used!r}, which this engine does not use, is "
                 "shared with tensors that it uses",
                 hint="publish with encoding='step'",
             )
         if spare is None:
-            raise BaseMismatchError(
-                "it is not known what the tensors hold that this engine does not use",
-                version=version,
-            )
+            message = "it is not known what the tensors hold that this engine does not use"
+            raise errors.BaseMismatchError(message, version=version)
         alike = alike and before.total is not None
         expected = elements_of(fetched, after.digests.keys())
         if expected not in (None, effect.nnz):
-            raise BaseMismatchError(
-                f"the ranks would write {effect.nnz:,} of {expected:,} elements",
-                version=version,
-            )
+            message = f"the ranks would write {effect.nnz:,} of {expected:,} elements"
+            raise errors.BaseMismatchError(message, version=version)
         return PreparedSwap(
             nnz=effect.nnz,
             nbytes=max(reply.nbytes for reply in replies),
@@ -491,9 +423,6 @@ class ReplicaTarget(Target):
             lease=lease,
         )
 
-    def _drop(self, lease: TicketLease) -> None:
-        self._leases.discard(lease)
-
     def _stage_everywhere(self, spool: Spool, fetched: Fetched, budget: int) -> TicketLease:
         """Have every rank stage while every host fetches; return once all objects are there."""
         while True:
@@ -502,13 +431,13 @@ class ReplicaTarget(Target):
                 receive(spool, fetched)
                 if fetching is None:
                     return lease
-                failed = self._client.settle(fetching, wire.FetchedReply, fetched.plan.target)
+                failed = self._settle(fetching, wire.FetchedReply, fetched.plan.target)
                 if not self._fetchers.replaced(failed, fetched.plan.target):
                     return lease
             except BaseException:
-                self._drop(lease)  # an error in flight would keep it
+                self._leases.discard(lease)  # an error in flight would keep it
                 raise
-            self._drop(lease)
+            self._leases.discard(lease)
 
     def _start_stage(
         self, spool: Spool, fetched: Fetched, budget: int
@@ -527,9 +456,9 @@ class ReplicaTarget(Target):
                 keep=tuple(one.ticket for one in self._leases),
             )
             try:
-                self._client.ask(request, wire.StartedReply)
+                self._ask(request, wire.StartedReply)
             except BaseException:
-                self._drop(lease)
+                self._leases.discard(lease)
                 raise
         return lease, fetching
 
@@ -538,7 +467,7 @@ class ReplicaTarget(Target):
         while any(names := self._fetchers.names()):
             ticket, writers = next(self._numbers), self._fetchers.writers(names)
             fetch = wire.FetchRequest(ticket=ticket, spools=writers, index=SpoolIndex.of(fetched))
-            started = self._client.call(fetch, wire.StartedReply)
+            started = self._call(fetch, wire.StartedReply)
             if not self._fetchers.replaced(started, fetched.plan.target):
                 return names, ticket
         return names, None
@@ -556,12 +485,12 @@ class ReplicaTarget(Target):
             self.check_leads()
             may_resume = True  # from here on the pause is this leader's
             self._holds.hold()
-        except LeaderReplacedError:
+        except errors.LeaderReplacedError:
             raise
-        except ApplyError as exc:
+        except errors.ApplyError as exc:
             if may_resume:
                 self._holds.go_on()
-            raise PartialApplyError(
+            raise errors.PartialApplyError(
                 f"the engine did not pause, and nothing was written: {exc.args[0]}",
                 version=held.version,
                 hint=exc.hint,
@@ -571,11 +500,11 @@ class ReplicaTarget(Target):
         try:
             seconds = self._swap(prepared, held.version)
             self.name(held.version)
-        except PartialApplyError:
+        except errors.PartialApplyError:
             self._held = before
             self._holds.go_on()
             raise
-        self._held, self._unused = held, prepared.unused_after
+        self._held, self._unused = held, prepared.unused[not prepared.back]
         self._holds.trust()
         self._holds.go_on()
         prepared.lease.spool.close()
@@ -586,26 +515,26 @@ class ReplicaTarget(Target):
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
         """Write on every rank; if one fails, undo the write on the others."""
         request = wire.SwapRequest(ticket=prepared.ticket, version=version, back=prepared.back)
-        replies = self.ranks = self._client.call(request, wire.SwapReply)
+        replies = self.ranks = self._call(request, wire.SwapReply)
         failed = [reply for reply in replies if isinstance(reply, wire.Refusal)]
         done = [reply for reply in replies if isinstance(reply, wire.SwapReply)]
         if not failed:
             return max(reply.seconds for reply in done)
         cause = error_of(failed[0], version=version)
         told = cause.args[0]
-        unfinished = [reply for reply in failed if reply.error == UnfinishedSwapError.__name__]
-        undone = [reply for reply in failed if reply.error == PartialApplyError.__name__]
+        unfinished = [one for one in failed if one.error == errors.UnfinishedSwapError.__name__]
+        undone = [one for one in failed if one.error == errors.PartialApplyError.__name__]
         if len(undone) + len(unfinished) < len(failed):
-            raise PoisonedError(told, version=version) from cause
+            raise errors.PoisonedError(told, version=version) from cause
         if done and not prepared.can_undo:
             why = "not every rank has kept the old bits"
         else:
             why = self._take_back(request, [*done, *unfinished])
         if why:
-            raise PoisonedError(
-                f"{told}; it could not be taken back on every other rank: {why}", version=version
-            ) from cause
-        raise PartialApplyError(f"{told}; every rank has its old bits", version=version) from cause
+            told = f"{told}; it could not be taken back on every other rank: {why}"
+            raise errors.PoisonedError(told, version=version) from cause
+        told = f"{told}; every rank has its old bits"
+        raise errors.PartialApplyError(told, version=version) from cause
 
     def _take_back(self, request: wire.SwapRequest, to_undo: Sequence[wire.RankReply]) -> str:
         """Undo a swap on some ranks; return the reason if that failed on one of them."""
@@ -613,30 +542,29 @@ class ReplicaTarget(Target):
             return ""
         back = msgspec.structs.replace(request, back=not request.back)
         try:
-            again = self._client.call(back, wire.SwapReply)
-        except PartialApplyError as exc:
+            again = self._call(back, wire.SwapReply)
+        except errors.PartialApplyError as exc:
             return str(exc.args[0])
         replies = [again[reply.rank] for reply in to_undo]
         return next((reply.message for reply in replies if isinstance(reply, wire.Refusal)), "")
 
 
-def error_of(refusal: wire.Refusal, *, version: int | None = None) -> DeltaChainError:
-    """Return the error of a rank's refusal."""
+def error_of(refusal: wire.Refusal, *, version: int | None = None) -> errors.DeltaChainError:
     kind = getattr(errors, refusal.error, None)
-    message = f"rank {refusal.rank}: {refusal.message}"
-    hint = refusal.hint
-    if isinstance(kind, type) and issubclass(kind, ApplyError):
-        return kind(message, version=version, hint=hint)
-    if isinstance(kind, type) and issubclass(kind, DigestMismatchError):
-        return ApplyError(message, version=version)  # a refusal lacks the digests for its own type
-    if isinstance(kind, type) and issubclass(kind, DeltaChainError):
+    message, hint = f"rank {refusal.rank}: {refusal.message}", refusal.hint
+    if not isinstance(kind, type):
+        kind = errors.ApplyError
+    if issubclass(kind, errors.DigestMismatchError):
+        return errors.ApplyError(message, version=version)  # a refusal has no digests
+    if issubclass(kind, errors.DeltaChainError) and not issubclass(kind, errors.ApplyError):
         return kind(message, hint=hint)
-    return ApplyError(message, version=version, hint=hint)
+    kind = kind if issubclass(kind, errors.ApplyError) else errors.ApplyError
+    return kind(message, version=version, hint=hint)
 
 
 def raise_refusal(replies: Sequence[wire.RankReply], *, version: int | None = None) -> None:
     """Raise the error of the first refusal, if any; of a rank that must not serve before others."""
     refusals = [reply for reply in replies if isinstance(reply, wire.Refusal)]
     found = [error_of(refusal, version=version) for refusal in refusals]
-    for error in sorted(found, key=lambda error: not isinstance(error, EngineDamagedError)):
+    for error in sorted(found, key=lambda error: not isinstance(error, errors.EngineDamagedError)):
         raise error

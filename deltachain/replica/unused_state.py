@@ -6,7 +6,7 @@ from the rows of anchors and deltas, which the manifests prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from deltachain.chain.fetch import Fetched
@@ -21,18 +21,11 @@ from deltachain.types import StateDigest
 
 @dataclass(frozen=True, slots=True)
 class UnusedState:
-    """State digests of tensors that no rank holds.
-
-    Attributes:
-        digests: Digests by name; ``None`` where the content of a tensor is unknown.
-        joint: Tensors of which only the sum of the digests is right, as rows shared a digest.
-        shared_with_used: A tensor that is unknown, since it shared the digest of a row with one in
-            use; or empty.
-    """
+    """State digests of tensors that no rank holds."""
 
     digests: Mapping[str, StateDigest | None] = field(default_factory=dict)
-    joint: frozenset[str] = frozenset()
-    shared_with_used: str = ""
+    joint: frozenset[str] = frozenset()  # tensors of which only the sum of the digests is right
+    shared_with_used: str = ""  # a tensor that is unknown
 
     @property
     def total(self) -> StateDigest | None:
@@ -67,10 +60,6 @@ class UnusedState:
         return Effect(StateDigest() if before is None else total - before, total, 0)
 
 
-def unused_state(names: Iterable[str], known: Mapping[str, StateDigest]) -> UnusedState:
-    return UnusedState({name: known.get(name) for name in names})
-
-
 def _add_row(
     held: dict[str, StateDigest | None], joint: set[str], row: TensorRow, numel: int
 ) -> None:
@@ -87,11 +76,7 @@ def _add_row(
 def _add_group(
     held: dict[str, StateDigest | None], joint: set[str], group: Sequence[TensorRow]
 ) -> str:
-    """Count rows that share a digest: their sum is known if no rank holds any of them.
-
-    Returns:
-        One of the tensors if ranks hold some of them, but not all; else an empty string.
-    """
+    """Count rows that share a digest: their sum is known if no rank holds any of them."""
     names = [row.name for row in group]
     unused = [name for name in names if name in held]
     last = held.get(names[-1])

@@ -28,8 +28,6 @@ BLOCK: Final = 1 << 20
 
 
 class Dim(NamedTuple):
-    """One dimension of a window: its size, and its strides in tensor and storage."""
-
     size: int
     there: int
     live: int
@@ -40,16 +38,11 @@ class Window:
     """Elements of a flat tensor: ``offset + sum(i[k] * stride[k])`` for ``i[k] < size[k]``.
 
     Two ranks that hold the same elements have equal windows, whatever their layouts.
-
-    Attributes:
-        offset: Flat index of the first element.
-        size: Size of each dimension; 1 only for a single dimension.
-        stride: Stride of each dimension, descending; contiguous dimensions are merged.
     """
 
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
+    offset: int  # flat index of the first element
+    size: tuple[int, ...]  # size of each dimension; 1 only for a single dimension
+    stride: tuple[int, ...]  # stride of each dimension, descending
 
     @property
     def numel(self) -> int:
@@ -57,17 +50,7 @@ class Window:
 
 
 class Placement(LiveElements):
-    """A window, and the live view that holds its elements.
-
-    Args:
-        live: The view, on any device; written in place, and never replaced.
-        offset: Flat index of its first element in the checkpoint tensor.
-        stride: Strides of its dimensions in the flat checkpoint tensor.
-
-    Raises:
-        ValueError: An element of the checkpoint tensor would be at two positions of the view, or
-            two of its elements at the same one.
-    """
+    """A window, and the live view that holds its elements."""
 
     def __init__(self, live: Tensor, offset: int, stride: tuple[int, ...]) -> None:
         sizes = zip(live.shape, stride, live.stride(), strict=True)

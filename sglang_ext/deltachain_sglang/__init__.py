@@ -15,7 +15,7 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from deltachain_sglang.server import subscribe
+    from .server import subscribe
 
 __all__ = ["PREFIX", "SCHEME", "register", "subscribe"]
 
@@ -34,24 +34,21 @@ def register() -> None:
 
     SGLang calls it in the main process and in every process that this spawns, and only logs
     exceptions: a server would serve on without the plugin.
-
-    Raises:
-        SystemExit: This server is configured to follow a chain, but its SGLang was not tested.
     """
     if find_spec("sglang") is None:
         return
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from deltachain_sglang.starting import check_start  # noqa: PLC0415
+        from .starting import check_start
 
         check_start()
-    from deltachain_sglang.ranks import hook_schedulers  # noqa: PLC0415
+    from .ranks import hook_schedulers
 
     hook_schedulers()
     # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
-        from deltachain_sglang.front import hook_server  # noqa: PLC0415
-        from deltachain_sglang.starting import hook_engine  # noqa: PLC0415
+        from .front import hook_server
+        from .starting import hook_engine
 
         hook_server()
         hook_engine()
@@ -59,12 +56,12 @@ def register() -> None:
 
 def speak() -> None:
     """Show deltachain's log messages among SGLang's, whose handlers are those of all."""
-    from deltachain.log_lines import show  # noqa: PLC0415
+    from deltachain.log_lines import show
 
     show(logging.getLogger(), logging.INFO)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name != "subscribe":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return import_module("deltachain_sglang.server").subscribe

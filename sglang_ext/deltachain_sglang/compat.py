@@ -1,6 +1,5 @@
 """All code that may differ between versions of SGLang."""
 
-# ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
 
 import asyncio
@@ -15,7 +14,8 @@ from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
 from deltachain.errors import UnsupportedEngineError
-from deltachain_sglang.start_check import TESTED
+
+from .start_check import TESTED
 
 ABORT_LOOK_S: Final = 0.01
 """Seconds between two checks whether aborted requests have ended."""
@@ -70,7 +70,7 @@ def hook(target: str, function: Callable[..., Any]) -> None:
         HookRegistry.register(target, function, HookType.AROUND)
 
 
-def check_reply(text: str) -> Any:  # noqa: ANN401 - SGLang's message
+def check_reply(text: str) -> Any:
     from sglang.srt.managers.io_struct import CheckWeightsReqOutput
 
     return CheckWeightsReqOutput(success=True, message=text)
@@ -88,7 +88,7 @@ def gather(mine: object) -> list[Any]:
 
 
 @contextmanager
-def _grammars_aside(scheduler: Any) -> Iterator[None]:  # noqa: ANN401
+def _grammars_aside(scheduler: Any) -> Iterator[None]:
     """Set aside requests with a grammar in compilation: uncached, but counted as running."""
     grammars = scheduler.grammar_manager
     waiting, grammars.grammar_queue = grammars.grammar_queue, []
@@ -98,14 +98,14 @@ def _grammars_aside(scheduler: Any) -> Iterator[None]:  # noqa: ANN401
         grammars.grammar_queue = waiting
 
 
-def can_flush(manager: Any) -> bool:  # noqa: ANN401
+def can_flush(manager: Any) -> bool:
     """Return whether no request of this scheduler needs its cache."""
     scheduler = manager.scheduler
     with _grammars_aside(scheduler):
         return bool(manager.is_fully_idle(ignore_waiting=scheduler._engine_paused))
 
 
-def flush(manager: Any) -> None:  # noqa: ANN401
+def flush(manager: Any) -> None:
     """Drop cached prefixes, without release of device memory and without garbage collection."""
     with _grammars_aside(manager.scheduler):
         manager.flush_cache(empty_cache=False)
@@ -119,12 +119,12 @@ def forget_embeddings() -> None:
         mm_schedule.embedding_cache.clear()
 
 
-def rest(scheduler: Any) -> None:  # noqa: ANN401
+def rest(scheduler: Any) -> None:
     """Tell a paused scheduler's watchdog that it is alive: the watchdog ends hanging schedulers."""
     scheduler.cur_batch_for_debug = None
 
 
-def credit(scheduler: Any, version: str) -> None:  # noqa: ANN401
+def credit(scheduler: Any, version: str) -> None:
     """Label the tokens that were computed before a pause, but not yet returned.
 
     A scheduler computes one step ahead of the tokens that it returns, and would label those that it
@@ -150,7 +150,7 @@ def kinds(tags: Sequence[str] | None) -> frozenset[str]:
     return frozenset(tags or GPU_MEMORY_ALL_TYPES)
 
 
-def has_weights(manager: Any) -> bool:  # noqa: ANN401
+def has_weights(manager: Any) -> bool:
     return WEIGHTS not in manager.offload_tags
 
 
@@ -166,13 +166,13 @@ def rank_of() -> int:
     return int(get_parallel().tp_group.rank_in_group)
 
 
-def app() -> Any:  # noqa: ANN401
+def app() -> Any:
     from sglang.srt.entrypoints.http_server import app as found
 
     return found
 
 
-def manager() -> Any:  # noqa: ANN401
+def manager() -> Any:
     from sglang.srt.entrypoints.http_server import get_global_state
 
     return get_global_state().tokenizer_manager
@@ -288,7 +288,7 @@ def _check_speculation(algorithm: str | None) -> None:
 class Server:
     """The used methods of a ``TokenizerManager``; call them on its event loop."""
 
-    def __init__(self, manager: Any) -> None:  # noqa: ANN401
+    def __init__(self, manager: Any) -> None:
         self._manager = manager
 
     async def check_weights(self, action: str) -> str:

@@ -16,59 +16,39 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
+from deltachain.control import server as control_server
 from deltachain.control.routes import probes, router
-from deltachain.control.server import (
-    LOOPBACK,
-    Control,
-    LedEngine,
-    fall_asleep,
-    lead,
-    leave_at_end,
-    wake_up,
-)
 from deltachain.environment import is_strict, refused
 from deltachain.errors import DeltaChainError, UnsupportedEngineError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain_sglang import PREFIX, SCHEME, compat, loading
+
+from . import PREFIX, SCHEME, compat, loading
 
 # SGLang releases its cache, captured graphs and weights, all or some of them, and resumes them. The
 # content of weights after they are resumed is unknown.
 
 
-async def on_sleep(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401 - SGLang's TokenizerManager
-    obj: Any,  # noqa: ANN401 - SGLang's request
-    request: Any = None,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+async def on_sleep(original: Callable[..., Any], server: Any, obj: Any, request: Any = None) -> Any:
     """Wrap ``release_memory_occupation`` in the server, which from then on is not ready."""
-    control = _control()
+    control = control_server.leading(compat.app())
     if control is not None:
         kinds = compat.kinds(obj.tags)
-        await control.run(lambda leader: fall_asleep(leader, kinds), None)
+        await control.run(lambda leader: control_server.fall_asleep(leader, kinds), None)
     return await original(server, obj, request)
 
 
-async def on_wake(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401
-    obj: Any,  # noqa: ANN401
-    request: Any = None,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+async def on_wake(original: Callable[..., Any], server: Any, obj: Any, request: Any = None) -> Any:
     """Wrap ``resume_memory_occupation``: prove or heal the weights before it is ready."""
     found = await original(server, obj, request)
-    control = _control()
+    control = control_server.leading(compat.app())
     if control is not None:
         kinds = compat.kinds(obj.tags)
         with suppress(DeltaChainError, HTTPException):  # the error is part of its status
-            await control.run(lambda leader: wake_up(leader, kinds, compat.WEIGHTS), None, "update")
+            await control.run(
+                lambda leader: control_server.wake_up(leader, kinds, compat.WEIGHTS), None, "update"
+            )
     return found
-
-
-def _control() -> Control | None:
-    control: Control | None = getattr(compat.app().state, "deltachain", None)
-    return control if control is not None and control.leader is not None else None
 
 
 logger = logging.getLogger(__name__)
@@ -81,7 +61,7 @@ def hook_server() -> None:
         return  # SGLang may load plugins again
     compat.serve(router, PREFIX)
     compat.serve(probes, "")
-    leave_at_end(app)
+    control_server.leave_at_end(app)
     app.router.lifespan_context = _leading(app.router.lifespan_context)
     compat.hook(compat.TOLD, on_update)
     compat.hook(compat.CHECKED, on_check)
@@ -98,11 +78,11 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
         loop = asyncio.get_running_loop()
         host, port, key = compat.exposure()
         try:
-            control = await lead(
+            control = await control_server.lead(
                 lambda settings: _engine(loop, settings),
                 os.environ,
                 key=key,
-                is_open=host in LOOPBACK,
+                is_open=host in control_server.LOOPBACK,
                 is_guarded=bool(key),
                 address=f"{host}:{port}",
             )
@@ -115,24 +95,21 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
     return lifespan
 
 
-def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> LedEngine:
-    from deltachain_sglang.server import SglangEngine  # noqa: PLC0415
+def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> control_server.LedEngine:
+    from .server import SglangEngine
 
     engine = SglangEngine(compat.manager(), loop, settings)
-    return LedEngine(engine, loading.checkpoint())
+    return control_server.LedEngine(engine, loading.checkpoint())
 
 
 async def on_update(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401 - SGLang's TokenizerManager
-    obj: Any,  # noqa: ANN401 - SGLang's request
-    request: Any = None,  # noqa: ANN401
+    original: Callable[..., Any], server: Any, obj: Any, request: Any = None
 ) -> tuple[bool, str, int]:
     """Wrap ``update_weights_from_disk`` in the server: a path with ``SCHEME`` names a version.
 
     Weights of any other path are loaded, found to differ from the chain's, and replaced by these.
     """
-    control: Control | None = getattr(compat.app().state, "deltachain", None)
+    control: control_server.Control | None = getattr(compat.app().state, "deltachain", None)
     if not obj.model_path.startswith(SCHEME):
         found: tuple[bool, str, int] = await original(server, obj, request)
         if found[0] and control is not None and control.leader is not None:
@@ -156,19 +133,14 @@ async def on_update(
     return True, f"version {control.leader.subscriber.version}", 0
 
 
-async def on_check(
-    original: Callable[..., Any],
-    server: Any,  # noqa: ANN401
-    obj: Any,  # noqa: ANN401
-    request: Any = None,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+async def on_check(original: Callable[..., Any], server: Any, obj: Any, request: Any = None) -> Any:
     """Wrap ``check_weights`` in the server: only the leader may send deltachain's requests."""
     if obj.action.startswith(SCHEME):
         return False, "only this server's leader asks that", None, None
     return await original(server, obj, request)
 
 
-def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def on_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Wrap the start of the server: other front ends load no plugins, so would have no leader."""
     count = compat.front_ends()
     if count > 1 and os.environ.get("DELTACHAIN_URL"):

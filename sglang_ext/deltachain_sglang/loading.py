@@ -1,6 +1,5 @@
 """Loading of models in SGLang: all of its code that may differ between versions."""
 
-# ruff: noqa: PLC0415 - SGLang is imported where it is used: it takes seconds
 from __future__ import annotations
 
 import copy
@@ -94,7 +93,7 @@ def is_reloadable(model: nn.Module) -> bool:
     return not QuantizedRLModelLoader.is_reload_scenario(model)
 
 
-def raw(config: Any) -> nn.Module:  # noqa: ANN401
+def raw(config: Any) -> nn.Module:
     """Create a second model of the same kind on the meta device, as SGLang does before loading."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader import loader
@@ -126,7 +125,7 @@ def _globals_kept() -> Iterator[None]:
             _refill(value, kept)
 
 
-def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401
+def _refill(value: Any, kept: Any) -> None:
     if _parts(value) == _parts(kept):
         return
     value.clear()
@@ -136,7 +135,7 @@ def _refill(value: Any, kept: Any) -> None:  # noqa: ANN401
         value.update(kept)
 
 
-def _parts(value: Any) -> list[int]:  # noqa: ANN401
+def _parts(value: Any) -> list[int]:
     inner = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
     return [id(part) for part in inner]
 
@@ -159,7 +158,7 @@ def experts() -> tuple[type[nn.Module], ...]:
     return (FusedMoE,)
 
 
-def logits(head: Any, rows: Tensor) -> Tensor | None:  # noqa: ANN401 - a layer of SGLang
+def logits(head: Any, rows: Tensor) -> Tensor | None:
     """Return SGLang's logits of a quantised or packed head; ``None`` for any other head."""
     from sglang.srt.layers.logits_processor import should_apply_lm_head_quant_method
     from sglang.srt.utils import use_intel_amx_backend
@@ -176,7 +175,7 @@ def logits(head: Any, rows: Tensor) -> Tensor | None:  # noqa: ANN401 - a layer 
     return found.float()
 
 
-def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of SGLang
+def of_experts(layer: Any, rows: Tensor) -> Tensor:
     from sglang.srt.layers.moe.token_dispatcher.standard import StandardDispatchOutput
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
@@ -193,7 +192,7 @@ def of_experts(layer: Any, rows: Tensor) -> Tensor:  # noqa: ANN401 - a layer of
     return found
 
 
-def checkpoint(config: Any = None) -> Path:  # noqa: ANN401
+def checkpoint(config: Any = None) -> Path:
     """Return the folder that SGLang loaded; for a repository name, its folder in the Hub's cache.
 
     ``config`` is that of a rank, which includes later loads; the server's by default.

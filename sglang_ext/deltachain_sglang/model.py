@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.members import Members, MemoryIndex, tensors_in
-from deltachain.replica.layout.model_state import is_plain, probing_rows, processed
+from deltachain.replica.layout.model_state import fixed_rows, is_plain, layer_of, processed
 from deltachain.replica.layout.recorder import live_tensors
 from deltachain.replica.layout.runtime_tables import made_by_running
-from deltachain_sglang import compat, loading
+
+from . import compat, loading
 
 # SGLang packs layers in place, and most of that cannot be reversed. The second model is of the same
 # kind and on the meta device, as SGLang creates one before loading. Layers are given memory there,
@@ -32,8 +33,6 @@ Made: TypeAlias = list[tuple[str, str, Tensor]]
 
 
 class Shadow:
-    """The second model."""
-
     def __init__(
         self, raw: nn.Module, live: nn.Module, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -44,7 +43,8 @@ class Shadow:
         self._holders = MemoryIndex((name, tensor) for name, _, tensor in held)
         self._paths = MemoryIndex((f"{name}.{path}", tensor) for name, path, tensor in held)
         self._owner = {f"{name}.{path}": name for name, path, _ in held}
-        self._gone = {name: self._nearest(name) for name in self._modules.keys() - self._live}
+        gone = self._modules.keys() - self._live
+        self._gone = {name: layer_of(name, self._live) for name in gone}
         self._filled: set[str] = set()
         self._edited: set[str] = set()
 
@@ -102,11 +102,6 @@ class Shadow:
                 yield [one for one in _real(left) if id(one[2]) not in before]
         finally:
             members.put_back()
-
-    def _nearest(self, name: str) -> str:
-        while name and name not in self._live:
-            name = name.rpartition(".")[0]
-        return name
 
     def _load(self, tensors: NamedTensors) -> None:
         with loading.in_dtype(self._dtype):
@@ -192,66 +187,47 @@ def _block(name: str) -> str:
     return ".".join(parts[: number + 1])
 
 
-def computed(layer: nn.Module, dtype: torch.dtype, seed: int | None = None) -> Tensor | None:
+def computed(layer: Any, dtype: torch.dtype, seed: int | None = None) -> Tensor | None:
     """Return the output of a linear layer, a head or experts; ``None`` if it cannot be run.
 
     With a seed, outputs for several rows.
     """
+    kind = type(layer)
     try:
         with torch.no_grad():
-            if isinstance(layer, loading.experts()):
+            if issubclass(kind, loading.experts()):
                 return _of_experts(layer, dtype)
-            if isinstance(layer, loading.heads()):
-                return _of_head(layer, dtype, seed)
-            if isinstance(layer, loading.linears()):
-                return _of_linear(layer, dtype, seed)
+            if issubclass(kind, loading.heads()):
+                return loading.logits(layer, _rows(layer, layer.embedding_dim, dtype, seed))
+            if issubclass(kind, loading.linears()):
+                width = getattr(layer, "input_size_per_partition", layer.input_size)
+                rows, bias = _rows(layer, width, dtype, seed), getattr(layer, "bias", None)
+                output: Tensor = layer.quant_method.apply(layer, rows, bias)
+                return output.float()
     except Exception as exc:  # noqa: BLE001 - then only its tensors are compared
         logger.debug("%s cannot be tried: %s", type(layer).__name__, exc)
     return None
 
 
-def _of_head(
-    layer: Any,  # noqa: ANN401 - a layer of SGLang
-    dtype: torch.dtype,
-    seed: int | None,
-) -> Tensor | None:
-    return loading.logits(layer, _probing(layer.embedding_dim, dtype, layer, seed))
-
-
-def _of_linear(layer: Any, dtype: torch.dtype, seed: int | None) -> Tensor:  # noqa: ANN401
-    width = getattr(layer, "input_size_per_partition", layer.input_size)
-    bias = getattr(layer, "bias", None)
-    output: Tensor = layer.quant_method.apply(layer, _probing(width, dtype, layer, seed), bias)
-    return output.float()
-
-
-def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:  # noqa: ANN401
+def _of_experts(layer: Any, dtype: torch.dtype) -> Tensor | None:
     """Return outputs for one row per expert, regardless of the router's choice."""
     if layer.moe_ep_size > 1:
         return None  # only a dispatcher, which calls other ranks, knows the experts of this rank
-    rows = _rows(layer.num_experts, layer.hidden_size, dtype, layer)
-    output: Tensor = loading.of_experts(layer, rows)
-    return output.float()
+    rows = _rows(layer, layer.hidden_size, dtype, count=layer.num_experts)
+    return loading.of_experts(layer, rows).float()
 
 
-def _probing(width: int, dtype: torch.dtype, layer: nn.Module, seed: int | None) -> Tensor:
-    row = _rows(1, width, dtype, layer)
-    return row if seed is None else probing_rows(row, seed)
-
-
-def _rows(count: int, width: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
-    device = next(layer.parameters()).device
-    row = torch.linspace(0.5, 1.5, count * width, device=device)
-    return row.to(dtype).view(count, width)
+def _rows(
+    layer: nn.Module, width: int, dtype: torch.dtype, seed: int | None = None, count: int = 1
+) -> Tensor:
+    return fixed_rows(count, width, dtype, next(layer.parameters()).device, seed)
 
 
 logger = logging.getLogger(__name__)
 
 
 class SglangModel:
-    """A rank's model as :class:`deltachain.replica.engine.EngineModel`."""
-
-    def __init__(self, model: nn.Module, config: Any, device: str) -> None:  # noqa: ANN401
+    def __init__(self, model: nn.Module, config: Any, device: str) -> None:
         compat.check_version()
         compat.check_experts()
         loading.guard(model)
@@ -313,7 +289,12 @@ class SglangModel:
     def layers(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
         """Find layers by loading meta tensors into an unpacked second model, or else this one."""
         if not names.keys() <= self._known.keys():
-            found = self._shadow.layers(names) if self._shadow else self._layers_here(names)
+            held = [(n, t) for n, one in self.modules().items() for _, t in tensors_in(one)]
+            found = (
+                self._shadow.layers(names)
+                if self._shadow
+                else layers_of(self.load, names, MemoryIndex(held).overlapping)
+            )
             self._known.update({name: found.get(name, frozenset()) for name in names})
         return {name: self._known[name] for name in names if self._known[name]}
 
@@ -339,10 +320,6 @@ class SglangModel:
         if name not in self._known:
             self.layers({name: tensor.to("meta")})
         return self._known[name] & self.modules().keys()
-
-    def _layers_here(self, names: Mapping[str, Tensor]) -> Mapping[str, frozenset[str]]:
-        held = [(n, t) for n, module in self.modules().items() for _, t in tensors_in(module)]
-        return layers_of(self.load, names, MemoryIndex(held).overlapping)
 
     @cached_property
     def _shadow(self) -> Shadow | None:

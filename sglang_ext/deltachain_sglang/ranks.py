@@ -15,41 +15,27 @@ import msgspec
 
 from deltachain.errors import ApplyError
 from deltachain.format.documents import Struct
+from deltachain.replica import messages as wire
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain.replica.messages import (
-    SAME_VERSION,
-    UNREADABLE,
-    AnyReply,
-    AnyRequest,
-    Refusal,
-    SwapRequest,
-    decode_reply,
-    encode_reply,
-)
 from deltachain.replica.rank import RankServices
 from deltachain.replica.settings import RankSettings
-from deltachain_sglang import SCHEME, compat
-from deltachain_sglang.model import SglangModel
+
+from . import SCHEME, compat
+from .model import SglangModel
 
 
 class SchedulerRequest(Struct, frozen=True, kw_only=True):
     """A request to all ranks; with ``flush``, caches are flushed once all have handled it."""
 
-    request: AnyRequest
+    request: wire.AnyRequest
     flush: bool = False
 
 
 class SchedulerReply(Struct, frozen=True, kw_only=True):
-    """The replies of all ranks.
-
-    Attributes:
-        status: ``busy`` if running requests prevent a flush of their cache, ``asleep`` if the
-            weights are released. In both cases nothing was done.
-        replies: Replies in the order of the ranks.
-    """
+    """The replies of all ranks."""
 
     status: Literal["answered", "busy", "asleep"] = "answered"
-    replies: tuple[AnyReply, ...] = ()
+    replies: tuple[wire.AnyReply, ...] = ()
 
 
 _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)
@@ -63,7 +49,7 @@ def encode_message(message: SchedulerRequest | SchedulerReply) -> str:
 def decode_scheduler_request(text: str) -> SchedulerRequest | None:
     try:
         return _REQUESTS.decode(text)
-    except UNREADABLE:
+    except wire.UNREADABLE:
         return None
 
 
@@ -71,9 +57,9 @@ def decode_scheduler_reply(text: str) -> SchedulerReply:
     """Decode the reply of the schedulers, or raise an error of SGLang's own as an ApplyError."""
     try:
         return _REPLIES.decode(text)
-    except UNREADABLE as exc:
+    except wire.UNREADABLE as exc:
         raise ApplyError(
-            f"cannot read the schedulers' reply: {exc}: {text[:200]!r}", hint=SAME_VERSION
+            f"cannot read the schedulers' reply: {exc}: {text[:200]!r}", hint=wire.SAME_VERSION
         ) from exc
 
 
@@ -89,14 +75,14 @@ def hook_schedulers() -> None:
     compat.hook(compat.NAMED, on_name)
 
 
-def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+def on_load(original: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``load_model``: record the members of a model before it runs."""
     found = original(runner, *args, **kwargs)
     record_loaded_state(runner.model)
     return found
 
 
-def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
+def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap ``check_weights``: handle deltachain's requests, and pass on any other."""
     if not request.action.startswith(SCHEME):
         return original(manager, request)
@@ -104,24 +90,20 @@ def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     return compat.check_reply(encode_message(reply))
 
 
-def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:  # noqa: ANN401
+def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     """Wrap ``release_memory_occupation``: wait for threads that still read weights."""
     _SERVICES.settle(manager.tp_worker.model_runner.model)
     return original(manager, request)
 
 
-def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:  # noqa: ANN401
+def on_pause(original: Callable[..., Any], scheduler: Any, request: Any) -> Any:
     """Wrap ``pause_generation``: keep the watchdog from ending a scheduler in a long pause."""
     found = original(scheduler, request)
     compat.rest(scheduler)
     return found
 
 
-def on_name(
-    original: Callable[..., Any],
-    scheduler: Any,  # noqa: ANN401 - SGLang's
-    new_version: str | None,
-) -> Any:  # noqa: ANN401
+def on_name(original: Callable[..., Any], scheduler: Any, new_version: str | None) -> Any:
     """Wrap ``record_weight_version_change``: tokens computed before keep their version."""
     before = compat.named()
     found = original(scheduler, new_version)
@@ -130,7 +112,7 @@ def on_name(
     return found
 
 
-def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
+def _reply(text: str, manager: Any) -> SchedulerReply:
     """Return the replies of all ranks to an encoded request; never raise, to keep the server alive.
 
     All ranks take the same branches: otherwise one would wait in a collective without the others.
@@ -150,13 +132,13 @@ def _reply(text: str, manager: Any) -> SchedulerReply:  # noqa: ANN401
         return _gathered(service.answer(text))  # refused
     if asked.flush and not all(compat.gather(compat.can_flush(manager))):
         return SchedulerReply(status="busy")
-    reply = _gathered(encode_reply(service.handle(asked.request)))
-    if isinstance(asked.request, SwapRequest):  # even if it failed: it may have written
+    reply = _gathered(wire.encode_reply(service.handle(asked.request)))
+    if isinstance(asked.request, wire.SwapRequest):  # even if it failed: it may have written
         compat.forget_embeddings()
-    if asked.flush and not any(isinstance(one, Refusal) for one in reply.replies):
+    if asked.flush and not any(isinstance(one, wire.Refusal) for one in reply.replies):
         compat.flush(manager)
     return reply
 
 
 def _gathered(mine: str) -> SchedulerReply:
-    return SchedulerReply(replies=tuple(decode_reply(text) for text in compat.gather(mine)))
+    return SchedulerReply(replies=tuple(wire.decode_reply(text) for text in compat.gather(mine)))

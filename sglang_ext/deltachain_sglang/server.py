@@ -11,14 +11,15 @@ from typing import Any, Final, TypeVar
 from typing_extensions import override
 
 from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
-from deltachain.replica.engine import run_on
+from deltachain.replica.engine import pause_mode, run_on
 from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.target import ReplicaTarget, pause_mode
+from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain_sglang import SCHEME, compat
-from deltachain_sglang.ranks import SchedulerRequest, decode_scheduler_reply, encode_message
-from deltachain_sglang.start_check import PAUSES
+
+from . import SCHEME, compat
+from .ranks import SchedulerRequest, decode_scheduler_reply, encode_message
+from .start_check import PAUSES
 
 BUSY_S: Final = 5.0
 """Timeout in seconds of a swap for aborted requests, which end with the schedulers' next step."""
@@ -32,10 +33,7 @@ class SglangEngine:
     """An SGLang server as an engine; its methods are not for the thread of its event loop."""
 
     def __init__(
-        self,
-        server: Any,  # noqa: ANN401 - SGLang's
-        loop: asyncio.AbstractEventLoop,
-        settings: ReplicaSettings,
+        self, server: Any, loop: asyncio.AbstractEventLoop, settings: ReplicaSettings
     ) -> None:
         self.software: Final = f"sglang/{compat.check_version()}"
         compat.check_layout(keep_cache=settings.keep_cache)
@@ -46,11 +44,7 @@ class SglangEngine:
         self._doubted = False
 
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
-        """Send a request to every rank, and return the replies; flush caches with a swap.
-
-        Raises:
-            PartialApplyError: Aborted requests do not end; nothing was written.
-        """
+        """Send a request to every rank, and return the replies; flush caches with a swap."""
         flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
         action = SCHEME + encode_message(SchedulerRequest(request=request, flush=flush))
         until = time.monotonic() + BUSY_S
@@ -101,7 +95,7 @@ class InProcessEngine(SglangEngine):
         return self._loop.run_until_complete(coroutine)
 
 
-def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:  # noqa: ANN401 - SGLang's
+def subscribe(engine: Any, config: SubscribeConfig | str) -> Subscriber:
     """Return a subscriber whose target is an ``Engine`` in this process.
 
     >>> engine = sglang.Engine(model_path=model)                          # doctest: +SKIP

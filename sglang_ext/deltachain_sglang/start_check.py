@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from deltachain.errors import ConfigError, UnsupportedEngineError
-from deltachain.replica.engine import VersionRange
-from deltachain.replica.target import pause_mode
+from deltachain.replica.engine import VersionRange, start_faults
 
 TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
 
@@ -17,14 +16,7 @@ PAUSES: Final = ("retract", "in_place", "abort")
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
     """Yield what keeps a server from following the chain of ``DELTACHAIN_URL``."""
-    try:
-        TESTED.check(installed)
-    except ConfigError as exc:
-        yield exc
-    try:
-        pause_mode(environment.get("DELTACHAIN_PAUSE", "").strip(), PAUSES)
-    except ConfigError as exc:
-        yield exc
+    yield from start_faults(TESTED, PAUSES, installed, environment)
     named = [name.strip() for name in environment.get("SGLANG_PLUGINS", "").split(",")]
     if any(named) and "deltachain" not in named and environment.get("DELTACHAIN_URL"):
         yield UnsupportedEngineError(

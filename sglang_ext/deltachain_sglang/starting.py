@@ -9,7 +9,8 @@ from typing import Any
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
-from deltachain_sglang import compat
+
+from . import compat
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def hook_engine() -> None:
     compat.hook(compat.ENGINE, on_engine)
 
 
-def on_engine(original: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401 - SGLang's
+def on_engine(original: Callable[..., Any], *args: Any) -> Any:
     """Wrap the end of an engine's construction: without a server there is no leader."""
     if os.environ.get("DELTACHAIN_URL"):
         exc = UnsupportedEngineError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -16,10 +16,9 @@ from deltachain.replica.layout import in_place as read_back
 from deltachain.replica.layout import loaded_checkpoint as other_bits
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.members import Members, MemoryIndex
 from deltachain.replica.layout.model_state import LoadGroup, ModelState
-from deltachain.replica.layout.reloads import Trial, Untouched, _Seen
+from deltachain.replica.layout.reloads import Trial, _Seen
 from deltachain.replica.live_record import LateTies
 from tests.property.check import KINDS
 from tests.property.recipe import OPAQUE, Recipe, Unit
@@ -62,11 +61,9 @@ def _own_change(patch: pytest.MonkeyPatch) -> None:
 def _alone(patch: pytest.MonkeyPatch) -> None:
     load = Trial._load
 
-    def together(
-        trial: Trial, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]
-    ) -> None:
+    def together(trial: Trial, groups: Iterable[LoadGroup], others: Iterable[str] = ()) -> None:
         groups = list(groups)
-        load(trial, groups, {n: g for g in groups for n in g.names} if others else others)
+        load(trial, groups, [n for g in groups for n in g.names] if [*others] else ())
 
     patch.setattr(Trial, "_load", together)
 
@@ -85,7 +82,7 @@ def _where(patch: pytest.MonkeyPatch) -> None:
 
 def _uniform(patch: pytest.MonkeyPatch) -> None:
     _skip("verify_uniform", patch)
-    patch.setattr(Untouched, "lost", _none)
+    patch.setattr(Trial, "lost", _none)
 
 
 def _halves(patch: pytest.MonkeyPatch) -> None:
@@ -95,12 +92,14 @@ def _halves(patch: pytest.MonkeyPatch) -> None:
 
 def _turns(patch: pytest.MonkeyPatch) -> None:
     """Groups of one layer are tried at once."""
-    patch.setattr(reloads, "_without_common_layers", lambda groups: [list(groups)])
+    patch.setattr(
+        reloads, "_without_common_layers", lambda groups: [list(groups)] if groups else []
+    )
 
 
 def _kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Untouched, "write", _nothing)
-    patch.setattr(Untouched, "lost", _none)
+    patch.setattr(Trial, "write_untouched", _nothing)
+    patch.setattr(Trial, "lost", _none)
 
 
 def _ties(patch: pytest.MonkeyPatch) -> None:
@@ -114,8 +113,8 @@ def _read_back(patch: pytest.MonkeyPatch) -> None:
 
 
 def _made(patch: pytest.MonkeyPatch) -> None:
-    def find(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
-        return replace(find_derived(state, source, findings), derived={})
+    def find(state: ModelState, findings: Findings) -> Findings:
+        return replace(find_derived(state, findings), derived={})
 
     patch.setattr(discover, "find_derived", find)
 

@@ -13,9 +13,9 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from deltachain_vllm.endpoint import EndpointPlugin
-    from deltachain_vllm.extension import WorkerExtension
-    from deltachain_vllm.server import subscribe
+    from .endpoint import EndpointPlugin
+    from .extension import WorkerExtension
+    from .server import subscribe
 
 __all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
 
@@ -40,24 +40,19 @@ def register() -> None:
     vLLM calls it in the API server, the engine core and every worker, possibly more than once per
     process, and does not catch exceptions. So repeated calls are allowed, and a vLLM without such
     backends causes a log message, not a crash.
-
-    Raises:
-        SystemExit: This server is configured to follow a chain, but would have no leader.
     """
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from deltachain_vllm.starting import check_start  # noqa: PLC0415
+        from .starting import check_start
 
         check_start()
     try:
-        from vllm.distributed.weight_transfer.factory import (  # noqa: PLC0415
-            WeightTransferEngineFactory as Factory,
-        )
+        from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory as Factory
 
         if BACKEND not in Factory._registry:  # vLLM has no public way to ask
             Factory.register_engine(BACKEND, "deltachain_vllm.backend", "DeltaChainEngine")
 
-        from deltachain_vllm.compat import remember_loaded  # noqa: PLC0415
+        from .compat import remember_loaded
 
         remember_loaded()
     except (ImportError, AttributeError, ValueError) as exc:
@@ -66,14 +61,14 @@ def register() -> None:
 
 def speak() -> None:
     """Show deltachain's log messages among vLLM's, which shows only its own."""
-    from deltachain.log_lines import show  # noqa: PLC0415
+    from deltachain.log_lines import show
 
     theirs = logging.getLogger("vllm")
     if theirs.handlers:
         show(theirs, theirs.level)
 
 
-def __getattr__(name: str) -> Any:  # noqa: ANN401
+def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -18,7 +18,8 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from deltachain.replica.messages import SwapRequest
-from deltachain_vllm.extension import worker_service
+
+from .extension import worker_service
 
 logger = logging.getLogger(__name__)
 

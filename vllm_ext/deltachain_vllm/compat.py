@@ -14,17 +14,18 @@ from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, UnsupportedEngineError
 from deltachain.replica.layout.runtime_tables import record_loaded_state
-from deltachain_vllm.start_check import TESTED
+
+from .start_check import TESTED
 
 
 def check_version() -> str:
     """Return the version of the installed vLLM, if it was tested."""
-    import vllm  # noqa: PLC0415
+    import vllm
 
     return TESTED.check(vllm.__version__)
 
 
-def check_layout(client: Any, arguments: Namespace) -> None:  # noqa: ANN401 - vLLM's client
+def check_layout(client: Any, arguments: Namespace) -> None:
     """Refuse a server with several engines or front ends, or whose experts move.
 
     Several engines imply several front ends by default, so the engines are reported first.
@@ -50,7 +51,7 @@ def check_counts(engines: int, front_ends: int) -> None:
         )
 
 
-def check_experts(config: Any) -> None:  # noqa: ANN401 - a VllmConfig
+def check_experts(config: Any) -> None:
     """Refuse experts that vLLM moves between slots, or spreads over ranks as a whole."""
     parallel: Any = getattr(config, "parallel_config", None)
     for name in ("enable_eplb", "enable_elastic_ep"):
@@ -68,8 +69,24 @@ def check_experts(config: Any) -> None:  # noqa: ANN401 - a VllmConfig
         )
 
 
-_CHECKS: Final = "deltachain_checks"
-"""Attribute that marks vLLM's configuration as hooked."""
+_HOOKED: Final = "deltachain_hooked"
+"""Attribute that marks methods of vLLM as hooked."""
+
+
+def _hook(owner: Any, name: str, look: Callable[[Any], None]) -> None:
+    """Let a function look at what a method returns; idempotent."""
+    original = getattr(owner, name)
+    if hasattr(original, _HOOKED):
+        return
+
+    @wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        returned = original(*args, **kwargs)
+        look(returned)
+        return returned
+
+    setattr(hooked, _HOOKED, True)
+    setattr(owner, name, hooked)
 
 
 def check_configured(check: Callable[[int, int], None]) -> None:
@@ -78,64 +95,39 @@ def check_configured(check: Callable[[int, int], None]) -> None:
     ``check`` gets the numbers of engines and of front ends. vLLM's first process turns the exit
     code of a front end that it started into 1.
     """
-    from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415
+    from vllm.engine.arg_utils import EngineArgs
 
-    original = EngineArgs.create_engine_config
-    if hasattr(original, _CHECKS):
-        return
-
-    @wraps(original)
-    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - vLLM's
-        config = original(self, *args, **kwargs)
+    def look(config: Any) -> None:
         parallel = config.parallel_config
         check(parallel.data_parallel_size, parallel._api_process_count)
-        return config
 
-    setattr(create_engine_config, _CHECKS, True)
-    EngineArgs.create_engine_config = create_engine_config
+    _hook(EngineArgs, "create_engine_config", look)
 
 
-def layerwise() -> Any:  # noqa: ANN401 - vLLM's module
+def remember_loaded() -> None:
+    """Hook vLLM's loaders, to record a model's members before it runs; idempotent."""
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+    _hook(BaseModelLoader, "load_model", record_loaded_state)
+
+
+def layerwise() -> Any:
     try:
-        from vllm.model_executor.model_loader.reload import layerwise as module  # noqa: PLC0415
+        from vllm.model_executor.model_loader.reload import layerwise as module
     except ImportError as exc:
         raise EngineVersionError(f"this vLLM has no layerwise reload: {exc}") from exc
     return module
 
 
-_REMEMBERS: Final = "deltachain_remembers"
-"""Attribute that marks a loader's method as hooked."""
-
-
-def remember_loaded() -> None:
-    """Hook vLLM's loaders, to record a model's members before it runs; idempotent."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
-
-    original = BaseModelLoader.load_model
-    if hasattr(original, _REMEMBERS):
-        return
-
-    @wraps(original)
-    def load_model(*args: Any, **kwargs: Any) -> nn.Module:  # noqa: ANN401 - vLLM's
-        model: nn.Module = original(*args, **kwargs)
-        record_loaded_state(model)
-        return model
-
-    setattr(load_model, _REMEMBERS, True)
-    BaseModelLoader.load_model = load_model
-
-
 def linears() -> tuple[type, ...]:
-    from vllm.model_executor.layers.linear import LinearBase  # noqa: PLC0415
-    from vllm.model_executor.layers.vocab_parallel_embedding import (  # noqa: PLC0415
-        VocabParallelEmbedding,
-    )
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     return LinearBase, VocabParallelEmbedding
 
 
 def experts() -> type:
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts  # noqa: PLC0415
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     found: type = RoutedExperts
     return found
@@ -150,7 +142,7 @@ def allow_tiles() -> None:
         torch.cpu._init_amx()
 
 
-def own_loader(tensor: Any) -> None:  # noqa: ANN401 - with attributes of vLLM's
+def own_loader(tensor: Any) -> None:
     """Give a tensor back the loader that a reload wrapped in its own.
 
     vLLM removes its wrapper only if something was loaded; a remaining one drops its input. Only
@@ -168,7 +160,7 @@ UNRECORDED: Final = frozenset({"bias"})
 
 def left_alone() -> frozenset[str]:
     """Return names of parameters and buffers that vLLM's reload skips: ``bias``, expert tables."""
-    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS  # noqa: PLC0415
+    from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return frozenset(SKIP_TENSORS)
 
@@ -179,23 +171,31 @@ raw weights are taken for packed ones."""
 
 
 def acts_last(layer: nn.Module) -> bool:
-    """Return whether a layer is processed after all others."""
-    from vllm.model_executor.layers.attention import is_deferred_attention_layer  # noqa: PLC0415
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
 
     return bool(is_deferred_attention_layer(layer))
 
 
-def process(layer: nn.Module) -> None:
-    """Run the post-load processing of a layer's method, if it has one."""
-    from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
-        QuantizeMethodBase,
-    )
+def _method_of(layer: nn.Module) -> Any:
+    from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 
     method = getattr(layer, "quant_method", None)
-    if isinstance(method, QuantizeMethodBase):
+    return method if isinstance(method, QuantizeMethodBase) else None
+
+
+def process(layer: nn.Module) -> None:
+    """Run the post-load processing of a layer's method, if it has one."""
+    method = _method_of(layer)
+    if method is not None:
         method.process_weights_after_loading(layer)
         if hasattr(layer, "update_param_tp_status"):
             layer.update_param_tp_status()  # type: ignore[operator]
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Return whether a layer has quantised weights, or scales of keys and values."""
+    method = _method_of(layer)
+    return method is not None and "Unquantized" not in type(method).__name__
 
 
 @contextmanager
@@ -215,33 +215,20 @@ def as_before_processing(layer: nn.Module) -> Iterator[None]:
             setattr(method, name, value)
 
 
-def is_quantised(layer: nn.Module) -> bool:
-    """Return whether a layer has quantised weights, or scales of keys and values."""
-    from vllm.model_executor.layers.quantization.base_config import (  # noqa: PLC0415
-        QuantizeMethodBase,
-    )
-
-    method = getattr(layer, "quant_method", None)
-    is_method = isinstance(method, QuantizeMethodBase)
-    return is_method and "Unquantized" not in type(method).__name__
-
-
 def copy_record(layer: nn.Module, copied: nn.Module) -> None:
     """Give a copy of a layer the record of the layer's creation, with loaders of its own."""
-    from vllm.model_executor.model_loader.reload.sanitize import (  # noqa: PLC0415
-        layer_ref_sentinel,
-    )
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
 
     steps = layerwise()
     before, after = steps.get_layerwise_info(layer), steps.get_layerwise_info(copied)
 
-    def mine(value: Any) -> Any:  # noqa: ANN401 - an attribute of a tensor
+    def mine(value: Any) -> Any:
         is_method = isinstance(value, MethodType)
         if is_method and (value.__self__ is layer or value.__self__ is layer_ref_sentinel):
             return value.__func__.__get__(copied)
         return value
 
-    def own(tensor: Any) -> Any:  # noqa: ANN401 - with attributes of vLLM's
+    def own(tensor: Any) -> Any:
         found: Any = tensor.data
         found.__class__ = tensor.__class__
         found.__dict__ = {key: mine(value) for key, value in vars(tensor).items()}
@@ -255,7 +242,7 @@ def copy_record(layer: nn.Module, copied: nn.Module) -> None:
 
 def forget_scales(attention: nn.Module) -> None:
     """Reset the scales of keys and values of a layer to those that it was created with."""
-    from vllm.model_executor.layers.attention import attention as module  # noqa: PLC0415
+    from vllm.model_executor.layers.attention import attention as module
 
     if hasattr(attention, "_k_scale"):
         module.set_default_quant_scales(attention, register_buffer=False)
@@ -272,7 +259,7 @@ def mode_in_doubt(mode: str) -> str:
     return "keep" if mode == "wait" else mode
 
 
-async def pause(client: Any, mode: str, *, clear: bool) -> None:  # noqa: ANN401 - vLLM's client
+async def pause(client: Any, mode: str, *, clear: bool) -> None:
     """Pause the scheduler, and return once it has stopped.
 
     vLLM's own ``pause_generation`` does this and then sleeps for 20 ms, so that clients of aborted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.members import tensors_in
-from deltachain.replica.layout.model_state import probing_rows
-from deltachain_vllm.compat import acts_last, allow_tiles, experts, linears
+from deltachain.replica.layout.model_state import fixed_rows
+
+from .compat import acts_last, allow_tiles, experts, linears
 
 WIDTHS: Final = ("input_size_per_partition", "input_size", "embedding_dim")
 """Attributes with the number of columns of this rank's share of a layer."""
@@ -60,7 +61,10 @@ def taken_over(
     empty = {
         layer: name
         for name, layer in layers.items()
-        if isinstance(layer, linears()) and _has_no_weight(layer) and _waits(layer)
+        if isinstance(layer, linears())
+        and isinstance(weight := getattr(layer, "weight", None), Tensor)
+        and not weight.numel()
+        and getattr(layer, "_cpu_skip_gemm_dispatch", False)
     }
     return {
         empty[part]: torch.cat([t.detach().reshape(-1).float() for _, t in held])
@@ -71,38 +75,28 @@ def taken_over(
     }
 
 
-def _has_no_weight(layer: nn.Module) -> bool:
-    weight = getattr(layer, "weight", None)
-    return isinstance(weight, Tensor) and not weight.numel()
-
-
-def _waits(layer: nn.Module) -> bool:
-    return bool(getattr(layer, "_cpu_skip_gemm_dispatch", False))
-
-
 def _made(attention: nn.Module) -> list[tuple[str, Tensor]]:
     return [(n, t) for n, t in tensors_in(attention) if t.numel() and "kv_cache" not in n]
 
 
-def _of_linear(layer: Any, seed: int | None = None) -> Tensor | None:  # noqa: ANN401 - of vLLM
+def _of_linear(layer: Any, seed: int | None = None) -> Tensor | None:
     width = next((getattr(layer, name) for name in WIDTHS if hasattr(layer, name)), 0)
     weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
     dtype = _dtype(layer, weight)
     if not width or dtype is None:
         return None
-    rows = _rows(1, width, dtype, weight)
-    if seed is not None:
-        rows = probing_rows(rows, seed)
+    device = weight.device if isinstance(weight, Tensor) else None
+    rows = fixed_rows(1, width, dtype, device, seed)
     output: Tensor = layer.quant_method.apply(layer, rows, bias)
     return output.float()
 
 
-def _of_experts(layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
+def _of_experts(layer: Any) -> Tensor:
     """Return outputs for one row per expert of this rank, regardless of the router's choice."""
     allow_tiles()
     weight = layer.w13_weight
     local = _local_experts(layer)
-    rows = _rows(len(local), layer.hidden_size, layer.moe_config.in_dtype, weight)
+    rows = fixed_rows(len(local), layer.hidden_size, layer.moe_config.in_dtype, weight.device)
     if layer.quant_method.is_monolithic:
         logits = torch.full((len(local), layer.global_num_experts), -1.0, device=weight.device)
         logits[torch.arange(len(local)), local] = 1.0
@@ -115,26 +109,17 @@ def _of_experts(layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
     return found
 
 
-def _local_experts(layer: Any) -> list[int]:  # noqa: ANN401 - a layer of vLLM
+def _local_experts(layer: Any) -> list[int]:
     where = layer.expert_map
     if where is None:
         return list(range(layer.local_num_experts))
     return [number for number, at in enumerate(where.tolist()) if at >= 0]
 
 
-def _rows(count: int, width: int, dtype: torch.dtype, like: Any) -> Tensor:  # noqa: ANN401
-    device = like.device if isinstance(like, Tensor) else None
-    row = torch.linspace(0.5, 1.5, count * width, device=device).to(dtype)
-    return row.view(count, width)
-
-
-def _dtype(layer: Any, weight: object) -> torch.dtype | None:  # noqa: ANN401
+def _dtype(layer: Any, weight: object) -> torch.dtype | None:
     """Return the dtype of a layer's input: the dtype of its weight, if not quantised."""
-    if isinstance(weight, Tensor) and weight.dtype in (
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    ):
+    floats = (torch.float32, torch.float16, torch.bfloat16)
+    if isinstance(weight, Tensor) and weight.dtype in floats:
         return weight.dtype
     found = getattr(layer, "params_dtype", None)
     return found if isinstance(found, torch.dtype) else None
@@ -150,19 +135,13 @@ COLUMNS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Columns of a weight before it was packed.
+    """Columns of a weight before it was packed."""
 
-    Attributes:
-        chosen: Indices of the columns, int64 ``[columns]``, on the device of the weight.
-        width: Number of all columns of the weight.
-        values: Values of the chosen columns, ``[columns, rows]``, in the dtype of the weight.
-    """
+    chosen: Tensor  # indices of the columns, int64 [columns], on the device of the weight
+    width: int  # number of all columns of the weight
+    values: Tensor  # values of the chosen columns, [columns, rows], in the dtype of the weight
 
-    chosen: Tensor
-    width: int
-    values: Tensor
-
-    def read(self, layer: Any) -> Tensor:  # noqa: ANN401 - a layer of vLLM
+    def read(self, layer: Any) -> Tensor:
         count = len(self.chosen)
         rows = torch.zeros(count, self.width, dtype=self.values.dtype, device=self.values.device)
         rows[torch.arange(count, device=rows.device), self.chosen] = 1
@@ -190,7 +169,7 @@ def compared(model: nn.Module) -> Iterator[None]:
         _compare(names.get(layer, ""), layer, columns)
 
 
-def is_compared(layer: Any) -> bool:  # noqa: ANN401 - a layer of vLLM
+def is_compared(layer: Any) -> bool:
     """Return whether a layer only multiplies by a packed weight, and adds its bias, any bits.
 
     The raw weight is compared at every load, which verifies where the packing puts elements.
@@ -222,7 +201,7 @@ def _is_plain(layer: nn.Module) -> bool:
     return isinstance(layer, linears()) and "Unquantized" in type(layer.quant_method).__name__
 
 
-def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> None:  # noqa: ANN401
+def _process(method: Any, taken: dict[nn.Module, Columns], layer: nn.Module) -> None:
     columns = _take(getattr(layer, "weight", None))
     if columns is not None:
         taken[layer] = columns
@@ -239,15 +218,10 @@ def _take(weight: object) -> Columns | None:
     if weight.ndim != 2 or not weight.numel() or not weight.isfinite().all():
         return None
     width = weight.shape[1]
-    chosen = torch.tensor(_some(width), device=weight.device)
-    return Columns(chosen, width, weight.detach()[:, chosen].T.clone())
-
-
-def _some(width: int) -> Sequence[int]:
-    """Choose columns to compare, without a change to any shared random state."""
-    drawn = torch.Generator()
+    drawn = torch.Generator()  # no shared random state changes
     drawn.seed()
-    return torch.randperm(width, generator=drawn)[:COLUMNS].tolist()
+    chosen = torch.randperm(width, generator=drawn)[:COLUMNS].to(weight.device)
+    return Columns(chosen, width, weight.detach()[:, chosen].T.clone())
 
 
 def _compare(name: str, layer: nn.Module, columns: Columns) -> None:

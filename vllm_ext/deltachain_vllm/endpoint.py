@@ -13,22 +13,14 @@ from typing import TYPE_CHECKING, Any, Final
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.routing import APIRoute
 
+from deltachain.control import server as control_server
 from deltachain.control.routes import probes, router
-from deltachain.control.server import (
-    LOOPBACK,
-    Control,
-    LedEngine,
-    fall_asleep,
-    join_registry,
-    lead,
-    leave_at_end,
-    wake_up,
-)
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
-from deltachain_vllm import speak
-from deltachain_vllm.compat import check_layout, check_version
+
+from . import speak
+from .compat import check_layout, check_version
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -51,7 +43,7 @@ def attach_sleep(app: FastAPI) -> None:
     """Wrap the routes that put the server to sleep and wake it, if it has them."""
     around: dict[str, Callable[[Endpoint], Endpoint]] = {
         "/sleep": _sleeping,
-        "/release_kv_cache_memory": _releasing,
+        "/release_kv_cache_memory": _sleeping,
         "/wake_up": _waking,
     }
     for route in [*app.routes]:
@@ -60,38 +52,36 @@ def attach_sleep(app: FastAPI) -> None:
             app.add_api_route(route.path, endpoint, methods=sorted(route.methods or ()))
 
 
-def slept(level: int) -> frozenset[str]:
-    return frozenset({WEIGHTS, CACHE}) if level > 0 else frozenset({SCHEDULING})
-
-
-def woken(tags: list[str]) -> frozenset[str]:
-    """Return the tags that a request wakes; all if it has none. The last also wakes scheduling."""
-    return frozenset(tags or (WEIGHTS, CACHE, SCHEDULING))
-
-
 def _sleeping(original: Endpoint) -> Endpoint:
+    """Become unready, then let vLLM do the rest; restore readiness if that fails."""
+
     @wraps(original)
-    async def sleep(raw_request: Request, **asked: Any) -> Any:  # noqa: ANN401 - as vLLM's
-        return await _asleep(raw_request, slept(asked["level"]), original(raw_request, **asked))
+    async def sleep(raw_request: Request, **asked: Any) -> Any:
+        kinds = frozenset({CACHE})
+        if "level" in asked:  # else only the cache is released
+            kinds = frozenset({WEIGHTS, CACHE}) if asked["level"] > 0 else frozenset({SCHEDULING})
+        control = control_server.leading(raw_request.app)
+        if control is not None:
+            await control.run(lambda leader: _sleep(leader, kinds), None)
+        try:
+            return await original(raw_request, **asked)
+        except Exception:
+            if control is not None:
+                await control.run(lambda leader: _wake(leader, kinds), None, "update")
+            raise
 
     return sleep
 
 
-def _releasing(original: Endpoint) -> Endpoint:
-    @wraps(original)
-    async def release(raw_request: Request) -> Any:  # noqa: ANN401
-        return await _asleep(raw_request, frozenset({CACHE}), original(raw_request))
-
-    return release
-
-
 def _waking(original: Endpoint) -> Endpoint:
     @wraps(original)
-    async def wake(raw_request: Request) -> Any:  # noqa: ANN401
+    async def wake(raw_request: Request) -> Any:
         found = await original(raw_request)
-        control = _control(raw_request)
+        control = control_server.leading(raw_request.app)
         if control is not None:
-            kinds = woken(raw_request.query_params.getlist("tags"))
+            # Without tags everything wakes. The last tag also wakes scheduling.
+            tags = raw_request.query_params.getlist("tags")
+            kinds = frozenset(tags or (WEIGHTS, CACHE, SCHEDULING))
             with suppress(DeltaChainError, HTTPException):  # the error is part of its status
                 await control.run(lambda leader: _wake(leader, kinds), None, "update")
         return found
@@ -99,21 +89,8 @@ def _waking(original: Endpoint) -> Endpoint:
     return wake
 
 
-async def _asleep(request: Request, kinds: frozenset[str], rest: Awaitable[Any]) -> Any:  # noqa: ANN401
-    """Become unready, then let vLLM do the rest; restore readiness if that fails."""
-    control = _control(request)
-    if control is not None:
-        await control.run(lambda leader: _sleep(leader, kinds), None)
-    try:
-        return await rest
-    except Exception:
-        if control is not None:
-            await control.run(lambda leader: _wake(leader, kinds), None, "update")
-        raise
-
-
 def _sleep(leader: Leader, kinds: frozenset[str]) -> None:
-    fall_asleep(leader, kinds)
+    control_server.fall_asleep(leader, kinds)
     if WEIGHTS in kinds:
         engine: Any = leader.engine
         engine.fall_asleep()
@@ -123,14 +100,9 @@ def _wake(leader: Leader, kinds: frozenset[str]) -> None:
     if WEIGHTS in kinds:
         engine: Any = leader.engine
         engine.asleep = False
-    wake_up(leader, kinds, WEIGHTS)
+    control_server.wake_up(leader, kinds, WEIGHTS)
     if not leader.released & {WEIGHTS, CACHE}:
         leader.released = frozenset()  # vLLM then schedules again, regardless of the tags
-
-
-def _control(request: Request) -> Control | None:
-    control: Control | None = getattr(request.app.state, "deltachain", None)
-    return control if control is not None and control.leader is not None else None
 
 
 PREFIX: Final = "/v1/deltachain"
@@ -147,22 +119,22 @@ class EndpointPlugin:
         app.include_router(router, prefix=PREFIX)
         app.include_router(probes)
         attach_sleep(app)
-        leave_at_end(app)
+        control_server.leave_at_end(app)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:  # noqa: ANN401
+    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Catch up before the server accepts requests; called once, when the engine is up."""
         speak()
         loop = asyncio.get_running_loop()
         keys = getattr(args, "api_key", None) or os.environ.get("VLLM_API_KEY") or ()
         has_key = any([keys] if isinstance(keys, str) else keys)  # vLLM ignores empty keys
-        state.deltachain = await lead(
+        state.deltachain = await control_server.lead(
             lambda settings: _engine(engine_client, loop, settings, args),
             os.environ,
-            is_open=getattr(args, "host", None) in LOOPBACK,
+            is_open=getattr(args, "host", None) in control_server.LOOPBACK,
             is_guarded=has_key,
             address=f"{getattr(args, 'host', None) or ''}:{getattr(args, 'port', '')}",
         )
-        join_registry(state.deltachain)
+        control_server.join_registry(state.deltachain)
 
 
 def _engine(
@@ -170,13 +142,13 @@ def _engine(
     loop: asyncio.AbstractEventLoop,
     settings: ReplicaSettings,
     args: Namespace,
-) -> LedEngine:
+) -> control_server.LedEngine:
     if client is None:
         raise ConfigError("this server has no engine of its own")
     check_layout(client, args)
     check_version()
-    from deltachain_vllm.model import checkpoint_of  # noqa: PLC0415
-    from deltachain_vllm.server import VllmEngine  # noqa: PLC0415
+    from .model import checkpoint_of
+    from .server import VllmEngine
 
     engine = VllmEngine(client, loop, settings)
-    return LedEngine(engine, checkpoint_of(client.vllm_config))
+    return control_server.LedEngine(engine, checkpoint_of(client.vllm_config))

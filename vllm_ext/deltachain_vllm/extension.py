@@ -14,7 +14,8 @@ from deltachain.errors import UnsupportedEngineError
 from deltachain.replica.messages import StatusReply, encode_reply
 from deltachain.replica.rank import RankService, RankServices
 from deltachain.replica.settings import RankSettings
-from deltachain_vllm.model import VllmModel
+
+from .model import VllmModel
 
 EXTENSION: Final = "deltachain_vllm.WorkerExtension"
 
@@ -23,10 +24,7 @@ _SERVICES: Final = RankServices()
 
 
 def worker_service(
-    model: nn.Module,
-    config: Any,  # noqa: ANN401 - vLLM's
-    rank: int,
-    draft: nn.Module | None = None,
+    model: nn.Module, config: Any, rank: int, draft: nn.Module | None = None
 ) -> RankService:
     """Return the RPC service of a worker, shared by its extension and its backend."""
     wrap = partial(VllmModel, model, config, draft)
@@ -58,10 +56,12 @@ class WorkerExtension:
         _SERVICES.settle(worker.model_runner.get_model())
 
 
-def check_extension(config: Any, option: str) -> None:  # noqa: ANN401 - vLLM's
+def check_extension(config: Any, option: str) -> None:
     """Refuse an engine whose workers have neither :class:`WorkerExtension` nor a subclass of it."""
     named = config.parallel_config.worker_extension_cls
-    if _has_extension(named):
+    module, _, name = named.rpartition(".")
+    found = getattr(import_module(module), name, None) if module else None
+    if isinstance(found, type) and issubclass(found, WorkerExtension):
         return
     if named:
         raise UnsupportedEngineError(
@@ -72,9 +72,3 @@ def check_extension(config: Any, option: str) -> None:  # noqa: ANN401 - vLLM's
         "the workers of this engine have no deltachain extension",
         hint=f"start it with {option}, {EXTENSION} or a subclass of it",
     )
-
-
-def _has_extension(named: str) -> bool:
-    module, _, name = named.rpartition(".")
-    found = getattr(import_module(module), name, None) if module else None
-    return isinstance(found, type) and issubclass(found, WorkerExtension)

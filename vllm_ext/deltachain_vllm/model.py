@@ -19,18 +19,11 @@ from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
 from deltachain.replica.layout.members import Members, storage_id, tensors_in
 from deltachain.replica.layout.model_state import is_plain, processed
 from deltachain.replica.layout.runtime_tables import made_by_running
-from deltachain_vllm.compat import (
-    acts_last,
-    check_experts,
-    check_version,
-    layerwise,
-    linears,
-    own_loader,
-    process,
-)
-from deltachain_vllm.computing import compared, computed, is_compared, taken_over
-from deltachain_vllm.repacking import loaded_apart, repack
-from deltachain_vllm.scales import owned, uncaptured
+
+from . import compat
+from .computing import compared, computed, is_compared, taken_over
+from .repacking import loaded_apart, repack
+from .scales import owned, uncaptured
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,25 +33,21 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 """Logger that warns of every layer without loaded tensors in a partial reload."""
 
 
-def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:  # noqa: ANN401
+def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
     """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded."""
-    steps = layerwise()
+    steps = compat.layerwise()
     with _silent(), _absent_kept(model), _finished(model, steps):
         steps.initialize_layerwise_reload(model)
         load()
-        touched = {layer for layer in model.modules() if _is_touched(steps, layer)}
+        found = {layer: steps.get_layerwise_info(layer) for layer in model.modules()}
+        touched = {n for n, info in found.items() if not info.can_load() or info.load_numel > 0}
         for layer in model.modules():
             if layer not in touched and not (
-                acts_last(layer) and not touched.isdisjoint(layer.modules())
+                compat.acts_last(layer) and not touched.isdisjoint(layer.modules())
             ):
                 _abandon(steps, layer)
         steps.finalize_layerwise_reload(model, config)
         _pack_tied(model, touched)
-
-
-def _is_touched(steps: Any, layer: nn.Module) -> bool:  # noqa: ANN401
-    info = steps.get_layerwise_info(layer)
-    return not info.can_load() or info.load_numel > 0
 
 
 def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
@@ -66,7 +55,7 @@ def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
     held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
     for layer in model.modules():
         if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
-            process(layer)
+            compat.process(layer)
 
 
 def _at(parameter: nn.Parameter | None) -> int:
@@ -102,7 +91,7 @@ def _absent_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
+def _finished(model: nn.Module, steps: Any) -> Iterator[None]:
     """Clean up an interrupted reload at the end; do nothing after a complete one."""
     try:
         yield
@@ -111,7 +100,7 @@ def _finished(model: nn.Module, steps: Any) -> Iterator[None]:  # noqa: ANN401
             _abandon(steps, layer)
 
 
-def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
+def _abandon(steps: Any, layer: nn.Module) -> None:
     """Restore the members of a layer from before the reload, and its bias with its own loader."""
     info = steps.get_layerwise_info(layer)
     if not info.can_load():
@@ -119,7 +108,7 @@ def _abandon(steps: Any, layer: nn.Module) -> None:  # noqa: ANN401
     if info.kernel_tensors is not None:
         steps._place_kernel_tensors(layer, info)
     for tensor in steps.get_layer_tensors(layer).values():
-        own_loader(tensor)
+        compat.own_loader(tensor)
     info.reset()
 
 
@@ -136,8 +125,8 @@ class VllmModel:
     def __init__(
         self, model: nn.Module, config: VllmConfig, draft: nn.Module | None = None
     ) -> None:
-        check_version()
-        check_experts(config)
+        compat.check_version()
+        compat.check_experts(config)
         self.model = model
         self.config = config
         self.draft = draft
@@ -211,7 +200,7 @@ class VllmModel:
     @contextmanager
     def _as_before_loading(self) -> Iterator[Owners]:
         """Reset every layer to before loading, mostly on the meta device; yield tensor owners."""
-        steps = layerwise()
+        steps = compat.layerwise()
         kept = Members(self.model.modules())
         owner: dict[int, str] = {}
         try:
@@ -220,7 +209,7 @@ class VllmModel:
                 for tensor in (*layer._parameters.values(), *layer._buffers.values()):
                     if tensor is None:
                         continue
-                    own_loader(tensor)
+                    compat.own_loader(tensor)
                     owner.setdefault(storage_id(tensor), name)
             yield lambda tensor: _known(owner, tensor)
         finally:
@@ -236,7 +225,7 @@ class VllmModel:
     def is_plain(self, layer: str) -> bool:
         found = self.model.get_submodule(layer)
         with set_current_vllm_config(self.config), torch.no_grad():
-            return isinstance(found, linears()) and (is_plain(found) or is_compared(found))
+            return isinstance(found, compat.linears()) and (is_plain(found) or is_compared(found))
 
     def compute(self, layers: frozenset[str]) -> Mapping[str, Tensor]:
         modules = self.modules()

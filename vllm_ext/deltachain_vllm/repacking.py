@@ -18,19 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.replica.layout.members import ACTS, NESTED, Members, container_of
-from deltachain_vllm.compat import (
-    UNRECORDED,
-    acts_last,
-    as_before_processing,
-    copy_record,
-    forget_scales,
-    is_quantised,
-    layerwise,
-    left_alone,
-    own_loader,
-    process,
-    raw_dtype,
-)
+
+from . import compat
 
 Member: TypeAlias = tuple[nn.Module, str]
 """A module, and the name of one of its own parameters."""
@@ -82,13 +71,13 @@ def affected(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
 
 
 def _last(every: Iterable[nn.Module], chosen: set[nn.Module]) -> list[nn.Module]:
-    return [one for one in every if acts_last(one) and not chosen.isdisjoint(one.modules())]
+    return [one for one in every if compat.acts_last(one) and not chosen.isdisjoint(one.modules())]
 
 
 def _process(layers: Iterable[nn.Module]) -> None:
     for layer in layers:
-        with as_before_processing(layer):
-            process(layer)
+        with compat.as_before_processing(layer):
+            compat.process(layer)
 
 
 def _ties(every: Iterable[nn.Module], raw: list[nn.Module]) -> dict[Member, Member]:
@@ -104,7 +93,7 @@ def _ties(every: Iterable[nn.Module], raw: list[nn.Module]) -> dict[Member, Memb
 
 
 def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
-    return [(n, p) for n, p in layer._parameters.items() if n not in left_alone()]
+    return [(n, p) for n, p in layer._parameters.items() if n not in compat.left_alone()]
 
 
 def _at(tensor: Tensor | None) -> int:
@@ -128,15 +117,16 @@ class _View:
 
 def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
     """Yield unrecorded buffers of a module, which view a parameter of a chosen one."""
-    recorded = layerwise().get_layerwise_info(holder).restore_metadata[1]
-    for name in holder._non_persistent_buffers_set - recorded.keys() - left_alone():
+    infos = compat.layerwise().get_layerwise_info
+    recorded = infos(holder).restore_metadata[1]
+    for name in holder._non_persistent_buffers_set - recorded.keys() - compat.left_alone():
         buffer = holder._buffers.get(name)
         if buffer is None:
             continue
         found = [
             _View(holder, name, owner, parameter, buffer.shape)
             for owner in holder.modules()
-            for parameter, raw in layerwise().get_layerwise_info(owner).restore_metadata[0].items()
+            for parameter, raw in infos(owner).restore_metadata[0].items()
             if raw.squeeze().shape == buffer.squeeze().shape
         ]
         if len(found) == 1 and found[0].owner in chosen:
@@ -145,7 +135,7 @@ def _views(holder: nn.Module, chosen: set[nn.Module]) -> Iterator[_View]:
 
 def _make_raw(layer: nn.Module) -> None:
     """Give a layer its original tensors, all zeros except buffers and its bias."""
-    reload = layerwise()
+    reload = compat.layerwise()
     info = reload.get_layerwise_info(layer)
     buffers = dict(layer._buffers)
     reload.restore_layer_on_meta(layer, info)
@@ -153,15 +143,15 @@ def _make_raw(layer: nn.Module) -> None:
     reload.materialize_layer(layer, info)
     for name in on_meta:
         raw, before = getattr(layer, name), buffers.get(name)
-        own_loader(raw)
+        compat.own_loader(raw)
         if before is not None and (before.shape, before.dtype) == (raw.shape, raw.dtype):
             raw.data.copy_(before)
         else:
             raw.data.zero_()
-    for name in UNRECORDED & layer._parameters.keys():
+    for name in compat.UNRECORDED & layer._parameters.keys():
         parameter = layer._parameters[name]
         if parameter is not None:
-            layer._parameters[name] = _copy(parameter, raw_dtype(layer, parameter))
+            layer._parameters[name] = _copy(parameter, compat.raw_dtype(layer, parameter))
 
 
 def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
@@ -169,7 +159,7 @@ def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
     raw: Any = parameter.data.to(dtype, copy=True)
     raw.__class__ = parameter.__class__
     raw.__dict__ = parameter.__dict__.copy()
-    own_loader(raw)
+    compat.own_loader(raw)
     found: nn.Parameter = raw
     return found
 
@@ -204,15 +194,14 @@ SHARED: Final = ("kv_cache",)
 def loaded_apart(
     model: nn.Module, layers: Iterable[str], load: Callable[[], object], dtype: torch.dtype
 ) -> Mapping[str, nn.Module]:
-    """Load layers into copies, and process these as for the first time; the model stays as it is.
+    """Load layers into copies, and process these as for the first time; the model is unchanged.
 
-    Returns:
-        The copies, by the names of their layers, of all layers that a repack changes; empty if no
-        layer is quantised.
+    Returns the copies, by the names of their layers, of all layers that a repack changes; empty if
+    no layer is quantised.
     """
     names = list(layers)
     chosen = {model.get_submodule(name) for name in names}
-    if not any(is_quantised(layer) for layer in chosen):
+    if not any(compat.is_quantised(layer) for layer in chosen):
         return {}
     scope = affected(model, chosen)
     called = {module: name for name, module in model.named_modules()}
@@ -226,15 +215,13 @@ def loaded_apart(
 
 
 class _Copies:
-    """Copies of layers, and of the objects that process them."""
-
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self._copies: dict[int, Any] = {}
         copied = [(layer, copy.copy(layer)) for layer in layers]
         self._copies.update((id(layer), one) for layer, one in copied)
         for layer, one in copied:
             self._separate(layer, one)
-            copy_record(layer, one)
+            compat.copy_record(layer, one)
 
     def of(self, layer: nn.Module) -> nn.Module:
         found: nn.Module = self._copies[id(layer)]
@@ -259,7 +246,7 @@ class _Copies:
 
     def _separate(self, layer: nn.Module, copied: nn.Module) -> None:
         """Give a copy containers of its own, and copies of whatever takes part in processing."""
-        own, last = vars(copied), acts_last(layer)
+        own, last = vars(copied), compat.acts_last(layer)
         for key in OWN:
             own[key] = {name: self._copies.get(id(one), one) for name, one in own[key].items()}
         own["_non_persistent_buffers_set"] = set(own["_non_persistent_buffers_set"])
@@ -270,9 +257,9 @@ class _Copies:
             if key not in OWN and not _is_shared(key):
                 own[key] = self._copied(value, NESTED, follows=last)
         if last:
-            forget_scales(copied)
+            compat.forget_scales(copied)
 
-    def _copied(self, value: Any, depth: int, *, follows: bool) -> Any:  # noqa: ANN401
+    def _copied(self, value: Any, depth: int, *, follows: bool) -> Any:
         """Return a copy of an object that takes part in processing; other objects themselves."""
         if id(value) in self._copies:
             return self._copies[id(value)]
@@ -291,7 +278,7 @@ class _Copies:
         return made
 
 
-def _is_copied(value: Any, *, follows: bool) -> bool:  # noqa: ANN401
+def _is_copied(value: Any, *, follows: bool) -> bool:
     """Return whether an object is copied: a container, or one that takes part in processing."""
     if isinstance(value, dict | list):
         return True
@@ -303,7 +290,7 @@ def _is_shared(key: object) -> bool:
     return any(part in str(key) for part in SHARED)
 
 
-def _cloned(tensor: Tensor | None) -> Any:  # noqa: ANN401 - of a class of vLLM's
+def _cloned(tensor: Tensor | None) -> Any:
     """Return a tensor of the same class with elements and attributes of its own."""
     if tensor is None or tensor.is_meta:
         return tensor

@@ -21,9 +21,15 @@ NUMBER: Final = "_scale_float"
 
 
 @contextmanager
-def uncaptured(model: nn.Module, config: Any) -> Iterator[None]:  # noqa: ANN401 - vLLM's
+def uncaptured(model: nn.Module, config: Any) -> Iterator[None]:
     """Refuse a load that changes numbers which captured graphs have."""
-    layers = _captured(model) if _captures_attention(config) else {}
+    mode = config.compilation_config.cudagraph_mode
+    captures_attention = mode is not None and bool(mode.has_full_cudagraphs())
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if captures_attention and _numbers(layer) and any(map(_takes_numbers, _backends(layer)))
+    }
     before = {name: _numbers(layer) for name, layer in layers.items()}
     yield
     for name, layer in layers.items():
@@ -34,26 +40,11 @@ def uncaptured(model: nn.Module, config: Any) -> Iterator[None]:  # noqa: ANN401
             )
 
 
-def _captures_attention(config: Any) -> bool:  # noqa: ANN401 - vLLM's
-    """Return whether vLLM captures graphs of whole steps, attention included."""
-    mode = config.compilation_config.cudagraph_mode
-    return mode is not None and bool(mode.has_full_cudagraphs())
-
-
-def _captured(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the attention layers whose backends give numbers to kernels."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
-        if _numbers(layer) and any(_takes_numbers(one) for one in _backends(layer))
-    }
-
-
 def _numbers(layer: nn.Module) -> dict[str, Any]:
     return {key: value for key, value in vars(layer).items() if key.endswith(NUMBER)}
 
 
-def _backends(layer: Any) -> Iterator[type]:  # noqa: ANN401 - a layer of vLLM
+def _backends(layer: Any) -> Iterator[type]:
     impl = getattr(layer, "impl", None)
     variants = getattr(impl, "get_impl_variants", None)
     for one in (impl,) if variants is None else variants():
@@ -83,7 +74,7 @@ def owned() -> Iterator[None]:
         yield
         return
 
-    def keep(weight: Tensor, scales: Tensor, *more: Any, **named: Any) -> Any:  # noqa: ANN401
+    def keep(weight: Tensor, scales: Tensor, *more: Any, **named: Any) -> Any:
         handler = create(weight, scales, *more, **named)
         handler.scales = scales.data
         return handler

@@ -13,24 +13,16 @@ from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 
 from deltachain.errors import ApplyError, ConfigError, PartialApplyError
-from deltachain.replica.engine import run_on
-from deltachain.replica.messages import (
-    LastSwapRequest,
-    RankReply,
-    RankRequest,
-    StatusReply,
-    SwapRequest,
-    decode_reply,
-    encode,
-    name_of,
-)
+from deltachain.replica import messages as wire
+from deltachain.replica.engine import pause_mode, run_on
 from deltachain.replica.settings import ReplicaSettings
-from deltachain.replica.target import ReplicaTarget, pause_mode
+from deltachain.replica.target import ReplicaTarget
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain_vllm import BACKEND, HANDLE
-from deltachain_vllm.compat import check_experts, check_layout, check_version, mode_in_doubt, pause
-from deltachain_vllm.extension import check_extension
-from deltachain_vllm.start_check import PAUSES
+
+from . import BACKEND, HANDLE
+from .compat import check_experts, check_layout, check_version, mode_in_doubt, pause
+from .extension import check_extension
+from .start_check import PAUSES
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -61,16 +53,18 @@ class VllmEngine:
         self.asleep = False
         self._clear, self._doubted = not settings.keep_cache, False
 
-    def call(self, request: RankRequest) -> Sequence[RankReply]:
+    def call(self, request: wire.RankRequest) -> Sequence[wire.RankReply]:
         """Send a request to every worker, a swap in vLLM's own update session if configured."""
         if self.asleep:
             raise ApplyError("the engine has released its weights", hint="POST /wake_up wakes it")
-        if isinstance(request, SwapRequest) and self._in_session:
+        if isinstance(request, wire.SwapRequest) and self._in_session:
             texts = self._wait(self._swap(request))
         else:
             texts = self._wait(self._send(request))
-        replies = [decode_reply(text) for text in texts]
-        if any(isinstance(reply, StatusReply) and reply.in_update_session for reply in replies):
+        replies = [wire.decode_reply(text) for text in texts]
+        if any(
+            isinstance(reply, wire.StatusReply) and reply.in_update_session for reply in replies
+        ):
             raise PartialApplyError(
                 "somebody else has opened an update session in this server",
                 hint="POST /finish_weight_update ends it",
@@ -99,11 +93,13 @@ class VllmEngine:
         self.asleep = True
         self._wait(self._client.collective_rpc("deltachain_settle"))
 
-    async def _send(self, request: RankRequest) -> Sequence[str]:
-        texts: Sequence[str] = await self._client.collective_rpc(HANDLE, args=(encode(request),))
+    async def _send(self, request: wire.RankRequest) -> Sequence[str]:
+        texts: Sequence[str] = await self._client.collective_rpc(
+            HANDLE, args=(wire.encode(request),)
+        )
         return texts
 
-    async def _swap(self, request: SwapRequest) -> Sequence[str]:
+    async def _swap(self, request: wire.SwapRequest) -> Sequence[str]:
         try:
             await self._client.start_weight_update()
         except Exception as exc:
@@ -111,7 +107,7 @@ class VllmEngine:
         fields = msgspec.structs.asdict(request)
         await self._client.update_weights(WeightTransferUpdateRequest(update_info=fields))
         # Separate calls would each add a round trip in which nothing is generated.
-        last = LastSwapRequest(leader=request.leader, sequence=request.sequence)
+        last = wire.LastSwapRequest(leader=request.leader, sequence=request.sequence)
         texts, _ = await asyncio.gather(self._send(last), self._client.finish_weight_update())
         return texts
 
@@ -147,12 +143,12 @@ class OfflineEngine:
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
 
-    def call(self, request: RankRequest) -> Sequence[RankReply]:
+    def call(self, request: wire.RankRequest) -> Sequence[wire.RankReply]:
         try:
-            texts = self.llm.collective_rpc(HANDLE, args=(encode(request),))
+            texts = self.llm.collective_rpc(HANDLE, args=(wire.encode(request),))
         except Exception as exc:
-            raise ApplyError(f"the engine did not answer {name_of(request)!r}: {exc}") from exc
-        return [decode_reply(text) for text in texts]
+            raise ApplyError(f"the engine did not answer {wire.name_of(request)!r}: {exc}") from exc
+        return [wire.decode_reply(text) for text in texts]
 
     def is_dead(self) -> bool:
         return False
@@ -205,7 +201,7 @@ def subscribe(llm: LLM | EngineClient, config: SubscribeConfig | str) -> Subscri
     return Subscriber(settings.subscribe, target)
 
 
-def _loop_of(client: Any) -> asyncio.AbstractEventLoop:  # noqa: ANN401 - vLLM's client
+def _loop_of(client: Any) -> asyncio.AbstractEventLoop:
     handler = getattr(client, "output_handler", None)
     if handler is not None:
         loop: asyncio.AbstractEventLoop = handler.get_loop()

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from deltachain.errors import ConfigError, UnsupportedEngineError
-from deltachain.replica.engine import VersionRange
-from deltachain.replica.target import pause_mode
+from deltachain.replica.engine import VersionRange, start_faults
 
 TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
 """Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
@@ -21,14 +20,7 @@ ROUTES: Final = "deltachain_http"
 
 def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigError]:
     """Yield what a server would refuse that follows the chain of ``DELTACHAIN_URL``."""
-    try:
-        TESTED.check(installed)
-    except ConfigError as exc:
-        yield exc
-    try:
-        pause_mode(environment.get("DELTACHAIN_PAUSE", "").strip(), PAUSES)
-    except ConfigError as exc:
-        yield exc
+    yield from start_faults(TESTED, PAUSES, installed, environment)
     if environment.get("DELTACHAIN_URL"):
         try:
             check_listed(environment.get("VLLM_PLUGINS", ""))

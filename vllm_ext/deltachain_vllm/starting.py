@@ -11,8 +11,9 @@ from pathlib import PurePath
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, UnsupportedEngineError
-from deltachain_vllm.compat import check_configured, check_counts, check_version
-from deltachain_vllm.start_check import check_listed
+
+from .compat import check_configured, check_counts, check_version
+from .start_check import check_listed
 
 logger = logging.getLogger(__name__)
 

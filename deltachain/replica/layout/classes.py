@@ -34,39 +34,22 @@ Form: TypeAlias = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 
 class Classified(Struct, frozen=True, kw_only=True):
-    """Class of one tensor on one rank.
-
-    Attributes:
-        kind: Class of the tensor.
-        reason: Reason why it is not in place; empty if it is.
-        windows: Windows of the elements that this rank holds in place.
-        layers: Layers that the engine reloads with it, together.
-        comparable: Whether these can be compared with a fresh load.
-    """
+    """Class of one tensor on one rank."""
 
     kind: TensorClass
-    reason: str = ""
+    reason: str = ""  # reason why it is not in place; empty if it is
     windows: tuple[Form, ...] = ()
-    layers: tuple[str, ...] = ()
-    comparable: bool = False
+    layers: tuple[str, ...] = ()  # layers that the engine reloads with it, together
+    comparable: bool = False  # whether these can be compared with a fresh load
 
 
 class Agreement(Struct, frozen=True, kw_only=True):
-    """The classes for all ranks, decided from the findings of each.
+    """The classes for all ranks, decided from the findings of each."""
 
-    Attributes:
-        classes: Class of every tensor; never ``absent``.
-        reasons: Reason of every tensor that is not in place.
-        holders: Holders of each window of every tensor, for each rank: numbers of the ranks, joined
-            by commas; a rank with two places for a window is named twice. One entry on a rank with
-            a copy on the host, none on a rank without the tensor.
-        compared: Tensors whose layers are compared after a swap, as every rank can.
-    """
-
-    classes: dict[str, TensorClass]
-    reasons: dict[str, str]
-    holders: dict[str, tuple[tuple[str, ...], ...]]
-    compared: frozenset[str] = frozenset()
+    classes: dict[str, TensorClass]  # class of every tensor; never absent
+    reasons: dict[str, str]  # reason of every tensor that is not in place
+    holders: dict[str, tuple[tuple[str, ...], ...]]  # holders of each window of every tensor
+    compared: frozenset[str] = frozenset()  # tensors whose layers are compared after a swap
 
     @property
     def refused(self) -> dict[str, str]:
@@ -136,7 +119,6 @@ def _holders(found: Sequence[Classified], *, on_host: bool) -> tuple[tuple[str, 
 
 
 def summary(ranks: int, classes: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a log line with the numbers of tensors and bytes of each class."""
     ways = [
         f"{row['tensors']} {kind.replace('_', ' ')} ({row['nbytes']:,} B)"
         for kind, row in classes.items()

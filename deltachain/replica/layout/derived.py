@@ -8,6 +8,7 @@ module outwards.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,52 +19,37 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
-from deltachain.replica.layout.findings import Findings, Links, all_layers, components, links_of
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, mixed
-from deltachain.replica.layout.members import MemoryIndex, SavedBits, digest_of
-from deltachain.replica.layout.model_state import (
-    RELOADS,
-    LoadGroup,
-    LoadMethod,
-    ModelState,
-    idle,
-    layer_of,
-    load_with,
-    restore_outputs,
-)
+
+from .findings import Findings, Links, all_layers, components, links_of
+from .members import MemoryIndex, digest_of
+from .model_state import RELOADS, LoadMethod, ModelState, idle, layer_of, restore_outputs
 
 if TYPE_CHECKING:
-    from deltachain.replica.layout.discover import Layout
-
+    from .discover import Layout
 
 NEAR: Final = 512
 """Largest number of tensors of one scope to try one by one."""
 
 
-def find_derived(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+def find_derived(state: ModelState, findings: Findings) -> Findings:
     """Distinguish constants from derived tensors; the sources of the latter must be reloaded.
 
-    Raises:
-        TensorMismatchError: A live tensor depends on unknown tensors, or cannot be tested.
+    Refuses a live tensor that depends on unknown tensors, or cannot be tested.
     """
-    search = _Search(state, source, findings)
+    search, present = _Search(state, findings), state.source.present
     left = search.uncovered | search.left_behind()
     if not left:
         return findings
-    derived = search.affected(source.present) & left
-    if derived:
+    made = search.affected(present) & left
+    if made:
         search.ignore_unstable()
-        derived = search.affected(source.present) & left
-    search.expect_made(left - derived)
-    search.expect_stable(left - derived)
-    search.expect_loaded(left - derived)
-    return _with_derived(state, findings, _sources_of(search, derived))
-
-
-def _with_derived(state: ModelState, findings: Findings, made: Mapping[str, set[str]]) -> Findings:
+        made = search.affected(present) & left
+    search.expect_made(left - made)
+    search.expect_stable(left - made)
+    search.expect_loaded(left - made)
     layers, derived = dict(findings.loaded_into), dict(findings.derived)
     reasons: dict[str, str] = {}
-    for live, names in made.items():
+    for live, names in _sources_of(search, made).items():
         for name in names:
             layers[name] = layers.get(name, frozenset()) | {_module(state, live)}
             if not live.endswith("()"):
@@ -80,7 +66,7 @@ def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[st
             tried = {name for name in picked if name is not None}
             for live in search.affected(tried) & scopes.keys():
                 made[live] |= tried.intersection(scopes[live])
-    others = set(search.source.present).difference(*made.values())
+    others = set(search.state.source.present).difference(*made.values())
     missed = [live for live in derived if not made[live]]
     if derived and not missed:
         missed += sorted(search.affected(others, whole=True) & derived)
@@ -93,25 +79,18 @@ def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[st
 
 
 class _Search:
-    """Search for live tensors that change when the engine loads other bits, by any of its methods.
+    """Search for live tensors that change when the engine loads other bits, by any method.
 
-    Attributes:
-        all_links: Layers of every tensor of the chain.
-        links: Layers of the tensors that are in the checkpoint.
-        groups: The tensors in the checkpoint, in groups that are loaded together.
-        uncovered: Live tensors and outputs that do not come from any decided tensor.
-        beyond: Layers without loaded tensors, which are created again together with the others.
-        unstable: Live tensors that change even if the same bits are loaded, by method.
-        missing: Methods that the engine does not have.
-        made_anew: Layers that were created again from nothing.
+    ``uncovered`` live tensors and outputs come from no decided tensor; layers ``beyond`` have no
+    loaded tensors, and are created again together with the others.
     """
 
-    def __init__(self, state: ModelState, source: LoadedCheckpoint, findings: Findings) -> None:
-        self.state, self.source, self.findings = state, source, findings
-        self.all_links = links_of(state, source, findings, source.specs)
-        self.links = {name: self.all_links[name] for name in source.present}
+    def __init__(self, state: ModelState, findings: Findings) -> None:
+        self.state, self.findings = state, findings
+        self.all_links = links_of(state, findings, state.source.specs)
+        self.links = {name: self.all_links[name] for name in state.source.present}
         self.groups = components(self.links, self.links, findings.joined)
-        self.unstable: dict[LoadMethod, frozenset[str]] = {}
+        self.unstable: dict[LoadMethod, frozenset[str]] = {}  # change if the same is loaded
         self.missing: set[LoadMethod] = set()
         self.ignoring = False
         self.made_anew: frozenset[str] = frozenset()
@@ -169,10 +148,8 @@ class _Search:
     def affected(self, names: Iterable[str], *, whole: bool = False) -> frozenset[str]:
         """Load other bits of some tensors, restore, and return the live tensors that changed.
 
-        Args:
-            names: Names of the tensors with other bits.
-            whole: Whether to load everything, not only the groups of these tensors: a layer may
-                create a tensor from the weights of another layer.
+        The groups of these tensors are loaded, or the ``whole`` checkpoint: a layer may create a
+        tensor from the weights of another layer.
         """
         changed = frozenset(names)
         groups = [group for group in self.groups if whole or not changed.isdisjoint(group)]
@@ -205,54 +182,47 @@ class _Search:
         """Refuse constants that are unchanged only because no load was seen to create them again.
 
         A layer with processing that is not empty was not processed again in any load, although
-        tensors are loaded into it, or it computes from memory that cannot be inspected.
+        tensors are loaded into it, or it computes from memory that cannot be inspected. A layer
+        that a reload changes otherwise than a load alone was processed; an unchanged one proves
+        nothing, since the reload may do nothing at all.
         """
+        state = self.state
         linked = frozenset().union(*self.links.values()) | self.beyond
-        doubtful = (linked & self.state.processed) - self.made_anew - idle(self.state.modules)
-        doubts = sorted(live for live in constants if _module(self.state, live) in doubtful)
-        layers = self._processed() if doubts else frozenset()
+        doubtful = (linked & state.processed) - self.made_anew - idle(state.modules)
+        doubts = sorted(live for live in constants if _module(state, live) in doubtful)
+        if not doubts:
+            return
+        loaded, reloaded = self._digests_after("loaded"), self._digests_after("reloaded")
+        layers = {state.owner[n] for n, digest in reloaded.items() if loaded.get(n) != digest}
         for live in doubts:
-            if _module(self.state, live) not in layers:
+            if _module(state, live) not in layers:
                 raise TensorMismatchError(
                     f"the engine's {live} is loaded from no tensor of the chain, and whether it is "
                     "a constant cannot be tested: no load makes it again"
                 )
 
-    def _processed(self) -> frozenset[str]:
-        """Return the layers on which a reload has another effect than a load alone.
-
-        An unchanged layer proves nothing: the reload may do nothing at all.
-        """
-        loaded, reloaded = self._digests_after("loaded"), self._digests_after("reloaded")
-        return frozenset(
-            self.state.owner[name]
-            for name, digest in reloaded.items()
-            if loaded.get(name) != digest
-        )
-
     def _digests_after(self, method: LoadMethod) -> Mapping[str, bytes]:
         """Return digests of what a load of other bits changes; empty if there is no such load."""
-        state, source = self.state, self.source
-        load = partial(load_with, state.model, method, frozenset())
+        state, names = self.state, self.state.source.present
         try:
-            load(mixed(source.clones, source.present, source.present))
+            state.load(method, names, names)
             changed = state.changed() & state.tensors.keys()
             return {name: digest_of(state.tensors[name]) for name in changed}
         except Exception:  # noqa: BLE001 - an engine may raise anything
             return {}
         finally:
-            state.put_back(partial(load, source.clones(source.present)))
+            state.put_back(partial(state.load, method, names))
 
     def _load(
         self, method: LoadMethod, groups: list[list[str]], changed: frozenset[str]
     ) -> frozenset[str] | None:
-        state, source = self.state, self.source
+        state = self.state
         names = [name for group in groups for name in group]
-        layers = self.state.memory.tied(all_layers(self.links, names))
+        layers = state.memory.tied(all_layers(self.links, names))
         if method == "repacked":
             layers |= self.beyond
         try:
-            load_with(state.model, method, layers, mixed(source.clones, names, changed))
+            state.load(method, names, changed, layers)
             outputs = state.follows(frozenset(state.outputs))
             found = state.changed()
             self.made_anew |= layers if method == "repacked" else frozenset()
@@ -264,7 +234,7 @@ class _Search:
         except Exception:  # noqa: BLE001 - an engine may raise anything
             return None
         finally:
-            state.put_back(partial(load_with, state.model, method, layers, source.clones(names)))
+            state.put_back(partial(state.load, method, names, layers=layers))
 
 
 def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset[str]:
@@ -286,19 +256,17 @@ def _uncovered(state: ModelState, findings: Findings, links: Links) -> frozenset
 
 def _outwards(search: _Search, derived: frozenset[str]) -> Iterator[Mapping[str, list[str]]]:
     """Yield the possible sources of derived tensors, scope by scope, the nearest first."""
+    links = search.all_links
     scope = {live: _module(search.state, live) for live in derived}
-    tried: dict[str, set[str]] = {live: set() for live in derived}
+    tried: dict[str, set[str]] = defaultdict(set)
     while scope:
         found: dict[str, list[str]] = {}
         for live, prefix in scope.items():
             inside = [
                 name
-                for name in search.source.specs
+                for name in links
                 if name not in tried[live]
-                and (
-                    not prefix
-                    or any(f"{layer}.".startswith(f"{prefix}.") for layer in search.all_links[name])
-                )
+                and (not prefix or any(f"{one}.".startswith(f"{prefix}.") for one in links[name]))
             ]
             tried[live].update(inside)
             if inside and len(inside) <= NEAR:
@@ -316,37 +284,27 @@ def _module(state: ModelState, live: str) -> str:
 logger = logging.getLogger(__name__)
 
 
-def find_unused(
-    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
-) -> dict[str, str]:
+def find_unused(state: ModelState, layout: Layout, names: Iterable[str]) -> dict[str, str]:
     """Load the whole checkpoint with other bits in some tensors alone: nothing may change.
 
-    Args:
-        state: State of the model; restored afterwards.
-        source: The checkpoint that the engine loaded.
-        layout: Discovered layout of the rank.
-        names: Names of tensors that no rank holds.
-
-    Returns:
-        Reason why each tensor is not proven to be unused; empty for an unused one.
+    Returns why each of the tensors, which no rank holds, is not proven to be unused; empty for an
+    unused one. The state is restored afterwards.
     """
-    wanted, groups = list(names), layout.groups
+    wanted = list(names)
     if state.opaque:
         why = f"{min(state.opaque)} may use it, and its weights cannot be inspected"
         return dict.fromkeys(wanted, why)
     try:
-        held = _held(state, source, layout, wanted)
+        held = _held(state, layout, wanted)
         left = [name for name in wanted if name not in held]
-        if not left or not _followed(state, source, groups, left):
+        if not left or not _followed(state, layout, left):
             return dict.fromkeys(left, "") | held
-        return {name: _followed(state, source, groups, [name]) for name in left} | held
+        return {name: _followed(state, layout, [name]) for name in left} | held
     finally:
-        restore_outputs(state, source)
+        restore_outputs(state)
 
 
-def _held(
-    state: ModelState, source: LoadedCheckpoint, layout: Layout, names: Iterable[str]
-) -> dict[str, str]:
+def _held(state: ModelState, layout: Layout, names: Iterable[str]) -> dict[str, str]:
     """Return tensors in a parameter that no update reaches, which a loader may write only once."""
     places = [place for places in layout.places.values() for place in places]
     reached = {place.live.untyped_storage().data_ptr() for place in places}
@@ -359,7 +317,7 @@ def _held(
     ]
     found: dict[str, str] = {}
     for name in names if unreached else ():
-        for _, tensor in source.clones([name]):
+        for _, tensor in state.source.clones([name]):
             for live, parameter in unreached:
                 if _holds(parameter, tensor):
                     found[name] = f"{live} holds its bits, and no load writes it again"
@@ -373,35 +331,28 @@ def _holds(parameter: Tensor, tensor: Tensor) -> bool:
     return torch.equal(parameter.detach().reshape(-1), same)
 
 
-def _followed(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    groups: Sequence[tuple[LoadMethod, LoadGroup]],
-    changed: Sequence[str],
-) -> str:
+def _followed(state: ModelState, layout: Layout, changed: Sequence[str]) -> str:
     """Return which changes some tensors cause; empty for none, if loads of the others changed some.
 
     All tensors have other bits in these loads, to reveal one that acts only together with others.
     """
-    packed = frozenset().union(*(group.layers for method, group in groups if method == "repacked"))
-    proven = [name for method, group in groups if method == "repacked" for name in group.names]
-    others = [name for name in source.present if name not in changed]
+    repacked = [group for method, group in layout.groups if method == "repacked"]
+    packed = frozenset().union(*(group.layers for group in repacked))
+    proven = [name for group in repacked for name in group.names]
+    others = [name for name in state.source.present if name not in changed]
     loads: list[tuple[LoadMethod, frozenset[str], list[str]]] = [
         ("loaded", frozenset(), others),
         ("reloaded", frozenset(), [name for name in others if name not in proven]),
-        ("repacked", packed, proven),
     ]
     done = 0
-    for method, layers, names in loads:
-        if method == "repacked" and not layers:
-            continue
+    for method, layers, names in [*loads, ("repacked", packed, proven)] if packed else loads:
+        every = [*names, *changed]
         try:
-            load_with(state.model, method, layers, mixed(source.clones, [*names, *changed], names))
+            state.load(method, every, names, layers)
             if not state.changed():
                 continue  # this method changes nothing, which proves nothing
-            before = ModelState(state.model, SavedBits(state.model.tensors()))
-            every = [*names, *changed]
-            load_with(state.model, method, layers, mixed(source.clones, every, every))
+            before = state.now()
+            state.load(method, every, every, layers)
             before.expect_same()
             done += method in RELOADS
         except TensorMismatchError as exc:

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.classes import ON_HOST, Classified, TensorClass
-from deltachain.replica.layout.derived import find_derived
-from deltachain.replica.layout.findings import Findings, distinct, from_recording, require_classes
-from deltachain.replica.layout.fresh_load import find_comparable
-from deltachain.replica.layout.in_place import (
+from deltachain.replica.windows import Placement
+
+from .classes import ON_HOST, Classified, TensorClass
+from .derived import find_derived
+from .findings import Findings, from_recording, require_classes
+from .fresh_load import find_comparable
+from .in_place import (
     compare_bits,
     find_overlapping,
     find_transformed,
@@ -26,46 +28,24 @@ from deltachain.replica.layout.in_place import (
     verify_in_place,
     verify_uniform,
 )
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.layout.members import undisturbed
-from deltachain.replica.layout.model_state import (
-    RELOADS,
-    LoadGroup,
-    LoadMethod,
-    ModelState,
-    restore_outputs,
-)
-from deltachain.replica.layout.recorder import record
-from deltachain.replica.layout.reloads import (
-    decide_remaining,
-    find_untestable,
-    try_loading,
-    try_reloading,
-)
-from deltachain.replica.windows import Placement
+from .loaded_checkpoint import LoadedCheckpoint
+from .members import undisturbed
+from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, restore_outputs
+from .recorder import record
+from .reloads import decide_remaining, find_untestable, try_loading, try_reloading
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of one rank: how each tensor is updated.
-
-    Attributes:
-        classes: Class of every tensor of the chain.
-        reasons: Reasons of the tensors that are not in place.
-        places: Places of the tensors that are in place, aliases included.
-        groups: Groups of the tensors that the engine loads, with the method.
-        readable: Places of loaded tensors that are also stored bit by bit, and can be read back.
-        comparable: Groups whose layers can be compared with a fresh load apart from the model.
-        idle: Tensors that the engine loads with others, and that changed nothing by themselves.
-    """
+    """The layout of one rank: how each tensor is updated."""
 
     classes: Mapping[str, TensorClass]
-    reasons: Mapping[str, str]
+    reasons: Mapping[str, str]  # reasons of the tensors that are not in place
     places: Mapping[str, tuple[Placement, ...]]
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
     readable: Mapping[str, tuple[Placement, ...]] = field(default_factory=dict)
     comparable: frozenset[LoadGroup] = frozenset()
-    idle: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()  # tensors that the engine loads with others
 
     def comparing(self, compared: Container[str]) -> Layout:
         kept = {g for g in self.comparable if all(name in compared for name in g.names)}
@@ -96,82 +76,15 @@ class Layout:
 def discover(
     model: EngineModel, source: LoadedCheckpoint, required: Mapping[str, TensorClass] | None = None
 ) -> Layout:
-    """Find how to update every tensor of a chain in a rank that holds the checkpoint it loaded.
-
-    Args:
-        model: The rank's model; not in use meanwhile. Its modules hold the same bits afterwards;
-            the host keeps a copy of them meanwhile.
-        source: The checkpoint that the engine loaded.
-        required: Classes that other ranks assigned to some tensors.
-
-    Raises:
-        TensorMismatchError: The engine keeps weights that cannot be distinguished from constants.
-        EngineDamagedError: Its outputs changed, and could not be restored.
-    """
+    """Find how to update every tensor of a chain in a rank that holds the checkpoint it loaded."""
     with undisturbed(model.modules().values(), model.tensors()) as bits:
         recording = record(model.load, source.loaded.values(), model.modules())
-        state = ModelState(model, bits)
+        state = ModelState(model, source, bits)
         try:
-            findings = from_recording(state, source, recording)
-            findings = _decide(state, source, findings, required)
+            findings = _decide(state, from_recording(state, recording), required or {})
         finally:
-            restore_outputs(state, source)
+            restore_outputs(state)
         comparable, incomparable = find_comparable(model, findings.groups, source.clones)
-    return _layout(findings, comparable, incomparable)
-
-
-def _decide(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    findings: Findings,
-    required: Mapping[str, TensorClass] | None,
-) -> Findings:
-    """Decide the class of every tensor, step by step.
-
-    Steps that take the state act on the model: they load, write or compute, and then restore it.
-    """
-    # Which tensors have a worse class on another rank?
-    findings = require_classes(findings, required or {})
-    # Which tensors are stored as they were loaded? Which share elements? Which are not stored?
-    findings = compare_bits(source, findings)
-    findings = find_overlapping(findings)
-    findings = find_transformed(source, findings)
-    # Which layers can be neither inspected nor tested?
-    findings = find_untestable(state, source, findings)
-    # Which tensors can be written in place, and do all of their layers compute from them?
-    findings = verify_uniform(state, source, findings)
-    findings = verify_in_place(state, source, findings)
-    findings = refuse_unverifiable(state, source, findings)
-    # Which of the others does the engine's own loader update exactly?
-    findings = try_loading(state, source, findings)
-    # Which live tensors are derived, and from what? Their sources must be reloaded.
-    findings = find_derived(state, source, findings)
-    # Which of the remaining tensors does a reload of whole layers update exactly? Refuse the rest.
-    findings = try_reloading(state, source, findings)
-    return decide_remaining(findings)
-
-
-def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
-    """Find the placements again in an engine that replaced its tensors, whatever their content."""
-    recording = record(model.load, source.loaded.values(), model.modules())
-    found: dict[str, list[Placement]] = {name: [] for name in source.specs}
-    for here, places in recording.places.items():
-        found[source.owner[here]] += places
-    after = replace(
-        before,
-        places={name: tuple(distinct(found[name])) for name in before.places},
-        readable={name: tuple(distinct(found[name])) for name in before.readable},
-    )
-    if after.report() != before.report():
-        raise TensorMismatchError(
-            "the engine changed the layout of its weights", hint="restart the engine to follow on"
-        )
-    return after
-
-
-def _layout(
-    findings: Findings, comparable: frozenset[LoadGroup], incomparable: Mapping[str, str]
-) -> Layout:
     classes, placements = findings.classes, findings.placements
     reasons = {n: r for n, r in findings.reasons.items() if classes[n] != "in_place"}
     for name, why in incomparable.items():
@@ -186,3 +99,42 @@ def _layout(
         comparable=comparable,
         idle=findings.idle,
     )
+
+
+def _decide(state: ModelState, findings: Findings, required: Mapping[str, TensorClass]) -> Findings:
+    """Decide the class of every tensor, step by step; each step restores the model."""
+    # Which tensors have a worse class on another rank?
+    findings = require_classes(findings, required)
+    # Which tensors are stored as they were loaded? Which share elements? Which are not stored?
+    findings = compare_bits(state, findings)
+    findings = find_overlapping(findings)
+    findings = find_transformed(state, findings)
+    # Which layers can be neither inspected nor tested?
+    findings = find_untestable(state, findings)
+    # Which tensors can be written in place, and do all of their layers compute from them?
+    findings = verify_uniform(state, findings)
+    findings = verify_in_place(state, findings)
+    findings = refuse_unverifiable(state, findings)
+    # Which of the others does the engine's own loader update exactly?
+    findings = try_loading(state, findings)
+    # Which live tensors are derived, and from what? Their sources must be reloaded.
+    findings = find_derived(state, findings)
+    # Which of the remaining tensors does a reload of whole layers update exactly? Refuse the rest.
+    findings = try_reloading(state, findings)
+    return decide_remaining(findings)
+
+
+def rediscover(model: EngineModel, source: LoadedCheckpoint, before: Layout) -> Layout:
+    """Find the placements again in an engine that replaced its tensors, whatever their content."""
+    recording = record(model.load, source.loaded.values(), model.modules())
+    found = recording.placements(source.owner)
+    after = replace(
+        before,
+        places={name: found[name] for name in before.places},
+        readable={name: found[name] for name in before.readable},
+    )
+    if after.report() != before.report():
+        raise TensorMismatchError(
+            "the engine changed the layout of its weights", hint="restart the engine to follow on"
+        )
+    return after

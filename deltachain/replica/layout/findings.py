@@ -5,88 +5,62 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
-from deltachain.replica.layout.classes import ON_HOST, TensorClass
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.layout.members import restoring
-from deltachain.replica.layout.model_state import RELOADS, LoadGroup, LoadMethod, ModelState
-from deltachain.replica.layout.recorder import Recording
+from deltachain.disjoint_sets import join_sets
 from deltachain.replica.windows import Placement
+
+from .classes import ON_HOST, TensorClass
+from .members import restoring
+from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState
+from .recorder import Recording
+
+Links: TypeAlias = Mapping[str, frozenset[str]]
+"""Layers that each tensor is loaded into or shares memory with."""
 
 
 def components(
-    names: Iterable[str],
-    links: Mapping[str, frozenset[str]],
-    together: Iterable[frozenset[str]],
+    names: Iterable[str], links: Links, together: Iterable[frozenset[str]] = ()
 ) -> list[list[str]]:
-    """Split names into groups without common layers or sets; keep the order."""
-    root: dict[str, str] = {}
-    first: dict[str, str] = {}
-
-    def find(name: str) -> str:
-        while root[name] != name:
-            root[name] = name = root[root[name]]
-        return name
-
-    labels: dict[str, list[str]] = defaultdict(list)
-    for number, one in enumerate(together):
-        for name in one:
-            labels[name].append(f"together {number}")
-    wanted = list(names)
+    wanted = dict.fromkeys(names)
+    known = [[(name, "") for name in one if name in wanted] for one in together]
+    sets = join_sets([*([(n, ""), *(("", layer) for layer in links[n])] for n in wanted), *known])
+    number = {member: at for at, one in enumerate(sets) for member in one}
+    groups: dict[int, list[str]] = defaultdict(list)
     for name in wanted:
-        root[name] = name
-        for label in (*links[name], *labels[name]):
-            root[find(name)] = find(first.setdefault(label, name))
-    groups: dict[str, list[str]] = defaultdict(list)
-    for name in wanted:
-        groups[find(name)].append(name)
+        groups[number[name, ""]].append(name)
     return list(groups.values())
-
-
-def distinct(places: Iterable[Placement]) -> list[Placement]:
-    found: dict[object, Placement] = {}
-    for place in places:
-        found.setdefault((place.live.data_ptr(), place.offset, place.dims), place)
-    return list(found.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
     """Findings so far. Names are those of the chain, in its order, unless stated otherwise.
 
-    Attributes:
-        placements: Recorded places of each tensor, without duplicates.
-        loaded_into: Layers that each tensor is loaded into, and layers with live tensors that are
-            derived from it.
-        joined: Sets of tensors that have to be loaded together.
-        reasons: First reason of each tensor that cannot be written in place.
-        reload_only: Tensors among these that only a reload of their layers can update.
-        required: Classes that other ranks assigned to tensors.
-        readable: Tensors whose bits can be read back where they are stored.
-        overlapping: Tensors that share live elements with another tensor.
-        unverifiable: Tensors whose elements are all equal, in layers that may rearrange them.
-        untestable: Layers that may compute from memory that cannot be inspected.
-        derived: Live tensors and numbers that are derived from each tensor.
-        touched: Live tensors that the engine's own loader was seen to change.
-        idle: Tensors that are loaded with others, and changed nothing by themselves.
-        classes: Classes of the tensors decided so far.
-        groups: Tensors that the engine loads, with the method.
+    ``loaded_into`` includes layers with live tensors that are derived from a tensor. ``joined`` are
+    sets of tensors that have to be loaded together. ``reasons`` say why tensors cannot be written
+    in place, and ``reload_only`` are those of them that only a reload of their layers can update.
+    ``readable`` tensors can be read back where they are stored; ``overlapping`` ones share live
+    elements with another; ``unverifiable`` ones have equal elements alone, in layers that may
+    rearrange them. ``untestable`` layers may compute from memory that cannot be inspected.
+    ``derived`` are live tensors and numbers made from each tensor, ``touched`` live tensors that
+    the engine's own loader was seen to change. ``idle`` tensors are loaded with others, and changed
+    nothing by themselves.
     """
 
     placements: Mapping[str, tuple[Placement, ...]]
-    loaded_into: Mapping[str, frozenset[str]]
+    loaded_into: Links
     joined: tuple[frozenset[str], ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
     reload_only: frozenset[str] = frozenset()
-    required: Mapping[str, TensorClass] = field(default_factory=dict)
+    required: Mapping[str, TensorClass] = field(default_factory=dict)  # on other ranks
     readable: frozenset[str] = frozenset()
     overlapping: frozenset[str] = frozenset()
     unverifiable: frozenset[str] = frozenset()
     untestable: frozenset[str] = frozenset()
-    derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    derived: Links = field(default_factory=dict)
     touched: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
-    classes: Mapping[str, TensorClass] = field(default_factory=dict)
+    classes: Mapping[str, TensorClass] = field(default_factory=dict)  # of those decided so far
     groups: tuple[tuple[LoadMethod, LoadGroup], ...] = ()
 
     def in_place(self) -> list[str]:
@@ -94,38 +68,30 @@ class Findings:
 
     def not_in_place(self, reasons: Mapping[str, str]) -> Findings:
         """Record why tensors cannot be written in place; the first reason of a tensor stays."""
-        new = {name: reason for name, reason in reasons.items() if name not in self.reasons}
-        return replace(self, reasons={**self.reasons, **new})
+        return replace(self, reasons={**self.reasons, **reasons, **self.reasons})
 
     def only_reloaded(self, reasons: Mapping[str, str]) -> Findings:
         return replace(self.not_in_place(reasons), reload_only=self.reload_only.union(reasons))
 
 
-def from_recording(state: ModelState, source: LoadedCheckpoint, recording: Recording) -> Findings:
-    owner = source.owner
-    placements: dict[str, list[Placement]] = {name: [] for name in source.specs}
-    for here, found in recording.places.items():
-        placements[owner[here]] += found
+def from_recording(state: ModelState, recording: Recording) -> Findings:
+    source, owner = state.source, state.source.owner
     reasons: dict[str, str] = {}
     for here, reason in recording.reasons.items():
         reasons.setdefault(owner[here], reason)
+    layers: dict[str, frozenset[str]] = defaultdict(frozenset)
+    with restoring(state.modules.values()) as members:
+        loaded_into = state.model.layers(source.meta())
+        members.put_back()
+    for here, into in loaded_into.items():
+        layers[owner[here]] |= into
     return Findings(
-        placements={name: tuple(distinct(found)) for name, found in placements.items()},
-        loaded_into=_loaded_into(state, source),
+        placements=recording.placements(owner),
+        loaded_into=dict(layers),
         joined=tuple(frozenset(owner[here] for here in one) for one in recording.together),
         reasons=reasons,
         reload_only=frozenset(owner[here] for here in recording.raised),
     )
-
-
-def _loaded_into(state: ModelState, source: LoadedCheckpoint) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = defaultdict(frozenset)
-    with restoring(state.modules.values()) as members:
-        layers = state.model.layers(source.meta())
-        members.put_back()
-    for here, into in layers.items():
-        found[source.owner[here]] |= into
-    return dict(found)
 
 
 def require_classes(findings: Findings, classes: Mapping[str, TensorClass]) -> Findings:
@@ -135,34 +101,22 @@ def require_classes(findings: Findings, classes: Mapping[str, TensorClass]) -> F
     return replace(findings.not_in_place(worse), reload_only=reloads, required=dict(classes))
 
 
-Links = Mapping[str, frozenset[str]]
-"""Layers that each tensor is loaded into or shares memory with."""
+def links_of(state: ModelState, findings: Findings, names: Iterable[str]) -> Links:
+    links: dict[str, frozenset[str]] = {}
+    for name in names:
+        places = findings.placements[name]
+        sharers = [state.memory.overlapping(place.live) for place in places]
+        layers = findings.loaded_into.get(name, frozenset()).union(*sharers)
+        links[name] = layers if places else _with_sharers(state, name, layers)
+    return links
 
 
-def links_of(
-    state: ModelState, source: LoadedCheckpoint, findings: Findings, names: Iterable[str]
-) -> Links:
-    return {name: _layers(state, source, findings, name) for name in names}
-
-
-def _layers(
-    state: ModelState, source: LoadedCheckpoint, findings: Findings, name: str
-) -> frozenset[str]:
-    found = findings.loaded_into.get(name, frozenset())
-    placements = findings.placements[name]
-    for place in placements:
-        found |= state.memory.overlapping(place.live)
-    return found if placements else _with_sharers(state, source.specs[name].shape, found)
-
-
-def _with_sharers(
-    state: ModelState, shape: tuple[int, ...], layers: frozenset[str]
-) -> frozenset[str]:
+def _with_sharers(state: ModelState, name: str, layers: frozenset[str]) -> frozenset[str]:
     """Return layers, and those that share the only tensor of one of them.
 
     Vectors beside a packed tensor, such as a bias, are not counted.
     """
-    found = set(layers)
+    found, shape = set(layers), state.source.specs[name].shape
     for layer in layers:
         held = [t for n, t in state.tensors.items() if state.owner[n] == layer]
         if len(held) == 1 and (len(shape) < 2 or held[0].numel() > max(shape)):

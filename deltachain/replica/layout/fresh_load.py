@@ -13,20 +13,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.loaded_checkpoint import WeightsFactory
-from deltachain.replica.layout.members import (
-    is_opaque,
-    numbers_in,
-    same_number,
-    storage_id,
-    tensors_in,
-)
-from deltachain.replica.layout.model_state import RELOADS, LoadGroup, LoadMethod
 from deltachain.types import TensorSpec
+
+from .loaded_checkpoint import WeightsFactory
+from .members import is_opaque, numbers_in, same_number, same_tensor, storage_id, tensors_in
+from .model_state import RELOADS, LoadGroup, LoadMethod
 
 TOGETHER: Final = 32 << 20
 """Bytes of weights up to which groups are loaded together; a larger one is loaded alone."""
@@ -38,12 +33,7 @@ KV: Final = "kv_cache"
 def find_comparable(
     model: EngineModel, groups: Iterable[tuple[LoadMethod, LoadGroup]], weights: WeightsFactory
 ) -> tuple[frozenset[LoadGroup], Mapping[str, str]]:
-    """Find the groups that can be compared with a fresh load: one equals the model as it is.
-
-    Returns:
-        The groups that can be compared, and why others cannot, by tensor. Groups without quantised
-        layers are in neither.
-    """
+    """Find the groups that can be compared with a fresh load: one equals the model as it is."""
     found: set[LoadGroup] = set()
     reasons: dict[str, str] = {}
     for method, group in groups:
@@ -68,10 +58,6 @@ def expect_fresh(
 
     All groups are loaded, even after a difference, and in the same order on every rank: ranks may
     exchange values while they quantise, and must do so equally often.
-
-    Raises:
-        TensorMismatchError: A layer differs.
-        Exception: Any error of the engine.
     """
     different: list[TensorMismatchError] = []
     for together in _batches(groups, specs):
@@ -123,7 +109,7 @@ def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int
     mine = dict(tensors_in(live))
     for path, tensor in tensors_in(fresh):
         is_weight = tensor.numel() and not tensor.is_meta and KV not in path
-        if is_weight and (path not in mine or not _same(mine[path], tensor)):
+        if is_weight and (path not in mine or not same_tensor(mine[path], tensor)):
             return f"{path} differs"
     numbers = dict(numbers_in(live))
     for path, number in numbers_in(fresh):
@@ -135,13 +121,6 @@ def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int
     found, wanted = (model.probe(one, seed) for one in (live, fresh))
     if found is None or wanted is None:
         return "it has members that cannot be inspected, and cannot be tried by itself"
-    if not _same(found, wanted):
+    if not same_tensor(found, wanted):
         return "it computes something else"
     return ""
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
-        return False
-    pair = [t.detach().contiguous().view(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*pair)

@@ -18,11 +18,12 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import LiveBits
-from deltachain.replica.layout.members import Provenance, tensors_in
-from deltachain.replica.layout.recorder import Load
 from deltachain.subscribe.targets.patch import varied
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
+
+from .members import Provenance, tensors_in
+from .recorder import Load
 
 WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
 """Factory of checkpoint tensors, by chain name; new ones at each call, since loaders edit them."""
@@ -90,14 +91,7 @@ def layers_of(
     owners: Owners,
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[str, frozenset[str]]:
-    """Find the layers that each checkpoint tensor is loaded into; no owned tensor is written.
-
-    Args:
-        load: Loader of the engine.
-        names: Meta tensors in the checkpoint's shapes and dtypes, by name.
-        owners: Function that returns the layers with an element of a tensor.
-        modules: Modules in which a loader may put new tensors without an owner; these stay there.
-    """
+    """Find the layers that each checkpoint tensor is loaded into; no owned tensor is written."""
     found: dict[str, set[str]] = defaultdict(set)
     if not _try_load(load, names, owners, modules or {}, found):
         for name in [name for name in names if name not in found]:
@@ -159,19 +153,6 @@ def _try_load(
 
 
 class LoadedCheckpoint:
-    """The checkpoint that the engine loaded, by the names of the chain.
-
-    Attributes:
-        names: Checkpoint names of every tensor of the chain; empty for tensors not in the
-            checkpoint. Tied tensors are loaded under all names that the checkpoint has.
-        present: Tensors of the chain that are in the checkpoint.
-        loaded: Tensors given to the engine, by checkpoint name.
-
-    Raises:
-        TensorMismatchError: A tensor has another dtype or shape, or the checkpoint has none of
-            them.
-    """
-
     def __init__(
         self, checkpoint: Checkpoint, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]
     ) -> None:
@@ -206,7 +187,6 @@ class LoadedCheckpoint:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
 
     def copy(self, name: str) -> npt.NDArray[Any]:
-        """Return writable flat bits of a tensor."""
         return self.checkpoint.bits(self.names[name][0])
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:

@@ -6,18 +6,20 @@ quantisation method. All members are recorded by identity: dictionaries, lists a
 items, and tensors with the memory that they view.
 """
 
+# ruff: noqa: ANN401 - members of modules have any type
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from hashlib import blake2b
+from itertools import combinations
 from pathlib import PurePath
-from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -28,8 +30,6 @@ from deltachain.errors import TensorMismatchError
 
 
 class Provenance:
-    """Sources of tensors, by storage."""
-
     def __init__(self, inputs: Mapping[str, Tensor]) -> None:
         self._owner = {storage_id(tensor): name for name, tensor in inputs.items()}
         self._made: dict[int, frozenset[str]] = {}
@@ -38,7 +38,7 @@ class Provenance:
     def owner(self, tensor: Tensor) -> str | None:
         return self._owner.get(storage_id(tensor))
 
-    def sources(self, values: Any) -> frozenset[str]:  # noqa: ANN401
+    def sources(self, values: Any) -> frozenset[str]:
         """Return the checkpoint tensors that some values are, view, or were computed from."""
         found: frozenset[str] = frozenset()
         for leaf in tree_leaves(values):
@@ -49,7 +49,7 @@ class Provenance:
                     found |= {self._owner[storage]}
         return found
 
-    def made(self, values: Any, sources: frozenset[str]) -> None:  # noqa: ANN401
+    def made(self, values: Any, sources: frozenset[str]) -> None:
         for tensor in tree_leaves(values) if sources else ():
             if isinstance(tensor, Tensor) and storage_id(tensor) not in self._owner:
                 storage = storage_id(tensor)
@@ -72,10 +72,12 @@ class MemoryIndex:
                 self._tensors[storage_id(tensor)].append((name, tensor))
         self._tied: dict[str, set[str]] = defaultdict(set)
         for sharing in self._tensors.values():
-            self._note_tied(sharing)
+            for (name, tensor), (other, theirs) in combinations(sharing, 2):
+                if other != name and overlap(tensor, theirs):
+                    self._tied[name].add(other)
+                    self._tied[other].add(name)
 
     def overlapping(self, tensor: Tensor) -> frozenset[str]:
-        """Return the owners of tensors that share an element with this one."""
         sharing = self._tensors.get(storage_id(tensor), ())
         return frozenset(name for name, other in sharing if overlap(tensor, other))
 
@@ -86,13 +88,6 @@ class MemoryIndex:
         """Return the given owners, and those whose tensors share an element with theirs."""
         return names.union(*(self._tied.get(name, ()) for name in names))
 
-    def _note_tied(self, sharing: list[tuple[str, Tensor]]) -> None:
-        for at, (name, tensor) in enumerate(sharing):
-            for other, theirs in sharing[:at]:
-                if other != name and overlap(tensor, theirs):
-                    self._tied[name].add(other)
-                    self._tied[other].add(name)
-
 
 def overlap(one: Tensor, other: Tensor) -> bool:
     if one is other:
@@ -100,12 +95,12 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     (first, last), (start, end) = _span(one), _span(other)
     if first >= end or start >= last:
         return False
-    if _is_dense(one) and _is_dense(other):
+    width = one.element_size()
+    if one.numel() * width == last - first and other.numel() * other.element_size() == end - start:
         return True
-    if one.element_size() != other.element_size():
+    if width != other.element_size():
         return True  # as far as is known: only flat buffers are viewed in two widths
     base = min(one.storage_offset(), other.storage_offset())
-    width = one.element_size()
     taken = torch.zeros(max(last, end) // width - base, dtype=torch.bool)
     taken.as_strided(one.shape, one.stride(), one.storage_offset() - base).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset() - base).any())
@@ -114,18 +109,9 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 def _span(tensor: Tensor) -> tuple[int, int]:
     """Return the offsets of a tensor's first byte in its storage and after its last."""
     width, first = tensor.element_size(), int(tensor.storage_offset())
-    if not tensor.numel():
-        return first * width, first * width
-    return first * width, (first + _reach(tensor)) * width
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.numel() == _reach(tensor)
-
-
-def _reach(tensor: Tensor) -> int:
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return 1 + sum((size - 1) * stride for size, stride in sizes)
+    reach = 1 + sum((size - 1) * stride for size, stride in sizes) if tensor.numel() else 0
+    return first * width, (first + reach) * width
 
 
 NESTED: Final = 3
@@ -153,10 +139,6 @@ class _Memory:
     tensor: Tensor
     view: Tensor
     attributes: dict[str, Any]
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Memory:
-        return cls(tensor, tensor.data, dict(vars(tensor)))
 
     def has_moved(self) -> bool:
         now = self.tensor.data
@@ -201,10 +183,6 @@ class Members:
         """Copy the bits of new tensors into those that they replaced, and put those back.
 
         Members without tensors, such as functions, stay as they are now.
-
-        Raises:
-            TensorMismatchError: A tensor is gone, added, or has another shape or dtype. Tensors
-                settled before stay settled.
         """
         seen: set[int] = set()
         for root in self._roots:
@@ -215,10 +193,11 @@ class Members:
             box = self._boxes[id(container)] = _Box(container, _items(container))
             for value in box.items.values():
                 if isinstance(value, Tensor):
-                    self._memories.setdefault(id(value), _Memory.of(value))
+                    memory = _Memory(value, value.data, dict(vars(value)))
+                    self._memories.setdefault(id(value), memory)
         return self._boxes[id(vars(module))]
 
-    def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:  # noqa: ANN401
+    def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:
         if id(box) in seen:
             return
         seen.add(id(box))
@@ -236,20 +215,18 @@ class Members:
                 if after is not None:
                     self._settle(inner, after, seen)
             box.put(key, before)
+        self._settle_new(box, found)
+
+    def _settle_new(self, box: _Box, found: dict[Any, Any]) -> None:
         for key, after in found.items():
-            self._settle_other(box, key, after)
+            before, is_tensor = box.items.get(key), isinstance(after, Tensor)
+            if is_tensor and key not in box.items and after.numel():
+                raise TensorMismatchError(f"the engine made another tensor, {key!r}")
+            known = isinstance(before, nn.Module | Tensor)
+            if not (known or is_tensor or id(container_of(before)) in self._boxes):
+                box.put(key, after)
 
-    def _settle_other(self, box: _Box, key: Any, after: Any) -> None:  # noqa: ANN401
-        if isinstance(after, Tensor) and key not in box.items and after.numel():
-            raise TensorMismatchError(f"the engine made another tensor, {key!r}")
-        if not self._follows(box.items.get(key), after):
-            box.put(key, after)
-
-    def _follows(self, before: Any, after: Any) -> bool:  # noqa: ANN401
-        is_kept = isinstance(before, nn.Module) or id(container_of(before)) in self._boxes
-        return isinstance(before, Tensor) or isinstance(after, Tensor) or is_kept
-
-    def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:  # noqa: ANN401
+    def _settle_tensor(self, key: str, before: Tensor, after: Any) -> None:
         memory = self._memories[id(before)]
         if not isinstance(after, Tensor):
             raise TensorMismatchError(f"the engine dropped its tensor {key!r}")
@@ -265,11 +242,11 @@ class Members:
 
 
 class _Box:
-    def __init__(self, container: Any, items: dict[Any, Any]) -> None:  # noqa: ANN401
+    def __init__(self, container: Any, items: dict[Any, Any]) -> None:
         self.container = container
         self.items = items
 
-    def put(self, key: Any, value: Any) -> None:  # noqa: ANN401
+    def put(self, key: Any, value: Any) -> None:
         container = self.container
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = value
@@ -310,8 +287,7 @@ class SavedBits:
             return bool(flat.numel())
         saved = self._saved[flat.data_ptr()][1].view(tensor.dtype) if flat.numel() else flat
         before = saved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        now = tensor.detach().to("cpu")
-        return not torch.equal(_bytes(now), _bytes(before))
+        return not same_tensor(tensor.to("cpu"), before)
 
 
 @contextmanager
@@ -338,29 +314,23 @@ def restoring(modules: Iterable[nn.Module]) -> Iterator[Members]:
 
 def tensors_in(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a module itself, with its dotted path."""
-    paths = {id(vars(module)): ""}
-    for container in containers_of(module):
-        prefix = paths[id(container)]
-        for key, value in _items(container).items():
-            bare = not prefix and key in ("_parameters", "_buffers")
-            path = prefix if bare else f"{prefix}.{key}" if prefix else str(key)
-            if isinstance(value, Tensor):
-                yield path, value
-            else:
-                paths.setdefault(id(container_of(value)), path)
+    return ((path, value) for path, value in _values_in(module) if isinstance(value, Tensor))
 
 
 def numbers_in(module: nn.Module) -> Iterator[tuple[str, float]]:
-    """Yield every floating-point number of a module itself, with its dotted path."""
+    return ((path, value) for path, value in _values_in(module) if isinstance(value, float))
+
+
+def _values_in(module: nn.Module) -> Iterator[tuple[str, Any]]:
     paths = {id(vars(module)): ""}
     for container in containers_of(module):
         prefix = paths[id(container)]
         for key, value in _items(container).items() if container else ():
-            path = f"{prefix}.{key}" if prefix else str(key)
-            if isinstance(value, float):
-                yield path, value
-            elif type(value) not in LEAVES:
+            bare = not prefix and key in ("_parameters", "_buffers")
+            path = prefix if bare else f"{prefix}.{key}" if prefix else str(key)
+            if type(value) not in LEAVES:
                 paths.setdefault(id(container_of(value)), path)
+            yield path, value
 
 
 def same_number(one: float | None, other: float | None) -> bool:
@@ -374,8 +344,19 @@ def storage_of(tensor: Tensor) -> Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
+def bytes_of(tensor: Tensor) -> bytes:
+    return _bytes(tensor.detach()).cpu().numpy().tobytes()
+
+
 def digest_of(tensor: Tensor) -> bytes:
-    return blake2b(_bytes(tensor.detach().to("cpu")).numpy().tobytes()).digest()
+    return blake2b(bytes_of(tensor)).digest()
+
+
+def same_tensor(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same form, device and bits."""
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    return torch.equal(_bytes(one.detach()), _bytes(other.detach()))
 
 
 def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
@@ -403,7 +384,7 @@ def containers_of(module: nn.Module, *, plain: bool = True) -> Iterator[Any]:
             queue.append((inner, depth + 1, here))
 
 
-def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
+def _holds_tensors(value: Any) -> bool:
     """Return whether an object itself keeps tensors, also in containers, except process groups."""
     if "distributed" in type(value).__module__:
         return False
@@ -414,7 +395,7 @@ def _holds_tensors(value: Any) -> bool:  # noqa: ANN401
     )
 
 
-def container_of(value: Any) -> Any:  # noqa: ANN401
+def container_of(value: Any) -> Any:
     """Return a container itself, or the attributes of an object; ``None`` for anything else."""
     if type(value) in LEAVES:
         return None
@@ -425,7 +406,7 @@ def container_of(value: Any) -> Any:  # noqa: ANN401
     return vars(value) if is_plain and hasattr(value, "__dict__") and not is_whole else None
 
 
-def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
+def _items(container: Any) -> dict[Any, Any]:
     if isinstance(container, dict):
         return dict(container)
     if isinstance(container, list | tuple):
@@ -433,11 +414,11 @@ def _items(container: Any) -> dict[Any, Any]:  # noqa: ANN401
     return {id(value): value for value in container}
 
 
-def is_configuration(value: Any) -> bool:  # noqa: ANN401
+def is_configuration(value: Any) -> bool:
     return type(value).__name__.endswith(CONFIGURATION)
 
 
-def _values(container: Any) -> Iterable[Any]:  # noqa: ANN401
+def _values(container: Any) -> Iterable[Any]:
     return tuple(container.values() if isinstance(container, dict) else container)
 
 
@@ -475,11 +456,11 @@ def is_opaque(module: nn.Module, visible: Container[int]) -> bool:
     return any(
         may_hide_tensors(value) or any(storage_id(one) not in visible for one in _tensors_in(value))
         for box in containers_of(module, plain=False)
-        for value in _inside(box)
+        for value in _values(box)
     )
 
 
-def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:  # noqa: ANN401
+def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool:
     """Return whether an object may hold tensors that cannot be found, as a closure does."""
     if id(value) in within:
         return False
@@ -497,21 +478,23 @@ def may_hide_tensors(value: Any, within: frozenset[int] = frozenset()) -> bool: 
     )
 
 
-def _kept_by(value: Any) -> list[Any] | None:  # noqa: ANN401
+def _kept_by(value: Any) -> list[Any] | None:
     """Return the parts of an object without attributes; ``None`` if they are unknown."""
     if isinstance(value, frozenset):
         return list(value)
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
-        cells = value.__closure__ or ()
         defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-        return defaults + [inner for cell in cells for inner in _in_cell(cell)]
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # the cell is still empty
+                defaults.append(cell.cell_contents)
+        return defaults
     slots = [slot for one in type(value).__mro__ for slot in _slots(one)]
     return [getattr(value, slot) for slot in slots if hasattr(value, slot)] if slots else None
 
 
-def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:  # noqa: ANN401
+def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Tensor]:
     """Yield tensors reachable from an object through others, except modules and process groups."""
     kind = type(value)
     if isinstance(value, nn.Module) or "distributed" in kind.__module__:
@@ -523,7 +506,7 @@ def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Te
     inner = container_of(value)
     kept = [value.__self__] if isinstance(value, MethodType) else _kept_by(value) or []
     if inner is not None:
-        kept = [*kept, *_inside(inner)]
+        kept = [*kept, *_values(inner)]
     elif is_configuration(value):
         kept = list(vars(value).values()) if hasattr(value, "__dict__") else kept
     for one in kept:
@@ -533,17 +516,6 @@ def _tensors_in(value: Any, within: frozenset[int] = frozenset()) -> Iterator[Te
             yield from _tensors_in(one, within | {id(value)})
 
 
-def _in_cell(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # the cell is still empty
-        return []
-
-
 def _slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)
-
-
-def _inside(container: Any) -> tuple[Any, ...]:  # noqa: ANN401
-    return tuple(container.values() if isinstance(container, dict) else container)

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
-from deltachain.replica.layout.members import (
+
+from .loaded_checkpoint import LoadedCheckpoint, mixed
+from .members import (
     Members,
     MemoryIndex,
     SavedBits,
@@ -29,6 +30,7 @@ from deltachain.replica.layout.members import (
     numbers_in,
     restoring,
     same_number,
+    same_tensor,
     storage_id,
 )
 
@@ -50,6 +52,18 @@ def probing_rows(row: Tensor, seed: int) -> Tensor:
     rows = torch.zeros(len(chosen), width, dtype=row.dtype)
     rows[torch.arange(len(chosen)), chosen] = 1
     return torch.cat([row, rows.to(row.device)])
+
+
+def fixed_rows(
+    count: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Return ``[count, width]`` numbers without zeros; with a seed, probing rows as well."""
+    row = torch.linspace(0.5, 1.5, count * width, device=device).to(dtype).view(count, width)
+    return row if seed is None else probing_rows(row, seed)
 
 
 def is_plain(layer: Any) -> bool:  # noqa: ANN401 - a layer of an engine
@@ -121,11 +135,10 @@ def _upwards(name: str) -> Iterator[str]:
 
 
 def _only_returns(function: object) -> bool:
-    """Return whether a function or method does nothing; anything else may act."""
     plain = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(plain, FunctionType):
-        return False
-    return _RETURNING.issuperset(step.opname for step in dis.get_instructions(plain))
+    return isinstance(plain, FunctionType) and _RETURNING.issuperset(
+        step.opname for step in dis.get_instructions(plain)
+    )
 
 
 LoadMethod: TypeAlias = Literal["loaded", "reloaded", "repacked"]
@@ -136,16 +149,20 @@ RELOADS: Final[tuple[LoadMethod, ...]] = ("reloaded", "repacked")
 
 @dataclass(frozen=True, slots=True)
 class LoadGroup:
-    """Checkpoint tensors that are loaded together or not at all.
+    """Checkpoint tensors that are loaded together or not at all, in the order of the chain.
 
-    Attributes:
-        names: Names of the tensors, in the order of the chain.
-        layers: Layers that they are loaded into, and layers that share live elements with these;
-            empty if unknown.
+    ``layers`` are those that they are loaded into, and those that share live elements with these;
+    empty if unknown.
     """
 
     names: tuple[str, ...]
     layers: frozenset[str]
+
+
+def scope_of(groups: Iterable[LoadGroup]) -> frozenset[str]:
+    """Return the layers of some groups; empty, for any, if those of one group are unknown."""
+    layers = [group.layers for group in groups]
+    return frozenset().union(*layers) if all(layers) else frozenset()
 
 
 def load_with(
@@ -154,36 +171,18 @@ def load_with(
     layers: frozenset[str],
     weights: Iterable[tuple[str, Tensor]],
 ) -> None:
-    """Have the engine load tensors; live tensors keep their memory even if it replaces them.
+    """Have the engine load tensors of whole groups; live tensors keep their memory.
 
-    Args:
-        model: The rank's model; not in use meanwhile.
-        method: Load method of the engine.
-        layers: Layers that the tensors are loaded into; empty for any.
-        weights: Tensors of whole groups, by checkpoint name; loaders may edit them.
-
-    Raises:
-        TensorMismatchError: The new tensors of the engine do not match the old ones.
-        Exception: Any error of the engine. The modules are restored, but bits may have changed.
+    ``layers`` are those that the tensors are loaded into; empty for any. After an error, which may
+    be any of the engine's, the modules are restored, but bits may have changed.
     """
     scope = layers if method == "repacked" else ()  # loaders and reloads may replace any tensor
     with restoring(modules_in(model, scope)) as members, torch.no_grad():
-        _load(model, method, layers, weights)
+        if method == "repacked":
+            model.repack(layers, weights)
+        else:
+            (model.load if method == "loaded" else model.reload)(weights)
         members.settle()
-
-
-def _load(
-    model: EngineModel,
-    method: LoadMethod,
-    layers: frozenset[str],
-    weights: Iterable[tuple[str, Tensor]],
-) -> None:
-    if method == "loaded":
-        model.load(weights)
-    elif method == "reloaded":
-        model.reload(weights)
-    else:
-        model.repack(layers, weights)
 
 
 def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
@@ -196,28 +195,42 @@ def modules_in(model: EngineModel, layers: Collection[str]) -> list[nn.Module]:
 
 
 class ModelState:
-    """The members, bits and outputs of a model at one moment.
+    """The members, bits and outputs of a model at one moment; it is not in use meanwhile.
 
-    Args:
-        model: The rank's model; not in use meanwhile.
-        bits: Saved bits of its live tensors.
-        layers: Layers whose outputs are computed; all by default.
+    The outputs are those of ``layers``, by default of all.
     """
 
     def __init__(
-        self, model: EngineModel, bits: SavedBits, layers: frozenset[str] | None = None
+        self,
+        model: EngineModel,
+        source: LoadedCheckpoint,
+        bits: SavedBits | None = None,
+        layers: frozenset[str] | None = None,
     ) -> None:
-        self.model = model
-        self.bits = bits
+        self.model, self.source = model, source
         self.tensors = dict(model.tensors())
-        modules = model.modules()
-        self.owner = {name: layer_of(name, modules) for name in self.tensors}
-        self.modules = modules
+        self.bits = bits or SavedBits(self.tensors)
+        self.modules = model.modules()
+        self.owner = {name: layer_of(name, self.modules) for name in self.tensors}
         self.memory = MemoryIndex((self.owner[name], one) for name, one in self.tensors.items())
-        self._members = Members(modules.values())
-        self.numbers = dict(_numbers(modules))
+        self._members = Members(self.modules.values())
+        self.numbers = dict(_numbers(self.modules))
         self.processed = model.processed()
-        self.outputs = self._compute(frozenset(modules) if layers is None else layers)
+        self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
+
+    def now(self, layers: frozenset[str] | None = None) -> ModelState:
+        return ModelState(self.model, self.source, layers=layers)
+
+    def load(
+        self,
+        method: LoadMethod,
+        names: Iterable[str],
+        others: Iterable[str] = (),
+        layers: frozenset[str] = frozenset(),
+        turn: int = 0,
+    ) -> None:
+        """Have the engine load tensors with their first bits, and ``others`` with other bits."""
+        load_with(self.model, method, layers, mixed(self.source.clones, names, others, turn))
 
     @cached_property
     def opaque(self) -> frozenset[str]:
@@ -231,10 +244,9 @@ class ModelState:
         )
 
     def changed(self, layers: frozenset[str] | None = None) -> frozenset[str]:
-        """Return live tensors whose bits or memory have changed, and changed numbers."""
-        now = self.model.tensors()
-        numbers = dict(_numbers(self.modules))
-        return frozenset(
+        now, numbers = self.model.tensors(), dict(_numbers(self.modules))
+        added = {name for name in now if name not in self.tensors}
+        tensors = {
             name
             for name, tensor in self.tensors.items()
             if (layers is None or self.owner[name] in layers)
@@ -243,14 +255,12 @@ class ModelState:
                 or now[name].data_ptr() != tensor.data_ptr()
                 or self.bits.has_changed(tensor)
             )
-        ) | frozenset(
-            {name for name in now if name not in self.tensors}
-            | {
-                name
-                for name, number in self.numbers.items()
-                if not same_number(numbers.get(name), number)
-                and (layers is None or layer_of(name, self.modules) in layers)
-            }
+        }
+        return frozenset(added | tensors).union(
+            name
+            for name, number in self.numbers.items()
+            if not same_number(numbers.get(name), number)
+            and (layers is None or layer_of(name, self.modules) in layers)
         )
 
     def follows(self, layers: frozenset[str]) -> frozenset[str]:
@@ -267,11 +277,7 @@ class ModelState:
         return frozenset(found)
 
     def expect_same(self, layers: frozenset[str] = frozenset()) -> None:
-        """Refuse any changed bit, moved tensor or changed output.
-
-        Raises:
-            TensorMismatchError: There is such a change.
-        """
+        """Refuse any changed bit, moved tensor or changed output."""
         for name in sorted(self.changed(layers or None)):
             raise TensorMismatchError(f"{name} changed", tensor=name)
         for layer in sorted(self.other_outputs(layers or frozenset(self.outputs))):
@@ -293,7 +299,7 @@ class ModelState:
     def other_outputs(self, layers: frozenset[str]) -> list[str]:
         wanted = layers & self.outputs.keys()
         now = self._compute(wanted)
-        return [n for n in wanted if n not in now or not _same(now[n], self.outputs[n])]
+        return [n for n in wanted if n not in now or not same_tensor(now[n], self.outputs[n])]
 
     def _compute(self, layers: frozenset[str]) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -316,30 +322,20 @@ def layer_of(name: str, modules: Mapping[str, object]) -> str:
     return ""
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
-    if (one.shape, one.dtype) != (other.shape, other.dtype):
-        return False
-    pair = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*pair)
-
-
 logger = logging.getLogger(__name__)
 
 
-def restore_outputs(state: ModelState, source: LoadedCheckpoint) -> None:
+def restore_outputs(state: ModelState) -> None:
     """Restore the model; if its outputs still differ, let it load its first weights again.
 
-    Raises:
-        EngineDamagedError: The outputs still differ after every attempt.
+    Raises an :class:`EngineDamagedError` if they differ after every attempt.
     """
     layers, tried = frozenset(state.modules), frozenset(state.outputs)
     state.put_back()
     for method in (*RELOADS, "loaded"):
         if not state.other_outputs(tried):
             return
-        state.put_back(
-            partial(load_with, state.model, method, layers, source.clones(source.present))
-        )
+        state.put_back(partial(state.load, method, state.source.present, layers=layers))
     left = state.other_outputs(tried)
     if left:
         message = (

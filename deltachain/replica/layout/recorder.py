@@ -20,10 +20,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from deltachain.replica.layout.members import Members, Provenance, storage_id, tensors_in
+from deltachain.disjoint_sets import join_sets
 from deltachain.replica.windows import Placement
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
+
+from .members import Members, Provenance, overlap, storage_id, tensors_in
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's own loader of ``(checkpoint name, full tensor)`` pairs."""
@@ -34,19 +36,19 @@ PADDING: Final = (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Results of a dry run.
+    places: Mapping[str, tuple[Placement, ...]]  # places of each tensor that is stored bit by bit
+    reasons: Mapping[str, str]  # reasons, in words, of the tensors that are not stored bit by bit
+    raised: frozenset[str]  # tensors among these for which the loader raised
+    together: tuple[frozenset[str], ...]  # sets of tensors from which a written value is computed
 
-    Attributes:
-        places: Places of each tensor that is stored bit by bit; empty if this rank has none of it.
-        reasons: Reasons, in words, of the tensors that are not stored bit by bit.
-        raised: Tensors among these for which the loader raised.
-        together: Sets of tensors from which a written value is computed.
-    """
-
-    places: Mapping[str, tuple[Placement, ...]]
-    reasons: Mapping[str, str]
-    raised: frozenset[str]
-    together: tuple[frozenset[str], ...]
+    def placements(self, owner: Mapping[str, str]) -> dict[str, tuple[Placement, ...]]:
+        """Return the places of each tensor of the chain, which owns some names; each place once."""
+        found: dict[str, dict[object, Placement]] = {name: {} for name in owner.values()}
+        for here, places in self.places.items():
+            for place in places:
+                key = place.live.data_ptr(), place.offset, place.dims
+                found[owner[here]].setdefault(key, place)
+        return {name: tuple(places.values()) for name, places in found.items()}
 
 
 def live_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -59,14 +61,7 @@ def live_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Module]) -> Recording:
-    """Do a dry run of a loader, and record where it stores each tensor; write no live byte.
-
-    Args:
-        load: Loader of the engine; called once, and once per tensor if a write could not be
-            attributed. Nothing else may use the model meanwhile.
-        specs: Specs of the checkpoint's tensors.
-        modules: Modules of the engine; their members are restored afterwards.
-    """
+    """Do a dry run of a loader, and record where it stores each tensor; write no live byte."""
     wanted = {spec.name: spec for spec in specs}
     storages = {
         storage_id(tensor)
@@ -75,7 +70,7 @@ def record(load: Load, specs: Iterable[TensorSpec], modules: Mapping[str, nn.Mod
         if not is_lazy(tensor)
     }
     runs = [_Run(wanted.values(), storages).execute(load, modules)]
-    together = _joined(runs[0].together)
+    together = tuple(join_sets(runs[0].together))
     if runs[0].unattributed:
         held = frozenset().union(*together)
         alone = [spec for spec in wanted.values() if spec.name not in held]
@@ -121,7 +116,8 @@ class _Run(TorchDispatchMode):
         finally:
             members.put_back()
         for name, place in self.found:
-            if any(_overlaps(fill, place.live) for fill in self.fills):
+            near = (f for f in self.fills if storage_id(f) == storage_id(place.live))
+            if any(overlap(fill, place.live) for fill in near):
                 self._fail(name, "its place is also filled with a constant")
         return self
 
@@ -206,21 +202,3 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:  # noqa: ANN401
         for leaf in tree_leaves(value)
     ]
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-
-
-def _joined(sets: Iterable[frozenset[str]]) -> tuple[frozenset[str], ...]:
-    """Merge sets that have a common element."""
-    found: list[frozenset[str]] = []
-    for one in sets:
-        near = [other for other in found if not one.isdisjoint(other)]
-        found = [other for other in found if other not in near] + [one.union(*near)]
-    return tuple(found)
-
-
-def _overlaps(one: Tensor, other: Tensor) -> bool:
-    if storage_id(one) != storage_id(other):
-        return False
-    numel = one.untyped_storage().nbytes() // one.element_size()
-    mask = torch.zeros(numel, dtype=torch.bool)
-    mask.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(mask.as_strided(other.shape, other.stride(), other.storage_offset()).any())

@@ -8,76 +8,24 @@ these tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
-from deltachain.replica.engine import EngineModel
-from deltachain.replica.layout.classes import ORDER, TensorClass
-from deltachain.replica.layout.findings import (
-    Findings,
-    Links,
-    all_layers,
-    components,
-    group_of,
-    links_of,
-)
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, WeightsFactory, mixed
-from deltachain.replica.layout.members import Members, SavedBits, may_hide_tensors
-from deltachain.replica.layout.model_state import (
-    RELOADS,
-    LoadGroup,
-    LoadMethod,
-    ModelState,
-    load_with,
-    modules_in,
-)
 from deltachain.replica.windows import Placement
 
-# A loader might overwrite tensors that it was not given with their first bits or a constant, which
-# would change nothing if these were stored already.
-
+from .classes import ORDER, TensorClass
+from .findings import Findings, Links, all_layers, components, group_of, links_of
+from .members import Members, may_hide_tensors
+from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, modules_in, scope_of
 
 TURN: Final = 1
-"""Turn of the other bits: not the one that a trial loads, so that equal tensors differ."""
-
-
-@dataclass(frozen=True, slots=True)
-class Untouched:
-    """Decided tensors that a trial does not load.
-
-    Attributes:
-        model: The rank's model; not in use meanwhile.
-        source: The checkpoint that the engine loaded.
-        placements: Placements of the tensors that are written in place.
-        groups: Groups of the tensors that the engine loads, with the method.
-    """
-
-    model: EngineModel
-    source: LoadedCheckpoint
-    placements: Mapping[str, Sequence[Placement]]
-    groups: Sequence[tuple[LoadMethod, LoadGroup]] = ()
-
-    def write(self, *, other: bool) -> None:
-        """Write or load other bits of all of them, or the first ones."""
-        for name, places in self.placements.items():
-            write_bits(places, self.source.other(name, TURN) if other else self.source.bits(name))
-        for method, group in self.groups:
-            changed = group.names if other else ()
-            weights = mixed(self.source.clones, group.names, changed, TURN)
-            load_with(self.model, method, group.layers, weights)
-
-    def lost(self) -> frozenset[str]:
-        return frozenset(
-            name
-            for name, places in self.placements.items()
-            if not holds_bits(places, self.source.other(name, TURN))
-        )
+"""Turn of the other bits of what is not loaded: equal tensors differ from those that are."""
 
 
 def write_bits(places: Sequence[Placement], bits: LiveBits) -> None:
@@ -94,16 +42,14 @@ def holds_bits(places: Sequence[Placement], bits: LiveBits) -> bool:
 class Outcome:
     """Results of a trial.
 
-    Attributes:
-        refused: Reasons why groups cannot be loaded by this method, by their first tensor; empty
-            reasons if the engine does not have the method.
-        touched: Live tensors that other bits of some tensor changed.
-        idle: Tensors of the other groups that changed nothing.
-        beside: Tensors of the other groups that changed members of a layer, but not its output.
-        moved: Tensors that were not stored where they were recorded.
+    ``refused`` has reasons why groups cannot be loaded by this method, by their first tensor; empty
+    reasons if the engine does not have the method. ``touched`` live tensors were changed by other
+    bits of some tensor. Of the tensors of other groups, ``idle`` ones changed nothing, ``beside``
+    ones members of a layer, but not its output, and ``moved`` ones are not stored where they were
+    recorded.
     """
 
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
     touched: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
     beside: frozenset[str] = frozenset()
@@ -111,179 +57,172 @@ class Outcome:
 
     def __add__(self, other: Outcome) -> Outcome:
         return Outcome(
-            {**self.refused, **other.refused},
+            self.refused | other.refused,
             self.touched | other.touched,
             self.idle | other.idle,
             self.beside | other.beside,
             self.moved | other.moved,
         )
 
+    def silent(self, group: LoadGroup) -> frozenset[str]:
+        """Return the tensors of a group that changed no output."""
+        return (self.idle | self.beside).intersection(group.names)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class Trial:
-    """A load method, tried on groups of tensors.
-
-    Attributes:
-        state: State of the model; restored afterwards.
-        method: Method to try.
-        weights: Factory of tensors of the checkpoint that the model holds.
-        links: Layers that must follow each tensor.
-        untouched: Decided tensors that are not loaded, and must keep their bits.
-        derived: Live tensors and numbers that must follow each tensor.
-        vectors: Tensors of one dimension or none.
-        placed: Tensors that are stored in the model bit by bit.
-        displaced: Function that returns the tensors not at their recorded places, given the names
-            of tensors and of those among them that were loaded with other bits.
-    """
+    """A load method, tried on groups of tensors; the state is restored afterwards."""
 
     state: ModelState
+    findings: Findings
     method: LoadMethod
-    weights: WeightsFactory
-    links: Mapping[str, frozenset[str]]
-    untouched: Untouched
-    derived: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    vectors: Container[str] = ()
-    placed: Container[str] = ()
-    displaced: Callable[[Iterable[str], Container[str]], frozenset[str]] = lambda *_: frozenset()
+    groups: Sequence[LoadGroup]
 
-    def run(self, groups: Sequence[LoadGroup]) -> Outcome:
+    @cached_property
+    def links(self) -> Links:
+        names = [name for group in self.groups for name in group.names]
+        return links_of(self.state, self.findings, names)
+
+    def run(self) -> Outcome:
         """Try groups without common layers together; each by itself if anything fails."""
-        known = [group for group in groups if group.layers]
-        left = [group for group in groups if not group.layers]
-        first, *more = _without_common_layers(known) or [[]]
-        outcomes: list[Outcome] = []
+        known = [group for group in self.groups if group.layers]
+        left: Sequence[LoadGroup] = [group for group in self.groups if not group.layers]
+        tried = Outcome()
         try:
-            outcomes += [self._try(some) for some in (first, *more)]
+            tried = sum(map(self._try, _without_common_layers(known)), tried)
         except Exception:  # noqa: BLE001 - an engine's loader may raise anything
             self._put_back(known)
-            left = list(groups)
-        for group in left:
-            with self._refusing([group], outcomes):
-                outcomes.append(self._try([group]))
-        tried = sum(outcomes, Outcome())
-        followed = [group for group in groups if group.names[0] not in tried.refused]
-        return tried + self._apart(followed, tried.touched)
-
-    def _apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
+            left = self.groups
+        tried = sum((self._attempt([group], self._try) for group in left), tried)
+        followed = [group for group in self.groups if group.names[0] not in tried.refused]
+        apart = partial(self._expect_apart, touched=tried.touched)
         try:
-            return Outcome(moved=self._expect_apart(groups, touched))
+            return tried + apart(followed)
         except Exception:  # noqa: BLE001 - a loader may raise anything; now find the group
-            self._put_back(groups)
-        outcomes: list[Outcome] = []
-        for group in groups:
-            with self._refusing([group], outcomes):
-                self._expect_apart([group], touched)
-        refused = sum(outcomes, Outcome()).refused
-        left = [group for group in groups if group.names[0] not in refused]
-        with self._refusing(left, outcomes):
-            outcomes.append(Outcome(moved=self._expect_apart(left, touched)))
-        return sum(outcomes, Outcome())
+            self._put_back(followed)
+        refused: dict[str, str] = {}
+        for group in followed:
+            refused |= self._attempt([group], apart).refused
+        left = [group for group in followed if group.names[0] not in refused]
+        return tried + Outcome(refused) + self._attempt(left, apart)
 
-    @contextmanager
-    def _refusing(self, groups: Sequence[LoadGroup], outcomes: list[Outcome]) -> Iterator[None]:
+    def _attempt(
+        self, groups: Sequence[LoadGroup], test: Callable[[Sequence[LoadGroup]], Outcome]
+    ) -> Outcome:
         try:
-            yield
+            return test(groups)
         except Exception as exc:  # noqa: BLE001 - an engine's loader may raise anything
             self._put_back(groups)
             told = exc.args[0] if isinstance(exc, TensorMismatchError) else repr(exc)
             has_method = not isinstance(exc, EngineVersionError)
             why = f"loading it again fails: {told}"[:200] if has_method else ""
-            outcomes.append(Outcome({group.names[0]: why for group in groups}))
+            return Outcome({group.names[0]: why for group in groups})
 
     def _put_back(self, groups: Sequence[LoadGroup]) -> None:
         """Restore the model; its own loading may restore memory that cannot be inspected."""
-        self.state.put_back(partial(self._load, groups, {}))
+        self.state.put_back(partial(self._load, groups))
 
     def _try(self, groups: Sequence[LoadGroup]) -> Outcome:
         """Try groups of known layers together, or a single one; raise if it is not exact."""
-        if not groups:
-            return Outcome()
-        self._load(groups, {})
+        self._load(groups)
         self.state.expect_same()
-        seen = _Seen(self, frozenset(group.names[0] for group in groups))
+        seen = _Seen(self, groups)
         for names in zip_longest(*(group.names for group in groups)):
             picked = {n: g for n, g in zip(names, groups, strict=True) if n is not None}
             self._load(picked.values(), picked)
             seen.look(picked)
-            self._load(picked.values(), {})
+            self._load(picked.values())
             self.state.expect_same()
         return seen.outcome(self._expect_repeatable(groups))
 
     def _expect_repeatable(self, groups: Sequence[LoadGroup]) -> frozenset[str]:
         """Refuse a loader whose result differs when the same bits are loaded again.
 
-        Returns:
-            Tensors that were not stored where they were recorded.
+        Returns tensors that were not stored where they were recorded.
         """
-        others = {name: group for group in groups for name in group.names}
+        others = [name for group in groups for name in group.names]
         self._load(groups, others)
-        once = ModelState(self.state.model, SavedBits(self.state.model.tensors()))
+        once = self.state.now()
         self._load(groups, others)
         once.expect_same()
-        moved = self.displaced(others, others)
-        self._load(groups, {})
+        moved = _displaced(self, others, others)
+        self._load(groups)
         self.state.expect_same()
         return moved
 
-    def _expect_apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> frozenset[str]:
+    def _expect_apart(self, groups: Sequence[LoadGroup], touched: frozenset[str]) -> Outcome:
         """Refuse a loader that changes tensors other than the given ones; all have other bits.
 
         A swap loads only changed groups, so any two of them must be separable: subsets by the
         binary digits of their numbers are loaded in turn. Tensors in other layers may have been
         ``touched``.
-
-        Returns:
-            Tensors that were loaded, but not stored where they were recorded.
         """
         if not groups:
-            return frozenset()
-        others = {name: group for group in groups for name in group.names}
+            return Outcome()
+        others = [name for group in groups for name in group.names]
         self._expect_kept(groups, others, touched)
-        once = ModelState(self.state.model, SavedBits(self.state.model.tensors()))
-        moved = self.displaced(others, others)
+        once = self.state.now()
+        moved = _displaced(self, others, others)
         for half in halves(groups):
             self._load(half, others)
             once.expect_same()
-        self.untouched.write(other=False)
-        self._load(groups, {})
+        self.write_untouched(other=False)
+        self._load(groups)
         self.state.expect_same()
-        return moved
+        return Outcome(moved=moved)
 
     def _expect_kept(
-        self, groups: Sequence[LoadGroup], others: Mapping[str, LoadGroup], touched: frozenset[str]
+        self, groups: Sequence[LoadGroup], others: Sequence[str], touched: frozenset[str]
     ) -> None:
         """Load other bits of groups; all other tensors have other bits too, and must keep them."""
-        self.untouched.write(other=True)
+        self.write_untouched(other=True)
         follow = {self.state.owner[name] for name in touched if name in self.state.owner}
         mine = follow.union(*(group.layers for group in groups))
-        beside = frozenset(self.state.modules) - mine if all(g.layers for g in groups) else None
-        before = ModelState(
-            self.state.model, SavedBits(self.state.model.tensors()), beside or frozenset()
-        )
+        is_known = all(group.layers for group in groups)
+        beside = frozenset(self.state.modules) - mine if is_known else frozenset()
+        before = self.state.now(beside)
         self._load(groups, others)
         if beside:
             before.expect_same(beside)
-        for name in sorted(self.untouched.lost()):
+        for name in sorted(self.lost()):
             raise TensorMismatchError(f"it overwrites {name}", tensor=name)
 
-    def _load(self, groups: Iterable[LoadGroup], others: Mapping[str, LoadGroup]) -> None:
+    def _load(self, groups: Iterable[LoadGroup], others: Iterable[str] = ()) -> None:
         groups = list(groups)
         names = [name for group in groups for name in group.names]
-        layers = frozenset().union(*(group.layers for group in groups))
-        if not all(group.layers for group in groups):
-            layers = frozenset()
-        load_with(self.state.model, self.method, layers, mixed(self.weights, names, others))
+        self.state.load(self.method, names, others, scope_of(groups))
+
+    # A loader might overwrite tensors that it was not given with their first bits or a constant,
+    # which would change nothing if these were stored already: they have other bits meanwhile.
+
+    def write_untouched(self, *, other: bool) -> None:
+        """Write or load other bits of all decided tensors that are not loaded, or the first."""
+        source = self.state.source
+        for name in self._untouched():
+            bits = source.other(name, TURN) if other else source.bits(name)
+            write_bits(self.findings.placements[name], bits)
+        for method, group in self.findings.groups:
+            if self.links.keys().isdisjoint(group.names):
+                changed = group.names if other else ()
+                self.state.load(method, group.names, changed, group.layers, TURN)
+
+    def lost(self) -> frozenset[str]:
+        placements, other = self.findings.placements, self.state.source.other
+        return frozenset(
+            n for n in self._untouched() if not holds_bits(placements[n], other(n, TURN))
+        )
+
+    def _untouched(self) -> list[str]:
+        return [name for name in self.findings.in_place() if name not in self.links]
 
 
 class _Seen:
     """A record of the changes that loading other bits of each tensor alone causes."""
 
-    def __init__(self, trial: Trial, groups: frozenset[str]) -> None:
+    def __init__(self, trial: Trial, groups: Iterable[LoadGroup]) -> None:
         self.trial, self.state = trial, trial.state
-        self.left = set(groups)
-        self.touched: set[str] = set()
-        self.idle: set[str] = set()
-        self.moved: set[str] = set()
+        self.left = {group.names[0] for group in groups}
+        self.touched, self.idle, self.moved = set[str](), set[str](), set[str]()
         self.beside: dict[str, tuple[LoadGroup, frozenset[str]]] = {}
         self.followed: dict[LoadGroup, frozenset[str]] = {}
 
@@ -292,8 +231,8 @@ class _Seen:
         changed = self.state.changed()
         self.touched |= changed
         for name, group in picked.items():
-            if name not in self.trial.placed:  # others may be stored at unrecorded places
-                self.moved |= self.trial.displaced(group.names, picked)
+            if not self.trial.findings.placements[name]:  # it may be stored at unrecorded places
+                self.moved |= _displaced(self.trial, group.names, picked)
             why = self._judge(name, group, changed)
             if why:
                 raise TensorMismatchError(why, tensor=name)
@@ -321,26 +260,24 @@ class _Seen:
         state, trial = self.state, self.trial
         layers = group.layers or frozenset(state.modules)
         live = {n for n in changed if n in state.owner and state.owner[n] in layers}
-        holding = frozenset().union(*(state.memory.overlapping(state.tensors[n]) for n in live))
-        links = trial.links.get(name, frozenset())
-        found = state.follows(layers | holding | links)
+        holders = [state.memory.overlapping(state.tensors[n]) for n in live]
+        needed = trial.links.get(name, frozenset()).union(*holders)
+        found = state.follows(layers | needed)
         if not found & layers and not live:
             self.idle.add(name)
-            must = name in trial.placed or trial.method == "loaded"
+            must = trial.findings.placements[name] or trial.method == "loaded"
             return f"nothing changes with {name}" if must else ""
-        left = trial.derived.get(name, frozenset()) - changed
+        left = trial.findings.derived.get(name, frozenset()) - changed
         if left:
             return f"{min(left)} does not change with {name}"
         self.left.discard(group.names[0])
         self.followed[group] = self.followed.get(group, frozenset()) | (found & layers)
-        missing = (links | holding) - found
+        missing = needed - found
         if missing:
-            holders = [state.memory.overlapping(state.tensors[n]) for n in live]
-            alone, shared = (
-                frozenset().union(*(one for one in holders if (len(one) == 1) is single))
-                for single in (True, False)
-            )
-            if not missing <= alone - shared or name not in trial.vectors:
+            alone = frozenset().union(*(one for one in holders if len(one) == 1))
+            shared = frozenset().union(*(one for one in holders if len(one) != 1))
+            is_vector = len(state.source.specs[name].shape) < 2
+            if not missing <= alone - shared or not is_vector:
                 return f"{min(missing)} does not change with {name}"
             self.beside[name] = group, missing
         return ""
@@ -357,21 +294,20 @@ class _Seen:
                 raise TensorMismatchError(f"{min(left)} does not change with {name}", tensor=name)
         refused = {first: f"nothing changes with {first}" for first in self.left}
         touched, idle = frozenset(self.touched), frozenset(self.idle)
-        return Outcome(refused, touched, idle, frozenset(self.beside), moved.union(self.moved))
+        return Outcome(refused, touched, idle, frozenset(self.beside), moved | self.moved)
 
 
 def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]:
     """Split groups into turns without common layers, where each would seem to follow the other."""
-    turns: list[list[LoadGroup]] = []
-    taken: list[set[str]] = []
+    turns: list[tuple[list[LoadGroup], set[str]]] = []
     for group in groups:
-        turn = next((n for n, one in enumerate(taken) if one.isdisjoint(group.layers)), len(turns))
-        if turn == len(turns):
-            turns.append([])
-            taken.append(set())
-        turns[turn].append(group)
-        taken[turn] |= group.layers
-    return turns
+        free = (one for one in turns if one[1].isdisjoint(group.layers))
+        turn = next(free, None)
+        if turn is None:
+            turns.append(turn := ([], set()))
+        turn[0].append(group)
+        turn[1].update(group.layers)
+    return [turn for turn, _ in turns]
 
 
 def halves(groups: Sequence[LoadGroup]) -> Iterator[list[LoadGroup]]:
@@ -381,14 +317,14 @@ def halves(groups: Sequence[LoadGroup]) -> Iterator[list[LoadGroup]]:
             yield [one for at, one in enumerate(groups) if (at >> digit) & 1 == value]
 
 
-def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+def find_untestable(state: ModelState, findings: Findings) -> Findings:
     """Find layers whose output cannot be computed, and whose members cannot all be inspected.
 
     Only layers with post-load processing can be such layers: either they are already, or processing
     them once more shows it. The former are refused before anything is loaded, since restoring them
     could not be verified.
     """
-    links = links_of(state, source, findings, source.present)
+    links = links_of(state, findings, state.source.present)
     doubtful = (all_layers(links, links) & state.processed) - state.outputs.keys()
     if not doubtful:
         return findings
@@ -402,7 +338,7 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
         )
     names = [name for name in links if links[name] & doubtful]
     scope = state.memory.tied(all_layers(links, names))
-    untestable = _opaque_after_reload(state, source, names, scope, doubtful)
+    untestable = _opaque_after_reload(state, names, scope, doubtful)
     reasons = {
         name: f"the weights that {min(links[name] & untestable)} computes with cannot be inspected"
         for name in names
@@ -412,43 +348,44 @@ def find_untestable(state: ModelState, source: LoadedCheckpoint, findings: Findi
 
 
 def _opaque_after_reload(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    names: Sequence[str],
-    scope: frozenset[str],
-    doubtful: frozenset[str],
+    state: ModelState, names: Sequence[str], scope: frozenset[str], doubtful: frozenset[str]
 ) -> frozenset[str]:
     found: set[str] = set()
     processed: set[str] = set()
     for method in RELOADS:
         members = {layer: Members(modules_in(state.model, {layer})) for layer in doubtful}
         with suppress(Exception):
-            load_with(state.model, method, scope, source.clones(names))
+            state.load(method, names, layers=scope)
             processed |= doubtful
             found |= {n for n, one in members.items() if any(map(may_hide_tensors, one.replaced()))}
         state.put_back()
     return frozenset(found | (doubtful - processed))
 
 
-def try_loading(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+def try_loading(state: ModelState, findings: Findings) -> Findings:
     """Load tensors that the engine computes or casts by its loader; failures must be reloaded."""
     names = [name for name in findings.reasons if name not in findings.reload_only]
-    links = links_of(state, source, findings, names)
+    links = links_of(state, findings, names)
     by_layer = components(names, links, findings.joined)
-    alone = components(names, {name: frozenset() for name in names}, findings.joined)
+    alone = components(names, dict.fromkeys(names, frozenset()), findings.joined)
     for grouped in (by_layer, alone):
         left = [one for one in grouped if findings.classes.keys().isdisjoint(one)]
         groups = [group_of(state, links, one) for one in left]
-        findings, _ = _try(state, source, findings, "loaded", groups)
+        findings, _ = _try(state, findings, "loaded", groups)
     failed = (name for name in names if name not in findings.classes)
     return replace(findings, reload_only=findings.reload_only.union(failed))
 
 
-def try_reloading(state: ModelState, source: LoadedCheckpoint, findings: Findings) -> Findings:
+def try_reloading(state: ModelState, findings: Findings) -> Findings:
     """Reload the layers of the remaining tensors whole; refuse those not updated exactly."""
-    links = links_of(state, source, findings, source.specs)
-    groups = _groups_to_reload(state, findings, links)
-    findings = _without_classes(findings, groups)
+    groups = _groups_to_reload(state, findings)
+    # A layer is reloaded whole: classes that were decided before are void.
+    names = frozenset(name for group in groups for name in group.names)
+    findings = replace(
+        findings,
+        classes={name: kind for name, kind in findings.classes.items() if name not in names},
+        groups=tuple(one for one in findings.groups if names.isdisjoint(one[1].names)),
+    )
     why = {group.names[0]: _obstacle(findings, group) for group in groups}
     testable = [group for group in groups if not why[group.names[0]]]
     for method in RELOADS:
@@ -458,38 +395,33 @@ def try_reloading(state: ModelState, source: LoadedCheckpoint, findings: Finding
             if group.names[0] not in findings.classes
             and all(ORDER[findings.required.get(n, method)] <= ORDER[method] for n in group.names)
         ]
-        findings, refused = _try(state, source, findings, method, left)
+        findings, refused = _try(state, findings, method, left)
         for name, reason in refused.items():
             why[name] = reason or why[name] or "the engine cannot load it again"
-    return _decided(findings, groups, why)
+    reasons, classes = dict(findings.reasons), dict(findings.classes)
+    for group in groups:
+        for name in group.names:
+            reason = reasons.setdefault(name, "its layer is packed")
+            if name not in classes:
+                classes[name] = "refused"
+                reasons[name] = f"{reason}; {why[group.names[0]] or 'no load method is proven'}"
+    return replace(findings, reasons=reasons, classes=classes)
 
 
-def _groups_to_reload(state: ModelState, findings: Findings, links: Links) -> list[LoadGroup]:
+def _groups_to_reload(state: ModelState, findings: Findings) -> list[LoadGroup]:
+    """Return groups of the tensors that must be reloaded, with all others of their layers."""
+    links = links_of(state, findings, state.source.specs)
     touched = all_layers(links, findings.reload_only)
     names = [n for n in links if n in findings.reload_only or links[n] & touched]
-    grown = _with_neighbours(names, links, findings.joined)
-    groups = [group_of(state, links, one) for one in components(grown, links, findings.joined)]
-    return [group for group in groups if not findings.reload_only.isdisjoint(group.names)]
-
-
-def _with_neighbours(names: list[str], links: Links, joined: Iterable[frozenset[str]]) -> list[str]:
-    while True:
-        known = frozenset(names).union(*(one for one in joined if not one.isdisjoint(names)))
+    size = 0
+    while size != len(names):
+        size = len(names)
+        near = (one for one in findings.joined if not one.isdisjoint(names))
+        known = frozenset(names).union(*near)
         layers = all_layers(links, known)
-        more = [name for name in links if name in known or links[name] & layers]
-        if len(more) == len(names):
-            return more
-        names = more
-
-
-def _without_classes(findings: Findings, groups: Sequence[LoadGroup]) -> Findings:
-    """Remove the classes of tensors in some groups, since a layer is reloaded whole."""
-    names = frozenset(name for group in groups for name in group.names)
-    return replace(
-        findings,
-        classes={name: kind for name, kind in findings.classes.items() if name not in names},
-        groups=tuple(one for one in findings.groups if names.isdisjoint(one[1].names)),
-    )
+        names = [name for name in links if name in known or links[name] & layers]
+    groups = [group_of(state, links, one) for one in components(names, links, findings.joined)]
+    return [group for group in groups if not findings.reload_only.isdisjoint(group.names)]
 
 
 def _obstacle(findings: Findings, group: LoadGroup) -> str:
@@ -503,103 +435,69 @@ def _obstacle(findings: Findings, group: LoadGroup) -> str:
     return "" if group.layers else "the layers it is loaded into are unknown"
 
 
-def _decided(findings: Findings, groups: Sequence[LoadGroup], why: Mapping[str, str]) -> Findings:
-    reasons, classes = dict(findings.reasons), dict(findings.classes)
-    for group in groups:
-        for name in group.names:
-            reason = reasons.setdefault(name, "its layer is packed")
-            if name not in classes:
-                classes[name] = "refused"
-                reasons[name] = f"{reason}; {why[group.names[0]] or 'no load method is proven'}"
-    return replace(findings, reasons=reasons, classes=classes)
-
-
 def _try(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    findings: Findings,
-    method: LoadMethod,
-    groups: list[LoadGroup],
+    state: ModelState, findings: Findings, method: LoadMethod, groups: Sequence[LoadGroup]
 ) -> tuple[Findings, Mapping[str, str]]:
     """Try a method, and decide the tensors that it proves.
 
     Groups that cannot be loaded each by itself may be loaded together. Returns the findings, and
     why the method fails for groups, by their first tensor.
     """
-    findings, refused = _try_each(state, source, findings, method, groups)
+    findings, refused = _try_each(state, findings, method, groups)
     left = [group for group in groups if group.names[0] in refused]
     if len(left) < 2 or not any(refused.values()):
         return findings, refused
     names = frozenset(name for group in left for name in group.names)
-    links = links_of(state, source, findings, [name for name in source.specs if name in names])
+    links = links_of(state, findings, [name for name in state.source.specs if name in names])
     whole = group_of(state, links, list(links))
-    findings, again = _try_each(state, source, findings, method, [whole])
+    findings, again = _try_each(state, findings, method, [whole])
     if not again:
         findings = replace(findings, joined=(*findings.joined, names))
     return findings, again and refused
 
 
 def _try_each(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    findings: Findings,
-    method: LoadMethod,
-    groups: Sequence[LoadGroup],
+    state: ModelState, findings: Findings, method: LoadMethod, groups: Sequence[LoadGroup]
 ) -> tuple[Findings, Mapping[str, str]]:
-    outcome = _trial(state, source, findings, method, groups).run(groups)
+    outcome = Trial(state, findings, method, groups).run()
     refused = dict(outcome.refused)
     proven: list[LoadGroup] = []
     for group in groups:
-        first = group.names[0]
-        if first in refused:
+        if group.names[0] in refused:
             continue
-        why = _doubt(source, outcome, group)
-        silent = _silent(outcome, group)
+        why, silent = _doubt(state, outcome, group), outcome.silent(group)
         if not why and silent and method == "reloaded":
             so_far = _proven(findings, method, proven, outcome)
-            why = _unconfirmed(state, source, so_far, group, silent)
+            why = _unconfirmed(state, so_far, group, silent)
         if why:
-            refused[first] = why
+            refused[group.names[0]] = why
         else:
             proven.append(group)
     return _proven(findings, method, proven, outcome), refused
 
 
-def _doubt(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> str:
+def _doubt(state: ModelState, outcome: Outcome, group: LoadGroup) -> str:
     """Return why a trial without failure proves nothing about a group; empty if it does."""
-    silent = _silent(outcome, group)
-    blank = [
-        name for name in outcome.idle & silent & source.uniform if source.specs[name].numel > 1
-    ]
+    specs, uniform = state.source.specs, state.source.uniform
+    blank = [n for n in outcome.idle & outcome.silent(group) & uniform if specs[n].numel > 1]
     if blank:
         return f"nothing changes with {min(blank)}, whose elements are all equal"
-    stray = _stray(source, outcome, group)
-    return (
-        f"other values loaded into {min(stray)} do not arrive where it was recorded"
-        if stray
-        else ""
-    )
+    stray = _stray(state, outcome, group)
+    if stray:
+        return f"other values loaded into {min(stray)} do not arrive where it was recorded"
+    return ""
 
 
-def _silent(outcome: Outcome, group: LoadGroup) -> frozenset[str]:
-    """Return the tensors of a group that changed no output."""
-    return (outcome.idle | outcome.beside).intersection(group.names)
-
-
-def _stray(source: LoadedCheckpoint, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
-    return outcome.moved.intersection(group.names) - source.uniform
+def _stray(state: ModelState, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
+    return outcome.moved.intersection(group.names) - state.source.uniform
 
 
 def _unconfirmed(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    findings: Findings,
-    group: LoadGroup,
-    silent: frozenset[str],
+    state: ModelState, findings: Findings, group: LoadGroup, silent: frozenset[str]
 ) -> str:
     """Return why a reload may have left out tensors: a repack shows that they change something."""
-    again = _trial(state, source, findings, "repacked", [group]).run([group])
-    if again.refused or _silent(again, group) != silent:
+    again = Trial(state, findings, "repacked", [group]).run()
+    if again.refused or again.silent(group) != silent:
         return f"nothing changes with {min(silent)}"
     return ""
 
@@ -619,42 +517,14 @@ def _proven(
     )
 
 
-def _trial(
-    state: ModelState,
-    source: LoadedCheckpoint,
-    findings: Findings,
-    method: LoadMethod,
-    groups: Sequence[LoadGroup],
-) -> Trial:
-    names = [name for group in groups for name in group.names]
-    links = links_of(state, source, findings, names)
-    return Trial(
-        state=state,
-        method=method,
-        weights=source.clones,
-        links=links,
-        derived=findings.derived,
-        vectors={name for name in links if len(source.specs[name].shape) < 2},
-        placed={name for name, found in findings.placements.items() if found},
-        displaced=partial(_displaced, source, findings),
-        untouched=Untouched(
-            state.model,
-            source,
-            {name: findings.placements[name] for name in findings.in_place() if name not in links},
-            [one for one in findings.groups if links.keys().isdisjoint(one[1].names)],
-        ),
-    )
-
-
-def _displaced(
-    source: LoadedCheckpoint, findings: Findings, names: Iterable[str], others: Container[str]
-) -> frozenset[str]:
+def _displaced(trial: Trial, names: Iterable[str], others: Iterable[str]) -> frozenset[str]:
+    """Return tensors that are not where they were recorded; ``others`` have other bits."""
+    source, findings, changed = trial.state.source, trial.findings, frozenset(others)
     return frozenset(
         name
         for name in findings.readable.intersection(names)
         if not holds_bits(
-            findings.placements[name],
-            source.other(name) if name in others else source.bits(name),
+            findings.placements[name], source.other(name) if name in changed else source.bits(name)
         )
     )
 

@@ -17,14 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.members import (
-    ACTS,
-    containers_of,
-    digest_of,
-    numbers_in,
-    same_number,
-    tensors_in,
-)
+
+from .members import ACTS, containers_of, digest_of, numbers_in, same_number, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -45,22 +39,20 @@ _loaded: WeakKeyDictionary[nn.Module, LoadedState | str] = WeakKeyDictionary()
 
 
 class LoadedState:
-    """Members of modules after loading, other than parameters."""
-
     def __init__(self, model: nn.Module) -> None:
         self._digests = {name: set(_casts(tensor)) for name, tensor in _beside_weights(model)}
         self._numbers = dict(_numbers(model))
 
     def changed(self, model: nn.Module) -> frozenset[str]:
+        known, numbers = self._digests, self._numbers
         tensors = {
             name
             for name, tensor in _beside_weights(model)
-            if tensor.is_floating_point() and digest_of(tensor) not in self._digests.get(name, ())
+            if tensor.is_floating_point() and digest_of(tensor) not in known.get(name, ())
         }
-        numbers = {
-            n for n, number in _numbers(model) if not same_number(number, self._numbers.get(n))
-        }
-        return frozenset(tensors | numbers)
+        return frozenset(tensors).union(
+            n for n, number in _numbers(model) if not same_number(number, numbers.get(n))
+        )
 
 
 def record_loaded_state(model: nn.Module) -> None:
@@ -76,11 +68,7 @@ def record_loaded_state(model: nn.Module) -> None:
 
 
 def made_by_running(model: nn.Module) -> frozenset[str]:
-    """Return the live tensors computed or changed at run time; empty if nothing was to be recorded.
-
-    Raises:
-        TensorMismatchError: What the model held could not be recorded.
-    """
+    """Return the live tensors computed or changed at run time; empty if nothing was recorded."""
     found = _loaded.get(model)
     if isinstance(found, str):  # a table made from old weights could not be told from a constant
         raise TensorMismatchError(
@@ -94,18 +82,14 @@ def _beside_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in _near_weights(dict(model.named_modules())).items():
         for path, tensor in tensors_in(module):
             if not isinstance(tensor, nn.Parameter) and not tensor.is_meta and KV not in path:
-                yield _dotted(prefix, path), tensor
+                yield f"{prefix}.{path}".lstrip("."), tensor
 
 
 def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
     modules = dict(model.named_modules())
     for prefix, module in {**_near_weights(modules), **_acting(modules)}.items():
         for path, number in numbers_in(module):
-            yield _dotted(prefix, path), number
-
-
-def _dotted(prefix: str, path: str) -> str:
-    return f"{prefix}.{path}" if prefix else path
+            yield f"{prefix}.{path}".lstrip("."), number
 
 
 def _near_weights(modules: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
@@ -131,34 +115,21 @@ class RuntimeTables:
     """A record of members of modules, by which added tables and numbers can be dropped."""
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._kept = [_Kept(module) for module in _near_weights(modules).values()]
-        self._nothing = [
-            (box, [key for key, value in box.items() if value is None])
-            for module in _acting(modules).values()
-            for box in _dictionaries(module)
-        ]
+        self._near = []
+        for module in _near_weights(modules).values():
+            flags = {key: flag for key, flag in vars(module).items() if isinstance(flag, bool)}
+            boxes = [(box, frozenset(box), _nothing(box)) for box in _dictionaries(module)]
+            self._near.append((vars(module), flags, boxes))
+        acting = _acting(modules).values()
+        self._acting = [(box, _nothing(box)) for one in acting for box in _dictionaries(one)]
 
     def forget(self) -> None:
-        for kept in self._kept:
-            kept.put_back()
-        for box, nothing in self._nothing:
+        for own, flags, boxes in self._near:
+            dropped = [_drop(*box) for box in boxes]
+            if any(dropped):
+                own.update(flags)  # they may state that a table exists
+        for box, nothing in self._acting:
             box.update({key: None for key in nothing if isinstance(box.get(key), float)})
-
-
-class _Kept:
-    def __init__(self, module: nn.Module) -> None:
-        self._own = vars(module)
-        self._flags = {key: flag for key, flag in self._own.items() if isinstance(flag, bool)}
-        self._boxes = [
-            (box, frozenset(box), [key for key, value in box.items() if value is None])
-            for box in _dictionaries(module)
-        ]
-
-    def put_back(self) -> None:
-        """Drop added tables, and reset flags, which may state that a table exists."""
-        dropped = [_drop(*box) for box in self._boxes]
-        if any(dropped):
-            self._own.update(self._flags)
 
 
 def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) -> bool:
@@ -171,11 +142,13 @@ def _drop(box: dict[Any, Any], known: frozenset[Any], nothing: Iterable[Any]) ->
     return bool(added or filled)
 
 
-def _dictionaries(module: nn.Module) -> Iterator[dict[Any, Any]]:
+def _nothing(box: Mapping[Any, Any]) -> list[Any]:
+    return [key for key, value in box.items() if value is None]
+
+
+def _dictionaries(module: nn.Module) -> list[dict[Any, Any]]:
     own = {id(box) for key, box in vars(module).items() if key in _TORCHS}
-    for box in containers_of(module):
-        if isinstance(box, dict) and id(box) not in own:
-            yield box
+    return [one for one in containers_of(module) if isinstance(one, dict) and id(one) not in own]
 
 
 def _is_table(key: object, value: object) -> bool:

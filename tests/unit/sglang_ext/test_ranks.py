@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from deltachain.errors import ApplyError, ConfigError, EngineVersionError
+from deltachain.replica.engine import pause_mode
 from deltachain.replica.messages import (
     AnyRequest,
     Refusal,
@@ -24,7 +25,6 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain.replica.target import pause_mode
 from deltachain_sglang import compat, front, ranks
 from deltachain_sglang.ranks import (
     SchedulerReply,
