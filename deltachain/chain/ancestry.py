@@ -211,11 +211,7 @@ class Skips:
 
 
 def _windows(versions: Sequence[Version]) -> list[Version]:
-    """Return versions whose manifests list the edges to all of ``versions``, newest first.
-
-    Args:
-        versions: Versions in ascending order.
-    """
+    """Return versions whose manifests list the edges to all of ``versions``, newest first."""
     chosen: list[Version] = []
     for version in reversed(versions):
         if not chosen or version < window_from(chosen[-1], is_short=True):
@@ -283,9 +279,6 @@ class Past:
         ``PLAN_WINDOWS``; where there is no plan, anchors are looked up by their keys too. Pruned
         edges are left out, unless ``pruned`` is set; edges that the newest manifest lists never are
         pruned (FORMAT.md 5), so that a plan to the head that needs no others saves the lookup.
-
-        Raises:
-            BrokenChainError: No plan exists.
         """
         version = target.version
         later = None
@@ -422,12 +415,7 @@ class _Search:
         return added
 
     def plan(self, reached: Version, *, is_last: bool) -> Plan | None:
-        """Return the cheapest plan if the edges back to version ``reached`` determine it.
-
-        Args:
-            reached: The oldest version whose edges are all known.
-            is_last: Accept a plan from nothing even if one from the held version may be cheaper.
-        """
+        """Return the cheapest plan if the edges back to version ``reached`` determine it."""
         held = self._held if self._held is not None and self._held <= self._version else None
         from_held = held is not None and reached <= held
         if not from_held and reached > self._start:

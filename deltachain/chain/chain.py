@@ -426,27 +426,14 @@ class Chain:
 
 
 def check_write_access(chain: Chain) -> None:
-    """Raise if readers would not accept what this process adds to a chain.
-
-    Raises:
-        ConfigError: The store is the mirror of an unsigned chain, or the chain is signed and there
-            is no signing key.
-    """
+    """Raise if readers would not accept what this process adds to a chain."""
     refuse_mirror(chain.store, chain.trust)
     if chain.trust.key is None and (head := chain.head()) is not None:
         check_signing_key(chain, head)
 
 
 def check_signing_key(chain: Chain, head: Committed) -> None:
-    """Raise if a writer without a signing key would add to a signed chain.
-
-    Args:
-        chain: The chain, opened by the writer.
-        head: The newest version.
-
-    Raises:
-        ConfigError: The chain is signed, and the writer has no signing key.
-    """
+    """Raise if a writer without a signing key would add to a signed chain."""
     if head.signatures and chain.trust.key is None:
         raise ConfigError(
             f"{chain.store.url} is a signed chain, and this process has no signing key: readers "
@@ -473,18 +460,6 @@ def plan_present(  # noqa: PLR0913 - each leaves out something else
     """Find the cheapest plan whose documents and parts exist, by their sizes; reads no part.
 
     A base checkpoint lies outside the store and counts as present.
-
-    Args:
-        chain: The chain.
-        held: The version held; ``None`` for nothing.
-        target: The version to reach.
-        without: Encodings that cannot be used, though they are known.
-        avoid: Edges known to be unusable.
-        gone: Keys of parts that count as missing.
-        pruned: Whether to use pruned edges, whose objects may be deleted at any time.
-
-    Raises:
-        BrokenChainError: No plan exists of which every object exists.
     """
     avoid = list(avoid)
     while True:

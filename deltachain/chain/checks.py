@@ -35,11 +35,7 @@ _D = TypeVar("_D", bound=Document)
 
 
 def once_more(read: Callable[[], _T]) -> _T:
-    """Call a function that reads objects, and again if one is damaged: a bit may flip in transit.
-
-    Raises:
-        FormatError: An object is damaged both times.
-    """
+    """Call a function that reads objects; again if one is damaged: a bit may flip in transit."""
     try:
         return read()
     except FormatError:
@@ -56,25 +52,7 @@ def read_document(  # noqa: PLR0913 - where it is, and what proves it
     digest: str = "",
     limit: int = MAX_DOCUMENT,
 ) -> tuple[_D, bytes]:
-    """Read a sealed document of a chain, once more if it is damaged.
-
-    Args:
-        store: Store of the chain.
-        key: Key of the document.
-        kind: Its class.
-        chain: Id of the chain.
-        trust: Keys of which one must have signed it, unless its digest is known.
-        digest: Digest of its bytes by an accepted document; empty if unknown.
-        limit: Size limit, in bytes.
-
-    Returns:
-        The document, and its exact bytes.
-
-    Raises:
-        ObjectNotFoundError: It is gone.
-        FormatError: It is damaged, or of another chain.
-        SignatureError: No trusted key signed it.
-    """
+    """Read a sealed document of a chain, once more if it is damaged."""
 
     def read() -> tuple[_D, bytes]:
         data = store.get(key, limit=limit)
@@ -98,12 +76,7 @@ def check_digest(data: Buffer, expected: str, key: str) -> None:
 
 
 def read_summary(store: Store, key: str, *, chain: str, trust: Trust) -> EdgeSummary | None:
-    """Read an edge record and summarise its edge.
-
-    Returns:
-        The summary, with the digest of the bytes that were read; ``None`` if the record is missing,
-        damaged, under the key of another, or not signed by a trusted key.
-    """
+    """Read an edge record and summarise its edge."""
     try:
         record, data = read_document(store, key, EdgeRecord, chain=chain, trust=trust)
     except (ObjectNotFoundError, FormatError):

@@ -114,13 +114,7 @@ AGAIN_S: Final = 0.5
 
 
 class Commits:
-    """Commits the versions of one publisher in order.
-
-    Attributes:
-        restored: Keys that were missing and were restored.
-        anchor: Key of an anchor's part to check for existence; empty for none.
-        anchor_is_gone: Whether it was missing at the last check of the identity.
-    """
+    """Commits the versions of one publisher in order."""
 
     def __init__(
         self,
@@ -150,15 +144,6 @@ class Commits:
 
         After a lost reply the manifest is read back; finding exactly its bytes means success. In a
         store without conditional puts it is always read back.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed this version, or replaced its
-                parent or the chain.
-            MalformedError: The parent's key holds the manifest of another version.
-            StoreWentBackError: The parent is gone.
-            BrokenChainError: The version's key holds a manifest of a lost history.
-            StoreUnavailableError: The put failed; the version is not committed, or its outcome is
-                unknown.
         """
         version, data = manifest.version, self._sealed(manifest)
         is_taken = version in self._before(manifest)
@@ -297,11 +282,7 @@ class Commits:
             self.restored.append(key)
 
     def _put_parent_back(self, manifest: Manifest) -> None:
-        """Restore the newest manifest if nothing else is missing.
-
-        Raises:
-            StoreWentBackError: Other objects are missing as well.
-        """
+        """Restore the newest manifest if nothing else is missing."""
         time.sleep(AGAIN_S)
         newest, key = self._newest, manifest_key(manifest.version - 1)
         if self._store.find(key) is not None:

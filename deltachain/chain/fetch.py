@@ -57,20 +57,7 @@ PIECE: Final = 1 << 20
 def fetch_part(
     store: Store, ref: ObjectRef, corrupt: list[str] | None = None, *, hold: bool = True
 ) -> Part:
-    """Fetch and verify a part, once more if it is corrupt.
-
-    Args:
-        store: Store of the part.
-        ref: Key, size and digests of the part.
-        corrupt: List that the key is appended to if the first read was corrupt.
-        hold: Whether to hold a large object in memory even if the store has cheap ranges. Frames
-            of an object that is not held are read and verified again as they are decoded.
-
-    Raises:
-        ObjectNotFoundError: The object is gone.
-        DigestMismatchError: The object does not have this digest.
-        MalformedError: The object has this digest but violates FORMAT.md.
-    """
+    """Fetch and verify a part, once more if it is corrupt."""
     in_store = not hold and ref.nbytes > LARGE and store.capabilities.cheap_ranges
     get = _in_store if in_store else _held
     try:
@@ -141,13 +128,8 @@ class Fetched:
     Properties and methods that need a part wait for it, and raise what :func:`fetch` raises.
 
     Attributes:
-        plan: The plan.
-        specs: Tensors of the chain, by name.
         base: Checkpoint of a ``base`` edge; ``None`` for other plans.
-        arrivals: All objects, in the order of the plan.
         nbytes: Fetched bytes.
-        times: Time of each arrival so far, by ``time.perf_counter``.
-        corrupt: Keys of objects that were corrupt on the first read.
         early: Part of an anchor with all elements of a tensor that :meth:`arriving` yielded early.
     """
 
@@ -199,16 +181,7 @@ class Fetched:
         yield from (name for name in self.names if name not in whole)
 
     def read(self, name: str, old: Callable[[], Bits] | None = None) -> TensorDelta:
-        """Decode the delta of one tensor, folded over the whole plan.
-
-        Args:
-            name: Name of the tensor.
-            old: Function that reads all bits of the tensor before the plan, for encodings that need
-                them; not needed by a plan from nothing.
-
-        Raises:
-            BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
-        """
+        """Decode the delta of one tensor, folded over the whole plan."""
         folded: list[TensorDelta] = []
         if self.base is not None:
             folded = [TensorDelta.dense(self.specs[name], self.base.bits(name))]
@@ -255,18 +228,6 @@ def fetch(
     """Fetch and verify every object of a plan.
 
     A corrupt object is fetched once more before it is refused.
-
-    Args:
-        chain: Chain of the plan.
-        plan: The plan to fetch.
-        target: Manifest of the plan's target version, if already read.
-        base: Local folder of the base checkpoint, if the plan starts from it.
-        progress: Called with the size of each fetched object, in bytes.
-
-    Raises:
-        ObjectNotFoundError: An object is gone; plan again.
-        DigestMismatchError: An object does not have the digest recorded in the chain.
-        MalformedError: An object has this digest but violates FORMAT.md.
     """
     with fetching(chain, plan, target=target, base=base, progress=progress) as fetched:
         fetched.parts  # noqa: B018 - waits for all
@@ -327,10 +288,6 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     """Open the checkpoint of a base reference and verify the digests of its files.
 
     A path that a store names is never opened: who writes there would choose what is read here.
-
-    Raises:
-        ConfigError: No folder was given, or it does not exist.
-        DigestMismatchError: A file is missing or has another digest.
     """
     what = repr((reference.repo or reference.path)[:80])
     hint = f"give the folder of the base checkpoint {what}: --base, or DELTACHAIN_BASE in engines"

@@ -42,14 +42,7 @@ _told: Final[set[str]] = set()
 
 
 class MirrorRecord(Document, frozen=True, kw_only=True):
-    """What a store mirrors, and what it leaves out.
-
-    Attributes:
-        chain: Id of the chain.
-        source: URL of the store that it is copied from.
-        first: The oldest version whose payloads are copied; those of older ones are left out.
-        writer: The deltachain version that created the mirror.
-    """
+    """What a store mirrors, and what it leaves out."""
 
     chain: str
     source: str
@@ -58,11 +51,7 @@ class MirrorRecord(Document, frozen=True, kw_only=True):
 
 
 def read_mirror(store: Store) -> MirrorRecord | None:
-    """Read the record of a mirror; ``None`` if the store is none.
-
-    Raises:
-        FormatError: The record is damaged, or needs a newer deltachain.
-    """
+    """Read the record of a mirror; ``None`` if the store is none."""
     try:
         return parse(store.get(MIRROR_KEY), MirrorRecord, key=MIRROR_KEY)
     except ObjectNotFoundError:
@@ -73,13 +62,6 @@ def refuse_mirror(store: Store, trust: Trust) -> None:
     """Raise if a store is a mirror, which holds what its source holds and nothing else.
 
     The record is not signed. Where signatures decide who writes, it is told and decides nothing.
-
-    Args:
-        store: The store.
-        trust: Keys of the writer.
-
-    Raises:
-        ConfigError: The store is a mirror, and its chain is not signed.
     """
     is_signed = trust.key is not None and trust.trusted is not None
     try:
@@ -148,13 +130,7 @@ def lost_chain(url: str) -> ObjectNotFoundError:
 
 
 def read_model(store: Store, trust: Trust) -> Model:
-    """Read identity and table.
-
-    Raises:
-        SignatureError: No trusted key signed the identity.
-        ObjectNotFoundError: The store has no chain yet, or identity or table is lost.
-        FormatError: A document is damaged, or needs a newer deltachain.
-    """
+    """Read identity and table."""
     seen = None
     try:
         if store.capabilities.conditional_put:
@@ -214,10 +190,6 @@ def make(
     """Create the identity, or read an existing one of the same model.
 
     Racing callers with equal tables get the same identity. A lost table is restored.
-
-    Raises:
-        ChainMismatchError: The URL holds the chain of another model.
-        BrokenChainError: The URL has versions, but their identity is lost.
     """
     document = dump(table)
     if store.find(CHAIN_KEY) is not None:
@@ -368,11 +340,7 @@ def read_asset(store: Store, ref: ObjectRef) -> bytes:
 
 
 def check_recipe(url: str, there: Table, ext: Mapping[str, Any]) -> None:
-    """Check that the weights of a chain are quantised as a publisher quantises them.
-
-    Raises:
-        ChainMismatchError: Recipe, library or its version differ.
-    """
+    """Check that the weights of a chain are quantised as a publisher quantises them."""
     theirs, mine = there.ext.get(RECIPE), ext.get(RECIPE)
     if theirs == mine:
         return

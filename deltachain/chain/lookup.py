@@ -77,14 +77,6 @@ def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE)
 
     Searches by doubling and bisection. Records that were lost below the newest one hide it only if
     every number that was looked up above them is lost as well.
-
-    Args:
-        store: Store of the records, numbered from 0.
-        key: Function that returns the key of a number.
-        known: Number of a record that exists; -1 for none.
-
-    Returns:
-        The number; -1 if there is no record.
     """
     width = min(store.capabilities.probes, WIDE)
     low, high, leap = known, LIMIT, 0
@@ -131,14 +123,7 @@ class Standing(NamedTuple):
 
 
 class Looks:
-    """Lookup of one chain's manifests, with a memory of earlier answers.
-
-    Attributes:
-        is_wide: Whether one request covers many manifests.
-        remembers: Whether metadata is remembered.
-        is_lost: Whether the last look found no identity, if looks include it.
-        missed: Starting version of the last search, if it was missing.
-    """
+    """Lookup of one chain's manifests, with a memory of earlier answers."""
 
     def __init__(self, store: Store, chain: str, identity: ObjectInfo | None = None) -> None:
         self._store = store
@@ -208,13 +193,7 @@ class Looks:
         return version in self.at([version])
 
     def newest(self, known: Version) -> Version:
-        """Find the newest version before any gap, starting from a committed one.
-
-        Raises:
-            ForkedChainError: The manifest of ``known`` was replaced since the last look.
-            BrokenChainError: The manifest of ``known`` or of the next version is missing, although
-                later ones exist.
-        """
+        """Find the newest version before any gap, starting from a committed one."""
         if self.remembers and not self.is_wide:
             self._note(known, self.at([known]))
         low, high = self._leap(known) if self.is_wide else self._double(known)
@@ -351,7 +330,6 @@ class Committed:
     """A committed manifest.
 
     Attributes:
-        manifest: The manifest.
         digest: blake3 of its exact bytes.
         signatures: Signatures in its envelope, true or not.
         signed_by: Ids of the trusted keys that signed it; empty without trusted keys.
@@ -388,11 +366,7 @@ LISTED: Final = 1 << 14
 
 
 class Manifests:
-    """The manifests of one chain.
-
-    Attributes:
-        looks: Lookup of existing manifests.
-    """
+    """The manifests of one chain."""
 
     def __init__(
         self,
@@ -411,15 +385,7 @@ class Manifests:
         self.looks = Looks(store, chain, identity)
 
     def read(self, version: Version) -> Committed:
-        """Read the manifest of a version; once more if it is unreadable.
-
-        Raises:
-            ObjectNotFoundError: The version is not committed.
-            FormatError: The manifest is unreadable, or of another version.
-            SignatureError: No trusted key signed it or a manifest that descends from it.
-            ChainMismatchError: The manifest belongs to another chain: the URL has two.
-            ForkedChainError: The manifest was replaced since the last look.
-        """
+        """Read the manifest of a version; once more if it is unreadable."""
         return self.document(version)[0]
 
     def document(self, version: Version) -> tuple[Committed, bytes]:

@@ -61,13 +61,8 @@ class VersionChoice:
     """Which version is meant: at most one attribute is given; without any, the head.
 
     Attributes:
-        version: Its number.
         step: Step of the trainer; the newest version of that step is meant.
-        tag: Name of a tag.
         at: Time in seconds since 1970; the newest version committed at or before is meant.
-
-    Raises:
-        ConfigError: Several are given.
     """
 
     version: Version | None = None
@@ -90,13 +85,7 @@ class VersionChoice:
 
 
 def choose(chain: Chain, choice: VersionChoice) -> Committed:
-    """Read the version that is meant.
-
-    Raises:
-        ChainError: There is no such version; the hint names the nearest ones.
-        StoreWentBackError: The version of the tag is no longer in the store.
-        ForkedChainError: The version of the tag was replaced by another history.
-    """
+    """Read the version that is meant."""
     if choice.tag:
         tag = read(chain, choice.tag)
         if tag is None:
@@ -340,17 +329,6 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
 
     Each is written under its next number. A record that another process replaces at the same time
     is left to it: call again. Edge records keep their signatures, since they are written once.
-
-    Args:
-        chain: The chain, opened with a signing key, and with the old key among the trusted ones.
-
-    Returns:
-        Keys of the records that were written.
-
-    Raises:
-        ConfigError: There is no signing key, or the store is a mirror.
-        SignatureError: No trusted key signed a record.
-        StaleChainError: The store shows an older record than its heartbeat names.
     """
     check_write_access(chain)
     if chain.trust.key is None:
@@ -384,14 +362,6 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
 
     Two callers at once both succeed, one after the other. Nothing is written if the tag already
     stands for the version.
-
-    Raises:
-        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
-            there is no signing key.
-        BrokenChainError: The version cannot be rebuilt from the store, or only over pruned edges:
-            the tag is as it was, or removed if that came to light only after the record was
-            written.
-        FormatError: The newest prune record is damaged.
     """
     check_name(name)
     check_write_access(chain)
@@ -419,13 +389,7 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
 
 
 def remove(chain: Chain, name: str, *, time: float) -> Tag:
-    """Remove a tag; return the record that stood for a version until now.
-
-    Raises:
-        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
-            there is no signing key.
-        ChainError: There is no such tag.
-    """
+    """Remove a tag; return the record that stood for a version until now."""
     check_write_access(chain)
     tag = shown(chain, name)
     if tag is None:
@@ -459,12 +423,7 @@ def _standing(record: Tag | None) -> Tag | None:
 
 
 def _is_kept(chain: Chain, target: Committed) -> bool:
-    """Return whether a version can be rebuilt over edges that nobody may delete.
-
-    Raises:
-        FormatError: The newest prune record, which says so, is damaged.
-        StaleChainError: The store shows an older one than its heartbeat names.
-    """
+    """Return whether a version can be rebuilt over edges that nobody may delete."""
     newest_prune(chain)
     return is_reachable(chain, target.version)
 
@@ -516,9 +475,6 @@ def _put_next(
 
     Where the heartbeat names a later record, which the store lost or withholds, the record is also
     written under every number up to the one after that: numbers have no gaps.
-
-    Raises:
-        ChainError: Other writers took every number that was tried.
     """
     for number in range(after + 1, max(after, beyond) + 1 + TRIES):
         made = record(number=number)

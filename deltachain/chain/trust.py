@@ -74,11 +74,7 @@ class PublicKey:
         return f"{ALGORITHM}:{self.raw.hex()}"
 
     def verifies(self, signature: Signature, signed: bytes) -> bool:
-        """Return whether a signature of some bytes is this key's.
-
-        Raises:
-            ConfigError: The package ``cryptography`` is not installed.
-        """
+        """Return whether a signature of some bytes is this key's."""
         if signature.algorithm != ALGORITHM or signature.key_id != self.key_id:
             return False
         if _VALUE.fullmatch(signature.value) is None:
@@ -102,7 +98,6 @@ class SigningKey:
 
     Attributes:
         seed: Its 32 secret bytes.
-        public: The public key.
     """
 
     seed: bytes = field(repr=False)
@@ -172,11 +167,7 @@ class SigningKey:
 
 @dataclass(frozen=True, slots=True)
 class TrustedKeys:
-    """The public keys that a reader trusts; several while a new key replaces an old one.
-
-    Attributes:
-        keys: The keys, at least one.
-    """
+    """The public keys that a reader trusts; several while a new key replaces an old one."""
 
     keys: tuple[PublicKey, ...]
 
@@ -289,11 +280,7 @@ class Trust:
         *,
         mirror: bool | None = None,
     ) -> Trust:
-        """Return the keys of a reader.
-
-        Raises:
-            ConfigError: A key is invalid, or a limit of age is given without trusted keys.
-        """
+        """Return the keys of a reader."""
         trusted = _trusted(trusted_keys, environment)
         most_s = max_age_s or read_one(environment, "MAX_HEARTBEAT_AGE_S")
         if most_s is not None and trusted is None:
@@ -308,11 +295,7 @@ class Trust:
     def of_writer(
         cls, signing_key: Path | None = None, environment: Mapping[str, str] = os.environ
     ) -> Trust:
-        """Return the keys of a writer, which trusts its own key and those of a reader.
-
-        Raises:
-            ConfigError: A key is invalid.
-        """
+        """Return the keys of a writer, which trusts its own key and those of a reader."""
         trusted = _trusted(None, environment)
         file = signing_key or read_one(environment, "SIGNING_KEY")
         if file is None:

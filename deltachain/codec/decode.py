@@ -63,20 +63,7 @@ class Part:
     an object twice is cheap.
 
     Attributes:
-        key: Key of the object, for errors.
         digest: blake3 of the front of the file, as stored in it.
-        directory: Directory of tensors and streams.
-        rows: Rows of the directory, by tensor name.
-
-    Args:
-        read_at: Function that reads a range of the object.
-        nbytes: Size of the object, in bytes.
-        key: Key of the object, for errors.
-
-    Raises:
-        MalformedError: The object violates FORMAT.md.
-        UnsupportedFormatError: The object has a newer format or an unknown encoding.
-        DigestMismatchError: The front of the file differs from its digest.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
@@ -123,12 +110,7 @@ class Part:
         return sum(row.nnz for row in self.rows.values())
 
     def verify(self) -> None:
-        """Verify every byte of the object; decode what needs no old bits.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: A tensor cannot be decoded.
-        """
+        """Verify every byte of the object; decode what needs no old bits."""
         for row in self.directory.streams:
             for number in range(len(row.stored)):
                 self._streams[row.name].check(number)
@@ -144,16 +126,9 @@ class Part:
     ) -> TensorDelta:
         """Decode and validate one tensor.
 
-        Args:
-            name: Name of the tensor.
-            near: Range of flat indices. Segments without elements in it are not read, and their
-                elements may be missing in the result; elements outside may be there.
-            old: Bits before the change of all elements in ``near``, for encodings that need them.
-
-        Raises:
-            ConfigError: The encoding needs old bits, and there are none.
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: The streams contradict the directory.
+        Segments without elements in the range ``near`` of flat indices are not read, and their
+        elements may be missing in the result; elements outside may be in it. ``old`` has the bits
+        of all elements in ``near``, for encodings that need them.
         """
         try:
             delta = self._decode(self._tensors[name], near, old)
@@ -399,21 +374,12 @@ Range = tuple[int, int]
 
 
 def stored_ranges(part: Part, wanted: Mapping[str, Range]) -> list[Range]:
-    """Return the ranges of bytes that hold given elements, ascending and apart.
-
-    Args:
-        part: The open object; only its front is read.
-        wanted: Range of flat indices of each tensor to be read, by name; other tensors are not.
-    """
+    """Return the ranges of bytes that hold given elements, ascending and apart."""
     return joined(stream.stored(start, stop) for stream, start, stop in _streams(part, wanted))
 
 
 def check_ranges(part: Part, wanted: Mapping[str, Range]) -> None:
-    """Verify every frame that holds given elements.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-    """
+    """Verify every frame that holds given elements."""
     for stream, start, stop in _streams(part, wanted):
         stream.check_range(start, stop)
 

@@ -96,12 +96,7 @@ def deflate(document: Buffer) -> bytes:
 
 
 def deflate_directory(document: bytes, *, smallest: bool) -> bytes:
-    """Compress a directory to one zstd frame that declares its content size.
-
-    Args:
-        document: The directory.
-        smallest: Whether fewer bytes are worth the time of ``SMALLEST_LEVELS``.
-    """
+    """Compress a directory to one zstd frame that declares its content size."""
     fitting = (level for most, level in SMALLEST_LEVELS if len(document) <= most)
     level = next(fitting, LEVEL) if smallest else LEVEL
     if level == LEVEL:
@@ -140,9 +135,6 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
     """Inflate one zstd frame to exactly ``nbytes`` bytes.
 
     The size declared by the frame is checked before any memory is allocated for it.
-
-    Raises:
-        MalformedError: The data is not a zstd frame, or inflates to another size.
     """
     try:
         claimed = zstandard.frame_content_size(frame)
@@ -179,12 +171,7 @@ class StreamReader:
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return the inflated bytes ``start:stop`` of the stream.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: A frame does not inflate to the size in the directory.
-        """
+        """Return the inflated bytes ``start:stop`` of the stream."""
         if start == stop:
             return b""
         number = bisect_right(self._raw_at, start) - 1
@@ -202,11 +189,7 @@ class StreamReader:
         return self._stored_at[first], self._stored_at[last]
 
     def check_range(self, start: int, stop: int) -> None:
-        """Verify the frames of the bytes ``start:stop``, which are not none.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-        """
+        """Verify the frames of the bytes ``start:stop``, which are not none."""
         first, last = bisect_right(self._raw_at, start) - 1, bisect_right(self._raw_at, stop - 1)
         for number in range(first, last):
             self.check(number)
@@ -327,12 +310,7 @@ class StreamContent:
     """Content of one stream, not yet compressed. Frames may be made by several threads.
 
     Attributes:
-        name: Name of the entry in the file.
-        dtype: Wire dtype of the entry.
-        shape: Dimensions of the entry if it is not compressed.
-        pieces: The content, in order, without empty pieces.
         ends: Elements up to the end of each piece.
-        in_bits: Whether the pieces are booleans, stored as bits.
         sizes: Inflated sizes of the frames, in bytes.
     """
 
@@ -419,14 +397,7 @@ def _part(piece: StreamPiece, low: int, high: int) -> StreamPiece:
 
 @dataclass(frozen=True, slots=True)
 class OwnArray:
-    """A safetensors array that belongs to one tensor.
-
-    Attributes:
-        name: Name of the entry in the file.
-        dtype: Wire dtype.
-        shape: Dimensions.
-        data: Bytes of the array.
-    """
+    """A safetensors array that belongs to one tensor."""
 
     name: str
     dtype: str

@@ -45,11 +45,7 @@ def may_share(row: TensorRow) -> bool:
 
 
 def check_digests(rows: Iterable[TensorRow]) -> None:
-    """Check the digests of all rows of a part.
-
-    Raises:
-        ConfigError: One is none, or is left to no row.
-    """
+    """Check the digests of all rows of a part."""
     left: TensorRow | None = None
     for row in rows:
         if row.digest:
@@ -110,11 +106,7 @@ def changes_of(
 
 
 class RowDigests:
-    """Comparison of the changes that a part decodes to with the digests of its rows.
-
-    Args:
-        rows: All rows of the part.
-    """
+    """Comparison of the changes that a part decodes to with the digests of its rows."""
 
     def __init__(self, rows: Iterable[TensorRow]) -> None:
         self._digests: dict[str, StateDigest] = {}

@@ -42,10 +42,6 @@ def with_full_rows(directory: Directory) -> Directory:
 
     A stored form that is not canonical is accepted: callers compare it with the result of
     :func:`with_short_rows`.
-
-    Raises:
-        ValueError: A name is not front coded, a size is negative, columns differ in length, or
-            names have more than ``MAX_DIRECTORY`` characters together.
     """
     if not any(map(is_compact, directory.tensors)):
         return directory

@@ -55,11 +55,7 @@ def check_values(data: bytes, key: str) -> None:
 
 
 def no_repeats(fields: list[tuple[str, Any]]) -> None:
-    """Reject duplicate keys: JSON leaves their meaning undefined.
-
-    Raises:
-        ValueError: A key occurs twice.
-    """
+    """Reject duplicate keys: JSON leaves their meaning undefined."""
     seen = set()
     for name, _ in fields:
         if name in seen:
@@ -93,12 +89,10 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
     """Reference to an immutable object by key, size and digest.
 
     Attributes:
-        key: Key in the store.
         nbytes: Its length in bytes.
         blake3: Its digest.
         directory: Digest of a part's directory, as stated in the part; empty for other objects.
         pin: The store's name of this content, ``xet_hash`` in JSON; empty where it has none.
-        ext: Extension data, ignored by readers.
     """
 
     key: Key
@@ -118,14 +112,7 @@ class FileRef(Struct, frozen=True, kw_only=True):
 
 
 class BaseRef(Struct, frozen=True, kw_only=True):
-    """Reference to a checkpoint outside the chain: a repository at a commit, or a folder.
-
-    Attributes:
-        repo: Hugging Face repository, or empty.
-        revision: Its commit, or empty.
-        path: Folder on the publisher's machine; a follower may keep it elsewhere.
-        files: The safetensors files with their digests.
-    """
+    """Reference to a checkpoint outside the chain: a repository at a commit, or a folder."""
 
     repo: str = ""
     revision: str = ""
@@ -139,11 +126,8 @@ class Edge(Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``anchor`` and ``base`` start from nothing; ``delta`` from the previous version;
             ``skip`` from an older one.
-        base: The version it starts from.
         encodings: Encodings used in its parts; an unknown one makes only this edge unusable.
-        parts: Payload objects; empty if no element changed.
         reference: The checkpoint of a ``base`` edge, else ``None``.
-        ext: Extension data, ignored by readers.
     """
 
     kind: EdgeKind
@@ -197,22 +181,13 @@ class Manifest(Document, frozen=True, kw_only=True):
     """The commit of one version.
 
     Attributes:
-        chain: Id of the chain.
-        version: Its number.
-        epoch: Incremented when another publisher takes over the chain.
         commit_id: Random id that identifies a publisher's own commit after a lost reply.
         parent: blake3 of the exact bytes of the previous manifest; empty for version 0.
-        step: Optimizer step of the trainer.
         time: Seconds since 1970 on the publisher's clock; informational only.
         base_state: State digest of the previous version; empty for version 0.
-        state: State digest of this version.
-        nnz: Number of changed elements.
-        numel: Number of all elements.
-        edge: The edge that was committed with this version.
         recent: Edges of earlier versions, oldest first: every edge back to ``window_from``, and
             at least the newest edge that starts from nothing.
         window_from: The oldest version whose edges are listed completely.
-        metadata: Free text of the user, by name.
     """
 
     chain: str
@@ -275,7 +250,6 @@ class Table(Document, frozen=True, kw_only=True):
 
     Attributes:
         tensors: ``(name, wire dtype, shape)``.
-        aliases: Published name by further name, for tied weights.
     """
 
     tensors: tuple[tuple[str, str, Shape], ...]
@@ -363,12 +337,7 @@ def dump(document: Document) -> bytes:
 
 
 def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Check format and required features, then parse a document strictly.
-
-    Raises:
-        UnsupportedFormatError: The document needs a newer deltachain.
-        MalformedError: The document is invalid.
-    """
+    """Check format and required features, then parse a document strictly."""
     check_values(data, key)
     try:
         gate = decode(data, _Gate)
@@ -392,11 +361,7 @@ def seal(document: Document, signatures: tuple[Signature, ...] = ()) -> bytes:
 
 
 def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Verify the digest of an envelope and parse its payload; see :func:`parse`.
-
-    Raises:
-        DigestMismatchError: The payload does not have the digest of the envelope.
-    """
+    """Verify the digest of an envelope and parse its payload; see :func:`parse`."""
     check_values(data, key)
     try:
         envelope = decode(data, Envelope)
@@ -496,9 +461,7 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
     """Pruned edges of one kind and span, to a range of versions.
 
     Attributes:
-        kind: Kind of the edges.
         span: Versions from their base to the version that they lead to; 0 for anchors.
-        first: The first version that they lead to.
         last: The last one, included.
         after: Earliest time of deletion of their objects, in seconds since 1970 by the clock of the
             store.
@@ -576,13 +539,10 @@ class Heartbeat(Document, frozen=True, kw_only=True):
     """A publisher's word that a version, and records of tags and pruning, are the newest at a time.
 
     Attributes:
-        chain: Id of the chain.
-        version: The version.
         manifest: blake3 of the exact bytes of its manifest.
         time: Seconds since 1970 on the publisher's clock.
         tags: Number of the newest record of each tag, of removed ones too, by name; ``None`` if
             nothing is said of tags.
-        prunes: How many prune records there are.
     """
 
     chain: str
@@ -619,16 +579,7 @@ class IdentitySignature(Document, frozen=True, kw_only=True):
 
 
 def signed_bytes(kind: type[Document], chain: str, payload: bytes) -> bytes:
-    """Return the bytes that a signature covers: context, record type, chain and payload.
-
-    Args:
-        kind: Class of the document, one of ``RECORD_TYPES``.
-        chain: Id of the chain.
-        payload: Exact bytes of the document, without its envelope.
-
-    Raises:
-        ValueError: The id cannot be part of a key, so that no object can have its signature.
-    """
+    """Return the bytes that a signature covers: context, record type, chain and payload."""
     if CHAIN_ID.fullmatch(chain) is None:
         raise ValueError("its id cannot be part of a key")
     fields = (CONTEXT, RECORD_TYPES[kind].encode(), chain.encode(), payload)

@@ -42,7 +42,7 @@ _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 
 
 @inlined
-def emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:  # noqa: ANN401
+def emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:
     """Compare one block, copy changes to the snapshot, and append them to ``out``."""
     indices, old, new = out
     mask, words, dirty = scratch
@@ -67,7 +67,7 @@ def emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: in
 
 
 @compiled
-def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:  # noqa: ANN401
+def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:
     """Run :func:`emit` on fewer elements than a block."""
     indices, old, new = out
     for i in range(snapshot.shape[0]):
@@ -84,16 +84,6 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
     """Run a diff kernel to the end in buffers of bounded size; join the changes.
 
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
-
-    Args:
-        kernel: Called with the element to start at, and with room for indices, old and new bits;
-            returns where it ended, at least a block before that room was full, and the number of
-            changes. A negative end is a refusal.
-        snapshot: Flat bits that the kernel updates.
-
-    Returns:
-        All changes, and whether nothing was refused; otherwise there are no changes, and the
-        snapshot is as it was.
     """
     found: list[Changes] = []
     size = max(4 * BLOCK, snapshot.size // 32)
@@ -133,7 +123,7 @@ NAME: Final = "numba"
 
 
 @compiled
-def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
+def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
     """Diff from ``start`` while ``out`` has room for a block; return the end and the count."""
     mask = np.empty(BLOCK, np.uint8)
     scratch = mask, mask.view(np.uint64), np.empty(BLOCK // 8 + 1, np.int64)
@@ -149,7 +139,7 @@ def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
 
 
 @compiled
-def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
+def _cast(master: Any, out: Any) -> None:
     """Cast one block of fp32 bits to bf16 bits: round to nearest even, NaN stays quiet NaN."""
     for i in range(master.shape[0]):
         b = master[i]
@@ -159,7 +149,7 @@ def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
 
 
 @compiled
-def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
+def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, int]:
     """Run :func:`_diff` on fp32 bits, cast a block at a time, without a full bf16 copy."""
     mask = np.empty(BLOCK, np.uint8)
     scratch = mask, mask.view(np.uint64), np.empty(BLOCK // 8 + 1, np.int64)
@@ -198,7 +188,7 @@ def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
 
 
 @compiled
-def _count_gaps(offsets: Any, limit: int) -> int:  # noqa: ANN401
+def _count_gaps(offsets: Any, limit: int) -> int:
     count: int = offsets.shape[0]
     previous = -1
     for i in range(offsets.shape[0]):
@@ -208,7 +198,7 @@ def _count_gaps(offsets: Any, limit: int) -> int:  # noqa: ANN401
 
 
 @compiled
-def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:  # noqa: ANN401
+def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:
     at, previous = 0, -1
     for i in range(offsets.shape[0]):
         gap = offsets[i] - previous - 1
@@ -229,7 +219,7 @@ def encode_gaps(offsets: Indices, width: int) -> Bits:
 
 
 @compiled
-def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:  # noqa: ANN401
+def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:
     negative, exception, magnitude, wide = out
     exceptions, wides = 0, 0
     below = top - _U(1)
@@ -257,7 +247,7 @@ def split_steps(steps: Bits) -> SplitSteps:
 
 
 @compiled
-def _copy_plane(out: Any, bits: Any, shift: Any) -> None:  # noqa: ANN401
+def _copy_plane(out: Any, bits: Any, shift: Any) -> None:
     for i in range(out.shape[0]):
         out[i] = np.uint8(bits[i] >> shift)
 

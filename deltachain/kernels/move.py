@@ -21,7 +21,6 @@ class Move(Generic[B]):
     Attributes:
         old: Old bits, shape ``(nnz,)``.
         new: New bits, shape ``(nnz,)``.
-        added: State digest of the new bits.
         removed: State digest of the old bits; zero for a dense delta, which sets every element.
     """
 
@@ -56,14 +55,8 @@ def move_at(
 ) -> Move[B]:
     """Compute the effect of a sparse delta's elements on live weights; writes nothing.
 
-    Args:
-        weights: Live bits, shape ``(n,)``.
-        positions: Positions of the elements in ``weights``, int64 of shape ``(nnz,)``.
-        key: Digest key of the tensor.
-        indices: Flat indices of the elements in the full tensor, int64 of shape ``(nnz,)``.
-        values: New bits or steps, shape ``(nnz,)``.
-        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
-            ``(nnz,)``.
+    Each of ``(nnz,)`` elements has a position in the ``(n,)`` weights, a flat index in the full
+    tensor, and a value: new bits if it is ``absolute``, else a step.
     """
     kernels = kernels_for(weights)
     old = kernels.gather(weights, positions)

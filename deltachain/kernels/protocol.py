@@ -51,12 +51,7 @@ class BitKernels(Protocol[B]):
         """Compute the state digest of ``(nnz,)`` elements at indices into the full tensor."""
 
     def receive(self, array: LiveBits, live: B) -> B:
-        """Move an array of either kind to the location of ``live``; no copy if already there.
-
-        Args:
-            array: Bits, int64 indices or a bool mask, in any shape.
-            live: Bits on the host or on the device; their values are not read.
-        """
+        """Move an array of either kind to the location of ``live``; no copy if already there."""
 
     def flat(self, bits: B) -> B:
         """Return bits of any shape as a contiguous ``(n,)`` array, a view if possible."""

@@ -28,7 +28,7 @@ _PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
 
 
 @compiled
-def _mix(x: Any) -> Any:  # noqa: ANN401
+def _mix(x: Any) -> Any:
     x *= _MIX_A
     x ^= x >> _U(32)
     x *= _MIX_B
@@ -36,7 +36,7 @@ def _mix(x: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def _digest(key0: Any, key1: Any, bits: Any, start: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _digest(key0: Any, key1: Any, bits: Any, start: Any) -> tuple[Any, Any]:
     lane0, lane1 = _U(0), _U(0)
     position = start * _PHI
     for i in range(bits.shape[0]):
@@ -47,7 +47,7 @@ def _digest(key0: Any, key1: Any, bits: Any, start: Any) -> tuple[Any, Any]:  # 
 
 
 @compiled
-def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]:  # noqa: ANN401
+def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]:
     lane0, lane1 = _U(0), _U(0)
     for i in range(bits.shape[0]):
         p = _U(indices[i]) * _PHI
@@ -67,7 +67,7 @@ def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest
 
 
 @compiled
-def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:  # noqa: ANN401
+def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:
     count = 0
     at = np.int64(-1)
     for i in range(gaps.shape[0]):
@@ -86,7 +86,7 @@ def decode_gaps(gaps: Bits) -> Indices:
 
 
 @compiled
-def _offsets(gaps: Any, start: Any, length: Any, out: Any) -> bool:  # noqa: ANN401
+def _offsets(gaps: Any, start: Any, length: Any, out: Any) -> bool:
     """Decode the gaps of one segment to flat indices; return whether they keep the rules."""
     nnz, limit = out.shape[0], gaps.dtype.type(-1)
     named = 0
@@ -104,12 +104,12 @@ def _offsets(gaps: Any, start: Any, length: Any, out: Any) -> bool:  # noqa: ANN
 
 
 @compiled
-def _bit(packed: Any, at: Any) -> Any:  # noqa: ANN401
+def _bit(packed: Any, at: Any) -> Any:
     return (packed[at >> _U(3)] >> np.uint8(at & _U(7))) & np.uint8(1)
 
 
 @compiled
-def _is_wide(step: Any, negative: Any) -> bool:  # noqa: ANN401
+def _is_wide(step: Any, negative: Any) -> bool:
     """Return whether a step with this sign bit has a magnitude of 255 or more."""
     kind, shift = step.dtype.type, 8 * step.itemsize - 1
     size = kind(kind(0) - step[0]) if negative else step[0]  # wraps in the width, not in 64 bits
@@ -117,7 +117,7 @@ def _is_wide(step: Any, negative: Any) -> bool:  # noqa: ANN401
 
 
 @compiled
-def _steps(bits: Any, firsts: Any, magnitude: Any, wide: Any, out: Any) -> bool:  # noqa: ANN401
+def _steps(bits: Any, firsts: Any, magnitude: Any, wide: Any, out: Any) -> bool:
     """Join the steps of one segment; return whether they are canonical and their counts right."""
     kind, narrow = out.dtype.type, out.itemsize == 1
     e, w = 0, 0
@@ -143,7 +143,7 @@ def _steps(bits: Any, firsts: Any, magnitude: Any, wide: Any, out: Any) -> bool:
 
 
 @compiled
-def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values: Any) -> int:  # noqa: ANN401
+def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values: Any) -> int:
     """Decode all segments; return 0, or 1 for gaps and 2 for steps against the rules."""
     gaps, sign, exception, magnitude, wide = streams
     g, n, e, w = 0, 0, 0, 0
@@ -172,7 +172,7 @@ def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple
 
 
 @compiled
-def locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa: ANN401
+def locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:
     """Keep the indices and steps of the elements of a box, with their positions; count them."""
     offset, at, dims = box
     count = 0
@@ -199,7 +199,7 @@ def locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:  # noqa: 
 
 
 @compiled
-def move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any) -> None:  # noqa: ANN401
+def move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any) -> None:
     """Gather old bits and compute new ones; add both to the lanes of their digests."""
     positions, old, new = out
     for i in range(positions.shape[0]):  # by itself, so that many loads are under way at once
@@ -219,13 +219,7 @@ def move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any
 
 
 @compiled
-def _stage_steps(
-    segments: Any,  # noqa: ANN401
-    streams: Any,  # noqa: ANN401
-    firsts: Any,  # noqa: ANN401
-    place: Any,  # noqa: ANN401
-    out: Any,  # noqa: ANN401
-) -> int:
+def _stage_steps(segments: Any, streams: Any, firsts: Any, place: Any, out: Any) -> int:
     """Stage all segments; return the number of elements, or -1 and -2 as :func:`_decode_steps`."""
     gaps, sign, exception, magnitude, wide = streams
     box, weights, keys, lanes = place
@@ -279,19 +273,7 @@ def run_stage(
     live: tuple[WindowPlace, Bits, tuple[int, int]],
     broken: Sequence[str],
 ) -> StagedSteps:
-    """Run a kernel that stages segments.
-
-    Args:
-        run: Kernel. It takes the place, with lanes of digests to add to; and scratch, with room for
-            positions, old and new bits behind it. It returns their number, or -1 and less.
-        segments: Segments, with their ``nnz`` in column 2.
-        scratch: More room that the kernel takes before that.
-        live: Box, weights and digest key; see :func:`stage_steps`.
-        broken: What is wrong if the kernel returns -1, -2, ...
-
-    Raises:
-        ValueError: The kernel returned less than 0.
-    """
+    """Run a kernel that stages segments."""
     (offset, at, dims), weights, (key0, key1) = live
     nnz, kind = int(segments[:, 2].sum()), weights.dtype
     kept = np.empty(nnz, np.int64), np.empty(nnz, kind), np.empty(nnz, kind)
@@ -311,13 +293,13 @@ def run_stage(
 
 
 @compiled
-def _join2(low: Any, high: Any, out: Any) -> None:  # noqa: ANN401
+def _join2(low: Any, high: Any, out: Any) -> None:
     for i in range(out.shape[0]):
         out[i] = np.uint16(low[i]) | (np.uint16(high[i]) << np.uint16(8))
 
 
 @compiled
-def _join4(planes: Any, out: Any) -> None:  # noqa: ANN401
+def _join4(planes: Any, out: Any) -> None:
     a, b, c, d = planes
     for i in range(out.shape[0]):
         low = np.uint32(a[i]) | (np.uint32(b[i]) << np.uint32(8))
@@ -335,7 +317,7 @@ def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
 
 
 @compiled
-def _gather(weights: Any, indices: Any, out: Any) -> None:  # noqa: ANN401
+def _gather(weights: Any, indices: Any, out: Any) -> None:
     for i in range(indices.shape[0]):
         out[i] = weights[indices[i]]
 

@@ -53,13 +53,7 @@ def ends_a_grace(record: PruneRecord, now: float) -> bool:
 def ranges(
     edges: Iterable[EdgeSummary], after: Mapping[EdgeSummary, float], now: float
 ) -> tuple[PrunedRange, ...]:
-    """Return pruned edges as ranges that contain no other edge.
-
-    Args:
-        edges: All edges.
-        after: Earliest time of deletion of each pruned one.
-        now: Time of the store; times up to it need not be told apart.
-    """
+    """Return pruned edges as ranges that contain no other edge."""
     lines: dict[tuple[str, int], list[tuple[Version, PrunedRange | None]]] = defaultdict(list)
     for edge in edges:
         if edge.kind != "base":
@@ -106,9 +100,6 @@ class KeepRule:
         within_s: Seconds before the head's commit, by the publisher's clock; as for ``last``.
         every: Keep each version that this number divides; ``None`` for none.
         tags: Whether to keep every tagged version.
-
-    Raises:
-        ConfigError: A value is of another type than its field, or a number is not positive.
     """
 
     last: int = KEEP_LAST
@@ -138,11 +129,6 @@ def newest_edges(
 
     That is the newest anchor from which every one of them can be reached that can be reached at
     all; where payloads were lost, a skip from before it may lead around them.
-
-    Args:
-        edges: All edges of the chain.
-        there: Those whose objects are there, by version.
-        first: The first of the newest versions.
     """
     anchors = sorted((edge.version for edge in edges if edge.base is None), reverse=True)
     newest = {

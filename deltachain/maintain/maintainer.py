@@ -147,9 +147,6 @@ class Maintained:
     """What one round did.
 
     Attributes:
-        head: The newest version.
-        skips: Skips added.
-        anchors: Anchors added.
         pruned: What was pruned; ``None`` without pruning.
         failed: What could not be done, a message each; that newcomers cannot join comes first.
         no_way: Why newcomers cannot join; ``None`` if they can.
@@ -168,12 +165,6 @@ class Maintainer:
 
     A round that is killed leaves at most payload objects that no document names; a later round
     deletes them.
-
-    Args:
-        chain: The chain.
-        pruner: Pruner of the chain; ``None`` to delete nothing.
-        base: Local folder of the base checkpoint, if the chain starts from one.
-        anchor_every: Number of versions between two anchors; by default as their bytes say.
     """
 
     def __init__(
@@ -190,14 +181,7 @@ class Maintainer:
         self._model_nbytes = sum(spec.nbytes for spec in chain.table.specs())
 
     def round(self, done: Callable[[EdgeSummary], None] = lambda _: None) -> Maintained | None:
-        """Add missing skips and an anchor if one is due; prune.
-
-        Args:
-            done: Called with each edge that was added.
-
-        Returns:
-            What was done; ``None`` if the chain has no version.
-        """
+        """Add missing skips and an anchor if one is due; prune."""
         check_write_access(self.chain)
         head = self.chain.head()
         if head is None:
@@ -318,12 +302,7 @@ EVERY_S: Final = 30.0
 
 
 class MaintainerThread:
-    """Runs rounds of maintenance until it is closed; a failed round is logged and tried again.
-
-    Args:
-        make: Function that opens the chain, called in the thread.
-        every_s: Seconds between two rounds.
-    """
+    """Runs rounds of maintenance until it is closed; a failed round is logged and tried again."""
 
     def __init__(self, make: Callable[[], Maintainer], *, every_s: float = EVERY_S) -> None:
         self._make, self._every_s = make, every_s

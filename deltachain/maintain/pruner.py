@@ -46,9 +46,6 @@ def ways_to(
 
     A reader knows the anchors that the manifest of a version and the next one list. These stay as
     well, so that it finds its way also when others are gone.
-
-    Raises:
-        BrokenChainError: No plan whose objects are there leads to the head.
     """
     stay = {*_plan(chain, head, edges, ended).edges, *_listed(chain, head, edges)}
     lost = []
@@ -173,15 +170,9 @@ class PrunePlan:
     """What one round of pruning does.
 
     Attributes:
-        head: The newest version.
-        before: The newest record.
         time: Time of the store, in seconds since 1970; not before the newest record.
-        retired: Edges that the next record adds.
         after: Earliest time of deletion of every pruned edge.
-        edges: All edges of the chain.
         due: Objects of pruned edges whose grace is over, and that no way needs.
-        waiting: Objects of pruned edges whose grace is not over.
-        orphans: Objects that no document names.
     """
 
     head: Version
@@ -230,12 +221,7 @@ class Pruner:
         self._known = -1
 
     def plan(self, *, dry: bool = False) -> PrunePlan | None:
-        """Decide what the next round does; ``None`` without versions. Deletes nothing.
-
-        Args:
-            dry: Whether to write nothing at all: the time is then this machine's, since a store
-                tells its time with a write.
-        """
+        """Decide what the next round does; ``None`` without versions. Deletes nothing."""
         chain = self._chain
         record = self._newest()
         head = chain.head()
@@ -323,14 +309,7 @@ class Pruner:
             )
 
     def run(self, deleted: Callable[[ObjectInfo], None] = lambda _: None) -> PrunePlan | None:
-        """Do one round: write a record if needed, and delete what is due.
-
-        Args:
-            deleted: Called after each deletion, from any thread.
-
-        Returns:
-            What was done; ``None`` if the chain has no version.
-        """
+        """Do one round: write a record if needed, and delete what is due."""
         check_write_access(self._chain)
         plan = None
         for attempt in range(TRIES):
@@ -348,11 +327,7 @@ class Pruner:
         return plan
 
     def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> PrunePlan | None:
-        """Delete due objects and orphans, after another look at tags and records.
-
-        Returns:
-            The plan, with the objects that were deleted; ``None`` if the versions are gone.
-        """
+        """Delete due objects and orphans, after another look at tags and records."""
         again = self.plan()
         if again is None:
             return None

@@ -39,10 +39,8 @@ class ObjectCopy:
     """One object to copy.
 
     Attributes:
-        key: Key in both stores.
         nbytes: Its length in bytes.
         digest: blake3 that its content must have; empty for a document.
-        pin: The source's name of this content; empty if it has none.
         content: Its bytes, if it is a document, which was read and proven already.
         version: The version that names it; ``None`` for the identity of the chain.
         edge: The edge that it is a part of; ``None`` for others.

@@ -53,7 +53,6 @@ class MirrorTotals:
 
     Attributes:
         looked_at: Time at which the source last answered, in seconds since 1970; ``None`` before.
-        applied_at: Time at which a version was last copied, likewise.
         trouble: Error of the last round; ``None`` for none.
     """
 

@@ -83,15 +83,7 @@ class MirrorReceipt:
 
 @dataclass(slots=True)
 class _Listed:
-    """What both stores have, as their listings told.
-
-    Attributes:
-        head: The newest version of the source then.
-        missing: Objects that the mirror lacks, by key; manifests are not among them.
-        extra: Keys of payloads that only the mirror has.
-        tags: Keys of tag records of the mirror.
-        prune: Number of the newest prune record of both.
-    """
+    """What both stores have, as their listings told."""
 
     head: Version = -1
     missing: dict[str, ObjectInfo] = field(default_factory=dict)

@@ -53,12 +53,6 @@ class SourceDocuments:
     """Documents of a source, each after all that it names.
 
     Records that readers with the trusted keys ignore are left out, each named once.
-
-    Args:
-        chain: The chain in the source.
-        first: The oldest version whose payloads are copied.
-        known: Reads a manifest that the mirror has; ``None`` for a version that it lacks.
-        has: Returns whether the mirror has an edge record.
     """
 
     def __init__(
@@ -125,16 +119,7 @@ class SourceDocuments:
             yield _document(key, found[1])
 
     def tags(self, there: Iterable[str], *, compare: bool) -> Iterator[ObjectCopy]:
-        """Yield tag records that the mirror lacks; those of versions that it lacks follow later.
-
-        Args:
-            there: Keys of the tag records of the mirror.
-            compare: Whether to yield the newest of each name that the mirror has, too: a source
-                that was restored from a backup writes others under the same numbers.
-
-        Raises:
-            FormatError: A record is damaged, or under the key of another.
-        """
+        """Yield tag records that the mirror lacks; those of versions that it lacks follow later."""
         had, waiting = frozenset(there), set[str]()
         common, lacking = dict[str, str](), list[str]()
         for info in self._store.list(keys.TAG_PREFIX):  # in the order of names and numbers
