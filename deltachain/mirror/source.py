@@ -40,13 +40,11 @@ READS: Final = 32
 """Manifests read at a time."""
 
 REMEMBERED: Final = 1024
-"""Manifests and edge records that are remembered."""
+"""Manifests that are remembered."""
 
 logger = logging.getLogger(__name__)
 
 _D = TypeVar("_D", bound=Document)
-_K = TypeVar("_K")
-_V = TypeVar("_V")
 
 
 class SourceDocuments:
@@ -66,7 +64,7 @@ class SourceDocuments:
         self._chain, self._store, self._id = chain, chain.store, chain.identity.chain
         self._first, self._known, self._has = first, known, has
         self._proven: dict[Version, Committed] = {}
-        self._gone: dict[str, None] = {}
+        self._gone = set[str]()
         self._left_out: set[ObjectInfo | str] = set()
 
     def identity(self) -> Iterator[ObjectCopy]:
@@ -81,7 +79,8 @@ class SourceDocuments:
         for committed, data in self._chain.manifests(first, last, reads=READS):
             version, key = committed.version, keys.manifest_key(committed.version)
             _check_link(committed, self.committed(version - 1) if version else None)
-            remember(self._proven, version, committed)
+            self._proven[version] = committed
+            self._proven.pop(version - REMEMBERED, None)
             for edge in committed.manifest.recent:
                 if edge.record and edge.record not in self._gone and not self._has(edge.record):
                     yield from self._record(edge.record, edge.digest)
@@ -183,7 +182,7 @@ class SourceDocuments:
             record, data = self._read(key, EdgeRecord, digest=digest)
         except ObjectNotFoundError:
             logger.warning("%s is gone from %s, and is left out", key, self._store.url)
-            remember(self._gone, key, None)
+            self._gone.add(key)
             return
         check_record(record, committed.digest, committed.manifest.state, key)
         yield from self._parts(record.edge, version, key)
@@ -267,10 +266,3 @@ def _check_link(found: Committed, before: Committed | None) -> None:
 
 def _document(key: str, data: bytes, version: Version | None = None) -> ObjectCopy:
     return ObjectCopy(key=key, nbytes=len(data), content=data, version=version)
-
-
-def remember(memory: dict[_K, _V], key: _K, value: _V) -> None:
-    """Add to a memory of bounded size; the oldest entry is forgotten."""
-    memory[key] = value
-    if len(memory) > REMEMBERED:
-        del memory[next(iter(memory))]

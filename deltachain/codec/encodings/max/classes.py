@@ -14,15 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from deltachain.codec.encodings.max.tiles import BINS, MAX_CUTS, MAX_RATE, NEVER, Bytes, TileGrid
-from deltachain.codec.encodings.max.words import (
-    WORD,
-    bin_word,
-    count_before,
-    equal_mask,
-    prefetch,
-    range_mask,
-    run_mask,
-)
+from deltachain.codec.encodings.max.words import WORD, popcount, run_mask
 from deltachain.kernels.compiling import compiled
 from deltachain.types import Bits
 
@@ -34,8 +26,6 @@ TILE_GAP: Final = SPAN + 9 * WORD
 """Bytes between the bins of two tiles: more than a span has."""
 SPAN_WORDS: Final = SPAN // WORD
 """Words of a span."""
-_AHEAD: Final = 8192
-"""Bytes that old bits are asked for ahead of their turn."""
 _LINE: Final = 64
 """Bytes of a line of the caches."""
 
@@ -86,7 +76,7 @@ class TileClasses(NamedTuple):
 
 
 @compiled
-def _count(bits: Any, shift: Any, mask: Any, counts: Any) -> None:  # noqa: ANN401
+def _count(bits: Any, shift: Any, mask: Any, counts: Any) -> None:
     for i in range(bits.shape[0]):
         counts[np.uint8((bits[i] >> shift) & mask)] += 1
 
@@ -100,7 +90,7 @@ def count_bins(bits: Bits, shift: int, mask: int) -> npt.NDArray[np.int64]:
 
 
 @compiled
-def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any:  # noqa: ANN401
+def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any:
     """Write the bins of a segment of some rows and columns, one tile after the other.
 
     Row by row, since caches read ahead of consecutive elements only. Returns the distance of two
@@ -110,21 +100,16 @@ def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any: 
     shift, mask = rule
     width = columns // cuts
     apart = rows * width + TILE_GAP
-    words = width & -WORD
     for row in range(rows):
         for t in range(cuts):
             at, to = row * columns + t * width, t * apart + row * width
-            for i in range(0, words, WORD):
-                for line in range(0, WORD, _LINE // old.itemsize):
-                    prefetch(old, at + i + _AHEAD // old.itemsize + line)
-                bin_word(old, at + i, rule, codes, to + i)
-            for i in range(words, width):
+            for i in range(width):
                 codes[_U(to + i)] = np.uint8((old[_U(at + i)] >> shift) & mask)
     return apart
 
 
 @compiled
-def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  # noqa: ANN401
+def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:
     """Divide the elements of a tile into classes; return the number of spans.
 
     Their bins begin at ``codes[first]``; behind them there is room for a span. Nothing is sliced:
@@ -135,20 +120,13 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
         before, there, left = np.int64(-1), first + SPAN * number, size - SPAN * number
         for run in range(table.lows.shape[0]):
             low, more, kind = table.lows[run], table.spans[run], table.kinds[run]
-            bins = low, more, table.fold
-            at = SPAN_WORDS * (number * count + kind)
+            at, bins = SPAN_WORDS * (number * count + kind), (low, more, table.fold)
             if kind == before:
                 for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] |= range_mask(codes, there + WORD * w, bins)
-            elif more == 0 and table.fold == np.uint8(255):
-                for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] = equal_mask(codes, there + WORD * w, low)
-            elif table.fold == np.uint8(255):
-                for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] = run_mask(codes, there + WORD * w, (low, more))
+                    tile.members[_U(at + w)] |= run_mask(codes, there + WORD * w, bins)
             else:
                 for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] = range_mask(codes, there + WORD * w, bins)
+                    tile.members[_U(at + w)] = run_mask(codes, there + WORD * w, bins)
             before = kind
         for kind in range(count):
             at = SPAN_WORDS * (number * count + kind)
@@ -157,7 +135,10 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
                 tile.members[_U(last)] &= (_U(1) << _U(left % WORD)) - _U(1)
                 for w in range(last + 1, at + SPAN_WORDS):
                     tile.members[_U(w)] = _U(0)
-            found = count_before(tile.members, at, tile.before, at)
+            found = np.int64(0)
+            for w in range(at, at + SPAN_WORDS):
+                tile.before[_U(w)] = found
+                found += popcount(tile.members[_U(w)])
             tile.starts[kind, number + 1] = tile.starts[kind, number] + found
     return spans
 
@@ -169,7 +150,7 @@ def rule_of(grid: TileGrid, old: Bits) -> tuple[Any, Any]:
 
 
 @compiled
-def class_table(table: Any) -> Any:  # noqa: ANN401
+def class_table(table: Any) -> Any:
     """Return the classes of the ``(512,)`` rates and sizes of a tensor."""
     by_bin, sizes = np.full(BINS, NEVER, np.uint8), table[BINS:]
     rates, common = np.zeros(MAX_RATE + 1, np.uint8), np.zeros(MAX_RATE + 1, np.uint8)
@@ -213,19 +194,7 @@ def class_table(table: Any) -> Any:  # noqa: ANN401
 
 
 class SegmentScratch(NamedTuple):
-    """Memory of one thread for the work on a segment: fresh pages cost more than the work.
-
-    Attributes:
-        spans: Number of spans of the largest segment so far.
-        marks: A bit for each element of the segment; zero between uses.
-        counts: Room for a number for each word of them.
-        positions: Room for a flat index of each element.
-        steps: Room for the step of each element.
-        codes: Room for the bins of up to 64 tiles.
-        listed: Room for a position of each element.
-        sized: Room for a size of each element.
-        tile: Room for the classes of a tile.
-    """
+    """Memory of one thread for the work on a segment: fresh pages cost more than the work."""
 
     spans: int
     marks: npt.NDArray[np.uint64]
