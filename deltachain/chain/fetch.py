@@ -21,8 +21,7 @@ from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta, fold_all
+from deltachain.delta import OldBits, TensorDelta, fold_all
 from deltachain.errors import (
     BaseMismatchError,
     BrokenChainError,

@@ -124,67 +124,49 @@ class _Search:
         self._read: dict[Version, _Stamp | None] = {head.version: self._head}
 
     def by_step(self, step: int) -> Version:
-        """Find the newest version of a step."""
+        """Find the newest version of a step, epoch by epoch."""
         high: _Stamp | None = self._head
         while high is not None:
-            low = self._begin_of_epoch(high)
-            found = self._in_epoch(low, high, step)
-            if found is not None:
-                return found
+            is_earlier = partial(_is_before, high.epoch)
+            before = self._last(0, high.version - 1, is_earlier)
+            low = self._first(before.version + 1 if before else 0, high.version) or high
+            found = self._last(
+                low.version + 1, high.version, lambda one: _by(one)[0] <= step, stepped=True
+            )
+            for one in (high, found, low):
+                if one is not None and one.step == step:
+                    return one.version
             if high.version - low.version < SHORT:
                 self._read_all(range(max(0, low.version - AHEAD), low.version))
-            high = self._last(0, low.version - 1)
+            high = before
         raise ChainError(
             f"{self._chain.store.url} has no version of step {step}", hint=self._near(step)
         )
 
     def by_time(self, at: float) -> Version:
         """Find the newest version committed at or before a time."""
-        low, high, found = 0, self._head.version, None
-        while low <= high:
-            middle = (low + high) // 2
-            stamp = self._first(middle, high)
-            if stamp is not None and stamp.time <= at:
-                found, low = stamp.version, stamp.version + 1
-            else:
-                high = middle - 1
+        found = self._last(0, self._head.version, lambda one: one.time <= at)
         if found is None:
             oldest = self._first(0, self._head.version) or self._head
             raise ChainError(
                 f"{self._chain.store.url} has no version committed at or before {_iso(at)}",
                 hint=f"version {oldest.version} is the oldest, of {_iso(oldest.time)}",
             )
-        return found
+        return found.version
 
-    def _begin_of_epoch(self, high: _Stamp) -> _Stamp:
-        """Find the first version of an epoch, back from one of its versions."""
-        first, step = high, 1
-        while first.version > 0:
-            back = self._last(0, first.version - step)
-            if back is None or back.epoch != high.epoch:
-                break
-            first, step = back, 2 * step
-        before, begin = max(first.version - step, -1), first.version
-        while begin - before > 1:
-            middle = (begin + before) // 2
-            stamp = self._first(middle, first.version)
-            is_same = stamp is not None and stamp.epoch == high.epoch
-            before, begin = (before, middle) if is_same else (middle, begin)
-        return self._first(begin, first.version) or first
-
-    def _in_epoch(self, low: _Stamp, high: _Stamp, step: int) -> Version | None:
-        """Find the newest version of a step in an epoch."""
-        if high.step == step:
-            return high.version
-        first, last, found = low.version + 1, high.version - 1, low
-        while first <= last:
-            middle = (first + last) // 2
-            stamp = self._first(middle, last, stepped=True)
-            if stamp is not None and stamp.step is not None and stamp.step <= step:
-                found, first = stamp, stamp.version + 1
+    def _last(
+        self, low: Version, high: Version, holds: Callable[[_Stamp], bool], *, stepped: bool = False
+    ) -> _Stamp | None:
+        """Bisect for the last version of which something holds that holds up to some version."""
+        found = None
+        while low <= high:
+            middle = (low + high) // 2
+            stamp = self._first(middle, high, stepped=stepped)
+            if stamp is not None and holds(stamp):
+                found, low = stamp, stamp.version + 1
             else:
-                last = middle - 1
-        return found.version if found.step == step else None
+                high = middle - 1
+        return found
 
     def _first(self, first: Version, last: Version, *, stepped: bool = False) -> _Stamp | None:
         """Return the first of some versions that exists, and has a step if so wanted."""
@@ -195,11 +177,6 @@ class _Search:
             if stamp is not None and not (stepped and stamp.step is None):
                 return stamp
         return None
-
-    def _last(self, first: Version, last: Version) -> _Stamp | None:
-        """Return the last of some versions that exists."""
-        stamps = (self._stamp(version) for version in range(last, first - 1, -1))
-        return next((stamp for stamp in stamps if stamp is not None), None)
 
     def _stamp(self, version: Version) -> _Stamp | None:
         if version not in self._read:
@@ -220,6 +197,10 @@ class _Search:
         above = min((s for s in met if s.step is not None and s.step > step), default=None, key=_by)
         near = [f"{s.step} (version {s.version})" for s in (below, above) if s is not None]
         return f"near it are the steps {' and '.join(near)}" if near else "no version has a step"
+
+
+def _is_before(epoch: int, stamp: _Stamp) -> bool:
+    return stamp.epoch < epoch
 
 
 def _by(stamp: _Stamp) -> tuple[int, Version]:

@@ -19,7 +19,7 @@ from deltachain.format.documents import Count, Shape, decode
 from deltachain.types import WIRE_DTYPES, Buffer, TensorSpec
 
 # A small JSON document at the front of the file, so that a reader can locate all other bytes after
-# one read; see :mod:`deltachain.codec.short_rows` for its form there.
+# one read; see :mod:`deltachain.codec.rows` for its form there.
 
 
 SEGMENT: Final = 1 << 20
@@ -36,7 +36,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         bucket: Number of its bucket, a group of streams; 0 for raw and plain.
         gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for ``max``.
         digest: State digest of the new elements; for sparse encodings, minus that of the old. Rows
-            may share one: see :mod:`deltachain.codec.row_digests`.
+            may share one: see :mod:`deltachain.codec.rows`.
     """
 
     name: str

@@ -21,10 +21,8 @@ from deltachain.codec.container import (
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import check_digests
-from deltachain.codec.short_rows import with_full_rows, with_short_rows
-from deltachain.delta import TensorDelta
+from deltachain.codec.rows import check_digests, with_full_rows, with_short_rows
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import (
     ConfigError,
     DigestMismatchError,

@@ -23,10 +23,8 @@ from deltachain.codec.frames import (
     deflate_directory,
     largest_frame,
 )
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import share
-from deltachain.codec.short_rows import is_compact, with_short_rows
-from deltachain.delta import TensorDelta
+from deltachain.codec.rows import is_compact, share, with_short_rows
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest
 from deltachain.threads import Pool, cores

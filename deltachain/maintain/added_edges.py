@@ -16,7 +16,7 @@ from deltachain.chain.plan import Plan
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.container import TensorRow
-from deltachain.codec.row_digests import own_digests
+from deltachain.codec.rows import own_digests
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary

@@ -16,9 +16,8 @@ from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS
 from deltachain.codec.container import TensorRow
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import RowDigests
-from deltachain.delta import TensorDelta, fold_all
+from deltachain.codec.rows import RowDigests
+from deltachain.delta import OldBits, TensorDelta, fold_all
 from deltachain.errors import (
     BrokenChainError,
     ChainError,

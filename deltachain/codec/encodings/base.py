@@ -10,8 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from deltachain.codec.container import Segment, TensorRow
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace, stage_changes
 from deltachain.types import Bits, TensorSpec

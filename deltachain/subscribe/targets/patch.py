@@ -14,7 +14,7 @@ import numpy as np
 from typing_extensions import override
 
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host

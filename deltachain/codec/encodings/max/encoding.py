@@ -28,10 +28,8 @@ from deltachain.codec.encodings.max.tiles import (
     most_nbytes,
 )
 from deltachain.codec.encodings.sparse import StepEncoding
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.tensor_reader import TensorReader
-from deltachain.delta import TensorDelta
+from deltachain.codec.frames import BucketWriter, TensorReader
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError, OldBitsError
 from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec

@@ -20,8 +20,7 @@ from deltachain.codec.encodings.max.tiles import (
     TileGrid,
     bins,
 )
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.types import Bits, Indices, TensorSpec
 
 Numbers = npt.NDArray[np.int64]

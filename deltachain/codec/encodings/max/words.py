@@ -63,7 +63,7 @@ def run_mask(typing_context: Any, codes: Any, at: Any, run: Any) -> Any:  # noqa
     """Compare 64 bytes from ``codes[at]`` on; bit ``n`` is set if byte ``n`` is in a run.
 
     A run is its first value, the number of its others, and a mask: 255, or 127 where the values
-    with another highest bit are in it too. As a loop over the bytes it takes XX times as long.
+    with another highest bit are in it too. A loop over bytes takes seven times as long (2026-11).
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
