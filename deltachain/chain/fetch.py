@@ -16,22 +16,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.delta import OldBits, TensorDelta, fold_all
-from deltachain.errors import (
-    BaseMismatchError,
-    BrokenChainError,
-    ConfigError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    UnsupportedFormatError,
-)
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest
 from deltachain.kernels import host
@@ -61,9 +52,9 @@ def fetch_part(
     get = _in_store if in_store else _held
     try:
         return get(store, ref)
-    except UnsupportedFormatError:
+    except errors.UnsupportedFormatError:
         raise
-    except FormatError:
+    except errors.FormatError:
         if corrupt is not None:
             corrupt.append(ref.key)
         return get(store, ref)
@@ -92,7 +83,7 @@ def _in_store(store: Store, ref: ObjectRef) -> Part:
 def _read(store: Store, ref: ObjectRef) -> Buffer:
     try:
         return store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)
-    except ObjectNotFoundError as exc:
+    except errors.ObjectNotFoundError as exc:
         exc.hint = LOST
         raise
 
@@ -104,7 +95,7 @@ def _checked(part: Part, ref: ObjectRef) -> Part:
 
 def _check_digest(what: str, expected: str, actual: str, key: str) -> None:
     if actual != expected:
-        raise DigestMismatchError(what, expected=expected, actual=actual, key=key)
+        raise errors.DigestMismatchError(what, expected=expected, actual=actual, key=key)
 
 
 THREADS: Final = 8
@@ -211,7 +202,7 @@ class Fetched:
         for name, spec in self.specs.items():
             delta = self.read(name) if name in given else None
             if delta is None or not delta.is_dense:
-                raise BrokenChainError(f"{name}: the plan does not contain the whole tensor")
+                raise errors.BrokenChainError(f"{name}: the plan does not contain the whole tensor")
             total += host.digest(digest_key(spec), delta.values)
         return total
 
@@ -291,7 +282,7 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     what = repr((reference.repo or reference.path)[:80])
     hint = f"give the folder of the base checkpoint {what}: --base, or DELTACHAIN_BASE in engines"
     if folder is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the chain starts from a base checkpoint, {what}, and no folder of it was given",
             hint=hint,
         )
@@ -299,15 +290,15 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     try:
         there = path.exists()
     except (OSError, ValueError) as exc:  # a path that is invalid on this machine
-        raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc}", hint=hint) from exc
+        raise errors.ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc}", hint=hint) from exc
     if not there:
-        raise ConfigError(f"base checkpoint {path} does not exist", hint=hint)
+        raise errors.ConfigError(f"base checkpoint {path} does not exist", hint=hint)
     checkpoint = Checkpoint(path)
     found = {ref.name: ref for ref in checkpoint.files()}
     for ref in reference.files:
         have = found.get(ref.name)
         if have != ref:
-            raise DigestMismatchError(
+            raise errors.DigestMismatchError(
                 f"{path / ref.name}",
                 expected=ref.blake3,
                 actual=have.blake3 if have else "no such file",
@@ -334,10 +325,10 @@ def _read_part(part: Part, name: str, old: OldBits | None, *, held: bool) -> Ten
     """Decode a tensor; with bits that a target holds, blame these first."""
     try:
         return part.read(name, old=old)
-    except MalformedError as exc:
+    except errors.MalformedError as exc:
         if not held or not part.needs_old(name):
             raise
-        raise BaseMismatchError(
+        raise errors.BaseMismatchError(
             f"{name!r} does not hold the bits before {exc}", tensor=name
         ) from exc
 
@@ -352,4 +343,4 @@ def _check_specs(
 ) -> None:
     for name, spec in needed.items():
         if message := mismatch(name, spec, where, known.get(name), there):
-            raise MalformedError(message, key=key)
+            raise errors.MalformedError(message, key=key)

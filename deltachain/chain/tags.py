@@ -16,23 +16,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.checks import read_document
 from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
 from deltachain.chain.lookup import NONE, newest_number
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-    StoreWentBackError,
-    no_version,
-)
 from deltachain.format.documents import NAME, Document, PruneRecord, Tag
 from deltachain.format.keys import TAG_PREFIX, prune_key, tag_key, tag_of
 from deltachain.threads import Pool
@@ -74,7 +62,7 @@ class VersionChoice:
         given = [name for name in ("version", "step", "at") if getattr(self, name) is not None]
         given += ["tag"] if self.tag else []
         if len(given) > 1:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{' and '.join(given)} exclude each other: each names a version",
                 hint="give one of them",
             )
@@ -93,13 +81,13 @@ def choose(chain: Chain, choice: VersionChoice) -> Committed:
         return committed(chain, tag)
     head = chain.head()
     if head is None:
-        raise no_version(chain.store.url)
+        raise errors.no_version(chain.store.url)
     if choice.version is not None:
         found = chain.find(choice.version)
         if found is None:
             what = f"{chain.store.url} does not have version {choice.version}"
             hint = f"the head is version {head.version}"
-            raise ChainError(what, version=choice.version, hint=hint)
+            raise errors.ChainError(what, version=choice.version, hint=hint)
         return found
     if choice.step is not None:
         return chain.read(_Search(chain, head).by_step(choice.step))
@@ -139,7 +127,7 @@ class _Search:
             if high.version - low.version < SHORT:
                 self._read_all(range(max(0, low.version - AHEAD), low.version))
             high = before
-        raise ChainError(
+        raise errors.ChainError(
             f"{self._chain.store.url} has no version of step {step}", hint=self._near(step)
         )
 
@@ -148,7 +136,7 @@ class _Search:
         found = self._last(0, self._head.version, lambda one: one.time <= at)
         if found is None:
             oldest = self._first(0, self._head.version) or self._head
-            raise ChainError(
+            raise errors.ChainError(
                 f"{self._chain.store.url} has no version committed at or before {_iso(at)}",
                 hint=f"version {oldest.version} is the oldest, of {_iso(oldest.time)}",
             )
@@ -248,12 +236,12 @@ def committed(chain: Chain, tag: Tag) -> Committed:
     """Read the version of a tag, and check that it is the one that was tagged."""
     found = None if tag.version is None else chain.find(tag.version)
     if found is None:
-        raise StoreWentBackError(
+        raise errors.StoreWentBackError(
             f"tag {tag.name!r} names version {tag.version}, which is not in {chain.store.url}",
             version=tag.version,
         )
     if found.digest != tag.manifest:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"tag {tag.name!r} names version {tag.version} with manifest {tag.manifest[:16]}, "
             f"{chain.store.url} has another one there, {found.digest[:16]}",
             version=tag.version,
@@ -294,7 +282,7 @@ def is_accepted(chain: Chain, name: str, number: int) -> bool:
     """Return whether a record is there that readers with the trusted keys of this chain accept."""
     try:
         _record(chain, name, number)
-    except (FormatError, ObjectNotFoundError):
+    except (errors.FormatError, errors.ObjectNotFoundError):
         return False
     return True
 
@@ -313,7 +301,7 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
     """
     check_write_access(chain)
     if chain.trust.key is None:
-        raise ConfigError("no signing key is given", hint="set DELTACHAIN_SIGNING_KEY")
+        raise errors.ConfigError("no signing key is given", hint="set DELTACHAIN_SIGNING_KEY")
     written = [
         tag_key(tag.name, tag.number + 1)
         for tag in newest_records(chain)
@@ -325,7 +313,7 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
         again = msgspec.structs.replace(record, number=record.number + 1)
         try:
             chain.store.put_if_absent(key, chain.trust.seal(again, chain.identity.chain))
-        except AlreadyExistsError:
+        except errors.AlreadyExistsError:
             return tuple(written)
         written.append(key)
     return tuple(written)
@@ -383,7 +371,7 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
 def check_name(name: str) -> str:
     """Return the name of a tag."""
     if NAME.fullmatch(name) is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{name[:140]!r} is not a name of a tag",
             hint="1 to 128 characters from A-Z a-z 0-9 . _ - that do not begin with a dot, such as "
             "eval-step-4000",
@@ -391,11 +379,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def unknown(chain: Chain, name: str) -> ChainError:
+def unknown(chain: Chain, name: str) -> errors.ChainError:
     names = [tag.name for tag in read_all(chain)]
     some = ", ".join(names[:8]) + (" and others" if names[8:] else "")
     hint = f"tags are {some}" if names else "no tag is set; `deltachain tag URL NAME` sets one"
-    return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
+    return errors.ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
 
 
 def _standing(record: Tag | None) -> Tag | None:
@@ -409,8 +397,10 @@ def _is_kept(chain: Chain, target: Committed) -> bool:
     return is_reachable(chain, target.version)
 
 
-def _unreachable(chain: Chain, name: str, target: Committed, outcome: str) -> BrokenChainError:
-    return BrokenChainError(
+def _unreachable(
+    chain: Chain, name: str, target: Committed, outcome: str
+) -> errors.BrokenChainError:
+    return errors.BrokenChainError(
         f"version {target.version} cannot be rebuilt from {chain.store.url}: payloads of every way "
         f"to it are gone, or pruned and may be deleted at any moment; {outcome} ({name!r})",
         version=target.version,
@@ -439,7 +429,9 @@ def _record(chain: Chain, name: str, number: int) -> Tag:
     key = tag_key(name, number)
     record, _ = read_document(chain.store, key, Tag, chain=chain.identity.chain, trust=chain.trust)
     if (record.name, record.number) != (name, number):
-        raise MalformedError(f"{key}: is number {record.number} of tag {record.name!r}", key=key)
+        raise errors.MalformedError(
+            f"{key}: is number {record.number} of tag {record.name!r}", key=key
+        )
     return record
 
 
@@ -461,7 +453,7 @@ def _put_next(
         made = record(number=number)
         if _put(chain, made) and number > beyond:
             return made
-    raise ChainError(
+    raise errors.ChainError(
         f"tag {name!r} was set by others {TRIES} times while it was to be set here",
         hint="see that one process sets a tag, and try again",
     )
@@ -473,9 +465,9 @@ def _put(chain: Chain, record: Tag) -> bool:
     data = chain.trust.seal(record, chain.identity.chain)
     try:
         store.put_if_absent(key, data)
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         return store.get(key) == data  # an own earlier attempt may have written it
-    except StoreUnavailableError:
+    except errors.StoreUnavailableError:
         if store.find(key) is None:
             raise
         return store.get(key) == data

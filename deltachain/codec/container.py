@@ -18,10 +18,6 @@ from deltachain.errors import MalformedError
 from deltachain.format.documents import Count, Shape, decode
 from deltachain.types import WIRE_DTYPES, Buffer, TensorSpec
 
-# A small JSON document at the front of the file, so that a reader can locate all other bytes after
-# one read; see :mod:`deltachain.codec.rows` for its form there.
-
-
 SEGMENT: Final = 1 << 20
 """Largest number of elements of a segment, the unit that a reader must decode."""
 

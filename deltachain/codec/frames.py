@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -47,30 +48,38 @@ STREAM_PARAMETERS: Final[Mapping[str, int]] = {
     "window_log": 17,
 }
 """zstd parameters of streams, whose matches mostly are noise: the smallest table of matches, and
-the longest smallest match. Share of the raw size, and MB/s of one core, beside those of level 1
-(2026-11, AMD EPYC, N(0, 0.02) weights, geometric gaps):
-
-=================  ============  ============
-stream             level 1       these
-=================  ============  ============
-dense.1, value.1   0.368,  304   0.340,   874
-dense.0, value.0   1.000, 4480   1.000, 5180
-gap16.1 at 0.1 %   0.441,  276   0.431,   802
-gap16.1 at 0.2 %   0.364,  228   0.321,   338
-gap8 at 0.3 %      0.685,  261   0.664,   517
-gap8 at 1.2 %      0.937,  884   0.937,   759
-gap8 at 3 %        0.819,  761   0.819,   770
-sign               1.000, 7393   1.000, 7568
-exception, 10 %    0.502,  262   0.485,   543
-magnitude          0.282,  273   0.248,   254
-wide.k             1.001, 1638   1.001, 1697
-=================  ============  ============
-"""
+the longest smallest match. Beside level 1, most streams take 0.84 to 1.0 of the bytes at 1 to 2.9
+times the speed; ``gap8`` at 1.2 % is 14 % slower (2026-11, AMD EPYC, geometric gaps)."""
 
 HELD: Final = 16
 """Number of frames cached by each thread: two for each possible stream of one tensor."""
 
-_local = threading.local()
+
+class _ThreadState(threading.local):
+    """Frames that a thread holds, and its zstd contexts: expensive to create, not thread-safe."""
+
+    @cached_property
+    def frames(self) -> OrderedDict[tuple[int, int], Buffer]:
+        return OrderedDict()
+
+    @cached_property
+    def documents(self) -> zstandard.ZstdCompressor:
+        return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+
+    @cached_property
+    def streams(self) -> zstandard.ZstdCompressor:
+        parameters = zstandard.ZstdCompressionParameters(**STREAM_PARAMETERS, write_content_size=1)
+        return zstandard.ZstdCompressor(compression_params=parameters)
+
+    @cached_property
+    def inflater(self) -> zstandard.ZstdDecompressor:
+        # After an allocation of this size was freed, glibc keeps the pages of freed frames for the
+        # next ones: 1,000 page faults instead of 30,000 while 480 MB of weights are decoded.
+        bytes(16 * FRAME)
+        return zstandard.ZstdDecompressor()
+
+
+_local = _ThreadState()
 _ids = itertools.count()
 
 
@@ -93,7 +102,7 @@ class Frames:
 
 def deflate(document: Buffer) -> bytes:
     """Compress a document to one zstd frame that declares its content size."""
-    return _compressors().document.compress(document)
+    return _local.documents.compress(document)
 
 
 def deflate_directory(document: bytes, *, smallest: bool) -> bytes:
@@ -107,24 +116,7 @@ def deflate_directory(document: bytes, *, smallest: bool) -> bytes:
 
 def deflate_stream(data: Buffer) -> bytes:
     """Compress a piece of a stream to one zstd frame that declares its content size."""
-    return _compressors().stream.compress(data)
-
-
-def deflate_changes(data: Buffer) -> bytes:
-    """Compress a piece of a stream of changes, as a stream or as a document: the smaller frame.
-
-    Where changes repeat, as in columns that change in every row, the larger table of matches of
-    level 1 takes down to a hundredth of the bytes; else it takes up to a tenth more.
-    """
-    return min(deflate_stream(data), deflate(data), key=len)
-
-
-def deflate_table(data: Buffer) -> bytes:
-    """Compress tables of classes to one zstd frame that declares its content size.
-
-    Level 19 takes 0.2 to 0.6 of the bytes of the parameters of streams, at 10 to 20 MB/s.
-    """
-    return zstandard.ZstdCompressor(level=TABLE_LEVEL, write_content_size=True).compress(data)
+    return _local.streams.compress(data)
 
 
 def largest_frame(nbytes: int) -> int:
@@ -143,7 +135,7 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
             raise MalformedError(
                 f"{key}: a frame claims {claimed} bytes, expected {nbytes}", key=key
             )
-        data = _decompressor().decompress(frame, allow_extra_data=False)
+        data = _local.inflater.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
     if len(data) != nbytes:
@@ -205,7 +197,7 @@ class StreamReader:
 
     def frame(self, number: int, *, keep: bool = True) -> Buffer:
         """Verify and inflate one frame; cache it with ``keep``, since a neighbour may need it."""
-        held = _held_frames()
+        held = _local.frames
         data = held.get((self._id, number))
         if data is None:
             stored = self.check(number)
@@ -237,41 +229,6 @@ def _running(start: int, sizes: tuple[int, ...]) -> list[int]:
     for size in sizes:
         total.append(total[-1] + size)
     return total
-
-
-def _held_frames() -> OrderedDict[tuple[int, int], Buffer]:
-    if not hasattr(_local, "frames"):
-        _local.frames = OrderedDict()
-    frames: OrderedDict[tuple[int, int], Buffer] = _local.frames
-    return frames
-
-
-@dataclass(frozen=True, slots=True)
-class _Compressors:
-    document: zstandard.ZstdCompressor
-    stream: zstandard.ZstdCompressor
-
-
-def _compressors() -> _Compressors:
-    # Of this thread: a context is expensive to create and not thread-safe.
-    if not hasattr(_local, "compressors"):
-        parameters = zstandard.ZstdCompressionParameters(**STREAM_PARAMETERS, write_content_size=1)
-        _local.compressors = _Compressors(
-            document=zstandard.ZstdCompressor(level=LEVEL, write_content_size=True),
-            stream=zstandard.ZstdCompressor(compression_params=parameters),
-        )
-    compressors: _Compressors = _local.compressors
-    return compressors
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        # After an allocation of this size was freed, glibc keeps the pages of freed frames for the
-        # next ones: 1,000 page faults instead of 30,000 while 480 MB of weights are decoded.
-        bytes(16 * FRAME)
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
-    return decompressor
 
 
 FlatArray: TypeAlias = npt.NDArray[Any]
@@ -354,9 +311,14 @@ class StreamContent:
 
     def _deflate(self, raw: memoryview) -> bytes:
         stream = self.name.partition(".")[2].partition(".")[0]
-        if stream == "class":
-            return deflate_table(raw)
-        return deflate_stream(raw) if stream in WITHOUT_REPEATS else deflate_changes(raw)
+        if stream == "class":  # 0.2 to 0.6 of the bytes, at 10 to 20 MB/s
+            table = zstandard.ZstdCompressor(level=TABLE_LEVEL, write_content_size=True)
+            return table.compress(raw)
+        if stream in WITHOUT_REPEATS:
+            return deflate_stream(raw)
+        # Where changes repeat, as in columns that change in every row, the larger table of matches
+        # of level 1 takes down to a hundredth of the bytes; else it takes up to a tenth more.
+        return min(deflate_stream(raw), deflate(raw), key=len)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Return the bytes ``start:stop``; they share memory with a piece that has all of them."""

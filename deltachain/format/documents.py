@@ -11,18 +11,13 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from threading import Lock
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from deltachain.errors import (
-    ConfigError,
-    DigestMismatchError,
-    MalformedError,
-    UnsupportedFormatError,
-)
+from deltachain import errors
 from deltachain.format.keys import object_digest
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -51,7 +46,7 @@ def decode(data: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
 def check_values(data: bytes, key: str) -> None:
     """Limit the number of values before parsing, since objects take up to 100x their JSON bytes."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
-        raise MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
+        raise errors.MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
 
 
 def no_repeats(fields: list[tuple[str, Any]]) -> None:
@@ -260,10 +255,10 @@ class Table(Document, frozen=True, kw_only=True):
         specs = tuple(TensorSpec(*row) for row in self.tensors)
         names = {spec.name for spec in specs}
         if len(names) < len(specs):
-            raise ConfigError(f"{len(specs)} tensors have {len(names)} distinct names")
+            raise errors.ConfigError(f"{len(specs)} tensors have {len(names)} distinct names")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"alias {alias!r} -> {name!r}: the target must be in the table, "
                     "the alias must not"
                 )
@@ -344,11 +339,11 @@ def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
         unknown = set(gate.requires) - FEATURES
         if gate.format != FORMAT or unknown:
             needs = ", ".join(sorted(unknown)) or f"format {gate.format}"
-            raise UnsupportedFormatError(f"{key}: needs {needs}", key=key)
+            raise errors.UnsupportedFormatError(f"{key}: needs {needs}", key=key)
         json.loads(data, object_pairs_hook=no_repeats)
         return decode(data, kind)
     except (ValueError, RecursionError) as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 
 
 def seal(document: Document, signatures: tuple[Signature, ...] = ()) -> bytes:
@@ -366,13 +361,13 @@ def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
     try:
         envelope = decode(data, Envelope)
     except (ValueError, RecursionError) as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
     if msgspec.json.encode(envelope) != data:
-        raise MalformedError(f"{key}: the envelope is not canonical", key=key)
+        raise errors.MalformedError(f"{key}: the envelope is not canonical", key=key)
     payload = bytes(envelope.payload)
     actual = object_digest(payload)
     if actual != envelope.blake3:
-        raise DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
+        raise errors.DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
     return parse(payload, kind, key=key)
 
 
@@ -381,7 +376,7 @@ def read_state(text: str, *, key: str) -> StateDigest:
     try:
         return StateDigest.parse(text)
     except ValueError as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 
 
 NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -485,23 +480,6 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
         return (kind, span) == (self.kind, self.span) and self.first <= version <= self.last
 
 
-def range_of(
-    rows: Sequence[PrunedRange], kind: str, base: Version | None, version: Version
-) -> PrunedRange | None:
-    """Return the range that an edge is in, in O(log n); ``None`` if there is none."""
-    span = 0 if base is None else version - base
-    place = bisect_right(
-        rows, (kind, span, version), key=lambda row: (row.kind, row.span, row.first)
-    )
-    row = rows[place - 1] if place else None
-    return row if row is not None and row.covers(kind, base, version) else None
-
-
-def closes(rows: Sequence[PrunedRange], version: Version) -> bool:
-    """Return whether ranges contain the delta to a version; for ``rows`` see :func:`range_of`."""
-    return range_of(rows, "delta", version - 1, version) is not None
-
-
 class PruneRecord(Document, frozen=True, kw_only=True):
     """All edges pruned so far: a later record replaces an earlier one."""
 
@@ -522,7 +500,10 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
     def range_of(self, kind: str, base: Version | None, version: Version) -> PrunedRange | None:
         """Return the range that an edge is in, in O(log n); ``None`` if it is not pruned."""
-        return range_of(self.pruned, kind, base, version)
+        place = kind, 0 if base is None else version - base, version
+        number = bisect_right(self.pruned, place, key=lambda row: (row.kind, row.span, row.first))
+        row = self.pruned[number - 1] if number else None
+        return row if row is not None and row.covers(kind, base, version) else None
 
     def covers(self, edge: EdgeSummary) -> bool:
         return self.range_of(edge.kind, edge.base, edge.version) is not None
@@ -532,7 +513,7 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
         Parts of a skip or an anchor that come late would be taken for orphans.
         """
-        return closes(self.pruned, version)
+        return self.range_of("delta", version - 1, version) is not None
 
 
 class Heartbeat(Document, frozen=True, kw_only=True):

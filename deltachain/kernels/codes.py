@@ -121,7 +121,6 @@ def quantise_codes(
         at: Row and column of the first weight in its first block.
         block: Rows and columns of a block.
         out: Bits of ``(N, K)`` codes, to be written.
-        kind: How a weight and its factor make a code, as a number of ``KINDS``.
     """
     rows, columns = values.shape
     for row in range(rows):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -101,22 +101,12 @@ class CopyStream:
         self.to_device_nbytes = self.to_host_nbytes = 0
         self._copies = torch.cuda.Stream(where) if where.type == "cuda" else None
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[Any]:
         """Make the device current, so that kernels are launched on the caller's stream there."""
-        if self._copies is None:
-            yield
-            return
-        with torch.cuda.device(self.where):
-            yield
+        return nullcontext() if self._copies is None else torch.cuda.device(self.where)
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        if self._copies is None:
-            yield
-            return
-        with torch.cuda.stream(self._copies):
-            yield
+    def copying(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def copies_follow(self, event: torch.cuda.Event | None) -> None:
         if self._copies is not None and event is not None:
@@ -167,11 +157,8 @@ class CopyStream:
         self.to_host_nbytes += tensor.nbytes
         if self._copies is None:
             return tensor.clone()
-        return (
-            self.room(tensor.numel(), tensor.dtype)
-            .view(tensor.shape)
-            .copy_(tensor, non_blocking=True)
-        )
+        room = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return room.copy_(tensor, non_blocking=True)
 
 
 class Arena(NamedTuple):

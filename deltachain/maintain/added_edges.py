@@ -22,7 +22,7 @@ from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
 from deltachain.format.keys import PayloadKind, digest_key, edge_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, Version
 

@@ -10,19 +10,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Final
 
+from deltachain import errors
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
 from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
 from deltachain.chain.upload import DENSE_SHARE
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import EdgeSummary, dump
 from deltachain.maintain.added_edges import (
     add_anchor,
@@ -79,7 +72,7 @@ def _fold(hop: Hop, leads: dict[Version, list[EdgeSummary]]) -> Plan | None:
     names = {name for edge in inside for name in edge.encodings}
     try:
         return make_plan(hop.base, hop.version, inside, encodings=names)
-    except BrokenChainError:
+    except errors.BrokenChainError:
         return None
 
 
@@ -110,10 +103,10 @@ def anchor_version(
     return aligned if anchor_due(replay, size, every=every) else None
 
 
-def why_unreachable(chain: Chain, head: Committed) -> BrokenChainError | None:
+def why_unreachable(chain: Chain, head: Committed) -> errors.BrokenChainError | None:
     if is_reachable(chain, head.version):
         return None
-    return BrokenChainError(
+    return errors.BrokenChainError(
         f"newcomers cannot reach version {head.version}: {_lost_object(chain, head)}",
         version=head.version,
     )
@@ -124,9 +117,9 @@ def _lost_object(chain: Chain, head: Committed) -> str:
     try:
         plan = chain.plan(None, head)
         parts = [part.key for edge in plan.edges for part in chain.edge(edge, head).parts]
-    except BrokenChainError as exc:
+    except errors.BrokenChainError as exc:
         return str(exc.args[0])
-    except (ObjectNotFoundError, FormatError) as exc:
+    except (errors.ObjectNotFoundError, errors.FormatError) as exc:
         return f"{exc.key} is gone"
     found = chain.store.find_all(parts)
     lost = next((key for key in parts if key not in found), "an object")
@@ -135,7 +128,12 @@ def _lost_object(chain: Chain, head: Committed) -> str:
 
 logger = logging.getLogger(__name__)
 
-FAILURES: Final = (BrokenChainError, FormatError, ObjectNotFoundError, ConfigError)
+FAILURES: Final = (
+    errors.BrokenChainError,
+    errors.FormatError,
+    errors.ObjectNotFoundError,
+    errors.ConfigError,
+)
 """Errors of one edge, such as a base checkpoint that is not here; others may still be added."""
 
 HINTED: Final = 2
@@ -157,7 +155,7 @@ class Maintained:
     anchors: tuple[EdgeSummary, ...] = ()
     pruned: PrunePlan | None = None
     failed: tuple[str, ...] = ()
-    no_way: DeltaChainError | None = None
+    no_way: errors.DeltaChainError | None = None
 
 
 class Maintainer:
@@ -207,7 +205,9 @@ class Maintainer:
     def _prune(self, failed: list[str]) -> PrunePlan | None:
         try:
             return self.pruner.run() if self.pruner else None
-        except BrokenChainError as error:  # nothing is deleted before newcomers have a way again
+        except (
+            errors.BrokenChainError
+        ) as error:  # nothing is deleted before newcomers have a way again
             failed.append(f"nothing was pruned: {error.args[0]}")
             return None
 
@@ -250,7 +250,7 @@ class Maintainer:
                 except FAILURES as error:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
-                except ChainError:
+                except errors.ChainError:
                     if is_pruned(self.chain, hop.base, hop.version):
                         continue  # by another maintainer, meanwhile
                     raise
@@ -275,7 +275,7 @@ class Maintainer:
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
-        except ChainError:
+        except errors.ChainError:
             if is_pruned(self.chain, None, target.version):
                 return  # by another maintainer, meanwhile
             raise
@@ -321,7 +321,7 @@ class MaintainerThread:
             try:
                 maintainer = maintainer or self._make()
                 done = maintainer.round()
-            except DeltaChainError as error:
+            except errors.DeltaChainError as error:
                 if str(error) != said:
                     said = str(error)
                     logger.warning("maintenance failed, the next round tries again: %s", error)

@@ -15,18 +15,12 @@ from typing import Final, cast
 
 from msgspec.structs import replace
 
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.ancestry import SPANS
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import EdgeSummary, PrunedKind, PrunedRange, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
 from deltachain.kinds import check_kinds, names_checked
@@ -132,11 +126,13 @@ class KeepRule:
     def __post_init__(self) -> None:
         check_kinds(self)
         if self.last < 1:
-            raise ConfigError(f"last={self.last}: at least the newest version must be kept")
+            raise errors.ConfigError(f"last={self.last}: at least the newest version must be kept")
         if self.every is not None and self.every < 1:
-            raise ConfigError(f"every={self.every}: expected a positive number of versions")
+            raise errors.ConfigError(f"every={self.every}: expected a positive number of versions")
         if self.within_s is not None and self.within_s < 0:
-            raise ConfigError(f"within_s={self.within_s}: expected a positive number of seconds")
+            raise errors.ConfigError(
+                f"within_s={self.within_s}: expected a positive number of seconds"
+            )
 
     def kept(self, first: Version, tagged: Iterable[Version]) -> frozenset[Version]:
         multiples = range(0, first + 1, self.every) if self.every else range(0)
@@ -197,7 +193,7 @@ def ways_to(
                 stay.update(_plan(chain, committed, edges, ended).edges)
                 stay.update(_listed(chain, committed, edges))
                 continue
-        except BrokenChainError:
+        except errors.BrokenChainError:
             pass
         lost.append(version)
     if lost:
@@ -224,7 +220,7 @@ def _plan(
     hinted = [edge for edge in edges if edge.base is None and edge not in listed]
     avoided = [*hinted, *ended]
     for avoid, pruned in ((avoided, False), (avoided, True), (ended, False), (ended, True)):
-        with suppress(BrokenChainError):
+        with suppress(errors.BrokenChainError):
             return plan_present(chain, None, target, avoid=avoid, pruned=pruned)
     return plan_present(chain, None, target, pruned=True)
 
@@ -460,7 +456,7 @@ class Pruner:
             try:
                 self.record(plan)
                 break
-            except AlreadyExistsError:
+            except errors.AlreadyExistsError:
                 if attempt == TRIES - 1:
                     raise
         if plan is not None and (plan.due or plan.orphans):
@@ -535,8 +531,8 @@ class Pruner:
         self._known = record.number if record else self._known
         return record
 
-    def _another(self, record: PruneRecord) -> ChainError:
-        return ChainError(
+    def _another(self, record: PruneRecord) -> errors.ChainError:
+        return errors.ChainError(
             f"another maintainer ({record.maintainer[:8]}) wrote prune record {record.number}, and "
             f"{self._chain.store.url} cannot decide races",
             hint="run one maintainer for this URL, or use a store with conditional writes",
@@ -559,11 +555,11 @@ def store_time(chain: Chain, head: Committed) -> float:
     store = chain.store
     try:
         store.put(HEAD_KEY, store.get(HEAD_KEY))
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         chain.write_head(head.version, [])
     info = store.find(HEAD_KEY)
     if info is None or info.modified is None:
-        raise ChainError(
+        raise errors.ChainError(
             f"{store.url} does not tell when an object was written: nothing can be pruned",
             hint="use a store that tells times",
         )

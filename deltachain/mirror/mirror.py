@@ -12,23 +12,14 @@ from typing import Final, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
 from deltachain.chain.lookup import MAX_HINT, NONE
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    FormatError,
-    ObjectNotFoundError,
-    StoreWentBackError,
-    no_version,
-)
+from deltachain.figures import Figure, figures, info
 from deltachain.format import keys
 from deltachain.format.documents import (
     Head,
@@ -43,6 +34,7 @@ from deltachain.format.keys import object_digest
 from deltachain.mirror.copies import CopyOutcome, CopyPipeline, ObjectCopy
 from deltachain.mirror.source import SourceDocuments, newest_prune
 from deltachain.store import ObjectInfo, Store
+from deltachain.subscribe.rounds import Round, repeat
 from deltachain.threads import Pool
 from deltachain.types import Version
 
@@ -192,7 +184,7 @@ class Mirror:
         if self._opened is not None:
             if read_mirror(self.destination) == self._opened[1]:
                 return self._opened
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{self.destination.url} is not this mirror any more: {keys.MIRROR_KEY} changed",
                 hint="it was promoted: a publisher may be at work there",
             )
@@ -201,7 +193,7 @@ class Mirror:
         record = read_mirror(there)
         if record is None:
             if there.find(keys.CHAIN_KEY) is not None or has_versions(there):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{there.url} has a chain, and is no mirror",
                     hint="give the mirror a URL of its own",
                 )
@@ -213,16 +205,16 @@ class Mirror:
             )
             try:
                 there.put_if_absent(keys.MIRROR_KEY, dump(record))
-            except AlreadyExistsError:
+            except errors.AlreadyExistsError:
                 record = read_mirror(there) or record
         elif start not in (None, "head") and _oldest_copied(chain, start) != record.first:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{there.url} holds payloads from version {record.first} on, which is not the "
                 f"start for version {start}",
                 hint="leave out --from, or mirror to another URL",
             )
         if record.chain != chain.identity.chain:
-            raise ChainMismatchError(
+            raise errors.ChainMismatchError(
                 f"{there.url} mirrors chain {record.chain}, {self.source.url} has "
                 f"{chain.identity.chain}",
                 hint="give every mirror a URL of its own",
@@ -233,9 +225,9 @@ class Mirror:
 
     def _list_manifests(self) -> None:
         gaps, end = set[Version](), 0
-        for info in self.destination.list(keys.MANIFEST_PREFIX):
-            version = keys.version_of(info.key)
-            if version is not None and info.nbytes:
+        for manifest in self.destination.list(keys.MANIFEST_PREFIX):
+            version = keys.version_of(manifest.key)
+            if version is not None and manifest.nbytes:
                 gaps.update(range(end, version))
                 end = version + 1
         self.version, self._gaps, self._has_manifests = end - 1, gaps, True
@@ -362,7 +354,7 @@ class Mirror:
         key = keys.manifest_key(version)
         try:
             data = self.destination.get(key)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             self._has_manifests = self._is_whole = False
             raise
         return Committed(unseal(data, Manifest, key=key), object_digest(data))
@@ -373,14 +365,14 @@ class Mirror:
         if version < 0:
             return
         if head < version:
-            raise StoreWentBackError(
+            raise errors.StoreWentBackError(
                 f"the source went back: its mirror {self.destination.url} has version "
                 f"{version}, the newest of {self.source.url} is {head}",
                 version=version,
             )
         known, key = self._read_manifest(version), keys.manifest_key(version)
         if known and object_digest(self.source.get(key)) != known.digest:
-            raise ForkedChainError(
+            raise errors.ForkedChainError(
                 f"version {version} of {self.source.url} differs from that of its mirror "
                 f"{self.destination.url}",
                 version=version,
@@ -452,7 +444,7 @@ class Mirror:
         try:
             data = self.source.get(keys.HEAD_KEY, limit=MAX_HINT)
             return data, parse(data, Head, key=keys.HEAD_KEY)
-        except (ObjectNotFoundError, FormatError):
+        except (errors.ObjectNotFoundError, errors.FormatError):
             return b"", None
 
     def _put_anew(self, key: str, data: bytes) -> None:
@@ -478,10 +470,10 @@ class Mirror:
         chain = Chain.open(self.destination, self._trust)
         try:
             plan_present(chain, None, chain.read(self.version))
-        except BrokenChainError as exc:
+        except errors.BrokenChainError as exc:
             first = min(self.left_out, default="")
             gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
-            raise BrokenChainError(
+            raise errors.BrokenChainError(
                 f"no newcomer can join the mirror {chain.store.url} at version "
                 f"{self.version}{gone if first else ''}",
                 version=self.version,
@@ -501,7 +493,7 @@ class Mirror:
         due -= self.source.find_all(due).keys()
         try:
             plan_present(chain, None, chain.read(self.version), gone=due)
-        except BrokenChainError as exc:
+        except errors.BrokenChainError as exc:
             logger.warning("nothing pruned is deleted from %s: %s", there.url, exc)
             return
         with Pool(DELETES, "deltachain-delete") as pool:
@@ -523,7 +515,7 @@ def check_placement(source: Store, destination: Store) -> None:
     else:
         found = outer if inner.startswith(f"{outer}/") else ""
     if found:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{inner} is inside {found}, where a chain is stored",
             hint="only its publisher may write there: name a folder or a prefix beside the chain",
         )
@@ -541,19 +533,19 @@ def promote(store: Store) -> Version:
     """
     record = read_mirror(store)
     if record is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{store.url} is no mirror: it has no {keys.MIRROR_KEY}",
             hint="publishers may go on there already, or the URL is another one",
         )
     chain = Chain.open(store)
     if chain.identity.chain != record.chain:
-        raise ChainMismatchError(
+        raise errors.ChainMismatchError(
             f"{store.url} mirrors chain {record.chain}, but has {chain.identity.chain}",
             hint="run `deltachain verify` there: something else has written to it",
         )
     head = chain.head()
     if head is None:
-        raise no_version(store.url, "mirror the chain first")
+        raise errors.no_version(store.url, "mirror the chain first")
     plan_present(chain, None, head)
     store.delete(keys.MIRROR_KEY)
     return head.version
@@ -573,3 +565,104 @@ def _is_in(row: PrunedRange, key: str) -> bool:
     version = keys.version_of(key) or 0
     is_of_kind = key.startswith(f"{row.kind}s/")
     return is_of_kind and max(row.first, row.span) <= version <= row.last
+
+
+def follow(
+    mirror: Mirror,
+    *,
+    stop: Event,
+    poll_s: float,
+    looked: Callable[[errors.DeltaChainError | None], None] = lambda _: None,
+) -> Iterator[MirrorReceipt]:
+    """Copy versions as they are committed, until ``stop`` is set.
+
+    A store that is unavailable, and an object that is missing or damaged, are logged once and tried
+    again with back-off.
+
+    Args:
+        mirror: The mirror.
+        stop: Ends the loop.
+        poll_s: Seconds between two looks at the source.
+        looked: Called after each round with the error to be retried, or ``None``.
+
+    Raises:
+        ForkedChainError: Source and mirror have different histories.
+        ConfigError: The destination is no mirror, or not any more.
+        ChainMismatchError: The destination mirrors another chain.
+        UnsupportedFormatError: The chain needs a newer deltachain.
+    """
+
+    def round_(failures: int) -> Round[MirrorReceipt]:
+        if failures:
+            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # this one looks back
+        yield from mirror.catch_up(stop)
+        looked(None)
+        return False
+
+    return repeat(round_, stop=stop, poll_s=poll_s, looked=looked, doing="mirroring")
+
+
+class MirrorTotals:
+    """Sums over all rounds of this process.
+
+    Attributes:
+        looked_at: Time at which the source last answered, in seconds since 1970; ``None`` before.
+        trouble: Error of the last round; ``None`` for none.
+    """
+
+    def __init__(self) -> None:
+        self._versions = self._objects = self._nbytes = self._failures = 0
+        self.looked_at: float | None = None
+        self.applied_at: float | None = None
+        self.trouble: errors.DeltaChainError | None = None
+        self._since = time.monotonic()
+
+    def silence_of(self, mirror: Mirror) -> float:
+        """Return the seconds since the source last answered a round, or since the start.
+
+        0 while objects are copied; of stores that tell, only while their requests are answered.
+        """
+        since: float | None = self._since
+        if mirror.is_copying:
+            both = (mirror.source.unanswered_since, mirror.destination.unanswered_since)
+            since = min((one for one in both if one is not None), default=None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def count(self, receipt: MirrorReceipt) -> None:
+        self._versions += 1
+        self._objects += receipt.objects
+        self._nbytes += receipt.nbytes
+        self.applied_at = time.time()
+        self.looked_at, self._since = self.applied_at, time.monotonic()
+
+    def looked(self, trouble: errors.DeltaChainError | None) -> None:
+        self.trouble = trouble
+        if trouble is not None:
+            self._failures += 1
+            return
+        self.looked_at, self._since = time.time(), time.monotonic()
+
+    def version_of(self, mirror: Mirror) -> Version | None:
+        return mirror.version if mirror.version >= 0 else None
+
+    def head_of(self, mirror: Mirror) -> Version | None:
+        return mirror.head if mirror.head >= 0 else self.version_of(mirror)
+
+    def figures(self, mirror: Mirror) -> Iterator[Figure]:
+        version, head = self.version_of(mirror), self.head_of(mirror)
+        yield info(engine="mirror", chain=mirror.chain)
+        yield from figures(
+            {
+                "version": version,
+                "head_version": head,
+                "lag_versions": None if head is None or version is None else head - version,
+                "left_out_payloads": len(mirror.left_out),
+                "last_look_timestamp_seconds": self.looked_at,
+                "last_apply_timestamp_seconds": self.applied_at,
+                "silence_seconds": self.silence_of(mirror),
+                "applies": self._versions,
+                "failures": self._failures,
+                "copied_objects": self._objects,
+                "copied_bytes": self._nbytes,
+            }
+        )

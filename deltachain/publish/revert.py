@@ -29,7 +29,7 @@ from deltachain.errors import (
 from deltachain.format.documents import Edge, revert_mark, reverted_to
 from deltachain.format.keys import manifest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over

@@ -16,7 +16,7 @@ from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
 from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, threaded
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.types import Bits, StateDigest, TensorSpec

@@ -33,7 +33,7 @@ from deltachain.errors import (
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import object_digest
-from deltachain.kernels.move import Move, move, write_
+from deltachain.kernels.protocol import Move, move, write_
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 

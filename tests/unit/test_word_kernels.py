@@ -10,9 +10,16 @@ import pytest
 
 pytest.importorskip("numba")
 
-from deltachain.codec.encodings.max.classes import class_table, thread_scratch
+from deltachain.codec.encodings.max.classes import (
+    class_table,
+    load_word,
+    lowest,
+    popcount,
+    run_mask,
+    select,
+    thread_scratch,
+)
 from deltachain.codec.encodings.max.tiles import BINS, NEVER
-from deltachain.codec.encodings.max.words import load_word, lowest, popcount, run_mask, select
 from deltachain.kernels.compiling import compiled
 
 Words = npt.NDArray[np.uint64]

@@ -25,7 +25,7 @@ from deltachain.delta import OldBits, changes
 from deltachain.errors import ConfigError, DigestMismatchError, MalformedError
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.replica.unused_state import UnusedState
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.walk import Weights

@@ -18,7 +18,7 @@ from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 

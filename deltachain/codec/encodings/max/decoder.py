@@ -18,17 +18,21 @@ from deltachain import threads as slab
 from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
+    WORD,
     SegmentScratch,
     bin_segment,
     class_table,
     classify,
+    load_word,
+    lowest,
+    popcount,
     rule_of,
+    select,
     thread_scratch,
 )
 from deltachain.codec.encodings.max.tiles import ENDS, ESCAPE, MAGNITUDES, NEVER, RANKS, TileStreams
-from deltachain.codec.encodings.max.words import WORD, load_word, lowest, popcount, select
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.reading import locate, move, run_stage
+from deltachain.kernels.jit import locate, move, run_stage
 from deltachain.kernels.reference import StagedSteps, WindowPlace
 from deltachain.types import Bits, Indices
 

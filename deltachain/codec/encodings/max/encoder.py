@@ -10,9 +10,11 @@ import numpy.typing as npt
 from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
+    WORD,
     bin_segment,
     class_table,
     classify,
+    popcount,
     rule_of,
     thread_scratch,
 )
@@ -24,7 +26,6 @@ from deltachain.codec.encodings.max.tiles import (
     TileGrid,
     most_nbytes,
 )
-from deltachain.codec.encodings.max.words import WORD, popcount
 from deltachain.kernels.compiling import compiled
 from deltachain.types import Bits, Indices
 
