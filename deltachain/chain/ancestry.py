@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
+from deltachain import errors
 from deltachain.chain.checks import read_document, read_summary
 from deltachain.chain.lookup import NONE, Committed, Manifests, newest_number, read_hint
 from deltachain.chain.plan import (
@@ -19,13 +20,6 @@ from deltachain.chain.plan import (
     windows_before,
 )
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    BrokenChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    SignatureError,
-)
 from deltachain.format.documents import EdgeSummary, Manifest, PruneRecord
 from deltachain.format.keys import edge_key, prune_key
 from deltachain.store import Store
@@ -57,7 +51,7 @@ class Prunes:
         if self._newest is not None:
             try:
                 self._newest = self.read(self._newest.number)
-            except ObjectNotFoundError:
+            except errors.ObjectNotFoundError:
                 self._newest = None
         return self.newest()
 
@@ -67,7 +61,7 @@ class Prunes:
         kind, chain = PruneRecord, self._chain
         record, _ = read_document(self._store, key, kind, chain=chain, trust=self._trust)
         if record.number != number:
-            raise MalformedError(f"{key}: is prune record {record.number}", key=key)
+            raise errors.MalformedError(f"{key}: is prune record {record.number}", key=key)
         return record
 
     @property
@@ -91,7 +85,7 @@ class Prunes:
         """Read the newest record, if it is readable: planning does without it."""
         try:
             self.newest_there() if there else self.newest()
-        except (FormatError, ObjectNotFoundError):
+        except (errors.FormatError, errors.ObjectNotFoundError):
             return
 
 
@@ -205,17 +199,13 @@ class Skips:
     def _listed(self, version: Version) -> tuple[EdgeSummary, ...]:
         try:
             found = self._manifests.find(version)
-        except FormatError:
+        except errors.FormatError:
             return ()
         return (*found.manifest.recent, found.manifest.summary()) if found else ()
 
 
 def _windows(versions: Sequence[Version]) -> list[Version]:
-    """Return versions whose manifests list the edges to all of ``versions``, newest first.
-
-    Args:
-        versions: Versions in ascending order.
-    """
+    """Return versions whose manifests list the edges to all of ``versions``, newest first."""
     chosen: list[Version] = []
     for version in reversed(versions):
         if not chosen or version < window_from(chosen[-1], is_short=True):
@@ -283,13 +273,10 @@ class Past:
         ``PLAN_WINDOWS``; where there is no plan, anchors are looked up by their keys too. Pruned
         edges are left out, unless ``pruned`` is set; edges that the newest manifest lists never are
         pruned (FORMAT.md 5), so that a plan to the head that needs no others saves the lookup.
-
-        Raises:
-            BrokenChainError: No plan exists.
         """
         version = target.version
         later = None
-        with suppress(SignatureError):  # nobody needs the next version
+        with suppress(errors.SignatureError):  # nobody needs the next version
             later = self._manifests.find(version + 1)  # lists an anchor of this version
         hinted = [edge for edge in read_hint(self._store).anchors if edge.version <= version]
         search = _Search(held, version, encodings, avoid)
@@ -298,23 +285,23 @@ class Past:
         if later is not None and not pruned:
             self._leave_out_pruned(search)
         plan = None
-        with suppress(BrokenChainError):  # edges of the window may be pruned
+        with suppress(errors.BrokenChainError):  # edges of the window may be pruned
             plan = search.plan(target.manifest.window_from, is_last=False)
         if plan is None:
             if not pruned:
                 self._leave_out_pruned(search)
             without = None if pruned or not self._prunes.names_edges else self._prunes.is_pruned
             if search.add(self._skips.edges(search.starts, version, without=without)):
-                with suppress(BrokenChainError):
+                with suppress(errors.BrokenChainError):
                     plan = search.end()
         if plan is not None:
             return plan
         try:
             return self._plan_far(held, target, search)
-        except BrokenChainError as exc:
+        except errors.BrokenChainError as exc:
             if not pruned and self._prunes.is_pruned(target.manifest.summary()):
                 message = f"{exc.args[0]}: its payloads were pruned"
-                raise BrokenChainError(message, version=target.version, hint=PRUNED) from exc
+                raise errors.BrokenChainError(message, version=target.version, hint=PRUNED) from exc
             raise
 
     def _leave_out_pruned(self, search: _Search) -> None:
@@ -325,9 +312,9 @@ class Past:
         """Find a plan over older manifests, else one over anchors that none of them lists."""
         try:
             return self._plan_back(held, target, search)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             if search.add(self._skips.anchors(target.version)):
-                with suppress(BrokenChainError):
+                with suppress(errors.BrokenChainError):
                     return search.end()
             raise
 
@@ -342,7 +329,7 @@ class Past:
                 return plan
         try:
             return search.end()
-        except BrokenChainError as exc:
+        except errors.BrokenChainError as exc:
             if held is None or held >= manifest.version or exc.hint != exc.default_hint:
                 raise
             raise _missing(
@@ -373,8 +360,8 @@ class Past:
         return None
 
 
-def _missing(version: Version, newest: Version) -> BrokenChainError:
-    return BrokenChainError(
+def _missing(version: Version, newest: Version) -> errors.BrokenChainError:
+    return errors.BrokenChainError(
         f"manifest of version {version} is missing, although version {newest} exists",
         version=version,
         hint="manifests must never be deleted: restore it, or publish an anchor that avoids it",
@@ -422,12 +409,7 @@ class _Search:
         return added
 
     def plan(self, reached: Version, *, is_last: bool) -> Plan | None:
-        """Return the cheapest plan if the edges back to version ``reached`` determine it.
-
-        Args:
-            reached: The oldest version whose edges are all known.
-            is_last: Accept a plan from nothing even if one from the held version may be cheaper.
-        """
+        """Return the cheapest plan if the edges back to version ``reached`` determine it."""
         held = self._held if self._held is not None and self._held <= self._version else None
         from_held = held is not None and reached <= held
         if not from_held and reached > self._start:
@@ -438,7 +420,7 @@ class _Search:
             return self.end()
         try:
             plan = self.end()
-        except BrokenChainError:
+        except errors.BrokenChainError:
             return None
         return plan if from_held or held is None or plan.cost <= least or is_last else None
 

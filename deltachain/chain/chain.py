@@ -11,28 +11,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Final
 
+from deltachain import errors
+from deltachain.chain import checks
 from deltachain.chain.ancestry import Past, Prunes, Skips
-from deltachain.chain.checks import (
-    asset_path,
-    check_digest,
-    check_edge,
-    check_record,
-    once_more,
-)
 from deltachain.chain.commits import Commits
 from deltachain.chain.identity import identity_there, lost_chain, make, read_model, refuse_mirror
 from deltachain.chain.lookup import SEEN, Committed, Manifests, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ConfigError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-)
 from deltachain.format import keys
 from deltachain.format.documents import (
     Edge,
@@ -136,7 +123,7 @@ class Chain:
             SignatureError: No trusted key signed the chain.
         """
         trust = trust or Trust.of_reader()
-        return cls(store, *once_more(partial(read_model, store, trust)), trust)
+        return cls(store, *checks.once_more(partial(read_model, store, trust)), trust)
 
     def check_present(self) -> None:
         """Raise if the store no longer has the chain.
@@ -188,8 +175,8 @@ class Chain:
         """Read and verify the assets; yield path and content."""
         for ref in self.identity.assets:
             data = bytes(self.store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin))
-            check_digest(data, ref.blake3, ref.key)
-            yield asset_path(ref), data
+            checks.check_digest(data, ref.blake3, ref.key)
+            yield checks.asset_path(ref), data
 
     def read(self, version: Version) -> Committed:
         """Read the manifest of a version; see :meth:`Manifests.read`."""
@@ -247,9 +234,11 @@ class Chain:
         manifests = self._manifests
         for version, committed in manifests.between(first, last, reads, manifests.find):
             if committed is None:
-                raise BrokenChainError(f"manifest of version {version} is missing", version=version)
+                raise errors.BrokenChainError(
+                    f"manifest of version {version} is missing", version=version
+                )
             if parent is not None and committed.manifest.parent != parent.digest:
-                raise BrokenChainError(
+                raise errors.BrokenChainError(
                     f"version {version} names {committed.manifest.parent} as its parent, "
                     f"version {parent.version} is {parent.digest}",
                     version=version,
@@ -271,9 +260,9 @@ class Chain:
         try:
             for _, found in manifests.between(first, last, reads, manifests.document):
                 yield found
-        except ObjectNotFoundError as exc:
+        except errors.ObjectNotFoundError as exc:
             version = keys.version_of(exc.key)
-            raise BrokenChainError(
+            raise errors.BrokenChainError(
                 f"manifest of version {version} is missing in {self.store.url}",
                 version=version,
                 hint=f"manifests must never be deleted: restore {exc.key} from a backup",
@@ -330,10 +319,10 @@ class Chain:
         data = self.trust.seal(record, self.identity.chain)
         try:
             self.store.put_if_absent(key, data)
-        except AlreadyExistsError:
+        except errors.AlreadyExistsError:
             data = self.store.get(key)
             record = unseal(data, EdgeRecord, key=key)
-            check_record(record, committed.digest, manifest.state, key)
+            checks.check_record(record, committed.digest, manifest.state, key)
             self.check_listed(data, key)
         return summarise(
             manifest.version, record.edge, record.state, record=key, digest=object_digest(data)
@@ -362,18 +351,18 @@ class Chain:
         manifest = known.manifest
         if not summary.record:
             key = keys.manifest_key(manifest.version)
-            return check_edge(manifest.edge, manifest.summary(), summary, key)
+            return checks.check_edge(manifest.edge, manifest.summary(), summary, key)
         key = keys.edge_key(summary.version, summary.kind, summary.base)
         if summary.record != key:
-            raise MalformedError(f"{key}: listed under key {summary.record!r}", key=key)
+            raise errors.MalformedError(f"{key}: listed under key {summary.record!r}", key=key)
         data = self.store.get(summary.record)
-        check_digest(data, summary.digest, summary.record)
+        checks.check_digest(data, summary.digest, summary.record)
         record = unseal(data, EdgeRecord, key=summary.record)
         self.check_listed(data, key)
-        check_record(record, known.digest, manifest.state, key)
+        checks.check_record(record, known.digest, manifest.state, key)
         version, state = record.version, record.state
         found = summarise(version, record.edge, state, record=key, digest=summary.digest)
-        return check_edge(record.edge, found, summary, key)
+        return checks.check_edge(record.edge, found, summary, key)
 
     def sign_identity(self) -> dict[str, bytes]:
         """Return key and content of the identity's signature; empty without a signing key."""
@@ -426,29 +415,16 @@ class Chain:
 
 
 def check_write_access(chain: Chain) -> None:
-    """Raise if readers would not accept what this process adds to a chain.
-
-    Raises:
-        ConfigError: The store is the mirror of an unsigned chain, or the chain is signed and there
-            is no signing key.
-    """
+    """Raise if readers would not accept what this process adds to a chain."""
     refuse_mirror(chain.store, chain.trust)
     if chain.trust.key is None and (head := chain.head()) is not None:
         check_signing_key(chain, head)
 
 
 def check_signing_key(chain: Chain, head: Committed) -> None:
-    """Raise if a writer without a signing key would add to a signed chain.
-
-    Args:
-        chain: The chain, opened by the writer.
-        head: The newest version.
-
-    Raises:
-        ConfigError: The chain is signed, and the writer has no signing key.
-    """
+    """Raise if a writer without a signing key would add to a signed chain."""
     if head.signatures and chain.trust.key is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{chain.store.url} is a signed chain, and this process has no signing key: readers "
             "with trusted keys would refuse what it writes",
             hint="set DELTACHAIN_SIGNING_KEY; with a new key, set DELTACHAIN_TRUSTED_KEYS to the "
@@ -473,18 +449,6 @@ def plan_present(  # noqa: PLR0913 - each leaves out something else
     """Find the cheapest plan whose documents and parts exist, by their sizes; reads no part.
 
     A base checkpoint lies outside the store and counts as present.
-
-    Args:
-        chain: The chain.
-        held: The version held; ``None`` for nothing.
-        target: The version to reach.
-        without: Encodings that cannot be used, though they are known.
-        avoid: Edges known to be unusable.
-        gone: Keys of parts that count as missing.
-        pruned: Whether to use pruned edges, whose objects may be deleted at any time.
-
-    Raises:
-        BrokenChainError: No plan exists of which every object exists.
     """
     avoid = list(avoid)
     while True:
@@ -502,7 +466,7 @@ def is_reachable(chain: Chain, version: Version) -> bool:
         return False
     try:
         plan_present(chain, None, committed)
-    except BrokenChainError:
+    except errors.BrokenChainError:
         return False
     return True
 
@@ -526,5 +490,5 @@ def _lost(chain: Chain, plan: Plan, target: Committed, gone: Collection[str]) ->
 def _edge(chain: Chain, target: Committed, summary: EdgeSummary) -> Edge | None:
     try:
         return chain.edge(summary, target)
-    except (ObjectNotFoundError, FormatError):
+    except (errors.ObjectNotFoundError, errors.FormatError):
         return None

@@ -6,43 +6,23 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar
 
+from deltachain import errors
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    ConfigError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-)
-from deltachain.format import keys
-from deltachain.format.documents import (
-    Document,
-    Edge,
-    EdgeRecord,
-    EdgeSummary,
-    Identity,
-    ObjectRef,
-    summarise,
-    unseal,
-)
+from deltachain.format import documents, keys
 from deltachain.format.keys import edge_key, object_digest
 from deltachain.store import Store
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.types import Buffer
 
 _T = TypeVar("_T")
-_D = TypeVar("_D", bound=Document)
+_D = TypeVar("_D", bound=documents.Document)
 
 
 def once_more(read: Callable[[], _T]) -> _T:
-    """Call a function that reads objects, and again if one is damaged: a bit may flip in transit.
-
-    Raises:
-        FormatError: An object is damaged both times.
-    """
+    """Call a function that reads objects; again if one is damaged: a bit may flip in transit."""
     try:
         return read()
-    except FormatError:
+    except errors.FormatError:
         return read()
 
 
@@ -56,36 +36,20 @@ def read_document(  # noqa: PLR0913 - where it is, and what proves it
     digest: str = "",
     limit: int = MAX_DOCUMENT,
 ) -> tuple[_D, bytes]:
-    """Read a sealed document of a chain, once more if it is damaged.
-
-    Args:
-        store: Store of the chain.
-        key: Key of the document.
-        kind: Its class.
-        chain: Id of the chain.
-        trust: Keys of which one must have signed it, unless its digest is known.
-        digest: Digest of its bytes by an accepted document; empty if unknown.
-        limit: Size limit, in bytes.
-
-    Returns:
-        The document, and its exact bytes.
-
-    Raises:
-        ObjectNotFoundError: It is gone.
-        FormatError: It is damaged, or of another chain.
-        SignatureError: No trusted key signed it.
-    """
+    """Read a sealed document of a chain, once more if it is damaged."""
 
     def read() -> tuple[_D, bytes]:
         data = store.get(key, limit=limit)
         if digest:
             check_digest(data, digest, key)
-        document = unseal(data, kind, key=key)
+        document = documents.unseal(data, kind, key=key)
         if not digest:
             trust.check(data, kind, chain=chain, key=key)
         found = getattr(document, "chain", chain)
         if found != chain:
-            raise MalformedError(f"{key}: belongs to chain {found[:80]}, not to {chain}", key=key)
+            raise errors.MalformedError(
+                f"{key}: belongs to chain {found[:80]}, not to {chain}", key=key
+            )
         return document, data
 
     return once_more(read)
@@ -94,24 +58,23 @@ def read_document(  # noqa: PLR0913 - where it is, and what proves it
 def check_digest(data: Buffer, expected: str, key: str) -> None:
     actual = object_digest(data)
     if actual != expected:
-        raise DigestMismatchError(key, expected=expected, actual=actual, key=key)
+        raise errors.DigestMismatchError(key, expected=expected, actual=actual, key=key)
 
 
-def read_summary(store: Store, key: str, *, chain: str, trust: Trust) -> EdgeSummary | None:
-    """Read an edge record and summarise its edge.
-
-    Returns:
-        The summary, with the digest of the bytes that were read; ``None`` if the record is missing,
-        damaged, under the key of another, or not signed by a trusted key.
-    """
+def read_summary(
+    store: Store, key: str, *, chain: str, trust: Trust
+) -> documents.EdgeSummary | None:
+    """Read an edge record and summarise its edge."""
     try:
-        record, data = read_document(store, key, EdgeRecord, chain=chain, trust=trust)
-    except (ObjectNotFoundError, FormatError):
+        record, data = read_document(store, key, documents.EdgeRecord, chain=chain, trust=trust)
+    except (errors.ObjectNotFoundError, errors.FormatError):
         return None
     edge = record.edge
     if edge_key(record.version, edge.kind, edge.base) != key:
         return None
-    return summarise(record.version, edge, record.state, record=key, digest=object_digest(data))
+    return documents.summarise(
+        record.version, edge, record.state, record=key, digest=object_digest(data)
+    )
 
 
 ASSET_PATH: Final = "path"
@@ -120,61 +83,67 @@ ASSET_PATH: Final = "path"
 _PATH: Final = re.compile(r"([A-Za-z0-9_-][A-Za-z0-9._-]*/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
-def check_edge(edge: Edge, found: EdgeSummary, promised: EdgeSummary, key: str) -> Edge:
+def check_edge(
+    edge: documents.Edge, found: documents.EdgeSummary, promised: documents.EdgeSummary, key: str
+) -> documents.Edge:
     """Check an edge against the summary in a plan, and return it."""
     for name in promised.__struct_fields__:
         if getattr(found, name) != getattr(promised, name):
             there, listed = repr(getattr(found, name)), repr(getattr(promised, name))
-            raise MalformedError(
+            raise errors.MalformedError(
                 f"{key}: has {name} {there[:80]}, is listed with {listed[:80]}", key=key
             )
     for ref in edge.parts:
         if keys.version_of(ref.key) != found.version:
-            raise MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
+            raise errors.MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
     return edge
 
 
-def check_record(record: EdgeRecord, manifest: str, state: str, key: str) -> None:
+def check_record(record: documents.EdgeRecord, manifest: str, state: str, key: str) -> None:
     """Check that an edge record fits its key and the committed version."""
     if record.state != state:
-        raise MalformedError(f"{key}: leads to another state than its version", key=key)
+        raise errors.MalformedError(f"{key}: leads to another state than its version", key=key)
     place = keys.edge_key(record.version, record.edge.kind, record.edge.base)
     if (place, record.manifest) != (key, manifest):
-        raise MalformedError(f"{key}: is {place} of manifest {record.manifest[:80]}", key=key)
+        raise errors.MalformedError(
+            f"{key}: is {place} of manifest {record.manifest[:80]}", key=key
+        )
 
 
-def check_encodings(edge: Edge, used: Iterable[str], key: str) -> None:
+def check_encodings(edge: documents.Edge, used: Iterable[str], key: str) -> None:
     """Check that a part has only encodings that its edge lists, by which readers choose edges."""
     unlisted = sorted(set(used) - set(edge.encodings))
     if unlisted:
         listed = ", ".join(edge.encodings) or "none"
-        raise MalformedError(
+        raise errors.MalformedError(
             f"{key}: has encoding {unlisted[0]!r}, its edge lists {listed}", key=key
         )
 
 
-def check_assets(identity: Identity) -> Identity:
+def check_assets(identity: documents.Identity) -> documents.Identity:
     """Check key and name of each asset of an identity, and return the identity."""
     names = set()
     for ref in identity.assets:
         name = ref.key.rsplit("/", 1)[-1]
         if ref.key != keys.asset_key(ref.blake3, asset_path(ref)) or name in names:
-            raise MalformedError(
+            raise errors.MalformedError(
                 f"{keys.CHAIN_KEY}: names {ref.key!r} as a file", key=keys.CHAIN_KEY
             )
         names.add(name)
     return identity
 
 
-def asset_path(ref: ObjectRef) -> str:
+def asset_path(ref: documents.ObjectRef) -> str:
     """Return the path of an asset in a checkpoint folder: a name, or a folder's and a name."""
     path = ref.ext.get(ASSET_PATH, ref.key.rsplit("/", 1)[-1])
     if not isinstance(path, str) or _PATH.fullmatch(path) is None:
-        raise MalformedError(f"{keys.CHAIN_KEY}: names {path!r} as a path", key=keys.CHAIN_KEY)
+        raise errors.MalformedError(
+            f"{keys.CHAIN_KEY}: names {path!r} as a path", key=keys.CHAIN_KEY
+        )
     return path
 
 
-def asset_paths(identity: Identity) -> frozenset[str]:
+def asset_paths(identity: documents.Identity) -> frozenset[str]:
     return frozenset(map(asset_path, identity.assets))
 
 
@@ -184,7 +153,7 @@ def check_paths(paths: Iterable[str]) -> None:
     for path in paths:
         other = keyed.setdefault(keys.asset_key("", path), path)
         if _PATH.fullmatch(path) is None or other != path:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{path!r} cannot be an asset" + (f" beside {other!r}" if other != path else ""),
                 hint="an asset is config.json or 1_Pooling/config.json, for example: letters, "
                 "digits and . _ - in at most one folder",

@@ -14,30 +14,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Final
 
+from deltachain import errors
 from deltachain.chain.checks import check_digest, once_more
 from deltachain.chain.identity import is_same, lost_chain, put_back, replace
 from deltachain.chain.lookup import TRUSTING, Committed, Manifests, misplaced, same_content
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainMismatchError,
-    DigestMismatchError,
-    ObjectNotFoundError,
-    PublisherFencedError,
-    StoreUnavailableError,
-    StoreWentBackError,
-)
 from deltachain.format.documents import Identity, Manifest, opened, reverted_to, seal, unseal
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key, object_digest
 from deltachain.store import ObjectInfo, Store
 from deltachain.types import Version
-
-# Pure decisions over documents that :mod:`deltachain.chain.commits` has read. A store with
-# put-if-absent creates each manifest once; here it is decided what the one that is there means.
 
 
 def check_own(manifest: Manifest, found: Manifest, *, key: str) -> None:
@@ -46,13 +34,13 @@ def check_own(manifest: Manifest, found: Manifest, *, key: str) -> None:
     if found.commit_id == manifest.commit_id:
         return
     if found.chain != manifest.chain:
-        raise ChainMismatchError(
+        raise errors.ChainMismatchError(
             f"{key}: belongs to chain {found.chain}, expected {manifest.chain}: "
             "there are two chains here",
             version=version,
         )
     if found.epoch < manifest.epoch and found.parent != manifest.parent:
-        raise BrokenChainError(
+        raise errors.BrokenChainError(
             f"{key}: is of epoch {found.epoch} and does not follow version {version - 1} of "
             f"epoch {manifest.epoch}: it was left by a history that the store has lost",
             version=version,
@@ -64,43 +52,12 @@ def check_own(manifest: Manifest, found: Manifest, *, key: str) -> None:
     if goal is not None:
         who = f"a revert to version {goal}"
         hint = f"stop this publisher, load the weights of version {goal}, and start it again"
-    raise PublisherFencedError(
+    raise errors.PublisherFencedError(
         f"version {version} was committed by {who} "
         f"(commit {found.commit_id}, epoch {found.epoch}; this publisher's was "
         f"{manifest.commit_id}, epoch {manifest.epoch})",
         version=version,
         hint=hint,
-    )
-
-
-def check_no_successor(version: Version, found: Container[Version]) -> None:
-    """Check that no other publisher continued a version before this publisher had put it."""
-    if version + 1 in found:
-        raise PublisherFencedError(
-            f"version {version + 1} already exists: another publisher wrote version "
-            f"{version} between this publisher's check and its put, and continued",
-            version=version,
-            hint="two publishers wrote here at once; run `deltachain verify`",
-        )
-
-
-def parent_was_replaced(manifest: Manifest, other: Manifest) -> PublisherFencedError:
-    return PublisherFencedError(
-        f"version {manifest.version} cannot follow: the manifest of version "
-        f"{manifest.version - 1} was replaced by another publisher (commit "
-        f"{other.commit_id}, epoch {other.epoch}; this one is at epoch {manifest.epoch})",
-        version=manifest.version,
-    )
-
-
-def chain_was_replaced(manifest: Manifest) -> PublisherFencedError:
-    return PublisherFencedError(
-        f"version {manifest.version} cannot follow: the chain at this URL was replaced "
-        f"by another publisher's; {CHAIN_KEY} no longer belongs to chain "
-        f"{manifest.chain}: there are two chains here",
-        version=manifest.version,
-        hint="give each run a URL of its own; to continue here, this chain needs its own "
-        f"{CHAIN_KEY} and this publisher a restart",
     )
 
 
@@ -114,13 +71,7 @@ AGAIN_S: Final = 0.5
 
 
 class Commits:
-    """Commits the versions of one publisher in order.
-
-    Attributes:
-        restored: Keys that were missing and were restored.
-        anchor: Key of an anchor's part to check for existence; empty for none.
-        anchor_is_gone: Whether it was missing at the last check of the identity.
-    """
+    """Commits the versions of one publisher in order."""
 
     def __init__(
         self,
@@ -150,29 +101,25 @@ class Commits:
 
         After a lost reply the manifest is read back; finding exactly its bytes means success. In a
         store without conditional puts it is always read back.
-
-        Raises:
-            PublisherFencedError: Another publisher has committed this version, or replaced its
-                parent or the chain.
-            MalformedError: The parent's key holds the manifest of another version.
-            StoreWentBackError: The parent is gone.
-            BrokenChainError: The version's key holds a manifest of a lost history.
-            StoreUnavailableError: The put failed; the version is not committed, or its outcome is
-                unknown.
         """
         version, data = manifest.version, self._sealed(manifest)
         is_taken = version in self._before(manifest)
         certain = not is_taken and self._put(manifest_key(version), data)
         found = self._behind(manifest)
         if version not in found:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"{self._store.url} acknowledged the manifest of version {version}, "
                 "but does not return it",
                 key=manifest_key(version),
                 hint="the put was lost; the next version covers this one",
             )
-        if not is_taken:
-            check_no_successor(version, found)
+        if not is_taken and version + 1 in found:
+            raise errors.PublisherFencedError(
+                f"version {version + 1} already exists: another publisher wrote version "
+                f"{version} between this publisher's check and its put, and continued",
+                version=version,
+                hint="two publishers wrote here at once; run `deltachain verify`",
+            )
         if certain and self._decides and found[version].nbytes == len(data):
             return self._remember(self._own(manifest, data), found[version])
         return self._remember(self._read_back(manifest, found[version]), found[version])
@@ -234,9 +181,9 @@ class Commits:
                 self._store.put_if_absent(key, data)
             else:
                 self._store.put(key, data)
-        except AlreadyExistsError:
+        except errors.AlreadyExistsError:
             return False
-        except StoreUnavailableError:
+        except errors.StoreUnavailableError:
             if self._store.find(key) is None:
                 raise
             return False
@@ -253,7 +200,7 @@ class Commits:
             return
         try:
             once_more(lambda: check_digest(self._read(info), manifest.parent, key))
-        except DigestMismatchError:
+        except errors.DigestMismatchError:
             other = unseal(self._read(info), Manifest, key=key)
         else:
             if newest and newest.digest == manifest.parent:
@@ -261,7 +208,12 @@ class Commits:
             return
         if other.version != manifest.version - 1:
             raise misplaced(key, other)
-        raise parent_was_replaced(manifest, other)
+        raise errors.PublisherFencedError(
+            f"version {manifest.version} cannot follow: the manifest of version "
+            f"{manifest.version - 1} was replaced by another publisher (commit "
+            f"{other.commit_id}, epoch {other.epoch}; this one is at epoch {manifest.epoch})",
+            version=manifest.version,
+        )
 
     def _check_identity(
         self, manifest: Manifest, infos: Mapping[str, ObjectInfo], *, due: bool
@@ -273,7 +225,14 @@ class Commits:
         seen = self._identity_seen
         is_known = same_content(seen, info) if seen and info else False
         if not is_known and not is_same(self._store, self._identity, self._documents):
-            raise chain_was_replaced(manifest)
+            raise errors.PublisherFencedError(
+                f"version {manifest.version} cannot follow: the chain at this URL was replaced "
+                f"by another publisher's; {CHAIN_KEY} no longer belongs to chain "
+                f"{manifest.chain}: there are two chains here",
+                version=manifest.version,
+                hint="give each run a URL of its own; to continue here, this chain needs its own "
+                f"{CHAIN_KEY} and this publisher a restart",
+            )
         self._identity_seen = info
         if due and TABLE_KEY not in infos:
             self._put_identity_back(manifest, TABLE_KEY)
@@ -297,11 +256,7 @@ class Commits:
             self.restored.append(key)
 
     def _put_parent_back(self, manifest: Manifest) -> None:
-        """Restore the newest manifest if nothing else is missing.
-
-        Raises:
-            StoreWentBackError: Other objects are missing as well.
-        """
+        """Restore the newest manifest if nothing else is missing."""
         time.sleep(AGAIN_S)
         newest, key = self._newest, manifest_key(manifest.version - 1)
         if self._store.find(key) is not None:
@@ -327,7 +282,7 @@ class Commits:
             return True
         try:
             before = self._store.get(manifest_key(manifest.version - 1))
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return False
         return object_digest(before) == manifest.parent
 
@@ -349,7 +304,7 @@ class Commits:
         signers = self._trust.signers(data, Manifest, self._identity.chain)
         return Committed(manifest, object_digest(data), opened(data)[1], signers)
 
-    def _went_back(self, manifest: Manifest, *, put: bool) -> StoreWentBackError:
+    def _went_back(self, manifest: Manifest, *, put: bool) -> errors.StoreWentBackError:
         """Build the error for a missing parent."""
         url, version = self._store.url, manifest.version
         newest = self._newest_below(version - 1)
@@ -367,7 +322,7 @@ class Commits:
             f"restart this publisher: it {start} with its current weights, "
             "and followers that were ahead start again from nothing"
         )
-        return StoreWentBackError(what, version=version - 1, hint=hint)
+        return errors.StoreWentBackError(what, version=version - 1, hint=hint)
 
     def _newest_below(self, version: Version) -> Version | None:
         """Find the newest committed version up to ``version``, if there are no gaps."""

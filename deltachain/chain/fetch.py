@@ -16,23 +16,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Final
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta, fold_all
-from deltachain.errors import (
-    BaseMismatchError,
-    BrokenChainError,
-    ConfigError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    UnsupportedFormatError,
-)
+from deltachain.delta import OldBits, TensorDelta, fold_all
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest
 from deltachain.kernels import host
@@ -57,27 +47,14 @@ PIECE: Final = 1 << 20
 def fetch_part(
     store: Store, ref: ObjectRef, corrupt: list[str] | None = None, *, hold: bool = True
 ) -> Part:
-    """Fetch and verify a part, once more if it is corrupt.
-
-    Args:
-        store: Store of the part.
-        ref: Key, size and digests of the part.
-        corrupt: List that the key is appended to if the first read was corrupt.
-        hold: Whether to hold a large object in memory even if the store has cheap ranges. Frames
-            of an object that is not held are read and verified again as they are decoded.
-
-    Raises:
-        ObjectNotFoundError: The object is gone.
-        DigestMismatchError: The object does not have this digest.
-        MalformedError: The object has this digest but violates FORMAT.md.
-    """
+    """Fetch and verify a part, once more if it is corrupt."""
     in_store = not hold and ref.nbytes > LARGE and store.capabilities.cheap_ranges
     get = _in_store if in_store else _held
     try:
         return get(store, ref)
-    except UnsupportedFormatError:
+    except errors.UnsupportedFormatError:
         raise
-    except FormatError:
+    except errors.FormatError:
         if corrupt is not None:
             corrupt.append(ref.key)
         return get(store, ref)
@@ -106,7 +83,7 @@ def _in_store(store: Store, ref: ObjectRef) -> Part:
 def _read(store: Store, ref: ObjectRef) -> Buffer:
     try:
         return store.read(ref.key, nbytes=ref.nbytes, pin=ref.pin)
-    except ObjectNotFoundError as exc:
+    except errors.ObjectNotFoundError as exc:
         exc.hint = LOST
         raise
 
@@ -118,7 +95,7 @@ def _checked(part: Part, ref: ObjectRef) -> Part:
 
 def _check_digest(what: str, expected: str, actual: str, key: str) -> None:
     if actual != expected:
-        raise DigestMismatchError(what, expected=expected, actual=actual, key=key)
+        raise errors.DigestMismatchError(what, expected=expected, actual=actual, key=key)
 
 
 THREADS: Final = 8
@@ -141,13 +118,8 @@ class Fetched:
     Properties and methods that need a part wait for it, and raise what :func:`fetch` raises.
 
     Attributes:
-        plan: The plan.
-        specs: Tensors of the chain, by name.
         base: Checkpoint of a ``base`` edge; ``None`` for other plans.
-        arrivals: All objects, in the order of the plan.
         nbytes: Fetched bytes.
-        times: Time of each arrival so far, by ``time.perf_counter``.
-        corrupt: Keys of objects that were corrupt on the first read.
         early: Part of an anchor with all elements of a tensor that :meth:`arriving` yielded early.
     """
 
@@ -199,16 +171,7 @@ class Fetched:
         yield from (name for name in self.names if name not in whole)
 
     def read(self, name: str, old: Callable[[], Bits] | None = None) -> TensorDelta:
-        """Decode the delta of one tensor, folded over the whole plan.
-
-        Args:
-            name: Name of the tensor.
-            old: Function that reads all bits of the tensor before the plan, for encodings that need
-                them; not needed by a plan from nothing.
-
-        Raises:
-            BaseMismatchError: An object cannot be decoded with the bits that ``old`` returned.
-        """
+        """Decode the delta of one tensor, folded over the whole plan."""
         folded: list[TensorDelta] = []
         if self.base is not None:
             folded = [TensorDelta.dense(self.specs[name], self.base.bits(name))]
@@ -239,7 +202,7 @@ class Fetched:
         for name, spec in self.specs.items():
             delta = self.read(name) if name in given else None
             if delta is None or not delta.is_dense:
-                raise BrokenChainError(f"{name}: the plan does not contain the whole tensor")
+                raise errors.BrokenChainError(f"{name}: the plan does not contain the whole tensor")
             total += host.digest(digest_key(spec), delta.values)
         return total
 
@@ -255,18 +218,6 @@ def fetch(
     """Fetch and verify every object of a plan.
 
     A corrupt object is fetched once more before it is refused.
-
-    Args:
-        chain: Chain of the plan.
-        plan: The plan to fetch.
-        target: Manifest of the plan's target version, if already read.
-        base: Local folder of the base checkpoint, if the plan starts from it.
-        progress: Called with the size of each fetched object, in bytes.
-
-    Raises:
-        ObjectNotFoundError: An object is gone; plan again.
-        DigestMismatchError: An object does not have the digest recorded in the chain.
-        MalformedError: An object has this digest but violates FORMAT.md.
     """
     with fetching(chain, plan, target=target, base=base, progress=progress) as fetched:
         fetched.parts  # noqa: B018 - waits for all
@@ -327,15 +278,11 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     """Open the checkpoint of a base reference and verify the digests of its files.
 
     A path that a store names is never opened: who writes there would choose what is read here.
-
-    Raises:
-        ConfigError: No folder was given, or it does not exist.
-        DigestMismatchError: A file is missing or has another digest.
     """
     what = repr((reference.repo or reference.path)[:80])
     hint = f"give the folder of the base checkpoint {what}: --base, or DELTACHAIN_BASE in engines"
     if folder is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"the chain starts from a base checkpoint, {what}, and no folder of it was given",
             hint=hint,
         )
@@ -343,15 +290,15 @@ def open_base(reference: BaseRef, folder: Path | None) -> Checkpoint:
     try:
         there = path.exists()
     except (OSError, ValueError) as exc:  # a path that is invalid on this machine
-        raise ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc}", hint=hint) from exc
+        raise errors.ConfigError(f"base checkpoint {str(path)[:80]!r}: {exc}", hint=hint) from exc
     if not there:
-        raise ConfigError(f"base checkpoint {path} does not exist", hint=hint)
+        raise errors.ConfigError(f"base checkpoint {path} does not exist", hint=hint)
     checkpoint = Checkpoint(path)
     found = {ref.name: ref for ref in checkpoint.files()}
     for ref in reference.files:
         have = found.get(ref.name)
         if have != ref:
-            raise DigestMismatchError(
+            raise errors.DigestMismatchError(
                 f"{path / ref.name}",
                 expected=ref.blake3,
                 actual=have.blake3 if have else "no such file",
@@ -378,10 +325,10 @@ def _read_part(part: Part, name: str, old: OldBits | None, *, held: bool) -> Ten
     """Decode a tensor; with bits that a target holds, blame these first."""
     try:
         return part.read(name, old=old)
-    except MalformedError as exc:
+    except errors.MalformedError as exc:
         if not held or not part.needs_old(name):
             raise
-        raise BaseMismatchError(
+        raise errors.BaseMismatchError(
             f"{name!r} does not hold the bits before {exc}", tensor=name
         ) from exc
 
@@ -396,4 +343,4 @@ def _check_specs(
 ) -> None:
     for name, spec in needed.items():
         if message := mismatch(name, spec, where, known.get(name), there):
-            raise MalformedError(message, key=key)
+            raise errors.MalformedError(message, key=key)

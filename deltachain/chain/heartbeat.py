@@ -38,11 +38,7 @@ _WITHHELD: Final = (
 def write_heartbeat(
     chain: Chain, committed: Committed, *, now: float, tags: Mapping[str, int], prune: int = NONE
 ) -> None:
-    """Write which records are the newest.
-
-    Raises:
-        ChainError: There are more tags than a heartbeat can name.
-    """
+    """Write which records are the newest."""
     heartbeat = Heartbeat(
         chain=chain.identity.chain,
         version=committed.version,
@@ -80,15 +76,6 @@ def named(chain: Chain) -> Heartbeat | None:
     """Read the heartbeat before tags or prune records, to compare these with it.
 
     Without trusted keys nothing is read.
-
-    Returns:
-        The heartbeat; ``None`` if the store has none, or this process trusts no keys.
-
-    Raises:
-        StaleChainError: The reader has a limit of age, and the heartbeat is older, missing, or
-            names no tags.
-        SignatureError: No trusted key signed it.
-        MalformedError: It is not a heartbeat.
     """
     if chain.trust.trusted is None:
         return None
@@ -136,12 +123,7 @@ def warn_of_unproven(chain: Chain, heartbeat: Heartbeat | None, shown: str) -> N
 
 
 def newest_prune(chain: Chain) -> PruneRecord | None:
-    """Read the newest prune record of a store, for who sets tags or deletes.
-
-    Raises:
-        StaleChainError: The heartbeat names a later one, or is too old for this process.
-        FormatError: The record or the heartbeat is damaged.
-    """
+    """Read the newest prune record of a store, for who sets tags or deletes."""
     heartbeat = named(chain)
     record = chain.prunes.newest_there()
     number = record.number if record else NONE

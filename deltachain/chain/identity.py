@@ -10,18 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from deltachain import errors
 from deltachain.chain.checks import ASSET_PATH, check_assets, check_digest, check_paths
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainMismatchError,
-    ConfigError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import Count, Document, Identity, ObjectRef, Table, dump, parse
 from deltachain.format.keys import (
     CHAIN_KEY,
@@ -42,14 +33,7 @@ _told: Final[set[str]] = set()
 
 
 class MirrorRecord(Document, frozen=True, kw_only=True):
-    """What a store mirrors, and what it leaves out.
-
-    Attributes:
-        chain: Id of the chain.
-        source: URL of the store that it is copied from.
-        first: The oldest version whose payloads are copied; those of older ones are left out.
-        writer: The deltachain version that created the mirror.
-    """
+    """What a store mirrors, and what it leaves out."""
 
     chain: str
     source: str
@@ -58,14 +42,10 @@ class MirrorRecord(Document, frozen=True, kw_only=True):
 
 
 def read_mirror(store: Store) -> MirrorRecord | None:
-    """Read the record of a mirror; ``None`` if the store is none.
-
-    Raises:
-        FormatError: The record is damaged, or needs a newer deltachain.
-    """
+    """Read the record of a mirror; ``None`` if the store is none."""
     try:
         return parse(store.get(MIRROR_KEY), MirrorRecord, key=MIRROR_KEY)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         return None
 
 
@@ -73,18 +53,11 @@ def refuse_mirror(store: Store, trust: Trust) -> None:
     """Raise if a store is a mirror, which holds what its source holds and nothing else.
 
     The record is not signed. Where signatures decide who writes, it is told and decides nothing.
-
-    Args:
-        store: The store.
-        trust: Keys of the writer.
-
-    Raises:
-        ConfigError: The store is a mirror, and its chain is not signed.
     """
     is_signed = trust.key is not None and trust.trusted is not None
     try:
         record = read_mirror(store)
-    except FormatError as exc:
+    except errors.FormatError as exc:
         if not is_signed:
             raise
         found = f"has {MIRROR_KEY}, which is damaged: {exc.args[0]}"
@@ -94,7 +67,7 @@ def refuse_mirror(store: Store, trust: Trust) -> None:
         found = f"is a mirror of {redacted_url(printable(record.source))}"
     way_out = f"end the mirror by `deltachain mirror --promote {store.url}`"
     if not is_signed:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{store.url} {found}: nothing is written there but by the mirror",
             hint=f"write to its source; or, if this store takes its place, {way_out}",
         )
@@ -137,8 +110,8 @@ DAMAGED: Final = (
 """Hint for an unreadable document, or a table that does not match the identity."""
 
 
-def lost_chain(url: str) -> ObjectNotFoundError:
-    return ObjectNotFoundError(
+def lost_chain(url: str) -> errors.ObjectNotFoundError:
+    return errors.ObjectNotFoundError(
         f"the chain that was at {url} is lost: {CHAIN_KEY} is gone",
         key=CHAIN_KEY,
         hint="possible causes: an unmounted folder, an emptied bucket, a lifecycle rule. Restore "
@@ -148,13 +121,7 @@ def lost_chain(url: str) -> ObjectNotFoundError:
 
 
 def read_model(store: Store, trust: Trust) -> Model:
-    """Read identity and table.
-
-    Raises:
-        SignatureError: No trusted key signed the identity.
-        ObjectNotFoundError: The store has no chain yet, or identity or table is lost.
-        FormatError: A document is damaged, or needs a newer deltachain.
-    """
+    """Read identity and table."""
     seen = None
     try:
         if store.capabilities.conditional_put:
@@ -163,15 +130,17 @@ def read_model(store: Store, trust: Trust) -> Model:
             data = bytes(store.read(CHAIN_KEY, nbytes=seen.nbytes, pin=seen.pin))
         else:
             raise not_found(CHAIN_KEY, store.url)
-    except ObjectNotFoundError as exc:
+    except errors.ObjectNotFoundError as exc:
         if _has_traces(store):
             lost = _lost(store)
-            raise ObjectNotFoundError(str(lost.args[0]), key=CHAIN_KEY, hint=lost.hint) from exc
+            raise errors.ObjectNotFoundError(
+                str(lost.args[0]), key=CHAIN_KEY, hint=lost.hint
+            ) from exc
         exc.hint = "no publisher has created a chain here yet; check the URL"
         raise
     try:
         identity = check_assets(parse(data, Identity, key=CHAIN_KEY))
-    except MalformedError as exc:
+    except errors.MalformedError as exc:
         exc.hint = DAMAGED
         raise
     trust.check_identity(store, identity.chain, data)
@@ -183,22 +152,22 @@ def _read_table(store: Store, identity: Identity) -> tuple[bytes, Table]:
     try:
         document = store.get(TABLE_KEY)
         check_digest(document, identity.table, TABLE_KEY)
-    except ObjectNotFoundError as exc:
-        raise ObjectNotFoundError(
+    except errors.ObjectNotFoundError as exc:
+        raise errors.ObjectNotFoundError(
             f"{TABLE_KEY} of chain {identity.chain} is lost: {store.url} has only its {CHAIN_KEY}",
             key=TABLE_KEY,
             url=store.url,
             hint="restore it from a backup; a running publisher, or a restarted trainer of the "
             "same model, restores it by itself",
         ) from exc
-    except DigestMismatchError as exc:
+    except errors.DigestMismatchError as exc:
         exc.hint = DAMAGED
         raise
     table = parse(document, Table, key=TABLE_KEY)
     try:
         table.specs()
     except ValueError as exc:
-        raise MalformedError(f"{TABLE_KEY}: {exc}", key=TABLE_KEY) from exc
+        raise errors.MalformedError(f"{TABLE_KEY}: {exc}", key=TABLE_KEY) from exc
     return document, table
 
 
@@ -214,10 +183,6 @@ def make(
     """Create the identity, or read an existing one of the same model.
 
     Racing callers with equal tables get the same identity. A lost table is restored.
-
-    Raises:
-        ChainMismatchError: The URL holds the chain of another model.
-        BrokenChainError: The URL has versions, but their identity is lost.
     """
     document = dump(table)
     if store.find(CHAIN_KEY) is not None:
@@ -228,7 +193,7 @@ def make(
         return _read_same(store, document, trust)
     try:
         store.put_if_absent(TABLE_KEY, document)
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         if store.get(TABLE_KEY) != document:
             raise _another_model(store, table) from None
     return put(store, document, chain_id=chain_id, time=time, assets=assets, trust=trust)
@@ -252,7 +217,7 @@ def put(
         store.put(key, signature)
     try:
         store.put_if_absent(CHAIN_KEY, data)
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         return read_model(store, trust)
     if not store.capabilities.conditional_put:
         return read_model(store, trust)  # another publisher may have created one since the check
@@ -274,7 +239,7 @@ def put_back(store: Store, documents: Mapping[str, bytes], key: str) -> bool:
     """Restore a document of the identity if it is missing; return whether it was."""
     try:
         store.put_if_absent(key, documents[key])
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         return False
     logger.warning(
         "%s was missing from %s and was restored: objects are deleted that must stay (FORMAT.md 1)",
@@ -288,12 +253,12 @@ def is_same(store: Store, opened: Identity, documents: Mapping[str, bytes]) -> b
     """Return whether the identity in a store is of the same chain; restore it if damaged."""
     try:
         there = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         return True
-    except MalformedError:
+    except errors.MalformedError:
         replace(store, documents, CHAIN_KEY)
         return True
-    except FormatError as exc:
+    except errors.FormatError as exc:
         logger.warning("no subscriber can join: %s", exc)
         return True
     if there.chain == opened.chain and there.table != opened.table:  # a chain has one table
@@ -310,13 +275,13 @@ def replace(store: Store, documents: Mapping[str, bytes], key: str) -> None:
 def identity_there(store: Store) -> str | None:
     try:
         return parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY).chain
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         return None
 
 
-def replaced(url: str, there: str, known: str, version: Version) -> ChainMismatchError:
+def replaced(url: str, there: str, known: str, version: Version) -> errors.ChainMismatchError:
     """Build the error for a chain that took the place of another one."""
-    return ChainMismatchError(
+    return errors.ChainMismatchError(
         f"two chains were at {url}: {CHAIN_KEY} names {there}, but {known}",
         version=version,
         hint="decide which one is right, and give the other a URL of its own; replicas join the "
@@ -324,8 +289,8 @@ def replaced(url: str, there: str, known: str, version: Version) -> ChainMismatc
     )
 
 
-def _lost(store: Store) -> BrokenChainError:
-    return BrokenChainError(
+def _lost(store: Store) -> errors.BrokenChainError:
+    return errors.BrokenChainError(
         f"the chain's identity is lost: {store.url} has versions but no {CHAIN_KEY}", hint=WAY_OUT
     )
 
@@ -337,12 +302,12 @@ def _has_traces(store: Store) -> bool:
 def _read_same(store: Store, document: bytes, trust: Trust) -> Model:
     try:
         opened = read_model(store, trust)
-    except ObjectNotFoundError as exc:
+    except errors.ObjectNotFoundError as exc:
         if exc.key != TABLE_KEY:
             raise
         identity = parse(store.get(CHAIN_KEY), Identity, key=CHAIN_KEY)
         if identity.table != object_digest(document):
-            raise ChainMismatchError(
+            raise errors.ChainMismatchError(
                 f"{store.url} holds chain {identity.chain}, whose {TABLE_KEY} is lost: "
                 "this model has another table",
                 hint=exc.hint,
@@ -368,11 +333,7 @@ def read_asset(store: Store, ref: ObjectRef) -> bytes:
 
 
 def check_recipe(url: str, there: Table, ext: Mapping[str, Any]) -> None:
-    """Check that the weights of a chain are quantised as a publisher quantises them.
-
-    Raises:
-        ChainMismatchError: Recipe, library or its version differ.
-    """
+    """Check that the weights of a chain are quantised as a publisher quantises them."""
     theirs, mine = there.ext.get(RECIPE), ext.get(RECIPE)
     if theirs == mine:
         return
@@ -380,7 +341,7 @@ def check_recipe(url: str, there: Table, ext: Mapping[str, Any]) -> None:
     same = (
         f"quantization={known.get('recipe')!r} and {known.get('library')}=={known.get('version')}"
     )
-    raise ChainMismatchError(
+    raise errors.ChainMismatchError(
         f"{url} holds a chain of {_quantised(theirs)}, this publisher has {_quantised(mine)}",
         hint=f"continue it with {same if known else 'no quantization'}, or use another URL",
     )
@@ -393,12 +354,12 @@ def _quantised(recipe: object) -> str:
     return f"weights quantised by recipe {recipe.get('recipe')} of {library}"
 
 
-def _another_model(store: Store, table: Table) -> ChainMismatchError:
+def _another_model(store: Store, table: Table) -> errors.ChainMismatchError:
     there = parse(store.get(TABLE_KEY), Table, key=TABLE_KEY)
     check_recipe(store.url, there, table.ext)
     different = set(there.tensors) ^ set(table.tensors)
     example = min(different, default=("aliases", "", ()))
-    return ChainMismatchError(
+    return errors.ChainMismatchError(
         f"{store.url} holds a chain of another model: {len(there.tensors)} tensors, "
         f"this one has {len(table.tensors)}; for example {example}",
         hint=OTHER_LAYERS if there.ext.get(RECIPE) else "",

@@ -16,27 +16,11 @@ from typing import Final, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from deltachain import errors
 from deltachain.chain.checks import once_more
 from deltachain.chain.identity import identity_there, replaced
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-)
-from deltachain.format.documents import (
-    Head,
-    Identity,
-    Manifest,
-    Signature,
-    opened,
-    parse,
-    read_state,
-    unseal,
-)
+from deltachain.format import documents
 from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, manifest_key, object_digest, version_of
 from deltachain.store import ObjectInfo, Store
 from deltachain.threads import Pool
@@ -52,13 +36,13 @@ MAX_VERSION: Final = 1 << 53
 """Largest plausible version; a hint with a larger one is ignored."""
 
 
-def read_hint(store: Store) -> Head:
+def read_hint(store: Store) -> documents.Head:
     try:
-        hint = parse(store.get(HEAD_KEY, limit=MAX_HINT), Head, key=HEAD_KEY)
-    except (ObjectNotFoundError, FormatError):
-        return Head(version=0)
+        hint = documents.parse(store.get(HEAD_KEY, limit=MAX_HINT), documents.Head, key=HEAD_KEY)
+    except (errors.ObjectNotFoundError, errors.FormatError):
+        return documents.Head(version=0)
     if hint.version > MAX_VERSION:
-        return Head(version=0)
+        return documents.Head(version=0)
     return replace(hint, anchors=hint.anchors[-MAX_ANCHORS:])
 
 
@@ -77,14 +61,6 @@ def newest_number(store: Store, key: Callable[[int], str], *, known: int = NONE)
 
     Searches by doubling and bisection. Records that were lost below the newest one hide it only if
     every number that was looked up above them is lost as well.
-
-    Args:
-        store: Store of the records, numbered from 0.
-        key: Function that returns the key of a number.
-        known: Number of a record that exists; -1 for none.
-
-    Returns:
-        The number; -1 if there is no record.
     """
     width = min(store.capabilities.probes, WIDE)
     low, high, leap = known, LIMIT, 0
@@ -131,14 +107,7 @@ class Standing(NamedTuple):
 
 
 class Looks:
-    """Lookup of one chain's manifests, with a memory of earlier answers.
-
-    Attributes:
-        is_wide: Whether one request covers many manifests.
-        remembers: Whether metadata is remembered.
-        is_lost: Whether the last look found no identity, if looks include it.
-        missed: Starting version of the last search, if it was missing.
-    """
+    """Lookup of one chain's manifests, with a memory of earlier answers."""
 
     def __init__(self, store: Store, chain: str, identity: ObjectInfo | None = None) -> None:
         self._store = store
@@ -208,13 +177,7 @@ class Looks:
         return version in self.at([version])
 
     def newest(self, known: Version) -> Version:
-        """Find the newest version before any gap, starting from a committed one.
-
-        Raises:
-            ForkedChainError: The manifest of ``known`` was replaced since the last look.
-            BrokenChainError: The manifest of ``known`` or of the next version is missing, although
-                later ones exist.
-        """
+        """Find the newest version before any gap, starting from a committed one."""
         if self.remembers and not self.is_wide:
             self._note(known, self.at([known]))
         low, high = self._leap(known) if self.is_wide else self._double(known)
@@ -242,7 +205,7 @@ class Looks:
     def last(self, known: Version, hinted: Version = 0) -> Version:
         """Find the newest version, gaps or not, with few requests."""
         while True:
-            with suppress(BrokenChainError):
+            with suppress(errors.BrokenChainError):
                 known = self.newest(known)
             if self.is_wide and not self._has_gap:
                 return known
@@ -269,7 +232,7 @@ class Looks:
         absent = next((version for version in (known, *ahead) if version not in found), newest + 1)
         self._has_gap = newest > absent
         if self._has_gap and absent <= known + 1:
-            raise BrokenChainError(
+            raise errors.BrokenChainError(
                 f"manifest of version {absent} is missing, although version {newest} exists",
                 version=absent,
                 hint="manifests must never be deleted: it was removed, or the store lags",
@@ -307,7 +270,7 @@ class Looks:
             data = self._store.read(info.key, nbytes=info.nbytes, pin=info.pin)
             if object_digest(data) == known:
                 return
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"the manifest of version {version} was replaced by another publisher",
             version=version,
         )
@@ -317,9 +280,9 @@ class Looks:
         if info is None or self._identity is None or same_content(self._identity, info):
             return
         data = self._store.read(CHAIN_KEY, nbytes=info.nbytes, pin=info.pin)
-        found = parse(bytes(data), Identity, key=CHAIN_KEY).chain
+        found = documents.parse(bytes(data), documents.Identity, key=CHAIN_KEY).chain
         if found != self._chain:
-            raise ForkedChainError(
+            raise errors.ForkedChainError(
                 f"the chain at this URL was replaced by another publisher's: {CHAIN_KEY} names "
                 f"chain {found}, expected {self._chain}"
             )
@@ -339,10 +302,6 @@ def same_content(seen: ObjectInfo, info: ObjectInfo) -> bool:
     return (seen.nbytes, seen.modified) == (info.nbytes, info.modified)
 
 
-# In a store without conditional puts, a single writer is a matter of configuration; a second one is
-# detected by later lookups.
-
-
 _T = TypeVar("_T")
 
 
@@ -351,15 +310,14 @@ class Committed:
     """A committed manifest.
 
     Attributes:
-        manifest: The manifest.
         digest: blake3 of its exact bytes.
         signatures: Signatures in its envelope, true or not.
         signed_by: Ids of the trusted keys that signed it; empty without trusted keys.
     """
 
-    manifest: Manifest
+    manifest: documents.Manifest
     digest: str
-    signatures: tuple[Signature, ...] = ()
+    signatures: tuple[documents.Signature, ...] = ()
     signed_by: tuple[str, ...] = ()
 
     @property
@@ -371,8 +329,8 @@ class Committed:
         return StateDigest.parse(self.manifest.state)
 
 
-def misplaced(key: str, found: Manifest) -> MalformedError:
-    return MalformedError(
+def misplaced(key: str, found: documents.Manifest) -> errors.MalformedError:
+    return errors.MalformedError(
         f"{key}: is version {found.version} of chain {found.chain}",
         key=key,
         hint="another object replaced it: restore it from a backup; or remove "
@@ -388,11 +346,7 @@ LISTED: Final = 1 << 14
 
 
 class Manifests:
-    """The manifests of one chain.
-
-    Attributes:
-        looks: Lookup of existing manifests.
-    """
+    """The manifests of one chain."""
 
     def __init__(
         self,
@@ -411,15 +365,7 @@ class Manifests:
         self.looks = Looks(store, chain, identity)
 
     def read(self, version: Version) -> Committed:
-        """Read the manifest of a version; once more if it is unreadable.
-
-        Raises:
-            ObjectNotFoundError: The version is not committed.
-            FormatError: The manifest is unreadable, or of another version.
-            SignatureError: No trusted key signed it or a manifest that descends from it.
-            ChainMismatchError: The manifest belongs to another chain: the URL has two.
-            ForkedChainError: The manifest was replaced since the last look.
-        """
+        """Read the manifest of a version; once more if it is unreadable."""
         return self.document(version)[0]
 
     def document(self, version: Version) -> tuple[Committed, bytes]:
@@ -472,17 +418,19 @@ class Manifests:
             raise self._of_another_chain(key, manifest)
         if manifest.version != version:
             raise misplaced(key, manifest)
-        read_state(manifest.state, key=key)
+        documents.read_state(manifest.state, key=key)
         self.looks.read(version, found.digest)
         return found, data
 
-    def _of_another_chain(self, key: str, manifest: Manifest) -> ChainMismatchError:
+    def _of_another_chain(
+        self, key: str, manifest: documents.Manifest
+    ) -> errors.ChainMismatchError:
         there = None
-        with suppress(FormatError):  # a damaged one tells nothing
+        with suppress(errors.FormatError):  # a damaged one tells nothing
             there = identity_there(self._store)
         if there == manifest.chain:
             return replaced(self._store.url, there, f"{self._chain} was opened", manifest.version)
-        return ChainMismatchError(
+        return errors.ChainMismatchError(
             f"{key}: belongs to chain {manifest.chain}, but {CHAIN_KEY} to {self._chain}: two "
             "chains were created here",
             version=manifest.version,
@@ -505,19 +453,19 @@ class Manifests:
             return known
         try:  # the caller compares digests, trusted or not
             return self._checked(version)[0].digest
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return None
 
     def _read(self, key: str, version: Version) -> tuple[Committed, bytes]:
         data = bytes(self._bytes(version))
-        manifest = unseal(data, Manifest, key=key)
-        signers = self._trust.signers(data, Manifest, self._chain)
-        return Committed(manifest, object_digest(data), opened(data)[1], signers), data
+        manifest = documents.unseal(data, documents.Manifest, key=key)
+        signers = self._trust.signers(data, documents.Manifest, self._chain)
+        return Committed(manifest, object_digest(data), documents.opened(data)[1], signers), data
 
     def find(self, version: Version) -> Committed | None:
         try:
             return self.read(version)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return None
 
     def between(
@@ -538,5 +486,5 @@ class Manifests:
             return self._store.get(key)
         seen = self.looks.seen(version)
         if seen is None:
-            raise ObjectNotFoundError(f"{self._store.url} has no object {key!r}", key=key)
+            raise errors.ObjectNotFoundError(f"{self._store.url} has no object {key!r}", key=key)
         return self._store.read(key, nbytes=seen.nbytes, pin=seen.pin)

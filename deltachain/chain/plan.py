@@ -53,15 +53,8 @@ def anchor_due(
     of the manifests since. Between two anchors, anchor and manifests then cost at most
     ``1 / (factor - 1)`` of the deltas, and a newcomer fetches about ``factor`` anchors at most.
     The number of requests plays no part: anchors that save requests would cost a small model many
-    times its deltas, and skips save more of them.
-
-    Args:
-        replay: What a newcomer fetches behind the newest anchor; ``None`` if there is no way from
-            nothing.
-        anchor_nbytes: Size of an anchor, in bytes; may be an estimate.
-        factor: Size of a newcomer's plan, in anchors, above which an anchor is due. With 1 or less,
-            one is due after every version.
-        every: Number of versions between two anchors, whatever they cost; replaces ``factor``.
+    times its deltas, and skips save more of them. ``every`` replaces
+    ``factor`` by a number of versions; ``replay`` is ``None`` if there is no way from nothing.
     """
     if replay is None:
         return True
@@ -92,12 +85,7 @@ ANCHORS_LISTED: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class KnownEdges:
-    """Edges known to the writer of the next manifest.
-
-    Attributes:
-        edges: Edges in the order of :func:`edge_id`.
-        first: The oldest version whose edges are all among them.
-    """
+    """Edges known to the writer of the next manifest."""
 
     edges: tuple[EdgeSummary, ...] = ()
     first: Version = 0
@@ -189,7 +177,6 @@ class Plan:
 
     Attributes:
         held: Version held before; ``None`` for nothing.
-        target: Version held afterwards.
         edges: Edges in order; empty if ``held`` equals ``target``.
     """
 
@@ -229,14 +216,7 @@ def make_plan(
     *,
     encodings: Collection[str],
 ) -> Plan:
-    """Find the cheapest plan from ``held`` to ``target``.
-
-    Args:
-        held: The version held; edges that start from nothing are usable from any version.
-        target: The version to reach.
-        edges: Known edges, in any order.
-        encodings: Supported encodings; edges with others are ignored.
-    """
+    """Find the cheapest plan from ``held`` to ``target``."""
     edges = tuple(edges)
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):
@@ -266,17 +246,7 @@ def _left_out(unknown: Sequence[str]) -> str:
 def least_from_before(
     reached: Version, target: Version, edges: Iterable[EdgeSummary], *, encodings: Collection[str]
 ) -> int | None:
-    """Return a lower bound of the cost from any version before ``reached`` to ``target``.
-
-    Args:
-        reached: The oldest version whose edges are all known.
-        target: The version to reach.
-        edges: Known edges.
-        encodings: Supported encodings.
-
-    Returns:
-        Cost in bytes; ``None`` if no edges lead there, so that older edges cannot help.
-    """
+    """Return a lower bound of the cost from any version before ``reached`` to ``target``."""
     outgoing: dict[int, list[EdgeSummary]] = {}
     for edge in _usable(edges, encodings):
         if edge.base is not None:

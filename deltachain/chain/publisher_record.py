@@ -36,15 +36,10 @@ class PublisherRecord(Document, frozen=True, kw_only=True):
     """Who publishes at a URL.
 
     Attributes:
-        publisher: Random id of the publisher.
         turn: One more than in the record that it replaced.
-        host: Name of its host.
-        pid: Number of its process.
         machine: Boot of that host, and namespace of its processes; empty if unknown.
         started: Start of its process, by the clock of that boot; empty if unknown.
         since: When it came, in seconds since 1970 on its clock.
-        renewals: How many times it has been renewed.
-        ended: Whether the publisher was closed.
     """
 
     publisher: str
@@ -94,11 +89,7 @@ def new_record(before: PublisherRecord | None) -> PublisherRecord:
 
 
 def read_record(store: Store) -> PublisherRecord | None:
-    """Return the record; ``None`` if it is absent or unreadable.
-
-    Raises:
-        StoreError: The store did not answer.
-    """
+    """Return the record; ``None`` if it is absent or unreadable."""
     try:
         data = store.get(PUBLISHER_KEY, limit=MAX_RECORD)
         return parse(data, PublisherRecord, key=PUBLISHER_KEY)

@@ -16,23 +16,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.checks import read_document
 from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
 from deltachain.chain.lookup import NONE, newest_number
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-    StoreWentBackError,
-    no_version,
-)
 from deltachain.format.documents import NAME, Document, PruneRecord, Tag
 from deltachain.format.keys import TAG_PREFIX, prune_key, tag_key, tag_of
 from deltachain.threads import Pool
@@ -61,13 +49,8 @@ class VersionChoice:
     """Which version is meant: at most one attribute is given; without any, the head.
 
     Attributes:
-        version: Its number.
         step: Step of the trainer; the newest version of that step is meant.
-        tag: Name of a tag.
         at: Time in seconds since 1970; the newest version committed at or before is meant.
-
-    Raises:
-        ConfigError: Several are given.
     """
 
     version: Version | None = None
@@ -79,7 +62,7 @@ class VersionChoice:
         given = [name for name in ("version", "step", "at") if getattr(self, name) is not None]
         given += ["tag"] if self.tag else []
         if len(given) > 1:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{' and '.join(given)} exclude each other: each names a version",
                 hint="give one of them",
             )
@@ -90,13 +73,7 @@ class VersionChoice:
 
 
 def choose(chain: Chain, choice: VersionChoice) -> Committed:
-    """Read the version that is meant.
-
-    Raises:
-        ChainError: There is no such version; the hint names the nearest ones.
-        StoreWentBackError: The version of the tag is no longer in the store.
-        ForkedChainError: The version of the tag was replaced by another history.
-    """
+    """Read the version that is meant."""
     if choice.tag:
         tag = read(chain, choice.tag)
         if tag is None:
@@ -104,13 +81,13 @@ def choose(chain: Chain, choice: VersionChoice) -> Committed:
         return committed(chain, tag)
     head = chain.head()
     if head is None:
-        raise no_version(chain.store.url)
+        raise errors.no_version(chain.store.url)
     if choice.version is not None:
         found = chain.find(choice.version)
         if found is None:
             what = f"{chain.store.url} does not have version {choice.version}"
             hint = f"the head is version {head.version}"
-            raise ChainError(what, version=choice.version, hint=hint)
+            raise errors.ChainError(what, version=choice.version, hint=hint)
         return found
     if choice.step is not None:
         return chain.read(_Search(chain, head).by_step(choice.step))
@@ -135,67 +112,49 @@ class _Search:
         self._read: dict[Version, _Stamp | None] = {head.version: self._head}
 
     def by_step(self, step: int) -> Version:
-        """Find the newest version of a step."""
+        """Find the newest version of a step, epoch by epoch."""
         high: _Stamp | None = self._head
         while high is not None:
-            low = self._begin_of_epoch(high)
-            found = self._in_epoch(low, high, step)
-            if found is not None:
-                return found
+            is_earlier = partial(_is_before, high.epoch)
+            before = self._last(0, high.version - 1, is_earlier)
+            low = self._first(before.version + 1 if before else 0, high.version) or high
+            found = self._last(
+                low.version + 1, high.version, lambda one: _by(one)[0] <= step, stepped=True
+            )
+            for one in (high, found, low):
+                if one is not None and one.step == step:
+                    return one.version
             if high.version - low.version < SHORT:
                 self._read_all(range(max(0, low.version - AHEAD), low.version))
-            high = self._last(0, low.version - 1)
-        raise ChainError(
+            high = before
+        raise errors.ChainError(
             f"{self._chain.store.url} has no version of step {step}", hint=self._near(step)
         )
 
     def by_time(self, at: float) -> Version:
         """Find the newest version committed at or before a time."""
-        low, high, found = 0, self._head.version, None
-        while low <= high:
-            middle = (low + high) // 2
-            stamp = self._first(middle, high)
-            if stamp is not None and stamp.time <= at:
-                found, low = stamp.version, stamp.version + 1
-            else:
-                high = middle - 1
+        found = self._last(0, self._head.version, lambda one: one.time <= at)
         if found is None:
             oldest = self._first(0, self._head.version) or self._head
-            raise ChainError(
+            raise errors.ChainError(
                 f"{self._chain.store.url} has no version committed at or before {_iso(at)}",
                 hint=f"version {oldest.version} is the oldest, of {_iso(oldest.time)}",
             )
-        return found
+        return found.version
 
-    def _begin_of_epoch(self, high: _Stamp) -> _Stamp:
-        """Find the first version of an epoch, back from one of its versions."""
-        first, step = high, 1
-        while first.version > 0:
-            back = self._last(0, first.version - step)
-            if back is None or back.epoch != high.epoch:
-                break
-            first, step = back, 2 * step
-        before, begin = max(first.version - step, -1), first.version
-        while begin - before > 1:
-            middle = (begin + before) // 2
-            stamp = self._first(middle, first.version)
-            is_same = stamp is not None and stamp.epoch == high.epoch
-            before, begin = (before, middle) if is_same else (middle, begin)
-        return self._first(begin, first.version) or first
-
-    def _in_epoch(self, low: _Stamp, high: _Stamp, step: int) -> Version | None:
-        """Find the newest version of a step in an epoch."""
-        if high.step == step:
-            return high.version
-        first, last, found = low.version + 1, high.version - 1, low
-        while first <= last:
-            middle = (first + last) // 2
-            stamp = self._first(middle, last, stepped=True)
-            if stamp is not None and stamp.step is not None and stamp.step <= step:
-                found, first = stamp, stamp.version + 1
+    def _last(
+        self, low: Version, high: Version, holds: Callable[[_Stamp], bool], *, stepped: bool = False
+    ) -> _Stamp | None:
+        """Bisect for the last version of which something holds that holds up to some version."""
+        found = None
+        while low <= high:
+            middle = (low + high) // 2
+            stamp = self._first(middle, high, stepped=stepped)
+            if stamp is not None and holds(stamp):
+                found, low = stamp, stamp.version + 1
             else:
-                last = middle - 1
-        return found.version if found.step == step else None
+                high = middle - 1
+        return found
 
     def _first(self, first: Version, last: Version, *, stepped: bool = False) -> _Stamp | None:
         """Return the first of some versions that exists, and has a step if so wanted."""
@@ -206,11 +165,6 @@ class _Search:
             if stamp is not None and not (stepped and stamp.step is None):
                 return stamp
         return None
-
-    def _last(self, first: Version, last: Version) -> _Stamp | None:
-        """Return the last of some versions that exists."""
-        stamps = (self._stamp(version) for version in range(last, first - 1, -1))
-        return next((stamp for stamp in stamps if stamp is not None), None)
 
     def _stamp(self, version: Version) -> _Stamp | None:
         if version not in self._read:
@@ -231,6 +185,10 @@ class _Search:
         above = min((s for s in met if s.step is not None and s.step > step), default=None, key=_by)
         near = [f"{s.step} (version {s.version})" for s in (below, above) if s is not None]
         return f"near it are the steps {' and '.join(near)}" if near else "no version has a step"
+
+
+def _is_before(epoch: int, stamp: _Stamp) -> bool:
+    return stamp.epoch < epoch
 
 
 def _by(stamp: _Stamp) -> tuple[int, Version]:
@@ -278,12 +236,12 @@ def committed(chain: Chain, tag: Tag) -> Committed:
     """Read the version of a tag, and check that it is the one that was tagged."""
     found = None if tag.version is None else chain.find(tag.version)
     if found is None:
-        raise StoreWentBackError(
+        raise errors.StoreWentBackError(
             f"tag {tag.name!r} names version {tag.version}, which is not in {chain.store.url}",
             version=tag.version,
         )
     if found.digest != tag.manifest:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"tag {tag.name!r} names version {tag.version} with manifest {tag.manifest[:16]}, "
             f"{chain.store.url} has another one there, {found.digest[:16]}",
             version=tag.version,
@@ -324,7 +282,7 @@ def is_accepted(chain: Chain, name: str, number: int) -> bool:
     """Return whether a record is there that readers with the trusted keys of this chain accept."""
     try:
         _record(chain, name, number)
-    except (FormatError, ObjectNotFoundError):
+    except (errors.FormatError, errors.ObjectNotFoundError):
         return False
     return True
 
@@ -340,21 +298,10 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
 
     Each is written under its next number. A record that another process replaces at the same time
     is left to it: call again. Edge records keep their signatures, since they are written once.
-
-    Args:
-        chain: The chain, opened with a signing key, and with the old key among the trusted ones.
-
-    Returns:
-        Keys of the records that were written.
-
-    Raises:
-        ConfigError: There is no signing key, or the store is a mirror.
-        SignatureError: No trusted key signed a record.
-        StaleChainError: The store shows an older record than its heartbeat names.
     """
     check_write_access(chain)
     if chain.trust.key is None:
-        raise ConfigError("no signing key is given", hint="set DELTACHAIN_SIGNING_KEY")
+        raise errors.ConfigError("no signing key is given", hint="set DELTACHAIN_SIGNING_KEY")
     written = [
         tag_key(tag.name, tag.number + 1)
         for tag in newest_records(chain)
@@ -366,7 +313,7 @@ def sign_again(chain: Chain) -> tuple[str, ...]:
         again = msgspec.structs.replace(record, number=record.number + 1)
         try:
             chain.store.put_if_absent(key, chain.trust.seal(again, chain.identity.chain))
-        except AlreadyExistsError:
+        except errors.AlreadyExistsError:
             return tuple(written)
         written.append(key)
     return tuple(written)
@@ -384,14 +331,6 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
 
     Two callers at once both succeed, one after the other. Nothing is written if the tag already
     stands for the version.
-
-    Raises:
-        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
-            there is no signing key.
-        BrokenChainError: The version cannot be rebuilt from the store, or only over pruned edges:
-            the tag is as it was, or removed if that came to light only after the record was
-            written.
-        FormatError: The newest prune record is damaged.
     """
     check_name(name)
     check_write_access(chain)
@@ -419,13 +358,7 @@ def set_(chain: Chain, name: str, target: Committed, *, time: float) -> Tag:
 
 
 def remove(chain: Chain, name: str, *, time: float) -> Tag:
-    """Remove a tag; return the record that stood for a version until now.
-
-    Raises:
-        ConfigError: No tag can have that name, the store is a mirror, or the chain is signed and
-            there is no signing key.
-        ChainError: There is no such tag.
-    """
+    """Remove a tag; return the record that stood for a version until now."""
     check_write_access(chain)
     tag = shown(chain, name)
     if tag is None:
@@ -438,7 +371,7 @@ def remove(chain: Chain, name: str, *, time: float) -> Tag:
 def check_name(name: str) -> str:
     """Return the name of a tag."""
     if NAME.fullmatch(name) is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{name[:140]!r} is not a name of a tag",
             hint="1 to 128 characters from A-Z a-z 0-9 . _ - that do not begin with a dot, such as "
             "eval-step-4000",
@@ -446,11 +379,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def unknown(chain: Chain, name: str) -> ChainError:
+def unknown(chain: Chain, name: str) -> errors.ChainError:
     names = [tag.name for tag in read_all(chain)]
     some = ", ".join(names[:8]) + (" and others" if names[8:] else "")
     hint = f"tags are {some}" if names else "no tag is set; `deltachain tag URL NAME` sets one"
-    return ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
+    return errors.ChainError(f"{chain.store.url} has no tag {name!r}", hint=hint)
 
 
 def _standing(record: Tag | None) -> Tag | None:
@@ -459,18 +392,15 @@ def _standing(record: Tag | None) -> Tag | None:
 
 
 def _is_kept(chain: Chain, target: Committed) -> bool:
-    """Return whether a version can be rebuilt over edges that nobody may delete.
-
-    Raises:
-        FormatError: The newest prune record, which says so, is damaged.
-        StaleChainError: The store shows an older one than its heartbeat names.
-    """
+    """Return whether a version can be rebuilt over edges that nobody may delete."""
     newest_prune(chain)
     return is_reachable(chain, target.version)
 
 
-def _unreachable(chain: Chain, name: str, target: Committed, outcome: str) -> BrokenChainError:
-    return BrokenChainError(
+def _unreachable(
+    chain: Chain, name: str, target: Committed, outcome: str
+) -> errors.BrokenChainError:
+    return errors.BrokenChainError(
         f"version {target.version} cannot be rebuilt from {chain.store.url}: payloads of every way "
         f"to it are gone, or pruned and may be deleted at any moment; {outcome} ({name!r})",
         version=target.version,
@@ -499,7 +429,9 @@ def _record(chain: Chain, name: str, number: int) -> Tag:
     key = tag_key(name, number)
     record, _ = read_document(chain.store, key, Tag, chain=chain.identity.chain, trust=chain.trust)
     if (record.name, record.number) != (name, number):
-        raise MalformedError(f"{key}: is number {record.number} of tag {record.name!r}", key=key)
+        raise errors.MalformedError(
+            f"{key}: is number {record.number} of tag {record.name!r}", key=key
+        )
     return record
 
 
@@ -516,15 +448,12 @@ def _put_next(
 
     Where the heartbeat names a later record, which the store lost or withholds, the record is also
     written under every number up to the one after that: numbers have no gaps.
-
-    Raises:
-        ChainError: Other writers took every number that was tried.
     """
     for number in range(after + 1, max(after, beyond) + 1 + TRIES):
         made = record(number=number)
         if _put(chain, made) and number > beyond:
             return made
-    raise ChainError(
+    raise errors.ChainError(
         f"tag {name!r} was set by others {TRIES} times while it was to be set here",
         hint="see that one process sets a tag, and try again",
     )
@@ -536,9 +465,9 @@ def _put(chain: Chain, record: Tag) -> bool:
     data = chain.trust.seal(record, chain.identity.chain)
     try:
         store.put_if_absent(key, data)
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         return store.get(key) == data  # an own earlier attempt may have written it
-    except StoreUnavailableError:
+    except errors.StoreUnavailableError:
         if store.find(key) is None:
             raise
         return store.get(key) == data

@@ -11,28 +11,15 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import ModuleType
 from typing import Final
 
 from deltachain.environment import read_one
 from deltachain.errors import ConfigError, FormatError, ObjectNotFoundError, SignatureError
-from deltachain.format.documents import (
-    CHAIN_ID,
-    Document,
-    Identity,
-    IdentitySignature,
-    Signature,
-    dump,
-    opened,
-    parse,
-    seal,
-    signed_bytes,
-)
+from deltachain.format import documents
 from deltachain.format.keys import CHAIN_KEY, object_digest, signature_key
 from deltachain.redact import redacted_path
 from deltachain.store import Store
-
-# Pure functions over bytes; :mod:`deltachain.chain.trust` decides which documents must be signed.
-
 
 ALGORITHM: Final = "ed25519"
 """The only algorithm of version 1 of the format (RFC 8032)."""
@@ -73,21 +60,15 @@ class PublicKey:
     def __str__(self) -> str:
         return f"{ALGORITHM}:{self.raw.hex()}"
 
-    def verifies(self, signature: Signature, signed: bytes) -> bool:
-        """Return whether a signature of some bytes is this key's.
-
-        Raises:
-            ConfigError: The package ``cryptography`` is not installed.
-        """
+    def verifies(self, signature: documents.Signature, signed: bytes) -> bool:
+        """Return whether a signature of some bytes is this key's."""
         if signature.algorithm != ALGORITHM or signature.key_id != self.key_id:
             return False
         if _VALUE.fullmatch(signature.value) is None:
             return False
-        try:
-            from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
-            from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
-        except ImportError as exc:
-            raise _missing() from exc
+        ed25519 = _ed25519()
+        from cryptography.exceptions import InvalidSignature  # noqa: PLC0415 - an extra
+
         try:
             key = ed25519.Ed25519PublicKey.from_public_bytes(self.raw)
             key.verify(bytes.fromhex(signature.value), signed)
@@ -102,7 +83,6 @@ class SigningKey:
 
     Attributes:
         seed: Its 32 secret bytes.
-        public: The public key.
     """
 
     seed: bytes = field(repr=False)
@@ -115,22 +95,16 @@ class SigningKey:
     @classmethod
     def of(cls, seed: bytes) -> SigningKey:
         """Return the key of a seed of 32 secret bytes."""
-        try:
-            from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
-        except ImportError as exc:
-            raise _missing() from exc
-        key = ed25519.Ed25519PrivateKey.from_private_bytes(seed)
+        key = _ed25519().Ed25519PrivateKey.from_private_bytes(seed)
         return cls(seed, PublicKey(key.public_key().public_bytes_raw()))
 
     @classmethod
     def load(cls, file: Path) -> SigningKey:
         """Read a key from a PEM file (PKCS #8, not encrypted), as ``deltachain keygen`` writes."""
         hint = "`deltachain keygen` writes such a file"
-        try:
-            from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
-            from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
-        except ImportError as exc:
-            raise _missing() from exc
+        ed25519 = _ed25519()
+        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
+
         try:
             key = serialization.load_pem_private_key(file.read_bytes(), password=None)
         except OSError as exc:
@@ -149,34 +123,30 @@ class SigningKey:
 
     def pem(self) -> bytes:
         """Return the content of a file that :meth:`load` reads."""
-        from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
-        from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
+        from cryptography.hazmat.primitives import serialization as to  # noqa: PLC0415
 
-        return ed25519.Ed25519PrivateKey.from_private_bytes(self.seed).private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
+        key = _ed25519().Ed25519PrivateKey.from_private_bytes(self.seed)
+        form = to.Encoding.PEM, to.PrivateFormat.PKCS8, to.NoEncryption()
+        found: bytes = key.private_bytes(*form)
+        return found
 
-    def sign(self, kind: type[Document], chain: str, payload: bytes) -> Signature:
+    def sign(
+        self, kind: type[documents.Document], chain: str, payload: bytes
+    ) -> documents.Signature:
         """Sign a document of a chain; equal documents get equal signatures."""
-        from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415
-
         try:
-            signed = signed_bytes(kind, chain, payload)
+            signed = documents.signed_bytes(kind, chain, payload)
         except ValueError as exc:
             raise ConfigError(f"chain {chain!r} cannot be signed: {exc}") from exc
-        value = ed25519.Ed25519PrivateKey.from_private_bytes(self.seed).sign(signed)
-        return Signature(key_id=self.public.key_id, algorithm=ALGORITHM, value=value.hex())
+        value = _ed25519().Ed25519PrivateKey.from_private_bytes(self.seed).sign(signed)
+        return documents.Signature(
+            key_id=self.public.key_id, algorithm=ALGORITHM, value=value.hex()
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class TrustedKeys:
-    """The public keys that a reader trusts; several while a new key replaces an old one.
-
-    Attributes:
-        keys: The keys, at least one.
-    """
+    """The public keys that a reader trusts; several while a new key replaces an old one."""
 
     keys: tuple[PublicKey, ...]
 
@@ -203,7 +173,11 @@ class TrustedKeys:
         return TrustedKeys(tuple(dict.fromkeys((*self.keys, *other.keys))))
 
     def signers(
-        self, signatures: Sequence[Signature], kind: type[Document], chain: str, payload: bytes
+        self,
+        signatures: Sequence[documents.Signature],
+        kind: type[documents.Document],
+        chain: str,
+        payload: bytes,
     ) -> tuple[str, ...]:
         """Return the ids of the trusted keys that signed a document.
 
@@ -211,7 +185,7 @@ class TrustedKeys:
         more than one verification a key.
         """
         try:
-            signed = signed_bytes(kind, chain, payload)
+            signed = documents.signed_bytes(kind, chain, payload)
         except ValueError:
             return ()
         first = {one.key_id: one for one in reversed(signatures)}
@@ -221,7 +195,7 @@ class TrustedKeys:
             if key.key_id in first and key.verifies(first[key.key_id], signed)
         )
 
-    def why_not(self, signatures: Sequence[Signature]) -> str:
+    def why_not(self, signatures: Sequence[documents.Signature]) -> str:
         """Return why a document without :meth:`signers` is refused, for an error message."""
         if not signatures:
             return "it has no signature"
@@ -246,10 +220,14 @@ def _lines(file: Path) -> list[str]:
     return [line.split()[0] for line in lines if line.strip() and not line.startswith("#")]
 
 
-def _missing() -> ConfigError:
-    return ConfigError(
-        "signatures need the package cryptography", hint="pip install 'deltachain[signing]'"
-    )
+def _ed25519() -> ModuleType:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519  # noqa: PLC0415 - an extra
+    except ImportError as exc:
+        raise ConfigError(
+            "signatures need the package cryptography", hint="pip install 'deltachain[signing]'"
+        ) from exc
+    return ed25519
 
 
 MAX_SIGNATURE: Final = 1 << 16
@@ -289,11 +267,7 @@ class Trust:
         *,
         mirror: bool | None = None,
     ) -> Trust:
-        """Return the keys of a reader.
-
-        Raises:
-            ConfigError: A key is invalid, or a limit of age is given without trusted keys.
-        """
+        """Return the keys of a reader."""
         trusted = _trusted(trusted_keys, environment)
         most_s = max_age_s or read_one(environment, "MAX_HEARTBEAT_AGE_S")
         if most_s is not None and trusted is None:
@@ -308,11 +282,7 @@ class Trust:
     def of_writer(
         cls, signing_key: Path | None = None, environment: Mapping[str, str] = os.environ
     ) -> Trust:
-        """Return the keys of a writer, which trusts its own key and those of a reader.
-
-        Raises:
-            ConfigError: A key is invalid.
-        """
+        """Return the keys of a writer, which trusts its own key and those of a reader."""
         trusted = _trusted(None, environment)
         file = signing_key or read_one(environment, "SIGNING_KEY")
         if file is None:
@@ -325,25 +295,27 @@ class Trust:
         """Return the same signing key without trusted keys, to begin to sign a chain."""
         return replace(self, trusted=None)
 
-    def seal(self, document: Document, chain: str) -> bytes:
+    def seal(self, document: documents.Document, chain: str) -> bytes:
         """Encode a document in an envelope, signed if there is a signing key."""
         if self.key is None:
-            return seal(document)
-        return seal(document, (self.key.sign(type(document), chain, dump(document)),))
+            return documents.seal(document)
+        return documents.seal(
+            document, (self.key.sign(type(document), chain, documents.dump(document)),)
+        )
 
-    def signers(self, data: bytes, kind: type[Document], chain: str) -> tuple[str, ...]:
+    def signers(self, data: bytes, kind: type[documents.Document], chain: str) -> tuple[str, ...]:
         """Return the ids of the trusted keys that signed an envelope."""
         if self.trusted is None:
             return ()
-        payload, signatures = opened(data)
+        payload, signatures = documents.opened(data)
         return self.trusted.signers(signatures, kind, chain, payload)
 
-    def check(self, data: bytes, kind: type[Document], *, chain: str, key: str) -> None:
+    def check(self, data: bytes, kind: type[documents.Document], *, chain: str, key: str) -> None:
         """Raise unless a trusted key signed an envelope, or no trusted keys are given."""
         if self.trusted is not None and not self.signers(data, kind, chain):
-            raise self.refusal(opened(data)[1], key)
+            raise self.refusal(documents.opened(data)[1], key)
 
-    def refusal(self, signatures: tuple[Signature, ...], key: str) -> SignatureError:
+    def refusal(self, signatures: tuple[documents.Signature, ...], key: str) -> SignatureError:
         why = self.trusted.why_not(signatures) if self.trusted else "no key is trusted"
         return SignatureError(f"{key}: no trusted key signed it: {why}", key=key)
 
@@ -351,9 +323,9 @@ class Trust:
         """Return key and content of the object that signs ``chain.json``; empty without a key."""
         if self.key is None:
             return {}
-        signature = self.key.sign(Identity, chain, data)
-        document = IdentitySignature(chain=chain, signature=signature)
-        return {signature_key(chain, self.key.public.key_id): dump(document)}
+        signature = self.key.sign(documents.Identity, chain, data)
+        document = documents.IdentitySignature(chain=chain, signature=signature)
+        return {signature_key(chain, self.key.public.key_id): documents.dump(document)}
 
     def check_identity(self, store: Store, chain: str, data: bytes) -> None:
         """Raise unless a trusted key signed ``chain.json``, or no trusted keys are given."""
@@ -364,7 +336,7 @@ class Trust:
             signature = _read_signature(store, chain, key.key_id)
             if signature is None:
                 continue
-            if self.trusted.signers([signature], Identity, chain, data):
+            if self.trusted.signers([signature], documents.Identity, chain, data):
                 return
             found.append(signature)
         why = (
@@ -379,12 +351,14 @@ def _trusted(given: str | None, environment: Mapping[str, str]) -> TrustedKeys |
     return TrustedKeys.parse(text) if text else None
 
 
-def _read_signature(store: Store, chain: str, key_id: str) -> Signature | None:
+def _read_signature(store: Store, chain: str, key_id: str) -> documents.Signature | None:
     """Read the signature of ``chain.json`` by one key; ``None`` if it is missing or damaged."""
-    if CHAIN_ID.fullmatch(chain) is None:
+    if documents.CHAIN_ID.fullmatch(chain) is None:
         return None
     key = signature_key(chain, key_id)
     try:
-        return parse(store.get(key, limit=MAX_SIGNATURE), IdentitySignature, key=key).signature
+        return documents.parse(
+            store.get(key, limit=MAX_SIGNATURE), documents.IdentitySignature, key=key
+        ).signature
     except (ObjectNotFoundError, FormatError):
         return None

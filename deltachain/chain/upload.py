@@ -85,13 +85,6 @@ class EdgeUpload:
     encoded and uploaded by the caller. Parts are invisible to followers until a manifest or an
     edge record names them. Use as a context manager: leaving it early abandons parts that are not
     being uploaded yet.
-
-    Args:
-        store: Store of the parts.
-        keys: Names of the parts.
-        raw: Whether the parts are readable by any safetensors reader.
-        visible: Whether each part is visible once it is uploaded; otherwise the caller reveals all.
-        part_nbytes: Largest size of the changes in a part before compression, in bytes.
     """
 
     def __init__(
@@ -211,10 +204,5 @@ class EdgeUpload:
 
 
 def anchor_part_nbytes(nbytes: int, limit: int) -> int:
-    """Return the size of an anchor's parts before compression, at most ``limit``, in bytes.
-
-    Args:
-        nbytes: Size of all bits of the anchor on this rank, in bytes.
-        limit: Largest allowed size of a part, in bytes.
-    """
+    """Return the size of an anchor's parts before compression, at most ``limit``, in bytes."""
     return min(limit, max(SMALL_PART_NBYTES, nbytes // ANCHOR_PARTS))

@@ -111,7 +111,7 @@ def _copy(  # noqa: PLR0913 - one argument an option
     from deltachain.cli.progress import moving
     from deltachain.mirror import Mirror
     from deltachain.mirror import follow as keep
-    from deltachain.mirror.follow import MirrorTotals
+    from deltachain.mirror.mirror import MirrorTotals
     from deltachain.presence.writer import mirror_status
     from deltachain.store import open_store
 

@@ -3,7 +3,8 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, Url
@@ -11,7 +12,11 @@ from deltachain.cli.prune import KeepEvery, KeepLast, KeepWithin, pruned, rule_o
 from deltachain.errors import BrokenChainError, no_version
 
 if TYPE_CHECKING:
-    from deltachain.maintain.survey import ReaderPlan, Survey
+    from deltachain.chain.chain import Chain, Committed
+    from deltachain.maintain.survey import Survey
+
+AGES: Final = (1, 10, 100, 1000, 10_000)
+"""Versions behind the head of the followers that are looked at."""
 
 
 def stats(
@@ -29,24 +34,30 @@ def stats(
     Example: `deltachain stats s3://bucket/run-1`
     """
     from deltachain.chain.chain import Chain
-    from deltachain.maintain.survey import Survey, reader_plans, totals
+    from deltachain.maintain.survey import Survey
     from deltachain.store import open_store
 
     chain = Chain.open(open_store(url))
     head = chain.head()
     if head is None:
         raise no_version(url)
-    by_kind = {total.kind: total for total in totals(chain.store.list())}
-    survey = Survey(chain)
-    kinds = [c.fields(total, "kind", "objects", "nbytes") for total in by_kind.values()]
+    objects, nbytes = Counter[str](), Counter[str]()
+    for info in chain.store.list():
+        kind = info.key.partition("/")[0]
+        objects[kind] += 1
+        nbytes[kind] += info.nbytes
+    ages = (None, *(age for age in AGES if age <= head.version))
     report = {
         "url": chain.store.url,
         "chain": chain.identity.chain,
         "head": head.version,
-        "kinds": kinds,
-        "nbytes": sum(total.nbytes for total in by_kind.values()),
-        "readers": [_reader(one) for one in reader_plans(chain, head)],
-        "prune": _dry_prune(survey, keep_last, keep_within, keep_every),
+        "kinds": [
+            {"kind": kind, "objects": objects[kind], "nbytes": size}
+            for kind, size in nbytes.most_common()
+        ],
+        "nbytes": nbytes.total(),
+        "readers": [_reader(chain, head, age) for age in ages],
+        "prune": _dry_prune(Survey(chain), keep_last, keep_within, keep_every),
     }
     if as_json:
         c.write_json(report)
@@ -54,14 +65,16 @@ def stats(
         _show(report)
 
 
-def _reader(one: ReaderPlan) -> dict[str, Any]:
-    plan = one.plan
-    return {
-        "age": one.age,
-        "nbytes": None if plan is None else plan.nbytes,
-        "edges": None if plan is None else len(plan.edges),
-        "objects": None if plan is None else plan.requests,
-    }
+def _reader(chain: Chain, head: Committed, age: int | None) -> dict[str, Any]:
+    """Return what a newcomer, or a follower so many versions behind, fetches."""
+    from deltachain.chain.chain import plan_present
+
+    try:
+        plan = plan_present(chain, None if age is None else head.version - age, head)
+    except BrokenChainError:
+        return {"age": age, "nbytes": None, "edges": None, "objects": None}
+    edges = len(plan.edges)
+    return {"age": age, "nbytes": plan.nbytes, "edges": edges, "objects": plan.requests}
 
 
 def _dry_prune(

@@ -18,10 +18,6 @@ from deltachain.errors import MalformedError
 from deltachain.format.documents import Count, Shape, decode
 from deltachain.types import WIRE_DTYPES, Buffer, TensorSpec
 
-# A small JSON document at the front of the file, so that a reader can locate all other bytes after
-# one read; see :mod:`deltachain.codec.short_rows` for its form there.
-
-
 SEGMENT: Final = 1 << 20
 """Largest number of elements of a segment, the unit that a reader must decode."""
 
@@ -33,16 +29,10 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """One tensor of the part.
 
     Attributes:
-        name: Hugging Face checkpoint name.
-        dtype: Wire dtype, as safetensors names it.
-        shape: Shape of the full tensor.
-        encoding: Name of the encoding.
         bucket: Number of its bucket, a group of streams; 0 for raw and plain.
         gap: Size of a gap entry in bytes, 1 or 2; 0 without gaps. See FORMAT.md 4 for ``max``.
-        nnz: Number of stored elements.
-        segments: Number of this tensor's rows in the segment columns.
         digest: State digest of the new elements; for sparse encodings, minus that of the old. Rows
-            may share one: see :mod:`deltachain.codec.row_digests`.
+            may share one: see :mod:`deltachain.codec.rows`.
     """
 
     name: str
@@ -65,16 +55,7 @@ class TensorRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class SegmentColumns(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All segments (windows of tensors) in the order of the tensor rows, one column a field.
-
-    Attributes:
-        start: Flat index of the segment's first element in its tensor.
-        length: Number of elements in the segment, at most 2**20.
-        nnz: Number of stored elements among them.
-        gaps: Number of gap entries.
-        exceptions: Number of steps with a magnitude other than 1.
-        wide: Number of steps with a magnitude of 255 or more.
-    """
+    """All segments (windows of tensors) in the order of the tensor rows, one column a field."""
 
     start: tuple[Count, ...]
     length: tuple[Count, ...]
@@ -114,11 +95,7 @@ class Segment:
 
 
 def segments_of(columns: SegmentColumns) -> Iterator[Segment]:
-    """Iterate over the rows of the columns, each created on demand.
-
-    Raises:
-        ValueError: The columns differ in length.
-    """
+    """Iterate over the rows of the columns, each created on demand."""
     fields = (
         columns.start,
         columns.length,
@@ -188,7 +165,6 @@ class Header:
     """The parsed header of a safetensors file.
 
     Attributes:
-        metadata: The ``__metadata__`` strings.
         entries: Entries in file order; they cover every byte after the header exactly once.
         nbytes: Number of bytes before the first entry.
     """
@@ -238,12 +214,7 @@ _NOT_SAFETENSORS: Final = (
 
 
 def read_header(read_at: ReadAt, nbytes: int, *, key: str = "") -> Header:
-    """Parse and check the header of a safetensors file of ``nbytes`` bytes.
-
-    Raises:
-        MalformedError: The header is too short or not JSON, has an unknown dtype, a hole, an
-            overlap, a shape that disagrees with its bytes, or a length unlike the file's.
-    """
+    """Parse and check the header of a safetensors file of ``nbytes`` bytes."""
     if nbytes < 8:
         raise MalformedError(
             f"{key}: not a safetensors file: {nbytes} bytes", key=key, hint=_NOT_SAFETENSORS

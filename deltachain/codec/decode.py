@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from deltachain import errors
 from deltachain.codec import container as d
 from deltachain.codec.container import (
     Entry,
@@ -21,16 +22,8 @@ from deltachain.codec.container import (
 from deltachain.codec.encode import FORMAT
 from deltachain.codec.encodings import ENCODINGS, Encoding, TensorReader
 from deltachain.codec.frames import FRAME, Frames, StreamReader, inflate
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import check_digests
-from deltachain.codec.short_rows import with_full_rows, with_short_rows
-from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    ConfigError,
-    DigestMismatchError,
-    MalformedError,
-    UnsupportedFormatError,
-)
+from deltachain.codec.rows import check_digests, with_full_rows, with_short_rows
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.format.documents import decode
 from deltachain.format.keys import object_digest
 from deltachain.types import Buffer, TensorSpec
@@ -63,20 +56,7 @@ class Part:
     an object twice is cheap.
 
     Attributes:
-        key: Key of the object, for errors.
         digest: blake3 of the front of the file, as stored in it.
-        directory: Directory of tensors and streams.
-        rows: Rows of the directory, by tensor name.
-
-    Args:
-        read_at: Function that reads a range of the object.
-        nbytes: Size of the object, in bytes.
-        key: Key of the object, for errors.
-
-    Raises:
-        MalformedError: The object violates FORMAT.md.
-        UnsupportedFormatError: The object has a newer format or an unknown encoding.
-        DigestMismatchError: The front of the file differs from its digest.
     """
 
     def __init__(self, read_at: ReadAt, nbytes: int, *, key: str = "") -> None:
@@ -123,12 +103,7 @@ class Part:
         return sum(row.nnz for row in self.rows.values())
 
     def verify(self) -> None:
-        """Verify every byte of the object; decode what needs no old bits.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: A tensor cannot be decoded.
-        """
+        """Verify every byte of the object; decode what needs no old bits."""
         for row in self.directory.streams:
             for number in range(len(row.stored)):
                 self._streams[row.name].check(number)
@@ -144,26 +119,19 @@ class Part:
     ) -> TensorDelta:
         """Decode and validate one tensor.
 
-        Args:
-            name: Name of the tensor.
-            near: Range of flat indices. Segments without elements in it are not read, and their
-                elements may be missing in the result; elements outside may be there.
-            old: Bits before the change of all elements in ``near``, for encodings that need them.
-
-        Raises:
-            ConfigError: The encoding needs old bits, and there are none.
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: The streams contradict the directory.
+        Segments without elements in the range ``near`` of flat indices are not read, and their
+        elements may be missing in the result; elements outside may be in it. ``old`` has the bits
+        of all elements in ``near``, for encodings that need them.
         """
         try:
             delta = self._decode(self._tensors[name], near, old)
             if self._tensors[name].encoding.checked:
                 return delta
             return delta.validate(in_part=near is not None)
-        except MalformedError as exc:
+        except errors.MalformedError as exc:
             if exc.key:
                 raise
-            raise MalformedError(f"{self.key}: {exc.args[0]}", key=self.key) from exc
+            raise errors.MalformedError(f"{self.key}: {exc.args[0]}", key=self.key) from exc
 
     def needs_old(self, name: str) -> bool:
         """Return whether :meth:`read` needs the old bits of a tensor."""
@@ -213,22 +181,24 @@ def _check_metadata(header: Header, key: str) -> bool:
     """Check the format number and the compression; return whether streams are compressed."""
     version = header.metadata.get("deltachain")
     if version is None:
-        raise MalformedError(f"{key}: not a deltachain part: no format number", key=key)
+        raise errors.MalformedError(f"{key}: not a deltachain part: no format number", key=key)
     if version != FORMAT:
-        raise UnsupportedFormatError(f"{key}: format {version}, this reads {FORMAT}", key=key)
+        raise errors.UnsupportedFormatError(
+            f"{key}: format {version}, this reads {FORMAT}", key=key
+        )
     compression = header.metadata.get("compression")
     if compression not in ("zstd", "none"):
-        raise UnsupportedFormatError(f"{key}: compression {compression!r}", key=key)
+        raise errors.UnsupportedFormatError(f"{key}: compression {compression!r}", key=key)
     return compression == "zstd"
 
 
 def _entry(header: Header, name: str, position: int, key: str) -> Entry:
     names = list(header.entries)
     if len(names) <= position or names[position] != name:
-        raise MalformedError(f"{key}: entry {position} is not {name!r}", key=key)
+        raise errors.MalformedError(f"{key}: entry {position} is not {name!r}", key=key)
     entry = header.entries[name]
     if (entry.dtype, entry.shape) != ("U8", (entry.nbytes,)):
-        raise MalformedError(f"{key}: {name!r} is {entry.dtype}{entry.shape}", key=key)
+        raise errors.MalformedError(f"{key}: {name!r} is {entry.dtype}{entry.shape}", key=key)
     return entry
 
 
@@ -237,15 +207,17 @@ def _check_front(header: Header, read_at: ReadAt, key: str) -> str:
     _entry(header, "directory", 0, key)
     entry = _entry(header, "digest", 1, key)
     if entry.nbytes != 32:
-        raise MalformedError(f"{key}: digest of {entry.nbytes} bytes", key=key)
+        raise errors.MalformedError(f"{key}: digest of {entry.nbytes} bytes", key=key)
     expected = bytes(read_at(entry.start, 32)).hex()
     front = read_at(0, entry.start)
     actual = object_digest(front)
     if actual != expected:
-        raise DigestMismatchError(f"{key}: directory", expected=expected, actual=actual, key=key)
+        raise errors.DigestMismatchError(
+            f"{key}: directory", expected=expected, actual=actual, key=key
+        )
     entries = [(e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values()]
     if front[: header.nbytes] != write_header(header.metadata, entries):
-        raise MalformedError(f"{key}: the header is not canonical", key=key)
+        raise errors.MalformedError(f"{key}: the header is not canonical", key=key)
     return actual
 
 
@@ -256,15 +228,15 @@ def _read_directory(header: Header, read_at: ReadAt, *, compressed: bool, key: s
     nbytes = int(claimed) if claimed.isdecimal() and len(claimed) < 10 else -1
     fits = nbytes >= 0 and str(nbytes) == claimed and (compressed or nbytes == entry.nbytes)
     if not fits or nbytes > d.MAX_DIRECTORY:
-        raise MalformedError(f"{key}: directory of {claimed[:20]!r} bytes", key=key)
+        raise errors.MalformedError(f"{key}: directory of {claimed[:20]!r} bytes", key=key)
     document = inflate(data, nbytes, key=key) if compressed else bytes(data)
     try:
         directory = with_full_rows(decode(document, d.Directory))
     except (msgspec.MsgspecError, ValueError) as exc:
-        raise MalformedError(f"{key}: directory: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: directory: {exc}", key=key) from exc
     again = msgspec.json.encode(with_short_rows(directory))
     if document != (again if compressed else again + b" " * (-len(again) % 8)):
-        raise MalformedError(f"{key}: the directory is not canonical", key=key)
+        raise errors.MalformedError(f"{key}: the directory is not canonical", key=key)
     return directory
 
 
@@ -273,15 +245,15 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
     try:
         segments = d.segments_of(directory.segments)
     except ValueError as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
     tensors: dict[str, _Tensor] = {}
     reached: dict[int, dict[str, int]] = {}
     for row in directory.tensors:
         if row.name in tensors:
-            raise MalformedError(f"{key}: two rows for tensor {row.name!r}", key=key)
+            raise errors.MalformedError(f"{key}: two rows for tensor {row.name!r}", key=key)
         encoding = ENCODINGS.get(row.encoding, key=key)
         if compressed and encoding.own_arrays:
-            raise MalformedError(
+            raise errors.MalformedError(
                 f"{key}: {row.name!r}: encoding {row.encoding!r} in a compressed part", key=key
             )
         spec = _check_row(row, encoding, key)
@@ -294,19 +266,19 @@ def _place(directory: d.Directory, *, compressed: bool, key: str) -> dict[str, _
         for name, length in lengths.items():
             at[name] = at.get(name, 0) + length
     if next(segments, None) is not None:
-        raise MalformedError(f"{key}: more segments than the tensors have", key=key)
+        raise errors.MalformedError(f"{key}: more segments than the tensors have", key=key)
     try:
         check_digests(directory.tensors)
-    except ConfigError as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+    except errors.ConfigError as exc:
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
     return tensors
 
 
 def _check_row(row: d.TensorRow, encoding: Encoding, key: str) -> TensorSpec:
     try:
         spec = row.spec
-    except ConfigError as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+    except errors.ConfigError as exc:
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
     fits = not encoding.own_arrays or row.gap == row.bucket == row.segments == 0
     if not fits or not encoding.fits_row(row, spec.numel):
         raise _inconsistent(row, key)
@@ -335,8 +307,8 @@ def _take_segments(
     return tuple(mine)
 
 
-def _inconsistent(row: d.TensorRow, key: str) -> MalformedError:
-    return MalformedError(f"{key}: inconsistent row of tensor {row.name!r}", key=key)
+def _inconsistent(row: d.TensorRow, key: str) -> errors.MalformedError:
+    return errors.MalformedError(f"{key}: inconsistent row of tensor {row.name!r}", key=key)
 
 
 def _frames(
@@ -344,13 +316,13 @@ def _frames(
 ) -> Iterator[tuple[d.StreamRow, Frames]]:
     entries = list(header.entries.values())[2:]
     if [entry.name for entry in entries] != [row.name for row in directory.streams]:
-        raise MalformedError(f"{key}: directory and header list different streams", key=key)
+        raise errors.MalformedError(f"{key}: directory and header list different streams", key=key)
     for entry, row in zip(entries, directory.streams, strict=True):
         fits = len(row.stored) == len(row.raw) == len(row.digests)
         fits = fits and (compressed or row.stored == row.raw)
         fits = fits and sum(row.stored) == entry.nbytes
         if not fits or any(not 0 < n <= FRAME for n in row.raw):
-            raise MalformedError(f"{key}: frames of {row.name!r} do not add up", key=key)
+            raise errors.MalformedError(f"{key}: frames of {row.name!r} do not add up", key=key)
         yield row, Frames(entry.start, row.stored, row.raw, row.digests)
 
 
@@ -368,7 +340,7 @@ def _check_streams(
         own = tensor.encoding.arrays(tensor.row) if tensor.encoding.own_arrays else {}
         for name, form in own.items():
             if name in sizes or name in arrays:
-                raise MalformedError(f"{key}: two streams are named {name!r}", key=key)
+                raise errors.MalformedError(f"{key}: two streams are named {name!r}", key=key)
             arrays[name] = form
     fits = streams.keys() == sizes.keys() | arrays.keys()
     for name in streams if fits else ():
@@ -377,7 +349,7 @@ def _check_streams(
         fits = fits and (entry.dtype, entry.shape) == form
         fits = fits and streams[name].nbytes == sizes.get(name, entry.nbytes)
     if not fits:
-        raise MalformedError(f"{key}: streams and tensors do not match", key=key)
+        raise errors.MalformedError(f"{key}: streams and tensors do not match", key=key)
 
 
 def _nbytes(name: str, units: int) -> int:
@@ -399,21 +371,12 @@ Range = tuple[int, int]
 
 
 def stored_ranges(part: Part, wanted: Mapping[str, Range]) -> list[Range]:
-    """Return the ranges of bytes that hold given elements, ascending and apart.
-
-    Args:
-        part: The open object; only its front is read.
-        wanted: Range of flat indices of each tensor to be read, by name; other tensors are not.
-    """
+    """Return the ranges of bytes that hold given elements, ascending and apart."""
     return joined(stream.stored(start, stop) for stream, start, stop in _streams(part, wanted))
 
 
 def check_ranges(part: Part, wanted: Mapping[str, Range]) -> None:
-    """Verify every frame that holds given elements.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-    """
+    """Verify every frame that holds given elements."""
     for stream, start, stop in _streams(part, wanted):
         stream.check_range(start, stop)
 

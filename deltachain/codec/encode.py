@@ -23,10 +23,8 @@ from deltachain.codec.frames import (
     deflate_directory,
     largest_frame,
 )
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import share
-from deltachain.codec.short_rows import is_compact, with_short_rows
-from deltachain.delta import TensorDelta
+from deltachain.codec.rows import is_compact, share, with_short_rows
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.format.keys import DIGEST_HEX, object_digest
 from deltachain.threads import Pool, cores
@@ -59,11 +57,9 @@ class Change:
     """One tensor's change, as input of a part.
 
     Attributes:
-        delta: The changed elements.
         digest: State digest of these elements; for a sparse delta, minus that of their old bits.
         windows: Whether a delta with indices sets whole windows of a tensor, whatever their old
             bits, and is not sparse.
-        encoding: Encoding of the change; by default the encoding that fits the delta.
         old: Function that reads the bits before the change, for an encoding that needs them.
         may_be_step: Whether an encoding that needs old bits is replaced by ``step`` where that
             takes fewer bytes: where changes repeat, as in columns that change in every row, and
@@ -83,9 +79,7 @@ class EncodedPart:
     """One immutable payload object.
 
     Attributes:
-        content: Content of the safetensors file.
         directory: blake3 of all bytes before the streams, as stored in the file.
-        nnz: Number of stored elements.
         encodings: Sorted names of all encodings in the part.
     """
 
@@ -116,15 +110,8 @@ def encode_part(changes: Iterable[Change], *, raw: bool = False) -> EncodedPart:
     """Encode tensor deltas as one part.
 
     By default, steps are encoded as ``step``, absolute bits as ``overwrite`` and dense deltas as
-    ``dense``.
-
-    Args:
-        changes: Changes in the order of the tensor table.
-        raw: Whether to disable compression. Absolute bits are then encoded as ``raw`` and dense
-            deltas as ``plain``, which any safetensors reader can open.
-
-    Raises:
-        ConfigError: A delta mixes steps and absolute bits, or its encoding cannot store it.
+    ``dense``; with ``raw`` nothing is compressed, and they are encoded as ``raw`` and ``plain``,
+    which any safetensors reader can open. Changes are in the order of the tensor table.
     """
     groups, numbers = _buckets(list(changes), raw=raw)
     with Pool(cores()) as pool:

@@ -11,6 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -18,12 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from deltachain.codec.container import ReadAt
-from deltachain.codec.old_bits import OldBits
+from deltachain import threads as slab
+from deltachain.codec.container import ReadAt, Segment, TensorRow, in_bits, stream_name
+from deltachain.delta import OldBits
 from deltachain.errors import DigestMismatchError, MalformedError
 from deltachain.format.keys import object_digest
 from deltachain.kernels import host
-from deltachain.types import Bits, Buffer
+from deltachain.types import BITS_DTYPES, Bits, Buffer, TensorSpec
 
 FRAME: Final = 1 << 20
 """Largest inflated size of a frame, in bytes."""
@@ -46,30 +48,38 @@ STREAM_PARAMETERS: Final[Mapping[str, int]] = {
     "window_log": 17,
 }
 """zstd parameters of streams, whose matches mostly are noise: the smallest table of matches, and
-the longest smallest match. Share of the raw size, and MB/s of one core, beside those of level 1
-(2026-11, AMD EPYC, N(0, 0.02) weights, geometric gaps):
-
-=================  ============  ============
-stream             level 1       these
-=================  ============  ============
-dense.1, value.1   0.368,  304   0.340,   874
-dense.0, value.0   1.000, 4480   1.000, 5180
-gap16.1 at 0.1 %   0.441,  276   0.431,   802
-gap16.1 at 0.2 %   0.364,  228   0.321,   338
-gap8 at 0.3 %      0.685,  261   0.664,   517
-gap8 at 1.2 %      0.937,  884   0.937,   759
-gap8 at 3 %        0.819,  761   0.819,   770
-sign               1.000, 7393   1.000, 7568
-exception, 10 %    0.502,  262   0.485,   543
-magnitude          0.282,  273   0.248,   254
-wide.k             1.001, 1638   1.001, 1697
-=================  ============  ============
-"""
+the longest smallest match. Beside level 1, most streams take 0.84 to 1.0 of the bytes at 1 to 2.9
+times the speed; ``gap8`` at 1.2 % is 14 % slower (2026-11, AMD EPYC, geometric gaps)."""
 
 HELD: Final = 16
 """Number of frames cached by each thread: two for each possible stream of one tensor."""
 
-_local = threading.local()
+
+class _ThreadState(threading.local):
+    """Frames that a thread holds, and its zstd contexts: expensive to create, not thread-safe."""
+
+    @cached_property
+    def frames(self) -> OrderedDict[tuple[int, int], Buffer]:
+        return OrderedDict()
+
+    @cached_property
+    def documents(self) -> zstandard.ZstdCompressor:
+        return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+
+    @cached_property
+    def streams(self) -> zstandard.ZstdCompressor:
+        parameters = zstandard.ZstdCompressionParameters(**STREAM_PARAMETERS, write_content_size=1)
+        return zstandard.ZstdCompressor(compression_params=parameters)
+
+    @cached_property
+    def inflater(self) -> zstandard.ZstdDecompressor:
+        # After an allocation of this size was freed, glibc keeps the pages of freed frames for the
+        # next ones: 1,000 page faults instead of 30,000 while 480 MB of weights are decoded.
+        bytes(16 * FRAME)
+        return zstandard.ZstdDecompressor()
+
+
+_local = _ThreadState()
 _ids = itertools.count()
 
 
@@ -92,16 +102,11 @@ class Frames:
 
 def deflate(document: Buffer) -> bytes:
     """Compress a document to one zstd frame that declares its content size."""
-    return _compressors().document.compress(document)
+    return _local.documents.compress(document)
 
 
 def deflate_directory(document: bytes, *, smallest: bool) -> bytes:
-    """Compress a directory to one zstd frame that declares its content size.
-
-    Args:
-        document: The directory.
-        smallest: Whether fewer bytes are worth the time of ``SMALLEST_LEVELS``.
-    """
+    """Compress a directory to one zstd frame that declares its content size."""
     fitting = (level for most, level in SMALLEST_LEVELS if len(document) <= most)
     level = next(fitting, LEVEL) if smallest else LEVEL
     if level == LEVEL:
@@ -111,24 +116,7 @@ def deflate_directory(document: bytes, *, smallest: bool) -> bytes:
 
 def deflate_stream(data: Buffer) -> bytes:
     """Compress a piece of a stream to one zstd frame that declares its content size."""
-    return _compressors().stream.compress(data)
-
-
-def deflate_changes(data: Buffer) -> bytes:
-    """Compress a piece of a stream of changes, as a stream or as a document: the smaller frame.
-
-    Where changes repeat, as in columns that change in every row, the larger table of matches of
-    level 1 takes down to a hundredth of the bytes; else it takes up to a tenth more.
-    """
-    return min(deflate_stream(data), deflate(data), key=len)
-
-
-def deflate_table(data: Buffer) -> bytes:
-    """Compress tables of classes to one zstd frame that declares its content size.
-
-    Level 19 takes 0.2 to 0.6 of the bytes of the parameters of streams, at 10 to 20 MB/s.
-    """
-    return zstandard.ZstdCompressor(level=TABLE_LEVEL, write_content_size=True).compress(data)
+    return _local.streams.compress(data)
 
 
 def largest_frame(nbytes: int) -> int:
@@ -140,9 +128,6 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
     """Inflate one zstd frame to exactly ``nbytes`` bytes.
 
     The size declared by the frame is checked before any memory is allocated for it.
-
-    Raises:
-        MalformedError: The data is not a zstd frame, or inflates to another size.
     """
     try:
         claimed = zstandard.frame_content_size(frame)
@@ -150,7 +135,7 @@ def inflate(frame: Buffer, nbytes: int, *, key: str = "") -> bytes:
             raise MalformedError(
                 f"{key}: a frame claims {claimed} bytes, expected {nbytes}", key=key
             )
-        data = _decompressor().decompress(frame, allow_extra_data=False)
+        data = _local.inflater.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as exc:
         raise MalformedError(f"{key}: {exc}", key=key) from exc
     if len(data) != nbytes:
@@ -179,12 +164,7 @@ class StreamReader:
         return self._raw_at[-1]
 
     def read(self, start: int, stop: int) -> Buffer:
-        """Return the inflated bytes ``start:stop`` of the stream.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: A frame does not inflate to the size in the directory.
-        """
+        """Return the inflated bytes ``start:stop`` of the stream."""
         if start == stop:
             return b""
         number = bisect_right(self._raw_at, start) - 1
@@ -202,11 +182,7 @@ class StreamReader:
         return self._stored_at[first], self._stored_at[last]
 
     def check_range(self, start: int, stop: int) -> None:
-        """Verify the frames of the bytes ``start:stop``, which are not none.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-        """
+        """Verify the frames of the bytes ``start:stop``, which are not none."""
         first, last = bisect_right(self._raw_at, start) - 1, bisect_right(self._raw_at, stop - 1)
         for number in range(first, last):
             self.check(number)
@@ -221,7 +197,7 @@ class StreamReader:
 
     def frame(self, number: int, *, keep: bool = True) -> Buffer:
         """Verify and inflate one frame; cache it with ``keep``, since a neighbour may need it."""
-        held = _held_frames()
+        held = _local.frames
         data = held.get((self._id, number))
         if data is None:
             stored = self.check(number)
@@ -253,41 +229,6 @@ def _running(start: int, sizes: tuple[int, ...]) -> list[int]:
     for size in sizes:
         total.append(total[-1] + size)
     return total
-
-
-def _held_frames() -> OrderedDict[tuple[int, int], Buffer]:
-    if not hasattr(_local, "frames"):
-        _local.frames = OrderedDict()
-    frames: OrderedDict[tuple[int, int], Buffer] = _local.frames
-    return frames
-
-
-@dataclass(frozen=True, slots=True)
-class _Compressors:
-    document: zstandard.ZstdCompressor
-    stream: zstandard.ZstdCompressor
-
-
-def _compressors() -> _Compressors:
-    # Of this thread: a context is expensive to create and not thread-safe.
-    if not hasattr(_local, "compressors"):
-        parameters = zstandard.ZstdCompressionParameters(**STREAM_PARAMETERS, write_content_size=1)
-        _local.compressors = _Compressors(
-            document=zstandard.ZstdCompressor(level=LEVEL, write_content_size=True),
-            stream=zstandard.ZstdCompressor(compression_params=parameters),
-        )
-    compressors: _Compressors = _local.compressors
-    return compressors
-
-
-def _decompressor() -> zstandard.ZstdDecompressor:
-    if not hasattr(_local, "decompressor"):
-        # After an allocation of this size was freed, glibc keeps the pages of freed frames for the
-        # next ones: 1,000 page faults instead of 30,000 while 480 MB of weights are decoded.
-        bytes(16 * FRAME)
-        _local.decompressor = zstandard.ZstdDecompressor()
-    decompressor: zstandard.ZstdDecompressor = _local.decompressor
-    return decompressor
 
 
 FlatArray: TypeAlias = npt.NDArray[Any]
@@ -327,12 +268,7 @@ class StreamContent:
     """Content of one stream, not yet compressed. Frames may be made by several threads.
 
     Attributes:
-        name: Name of the entry in the file.
-        dtype: Wire dtype of the entry.
-        shape: Dimensions of the entry if it is not compressed.
-        pieces: The content, in order, without empty pieces.
         ends: Elements up to the end of each piece.
-        in_bits: Whether the pieces are booleans, stored as bits.
         sizes: Inflated sizes of the frames, in bytes.
     """
 
@@ -375,9 +311,14 @@ class StreamContent:
 
     def _deflate(self, raw: memoryview) -> bytes:
         stream = self.name.partition(".")[2].partition(".")[0]
-        if stream == "class":
-            return deflate_table(raw)
-        return deflate_stream(raw) if stream in WITHOUT_REPEATS else deflate_changes(raw)
+        if stream == "class":  # 0.2 to 0.6 of the bytes, at 10 to 20 MB/s
+            table = zstandard.ZstdCompressor(level=TABLE_LEVEL, write_content_size=True)
+            return table.compress(raw)
+        if stream in WITHOUT_REPEATS:
+            return deflate_stream(raw)
+        # Where changes repeat, as in columns that change in every row, the larger table of matches
+        # of level 1 takes down to a hundredth of the bytes; else it takes up to a tenth more.
+        return min(deflate_stream(raw), deflate(raw), key=len)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.uint8]:
         """Return the bytes ``start:stop``; they share memory with a piece that has all of them."""
@@ -419,14 +360,7 @@ def _part(piece: StreamPiece, low: int, high: int) -> StreamPiece:
 
 @dataclass(frozen=True, slots=True)
 class OwnArray:
-    """A safetensors array that belongs to one tensor.
-
-    Attributes:
-        name: Name of the entry in the file.
-        dtype: Wire dtype.
-        shape: Dimensions.
-        data: Bytes of the array.
-    """
+    """A safetensors array that belongs to one tensor."""
 
     name: str
     dtype: str
@@ -477,3 +411,104 @@ class BucketWriter:
     def put_array(self, name: str, dtype: str, shape: tuple[int, ...], values: FlatArray) -> None:
         """Store an array as a separate entry."""
         self.arrays.append(OwnArray(name, dtype, shape, values.view(np.uint8)))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReader:
+    """Reader of consecutive segments of a tensor; digests are verified, values still untrusted.
+
+    Attributes:
+        spec: Spec of the tensor.
+        row: Row of the tensor in the directory.
+        segments: Segments to read: all of the tensor, or those near some elements.
+        is_part: Whether segments may be left out.
+        key: Key of the part, for errors.
+        starts: Start of the segments in each stream of the bucket, in the stream's unit.
+        lengths: Length of the segments in each stream, in the stream's unit.
+        ends: Length of each stream of the part, by full name, in the stream's unit.
+        streams: Readers of all streams of the part, by full name.
+        old: Bits before the change, for encodings that need them.
+    """
+
+    spec: TensorSpec
+    row: TensorRow
+    segments: tuple[Segment, ...]
+    is_part: bool
+    key: str
+    starts: Mapping[str, int]
+    lengths: Mapping[str, int]
+    ends: Mapping[str, int]
+    streams: Mapping[str, StreamReader]
+    old: OldBits | None = None
+
+    @property
+    def table(self) -> npt.NDArray[np.int64]:
+        """Segments as ``(n, 6)`` rows of start, length, nnz, gaps, exceptions and wide."""
+        rows = [(s.start, s.length, s.nnz, s.gaps, s.exceptions, s.wide) for s in self.segments]
+        return np.array(rows, np.int64).reshape(-1, 6)
+
+    def units(self, stream: str) -> npt.NDArray[np.uint8]:
+        """Return the tensor's range of one stream: bytes, or one byte of 0 or 1 for each bit.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: The padding bits after the last bit are not zero.
+        """
+        count, at = self.lengths[stream], self.starts[stream]
+        if in_bits(stream):
+            packed, first = self.packed(stream)
+            return np.unpackbits(packed, bitorder="little")[first : first + count]
+        name = stream_name(self.row.bucket, stream)
+        return np.frombuffer(self.streams[name].read(at, at + count) if count else b"", np.uint8)
+
+    def packed(self, stream: str) -> tuple[npt.NDArray[np.uint8], int]:
+        """Return the bytes of the tensor's range of a stream of bits, and the range's first bit.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+            MalformedError: The padding bits after the last bit are not zero.
+        """
+        at, end = self.starts[stream], self.starts[stream] + self.lengths[stream]
+        name = stream_name(self.row.bucket, stream)
+        if at == end:
+            return np.frombuffer(b"", np.uint8), 0
+        data = np.frombuffer(self.streams[name].read(at // 8, (end + 7) // 8), np.uint8)
+        if end == self.ends[name] and end % 8 and int(data[-1]) >> end % 8:
+            raise MalformedError(f"{self.key}: {name!r} is not filled up with zeros", key=self.key)
+        return data, at % 8
+
+    def planes(self, stream: str, width: int) -> Bits:
+        """Join elements of ``width`` bytes from the planes ``stream.0``, ``stream.1``, ...
+
+        Elements are joined frame by frame, while the frames are in cache, in new memory.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+        """
+        names = [f"{stream}.{k}" for k in range(width)]
+        readers = [self.streams.get(stream_name(self.row.bucket, name)) for name in names]
+        begins = [self.starts[name] for name in names]
+        elements = slab.empty(self.lengths[names[0]], BITS_DTYPES[width])
+        first = readers[0]
+        for start, stop in first.cuts(begins[0], begins[0] + elements.size) if first else ():
+            at, end = start - begins[0], stop - begins[0]
+            planes = [
+                np.frombuffer(reader.read(begin + at, begin + end), np.uint8)
+                for reader, begin in zip(readers, begins, strict=True)
+                if reader is not None
+            ]
+            host.join_planes(planes, elements[at:end])
+        return elements
+
+    def array(self, name: str) -> npt.NDArray[np.uint8]:
+        """Return the bytes of one of the tensor's own arrays.
+
+        Raises:
+            DigestMismatchError: A frame differs from its digest in the directory.
+        """
+        reader = self.streams[name]
+        return np.frombuffer(bytes(reader.read(0, reader.nbytes)), np.uint8)
+
+    def malformed(self, why: str) -> MalformedError:
+        """Build the error that refuses this tensor."""
+        return MalformedError(f"{self.key}: {self.row.name!r}: {why}", key=self.key)

@@ -11,18 +11,13 @@ import json
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from threading import Lock
 from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar
 
 import msgspec
 
-from deltachain.errors import (
-    ConfigError,
-    DigestMismatchError,
-    MalformedError,
-    UnsupportedFormatError,
-)
+from deltachain import errors
 from deltachain.format.keys import object_digest
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -51,15 +46,11 @@ def decode(data: bytes | bytearray | memoryview, kind: type[_T]) -> _T:
 def check_values(data: bytes, key: str) -> None:
     """Limit the number of values before parsing, since objects take up to 100x their JSON bytes."""
     if data.count(b",") + data.count(b"[") + data.count(b"{") > MAX_VALUES:
-        raise MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
+        raise errors.MalformedError(f"{key}: has more than {MAX_VALUES} values", key=key)
 
 
 def no_repeats(fields: list[tuple[str, Any]]) -> None:
-    """Reject duplicate keys: JSON leaves their meaning undefined.
-
-    Raises:
-        ValueError: A key occurs twice.
-    """
+    """Reject duplicate keys: JSON leaves their meaning undefined."""
     seen = set()
     for name, _ in fields:
         if name in seen:
@@ -93,12 +84,10 @@ class ObjectRef(Struct, frozen=True, kw_only=True):
     """Reference to an immutable object by key, size and digest.
 
     Attributes:
-        key: Key in the store.
         nbytes: Its length in bytes.
         blake3: Its digest.
         directory: Digest of a part's directory, as stated in the part; empty for other objects.
         pin: The store's name of this content, ``xet_hash`` in JSON; empty where it has none.
-        ext: Extension data, ignored by readers.
     """
 
     key: Key
@@ -118,14 +107,7 @@ class FileRef(Struct, frozen=True, kw_only=True):
 
 
 class BaseRef(Struct, frozen=True, kw_only=True):
-    """Reference to a checkpoint outside the chain: a repository at a commit, or a folder.
-
-    Attributes:
-        repo: Hugging Face repository, or empty.
-        revision: Its commit, or empty.
-        path: Folder on the publisher's machine; a follower may keep it elsewhere.
-        files: The safetensors files with their digests.
-    """
+    """Reference to a checkpoint outside the chain: a repository at a commit, or a folder."""
 
     repo: str = ""
     revision: str = ""
@@ -139,11 +121,8 @@ class Edge(Struct, frozen=True, kw_only=True):
     Attributes:
         kind: ``anchor`` and ``base`` start from nothing; ``delta`` from the previous version;
             ``skip`` from an older one.
-        base: The version it starts from.
         encodings: Encodings used in its parts; an unknown one makes only this edge unusable.
-        parts: Payload objects; empty if no element changed.
         reference: The checkpoint of a ``base`` edge, else ``None``.
-        ext: Extension data, ignored by readers.
     """
 
     kind: EdgeKind
@@ -197,22 +176,13 @@ class Manifest(Document, frozen=True, kw_only=True):
     """The commit of one version.
 
     Attributes:
-        chain: Id of the chain.
-        version: Its number.
-        epoch: Incremented when another publisher takes over the chain.
         commit_id: Random id that identifies a publisher's own commit after a lost reply.
         parent: blake3 of the exact bytes of the previous manifest; empty for version 0.
-        step: Optimizer step of the trainer.
         time: Seconds since 1970 on the publisher's clock; informational only.
         base_state: State digest of the previous version; empty for version 0.
-        state: State digest of this version.
-        nnz: Number of changed elements.
-        numel: Number of all elements.
-        edge: The edge that was committed with this version.
         recent: Edges of earlier versions, oldest first: every edge back to ``window_from``, and
             at least the newest edge that starts from nothing.
         window_from: The oldest version whose edges are listed completely.
-        metadata: Free text of the user, by name.
     """
 
     chain: str
@@ -275,7 +245,6 @@ class Table(Document, frozen=True, kw_only=True):
 
     Attributes:
         tensors: ``(name, wire dtype, shape)``.
-        aliases: Published name by further name, for tied weights.
     """
 
     tensors: tuple[tuple[str, str, Shape], ...]
@@ -286,10 +255,10 @@ class Table(Document, frozen=True, kw_only=True):
         specs = tuple(TensorSpec(*row) for row in self.tensors)
         names = {spec.name for spec in specs}
         if len(names) < len(specs):
-            raise ConfigError(f"{len(specs)} tensors have {len(names)} distinct names")
+            raise errors.ConfigError(f"{len(specs)} tensors have {len(names)} distinct names")
         for alias, name in self.aliases.items():
             if alias in names or name not in names:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"alias {alias!r} -> {name!r}: the target must be in the table, "
                     "the alias must not"
                 )
@@ -363,23 +332,18 @@ def dump(document: Document) -> bytes:
 
 
 def parse(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Check format and required features, then parse a document strictly.
-
-    Raises:
-        UnsupportedFormatError: The document needs a newer deltachain.
-        MalformedError: The document is invalid.
-    """
+    """Check format and required features, then parse a document strictly."""
     check_values(data, key)
     try:
         gate = decode(data, _Gate)
         unknown = set(gate.requires) - FEATURES
         if gate.format != FORMAT or unknown:
             needs = ", ".join(sorted(unknown)) or f"format {gate.format}"
-            raise UnsupportedFormatError(f"{key}: needs {needs}", key=key)
+            raise errors.UnsupportedFormatError(f"{key}: needs {needs}", key=key)
         json.loads(data, object_pairs_hook=no_repeats)
         return decode(data, kind)
     except (ValueError, RecursionError) as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 
 
 def seal(document: Document, signatures: tuple[Signature, ...] = ()) -> bytes:
@@ -392,22 +356,18 @@ def seal(document: Document, signatures: tuple[Signature, ...] = ()) -> bytes:
 
 
 def unseal(data: bytes, kind: type[_D], *, key: str) -> _D:
-    """Verify the digest of an envelope and parse its payload; see :func:`parse`.
-
-    Raises:
-        DigestMismatchError: The payload does not have the digest of the envelope.
-    """
+    """Verify the digest of an envelope and parse its payload; see :func:`parse`."""
     check_values(data, key)
     try:
         envelope = decode(data, Envelope)
     except (ValueError, RecursionError) as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
     if msgspec.json.encode(envelope) != data:
-        raise MalformedError(f"{key}: the envelope is not canonical", key=key)
+        raise errors.MalformedError(f"{key}: the envelope is not canonical", key=key)
     payload = bytes(envelope.payload)
     actual = object_digest(payload)
     if actual != envelope.blake3:
-        raise DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
+        raise errors.DigestMismatchError(key, expected=envelope.blake3, actual=actual, key=key)
     return parse(payload, kind, key=key)
 
 
@@ -416,7 +376,7 @@ def read_state(text: str, *, key: str) -> StateDigest:
     try:
         return StateDigest.parse(text)
     except ValueError as exc:
-        raise MalformedError(f"{key}: {exc}", key=key) from exc
+        raise errors.MalformedError(f"{key}: {exc}", key=key) from exc
 
 
 NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
@@ -496,9 +456,7 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
     """Pruned edges of one kind and span, to a range of versions.
 
     Attributes:
-        kind: Kind of the edges.
         span: Versions from their base to the version that they lead to; 0 for anchors.
-        first: The first version that they lead to.
         last: The last one, included.
         after: Earliest time of deletion of their objects, in seconds since 1970 by the clock of the
             store.
@@ -522,23 +480,6 @@ class PrunedRange(Struct, frozen=True, kw_only=True):
         return (kind, span) == (self.kind, self.span) and self.first <= version <= self.last
 
 
-def range_of(
-    rows: Sequence[PrunedRange], kind: str, base: Version | None, version: Version
-) -> PrunedRange | None:
-    """Return the range that an edge is in, in O(log n); ``None`` if there is none."""
-    span = 0 if base is None else version - base
-    place = bisect_right(
-        rows, (kind, span, version), key=lambda row: (row.kind, row.span, row.first)
-    )
-    row = rows[place - 1] if place else None
-    return row if row is not None and row.covers(kind, base, version) else None
-
-
-def closes(rows: Sequence[PrunedRange], version: Version) -> bool:
-    """Return whether ranges contain the delta to a version; for ``rows`` see :func:`range_of`."""
-    return range_of(rows, "delta", version - 1, version) is not None
-
-
 class PruneRecord(Document, frozen=True, kw_only=True):
     """All edges pruned so far: a later record replaces an earlier one."""
 
@@ -559,7 +500,10 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
     def range_of(self, kind: str, base: Version | None, version: Version) -> PrunedRange | None:
         """Return the range that an edge is in, in O(log n); ``None`` if it is not pruned."""
-        return range_of(self.pruned, kind, base, version)
+        place = kind, 0 if base is None else version - base, version
+        number = bisect_right(self.pruned, place, key=lambda row: (row.kind, row.span, row.first))
+        row = self.pruned[number - 1] if number else None
+        return row if row is not None and row.covers(kind, base, version) else None
 
     def covers(self, edge: EdgeSummary) -> bool:
         return self.range_of(edge.kind, edge.base, edge.version) is not None
@@ -569,20 +513,17 @@ class PruneRecord(Document, frozen=True, kw_only=True):
 
         Parts of a skip or an anchor that come late would be taken for orphans.
         """
-        return closes(self.pruned, version)
+        return self.range_of("delta", version - 1, version) is not None
 
 
 class Heartbeat(Document, frozen=True, kw_only=True):
     """A publisher's word that a version, and records of tags and pruning, are the newest at a time.
 
     Attributes:
-        chain: Id of the chain.
-        version: The version.
         manifest: blake3 of the exact bytes of its manifest.
         time: Seconds since 1970 on the publisher's clock.
         tags: Number of the newest record of each tag, of removed ones too, by name; ``None`` if
             nothing is said of tags.
-        prunes: How many prune records there are.
     """
 
     chain: str
@@ -619,16 +560,7 @@ class IdentitySignature(Document, frozen=True, kw_only=True):
 
 
 def signed_bytes(kind: type[Document], chain: str, payload: bytes) -> bytes:
-    """Return the bytes that a signature covers: context, record type, chain and payload.
-
-    Args:
-        kind: Class of the document, one of ``RECORD_TYPES``.
-        chain: Id of the chain.
-        payload: Exact bytes of the document, without its envelope.
-
-    Raises:
-        ValueError: The id cannot be part of a key, so that no object can have its signature.
-    """
+    """Return the bytes that a signature covers: context, record type, chain and payload."""
     if CHAIN_ID.fullmatch(chain) is None:
         raise ValueError("its id cannot be part of a key")
     fields = (CONTEXT, RECORD_TYPES[kind].encode(), chain.encode(), payload)

@@ -53,17 +53,9 @@ MIRROR_KEY: Final = "mirror.json"
 """What a mirror copies and leaves out; only in mirrors, and removed when one is promoted."""
 
 MANIFEST_PREFIX: Final = "manifests/"
-"""Common prefix of the keys of all manifests."""
-
 EDGE_PREFIX: Final = "edges/"
-"""Common prefix of the keys of all edge records."""
-
 PRUNE_PREFIX: Final = "prunes/"
-"""Common prefix of the keys of all prune records."""
-
 TAG_PREFIX: Final = "tags/"
-"""Common prefix of the keys of all tag records."""
-
 HEARTBEAT_KEY: Final = "heartbeat.json"
 """Signed word of the publisher that a version is the newest; overwritten."""
 
@@ -84,14 +76,6 @@ def edge_key(version: Version, kind: str, base: Version | None) -> str:
     """Return the key of the edge record for an edge that was added after the commit."""
     origin = "nothing" if base is None else f"{base:020d}"
     return f"{EDGE_PREFIX}{version:020d}/{kind}-{origin}.json"
-
-
-def edge_of(key: str) -> tuple[str, Version | None, Version] | None:
-    """Return kind, base and version of the edge of an edge record, ``None`` for other keys."""
-    found = _EDGE.fullmatch(key)
-    if found is None:
-        return None
-    return found[2], None if found[3] == "nothing" else int(found[3]), int(found[1])
 
 
 def payload_key(kind: PayloadKind, version: Version, epoch: int, commit_id: str, part: int) -> str:
@@ -144,7 +128,6 @@ def tag_of(key: str) -> tuple[str, int] | None:
 
 _PRUNE: Final = re.compile(r"prunes/([0-9]{8})\.json")
 _TAG: Final = re.compile(r"tags/([A-Za-z0-9_-][A-Za-z0-9._-]{0,127})/([0-9]{8})\.json")
-_EDGE: Final = re.compile(r"edges/([0-9]{20})/([a-z]+)-(nothing|[0-9]{20})\.json")
 _VERSIONED: Final = re.compile(r"(?:manifests|edges|deltas|anchors|skips)/([0-9]{20})[./-].*")
 
 

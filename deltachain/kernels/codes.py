@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
@@ -23,35 +22,11 @@ _intrinsic: Final[Any] = intrinsic  # untyped
 
 
 @_intrinsic
-def _bits_of_float(typing_context: Any, number: Any) -> Any:  # noqa: ANN401
-    """Return the bits of an fp32 number, as uint32."""
-    del typing_context, number
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
-        del context, signature
-        return builder.bitcast(arguments[0], ir.IntType(32))
-
-    return types.uint32(types.float32), generate
-
-
-@_intrinsic
-def _float_of_bits(typing_context: Any, bits: Any) -> Any:  # noqa: ANN401
-    """Return the fp32 number with the given uint32 bits."""
-    del typing_context, bits
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
-        del context, signature
-        return builder.bitcast(arguments[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-@_intrinsic
-def _divided(typing_context: Any, number: Any, by: Any) -> Any:  # noqa: ANN401
+def _divided(typing_context: Any, number: Any, by: Any) -> Any:
     """Divide fp32 numbers as IEEE 754 has it; no test of the divisor, which prevents vectors."""
     del typing_context, number, by
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ANN401
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         del context, signature
         return builder.fdiv(*arguments)
 
@@ -76,51 +51,51 @@ _INTEGER: Final = _F(12582912.0)
 
 
 @compiled
-def _number(weight: Any) -> Any:  # noqa: ANN401
-    return _float_of_bits(_U(_U(weight) << _U(16)))
+def _number(weight: Any) -> Any:
+    return _U(_U(weight) << _U(16)).view(_F)
 
 
 @compiled
-def _quotient(weight: Any, factor: Any) -> Any:  # noqa: ANN401
+def _quotient(weight: Any, factor: Any) -> Any:
     """Divide, and round to bf16, as torch does."""
-    bits = _bits_of_float(_divided(_number(weight), factor))
+    bits = _F(_divided(_number(weight), factor)).view(_U)
     half = _U(_U(0x7FFF) + _U(_U(bits >> _U(16)) & _U(1)))
-    return _float_of_bits(_U(_U(bits + half) & _U(0xFFFF0000)))
+    return _U(_U(bits + half) & _U(0xFFFF0000)).view(_F)
 
 
 @compiled
-def _to_fp8(bits: Any) -> Any:  # noqa: ANN401
+def _to_fp8(bits: Any) -> Any:
     """Round fp32 bits to e4m3: nearest, ties to even."""
     size = _U(min(_U(bits & _U(0x7FFFFFFF)), _LARGEST))
     half = _U(_BASE + _U(_U(size >> _U(20)) & _U(1)))
     normal = _U(_U(size + half) >> _U(20))
-    small = _bits_of_float(_float_of_bits(size) + _SUBNORMAL)  # its lowest byte is the code
+    small = _F(_U(size).view(_F) + _SUBNORMAL).view(_U)  # its lowest byte is the code
     sign = _U(_U(bits >> _U(24)) & _U(0x80))
     return np.uint8(_U((small if size < _LOWEST else normal) | sign))
 
 
 @compiled
-def _divide_to_int8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+def _divide_to_int8(weights: Any, factor: Any, out: Any) -> None:
     for i in range(weights.shape[0]):
         clamped = min(max(_quotient(weights[i], factor), _F(-128.0)), _F(127.0))
-        out[i] = np.uint8(_bits_of_float(clamped + _INTEGER) & _U(0xFF))
+        out[i] = np.uint8(_F(clamped + _INTEGER).view(_U) & _U(0xFF))
 
 
 @compiled
-def _divide_to_fp8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+def _divide_to_fp8(weights: Any, factor: Any, out: Any) -> None:
     """Turn -0.0 into 0.0 before the rounding, as adding a zero point does."""
     for i in range(weights.shape[0]):
-        out[i] = _to_fp8(_bits_of_float(_quotient(weights[i], factor) + _F(0.0)))
+        out[i] = _to_fp8(_F(_quotient(weights[i], factor) + _F(0.0)).view(_U))
 
 
 @compiled
-def _multiply_to_fp8(weights: Any, factor: Any, out: Any) -> None:  # noqa: ANN401
+def _multiply_to_fp8(weights: Any, factor: Any, out: Any) -> None:
     for i in range(weights.shape[0]):
-        out[i] = _to_fp8(_bits_of_float(_number(weights[i]) * factor))
+        out[i] = _to_fp8(_F(_number(weights[i]) * factor).view(_U))
 
 
 @inlined
-def _fill_codes(weights: Any, factor: Any, out: Any, kind: int) -> None:  # noqa: ANN401
+def _fill_codes(weights: Any, factor: Any, out: Any, kind: int) -> None:
     if kind == 0:
         _divide_to_int8(weights, factor, out)
     elif kind == 1:
@@ -146,7 +121,6 @@ def quantise_codes(
         at: Row and column of the first weight in its first block.
         block: Rows and columns of a block.
         out: Bits of ``(N, K)`` codes, to be written.
-        kind: How a weight and its factor make a code, as a number of ``KINDS``.
     """
     rows, columns = values.shape
     for row in range(rows):

@@ -30,9 +30,6 @@ def pin_(tensor: Tensor) -> bool:
     """Pin the memory of a tensor on the host until the tensor goes away.
 
     ``Tensor.pin_memory`` copies to memory of the next power of two, which a snapshot cannot afford.
-
-    Returns:
-        Whether it is pinned. Copies work in either case; without, they are slow and block.
     """
     if not tensor.nbytes:
         return True
@@ -85,10 +82,6 @@ def host_array(tensor: Tensor, kind: npt.DTypeLike) -> npt.NDArray[Any]:
 
     ``Tensor.numpy`` would forbid ``resize_`` to the owner of the tensor, for good. The array must
     not outlive the call that asked for it: a storage that is resized leaves its memory.
-
-    Args:
-        tensor: The tensor.
-        kind: dtype of the array, with the itemsize of the tensor's dtype.
     """
     if not tensor.numel():
         return np.empty(tuple(tensor.shape), kind)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
@@ -52,13 +52,7 @@ class Span(NamedTuple):
 
 
 class BlockTable(NamedTuple):
-    """Blocks of a batch, in order; three ``(blocks,)`` int64 arrays.
-
-    Attributes:
-        span: Number of the block's span in the batch.
-        first: Offset of the block's first element in its span.
-        numel: Number of elements.
-    """
+    """Blocks of a batch, in order; three ``(blocks,)`` int64 arrays."""
 
     span: Indices
     first: Indices
@@ -70,13 +64,7 @@ def batch_blocks(width: int) -> int:
 
 
 def spans_of(numel: int, *, used: int, limit: int) -> Iterator[Span]:
-    """Cut a tensor into spans that fill batches of ``limit`` blocks, the first of them in part.
-
-    Args:
-        numel: Number of elements of the tensor.
-        used: Number of blocks in the open batch, less than ``limit``.
-        limit: Largest number of blocks in a batch.
-    """
+    """Cut a tensor into spans that fill batches of ``limit`` blocks, the first of them in part."""
     start, room = 0, limit - used
     while start < numel:
         span = Span(start, min(numel - start, room * BLOCK))
@@ -94,13 +82,7 @@ def block_table(numels: npt.NDArray[np.int64]) -> BlockTable:
 
 
 def indices_of(first: Indices, counts: npt.NDArray[Any], offsets: npt.NDArray[Any]) -> Indices:
-    """Return the indices of changes.
-
-    Args:
-        first: Index of each block's first element, int64 of shape ``(blocks,)``.
-        counts: Number of changes in each block, int16 of shape ``(blocks,)``.
-        offsets: Offset of each change in its block, ascending, int16 of shape ``(nnz,)``.
-    """
+    """Return the indices of changes, by the first index of each block and int16 offsets in it."""
     indices: Indices = np.repeat(first, counts)
     indices += offsets
     return indices
@@ -108,9 +90,6 @@ def indices_of(first: Indices, counts: npt.NDArray[Any], offsets: npt.NDArray[An
 
 class CopyStream:
     """The caller's stream on a device, which computes, and one that copies.
-
-    Args:
-        where: The device; on the host there are no streams, and everything is done at once.
 
     Attributes:
         to_device_nbytes: Bytes copied to the device so far.
@@ -122,22 +101,12 @@ class CopyStream:
         self.to_device_nbytes = self.to_host_nbytes = 0
         self._copies = torch.cuda.Stream(where) if where.type == "cuda" else None
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
+    def computing(self) -> AbstractContextManager[Any]:
         """Make the device current, so that kernels are launched on the caller's stream there."""
-        if self._copies is None:
-            yield
-            return
-        with torch.cuda.device(self.where):
-            yield
+        return nullcontext() if self._copies is None else torch.cuda.device(self.where)
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        if self._copies is None:
-            yield
-            return
-        with torch.cuda.stream(self._copies):
-            yield
+    def copying(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._copies is None else torch.cuda.stream(self._copies)
 
     def copies_follow(self, event: torch.cuda.Event | None) -> None:
         if self._copies is not None and event is not None:
@@ -188,11 +157,8 @@ class CopyStream:
         self.to_host_nbytes += tensor.nbytes
         if self._copies is None:
             return tensor.clone()
-        return (
-            self.room(tensor.numel(), tensor.dtype)
-            .view(tensor.shape)
-            .copy_(tensor, non_blocking=True)
-        )
+        room = self.room(tensor.numel(), tensor.dtype).view(tensor.shape)
+        return room.copy_(tensor, non_blocking=True)
 
 
 class Arena(NamedTuple):
@@ -227,7 +193,6 @@ class Placed(NamedTuple):
         counts: Number of changes of each block, int16 of shape ``(blocks,)``.
         header: First change in the arena, or -1 if it had no room; number of changes; end of all
             changes in the arena; int64 of shape ``(3,)``.
-        arena: The arena.
     """
 
     counts: Tensor
@@ -263,16 +228,7 @@ class LaneKind(NamedTuple):
 
 
 class Compared(NamedTuple):
-    """A tensor to compare with its bits in the snapshot.
-
-    Attributes:
-        name: Name of the tensor.
-        kept: Flat bits of the snapshot in which its bits are, of any number of tensors.
-        at: Position of its first element there.
-        current: Flat weights on the device, in any dtype that casts to ``dtype``.
-        dtype: Dtype of the snapshot's bits.
-        resident: Whether the snapshot is on the device.
-    """
+    """A tensor to compare with its bits in the snapshot."""
 
     name: str
     kept: Tensor
@@ -329,14 +285,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class Lane:
-    """Tensors of one kind on one device: collects batches and enqueues their comparison.
-
-    Attributes:
-        kind: What the tensors have in common.
-        streams: Streams of the device.
-        numel: Number of elements that are expected, for which room is made.
-        copies: Number of copies of snapshot bits to the device so far.
-    """
+    """Tensors of one kind on one device: collects batches and enqueues their comparison."""
 
     kind: LaneKind
     streams: CopyStream
@@ -520,8 +469,6 @@ class Landed(NamedTuple):
     """Changes of a batch, on the host.
 
     Attributes:
-        batch: The batch.
-        nnz: Number of changes.
         room: Whether there was room for them; the arrays are empty if not.
         counts: Number of changes of each block, int16 of shape ``(blocks,)``.
         columns: Offset of each change in its block, new bits, and old bits if they are not on the
@@ -539,9 +486,6 @@ class DeviceDiff:
     """Diffs of weights on one device; its buffers are kept from one diff to the next.
 
     Call ``add`` for every tensor, then ``settle``; use from one thread and one stream at a time.
-
-    Args:
-        where: Device of the weights, one that :func:`compares_on` accepts.
     """
 
     def __init__(self, where: torch.device) -> None:
@@ -562,11 +506,7 @@ class DeviceDiff:
             lane.drop()
 
     def settle(self, found: MutableMapping[str, Changes]) -> None:
-        """Wait for the changes of all tensors since the last call, and update the snapshot.
-
-        Args:
-            found: Receives the changes of each tensor that has any, by name.
-        """
+        """Wait for the changes of all tensors since the last call, and update the snapshot."""
         for lane in self.lanes.values():
             lane.flush()
         landed = self._land([batch for lane in self.lanes.values() for batch in lane.take()])

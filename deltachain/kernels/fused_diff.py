@@ -101,10 +101,8 @@ def count_kernel(
             number of elements of each block.
         blocks: Number of blocks.
         counts: Result, int16 of shape ``(blocks,)``.
-        bits: Dtype of the bits.
         master: Whether the weights are fp32 masters of bf16 ones.
         aligned: Whether every address is a multiple of 16.
-        size: Largest number of elements of a block.
     """
     _, _, differ = _compare(table, blocks, bits, master, aligned, size)
     tl.store(counts + tl.program_id(0), tl.sum(differ.to(tl.int32), 0).to(tl.int16))
@@ -132,7 +130,6 @@ def place_kernel(
             number of changes; the end of the results so far.
         starts: First change of each block, or -1, int64 of shape ``(blocks,)``.
         capacity: Number of changes for which there is room.
-        step: Counts summed at a time.
     """
     lane = tl.arange(0, step)
     total = tl.sum(tl.zeros((step,), tl.int64), 0)
@@ -170,18 +167,10 @@ def write_kernel(
     """Write the changes of each block into its room, in ascending order; one program a block.
 
     Args:
-        table: As in :func:`count_kernel`.
         blocks: Number of blocks.
         counts: Number of changes of each block.
         starts: First change of each block among the results; negative: nothing is written.
-        offsets: Offset of each change in its block, int16.
-        new: New bits.
-        old: Old bits; written only if ``resident``.
-        bits: Dtype of the bits.
-        master: As in :func:`count_kernel`.
-        aligned: As there.
         resident: Whether the snapshot is on the device, and is updated.
-        size: Largest number of elements of a block.
     """
     block = tl.program_id(0)
     start = tl.load(starts + block)
@@ -197,17 +186,7 @@ def write_kernel(
             tl.store(kept + lane, now, mask=differ)
 
 
-def launch_count() -> int:
-    """Return the number of kernels launched by this process."""
-    return _launches
-
-
-_launches = 0
-
-
 def _launch(kernel: Any, programs: int, *arguments: Any, warps: int, **constants: Any) -> None:  # noqa: ANN401
-    global _launches  # noqa: PLW0603 - the one place that launches is the one that counts
-    _launches += 1
     kernel[(programs,)](*arguments, num_warps=warps, **constants)
 
 
@@ -226,7 +205,6 @@ def diff_batch_(
         table: Blocks by address, int64 of shape ``(3, blocks)``, on the device: weights, snapshot,
             number of elements. All memory named there must be valid until the launches are done.
         before: Header of the batch before, int64 of shape ``(3,)``; zeros for the first.
-        arena: Room for the changes.
         master: Whether the weights are fp32 masters of bf16 ones.
         resident: Whether the snapshot is on the device, and is updated, and old bits are wanted.
         aligned: Whether every address of weights or snapshot is a multiple of 16.

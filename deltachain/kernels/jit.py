@@ -6,28 +6,350 @@ wraparound test to each access, which prevents vectorisation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from deltachain import threads as slab
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.reading import (
-    decode_gaps,
-    decode_steps,
-    digest,
-    digest_at,
-    exchange_,
-    gather,
-    join_planes,
-    scatter_,
-    stage_steps,
+from deltachain.kernels.reference import (
+    CANONICAL,
+    LEAVES,
+    MIX_A,
+    MIX_B,
+    PHI,
+    Changes,
+    SplitSteps,
+    StagedSteps,
+    StepStreams,
+    WindowPlace,
 )
-from deltachain.kernels.reference import Changes, SplitSteps
-from deltachain.types import BITS_DTYPES, Bits, Indices
+from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 _U = np.uint64
+_PHI, _MIX_A, _MIX_B = _U(PHI), _U(MIX_A), _U(MIX_B)
+
+
+@compiled
+def _mix(x: Any) -> Any:
+    x *= _MIX_A
+    x ^= x >> _U(32)
+    x *= _MIX_B
+    return x ^ (x >> _U(29))
+
+
+@compiled
+def _digest(key0: Any, key1: Any, bits: Any, start: Any) -> tuple[Any, Any]:
+    lane0, lane1 = _U(0), _U(0)
+    position = start * _PHI
+    for i in range(bits.shape[0]):
+        p = position + _U(i) * _PHI
+        lane0 += _mix((key0 + p) ^ _U(bits[i]))
+        lane1 += _mix((key1 + p) ^ _U(bits[i]))
+    return lane0, lane1
+
+
+@compiled
+def _digest_at(key0: Any, key1: Any, indices: Any, bits: Any) -> tuple[Any, Any]:
+    lane0, lane1 = _U(0), _U(0)
+    for i in range(bits.shape[0]):
+        p = _U(indices[i]) * _PHI
+        lane0 += _mix((key0 + p) ^ _U(bits[i]))
+        lane1 += _mix((key1 + p) ^ _U(bits[i]))
+    return lane0, lane1
+
+
+def digest(key: tuple[int, int], bits: Bits, start: int = 0) -> StateDigest:
+    lane0, lane1 = _digest(_U(key[0]), _U(key[1]), bits, _U(start))
+    return StateDigest(int(lane0), int(lane1))
+
+
+def digest_at(key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
+    lane0, lane1 = _digest_at(_U(key[0]), _U(key[1]), indices, bits)
+    return StateDigest(int(lane0), int(lane1))
+
+
+@compiled
+def _decode_gaps(gaps: Any, limit: int, out: Any) -> int:
+    count = 0
+    at = np.int64(-1)
+    for i in range(gaps.shape[0]):
+        gap = np.int64(gaps[i])
+        names_one = gap != limit
+        at += gap + names_one
+        out[count] = at
+        count += names_one
+    return count
+
+
+def decode_gaps(gaps: Bits) -> Indices:
+    out = np.empty(gaps.size + 1, np.int64)
+    count = _decode_gaps(gaps, np.iinfo(gaps.dtype).max, out)
+    return out[:count]
+
+
+@compiled
+def _offsets(gaps: Any, start: Any, length: Any, out: Any) -> bool:
+    """Decode the gaps of one segment to flat indices; return whether they keep the rules."""
+    nnz, limit = out.shape[0], gaps.dtype.type(-1)
+    named = 0
+    for i in range(gaps.shape[0]):
+        named += gaps[i] != limit
+    if named != nnz or gaps[gaps.shape[0] - 1] == limit:
+        return False
+    count, at = 0, start - 1
+    for i in range(gaps.shape[0]):
+        names_one = gaps[i] != limit
+        at += np.int64(gaps[i]) + names_one
+        out[count] = at
+        count += names_one
+    return bool(at < start + length)
+
+
+@compiled
+def _bit(packed: Any, at: Any) -> Any:
+    return (packed[at >> _U(3)] >> np.uint8(at & _U(7))) & np.uint8(1)
+
+
+@compiled
+def _is_wide(step: Any, negative: Any) -> bool:
+    """Return whether a step with this sign bit has a magnitude of 255 or more."""
+    kind, shift = step.dtype.type, 8 * step.itemsize - 1
+    size = kind(kind(0) - step[0]) if negative else step[0]  # wraps in the width, not in 64 bits
+    return bool((step[0] >> kind(shift)) == negative and size >= kind(255))
+
+
+@compiled
+def _steps(bits: Any, firsts: Any, magnitude: Any, wide: Any, out: Any) -> bool:
+    """Join the steps of one segment; return whether they are canonical and their counts right."""
+    kind, narrow = out.dtype.type, out.itemsize == 1
+    e, w = 0, 0
+    for i in range(out.shape[0]):
+        negative = _bit(bits[0], firsts[0] + _U(i))
+        if not _bit(bits[1], firsts[1] + _U(i)):
+            out[i] = kind(0) - kind(1) if negative else kind(1)
+            continue
+        if e == magnitude.shape[0]:
+            return False
+        size = magnitude[e]
+        e += 1
+        if size < 2 or (narrow and size > np.uint8(127) + negative):
+            return False
+        if size < 255:
+            out[i] = kind(0) - kind(size) if negative else kind(size)
+            continue
+        if w == wide.shape[0] or not _is_wide(wide[w : w + 1], negative):
+            return False
+        out[i] = wide[w]
+        w += 1
+    return bool(e == magnitude.shape[0] and w == wide.shape[0])
+
+
+@compiled
+def _decode_steps(segments: Any, streams: Any, firsts: Any, indices: Any, values: Any) -> int:
+    """Decode all segments; return 0, or 1 for gaps and 2 for steps against the rules."""
+    gaps, sign, exception, magnitude, wide = streams
+    g, n, e, w = 0, 0, 0, 0
+    for s in range(segments.shape[0]):
+        start, length, nnz, gap_count, exceptions, wides = segments[s]
+        mine = slice(n, n + nnz)
+        if not _offsets(gaps[g : g + gap_count], start, length, indices[mine]):
+            return 1
+        at = firsts[0] + _U(n), firsts[1] + _U(n)
+        short, long = magnitude[e : e + exceptions], wide[w : w + wides]
+        if not _steps((sign, exception), at, short, long, values[mine]):
+            return 2
+        g, n, e, w = g + gap_count, n + nnz, e + exceptions, w + wides
+    return 0
+
+
+def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple[Indices, Bits]:
+    nnz = int(segments[:, 2].sum())
+    indices, values = slab.empty(nnz, np.int64), slab.empty(nnz, streams.wide.dtype)
+    firsts = _U(streams.sign_at), _U(streams.exception_at)
+    arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
+    wrong = _decode_steps(segments, arrays, firsts, indices, values)
+    if wrong:
+        raise ValueError((LEAVES, CANONICAL)[wrong - 1])
+    return indices, values
+
+
+@compiled
+def locate(indices: Any, steps: Any, box: Any, positions: Any) -> int:
+    """Keep the indices and steps of the elements of a box, with their positions; count them."""
+    offset, at, dims = box
+    count = 0
+    if dims.shape[0] == 1 and dims[0, 1] == dims[0, 2] == 1:  # a whole tensor, or a run of it
+        numel = dims[0, 0]
+        for i in range(indices.shape[0]):
+            rest = indices[i] - offset
+            indices[count], steps[count], positions[count] = indices[i], steps[i], at + rest
+            count += (rest >= 0) & (rest < numel)
+        return count
+    for i in range(indices.shape[0]):
+        rest, position = indices[i] - offset, at
+        inside = rest >= 0
+        for d in range(dims.shape[0]):
+            coordinate = rest
+            if dims[d, 1] != 1:
+                coordinate = rest // dims[d, 1]
+            rest -= coordinate * dims[d, 1]
+            inside &= coordinate < dims[d, 0]
+            position += coordinate * dims[d, 2]
+        indices[count], steps[count], positions[count] = indices[i], steps[i], position
+        count += inside & (rest == 0)
+    return count
+
+
+@compiled
+def move(weights: Any, indices: Any, steps: Any, keys: Any, out: Any, lanes: Any) -> None:
+    """Gather old bits and compute new ones; add both to the lanes of their digests."""
+    positions, old, new = out
+    for i in range(positions.shape[0]):  # by itself, so that many loads are under way at once
+        old[i] = weights[positions[i]]
+    added0, added1, removed0, removed1 = _U(0), _U(0), _U(0), _U(0)
+    for i in range(positions.shape[0]):
+        new[i] = old[i] + steps[i]
+        at = _U(indices[i]) * _PHI
+        added0 += _mix((keys[0] + at) ^ _U(new[i]))
+        added1 += _mix((keys[1] + at) ^ _U(new[i]))
+        removed0 += _mix((keys[0] + at) ^ _U(old[i]))
+        removed1 += _mix((keys[1] + at) ^ _U(old[i]))
+    lanes[0] += added0
+    lanes[1] += added1
+    lanes[2] += removed0
+    lanes[3] += removed1
+
+
+@compiled
+def _stage_steps(segments: Any, streams: Any, firsts: Any, place: Any, out: Any) -> int:
+    """Stage all segments; return the number of elements, or -1 and -2 as :func:`_decode_steps`."""
+    gaps, sign, exception, magnitude, wide = streams
+    box, weights, keys, lanes = place
+    indices_room, steps_room, positions, old, new = out
+    count, g, n, e, w = 0, 0, 0, 0, 0
+    for s in range(segments.shape[0]):
+        start, length, nnz, gap_count, exceptions, wides = segments[s]
+        indices, steps = indices_room[:nnz], steps_room[:nnz]
+        if not _offsets(gaps[g : g + gap_count], start, length, indices):
+            return -1
+        at = firsts[0] + _U(n), firsts[1] + _U(n)
+        short, long = magnitude[e : e + exceptions], wide[w : w + wides]
+        if not _steps((sign, exception), at, short, long, steps):
+            return -2
+        held = locate(indices, steps, box, positions[count : count + nnz])
+        mine = slice(count, count + held)
+        move(weights, indices, steps, keys, (positions[mine], old[mine], new[mine]), lanes)
+        count += held
+        g, n, e, w = g + gap_count, n + nnz, e + exceptions, w + wides
+    return count
+
+
+def _released(array: npt.NDArray[Any], count: int) -> npt.NDArray[Any]:
+    """Return the first elements, without the memory of the others if those are the most."""
+    return array[:count].copy() if 2 * count < array.size else array[:count]
+
+
+def stage_steps(
+    segments: npt.NDArray[np.int64],
+    streams: StepStreams,
+    box: WindowPlace,
+    weights: Bits,
+    key: tuple[int, int],
+) -> StagedSteps:
+    """Decode segments, and stage the steps of the elements of a box; see the reference.
+
+    A segment's indices and steps stay in cache: only what is kept is written to memory.
+    """
+    most = int(segments[:, 2].max(initial=0))
+    scratch = np.empty(most, np.int64), np.empty(most, streams.wide.dtype)
+    firsts = _U(streams.sign_at), _U(streams.exception_at)
+    arrays = streams.gaps, streams.sign, streams.exception, streams.magnitude, streams.wide
+    run = partial(_stage_steps, segments, arrays, firsts)
+    return run_stage(run, segments, scratch, (box, weights, key), (LEAVES, CANONICAL))
+
+
+def run_stage(
+    run: Callable[..., int],
+    segments: npt.NDArray[np.int64],
+    scratch: tuple[Any, ...],
+    live: tuple[WindowPlace, Bits, tuple[int, int]],
+    broken: Sequence[str],
+) -> StagedSteps:
+    """Run a kernel that stages segments."""
+    (offset, at, dims), weights, (key0, key1) = live
+    nnz, kind = int(segments[:, 2].sum()), weights.dtype
+    kept = np.empty(nnz, np.int64), np.empty(nnz, kind), np.empty(nnz, kind)
+    lanes = np.zeros(4, np.uint64)
+    count = run(((offset, at, dims), weights, (_U(key0), _U(key1)), lanes), (*scratch, *kept))
+    if count < 0:
+        raise ValueError(broken[-count - 1])
+    added0, added1, removed0, removed1 = lanes.tolist()
+    positions, old, new = (_released(array, count) for array in kept)
+    return StagedSteps(
+        positions=positions,
+        old=old,
+        new=new,
+        added=StateDigest(added0, added1),
+        removed=StateDigest(removed0, removed1),
+    )
+
+
+@compiled
+def _join2(low: Any, high: Any, out: Any) -> None:
+    for i in range(out.shape[0]):
+        out[i] = np.uint16(low[i]) | (np.uint16(high[i]) << np.uint16(8))
+
+
+@compiled
+def _join4(planes: Any, out: Any) -> None:
+    a, b, c, d = planes
+    for i in range(out.shape[0]):
+        low = np.uint32(a[i]) | (np.uint32(b[i]) << np.uint32(8))
+        out[i] = low | (np.uint32(c[i]) << np.uint32(16)) | (np.uint32(d[i]) << np.uint32(24))
+
+
+def join_planes(planes: Sequence[npt.NDArray[np.uint8]], out: Bits) -> None:
+    if out.itemsize == 2:
+        _join2(planes[0], planes[1], out)
+    elif out.itemsize == 4:
+        _join4(tuple(planes), out)
+    else:
+        for k, plane in enumerate(planes):
+            out.view(np.uint8)[k :: out.itemsize] = plane
+
+
+@compiled
+def _gather(weights: Any, indices: Any, out: Any) -> None:
+    for i in range(indices.shape[0]):
+        out[i] = weights[indices[i]]
+
+
+def gather(weights: Bits, indices: Indices) -> Bits:
+    out = np.empty(indices.size, weights.dtype)
+    _gather(weights, indices, out)
+    return out
+
+
+@compiled
+def exchange_(one: Bits, other: Bits, done: Indices, end: int) -> None:
+    first, last = min(done[0], end), max(done[0], end)
+    mine, yours = one[first:last], other[first:last]
+    for i in range(mine.shape[0]):
+        bits = mine[i]
+        mine[i] = yours[i]
+        yours[i] = bits
+    done[0] = end
+
+
+@compiled
+def scatter_(weights: Bits, indices: Indices, bits: Bits) -> None:
+    for i in range(indices.shape[0]):
+        weights[indices[i]] = bits[i]
+
 
 # A block is compared to one byte an element, which LLVM vectorises; eight such bytes are read as
 # one word, and only non-zero words are examined. What differs is copied to the snapshot, and
@@ -42,7 +364,7 @@ _LOWEST_BYTE: Final = _U(sum(j << (56 - 8 * j) for j in range(8)))
 
 
 @inlined
-def emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:  # noqa: ANN401
+def emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: int) -> int:
     """Compare one block, copy changes to the snapshot, and append them to ``out``."""
     indices, old, new = out
     mask, words, dirty = scratch
@@ -67,7 +389,7 @@ def emit(current: Any, snapshot: Any, at: int, out: Any, scratch: Any, count: in
 
 
 @compiled
-def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:  # noqa: ANN401
+def emit_rest(current: Any, snapshot: Any, at: int, out: Any, count: int) -> int:
     """Run :func:`emit` on fewer elements than a block."""
     indices, old, new = out
     for i in range(snapshot.shape[0]):
@@ -84,16 +406,6 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
     """Run a diff kernel to the end in buffers of bounded size; join the changes.
 
     Unwritten memory is never committed, so each buffer has room for a density of 3 %.
-
-    Args:
-        kernel: Called with the element to start at, and with room for indices, old and new bits;
-            returns where it ended, at least a block before that room was full, and the number of
-            changes. A negative end is a refusal.
-        snapshot: Flat bits that the kernel updates.
-
-    Returns:
-        All changes, and whether nothing was refused; otherwise there are no changes, and the
-        snapshot is as it was.
     """
     found: list[Changes] = []
     size = max(4 * BLOCK, snapshot.size // 32)
@@ -112,28 +424,11 @@ def drive(kernel: Callable[[int, Any], tuple[int, int]], snapshot: Bits) -> tupl
     return Changes(*(np.concatenate(column) for column in zip(*found, strict=True))), True
 
 
-__all__ = [
-    "cast_bf16",
-    "cast_diff_",
-    "decode_gaps",
-    "decode_steps",
-    "diff_",
-    "digest",
-    "digest_at",
-    "encode_gaps",
-    "exchange_",
-    "gather",
-    "join_planes",
-    "scatter_",
-    "split_steps",
-    "stage_steps",
-]
-
 NAME: Final = "numba"
 
 
 @compiled
-def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
+def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
     """Diff from ``start`` while ``out`` has room for a block; return the end and the count."""
     mask = np.empty(BLOCK, np.uint8)
     scratch = mask, mask.view(np.uint64), np.empty(BLOCK // 8 + 1, np.int64)
@@ -149,7 +444,7 @@ def _diff(snapshot: Any, current: Any, start: int, out: Any) -> tuple[int, int]:
 
 
 @compiled
-def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
+def _cast(master: Any, out: Any) -> None:
     """Cast one block of fp32 bits to bf16 bits: round to nearest even, NaN stays quiet NaN."""
     for i in range(master.shape[0]):
         b = master[i]
@@ -159,7 +454,7 @@ def _cast(master: Any, out: Any) -> None:  # noqa: ANN401
 
 
 @compiled
-def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, int]:  # noqa: ANN401
+def _cast_diff(snapshot: Any, master: Any, start: int, out: Any) -> tuple[int, int]:
     """Run :func:`_diff` on fp32 bits, cast a block at a time, without a full bf16 copy."""
     mask = np.empty(BLOCK, np.uint8)
     scratch = mask, mask.view(np.uint64), np.empty(BLOCK // 8 + 1, np.int64)
@@ -198,7 +493,7 @@ def cast_bf16(master: npt.NDArray[np.float32]) -> Bits:
 
 
 @compiled
-def _count_gaps(offsets: Any, limit: int) -> int:  # noqa: ANN401
+def _count_gaps(offsets: Any, limit: int) -> int:
     count: int = offsets.shape[0]
     previous = -1
     for i in range(offsets.shape[0]):
@@ -208,7 +503,7 @@ def _count_gaps(offsets: Any, limit: int) -> int:  # noqa: ANN401
 
 
 @compiled
-def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:  # noqa: ANN401
+def _fill_gaps(offsets: Any, limit: int, out: Any) -> None:
     at, previous = 0, -1
     for i in range(offsets.shape[0]):
         gap = offsets[i] - previous - 1
@@ -229,7 +524,7 @@ def encode_gaps(offsets: Indices, width: int) -> Bits:
 
 
 @compiled
-def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:  # noqa: ANN401
+def _split(steps: Any, top: Any, out: Any) -> tuple[int, int]:
     negative, exception, magnitude, wide = out
     exceptions, wides = 0, 0
     below = top - _U(1)
@@ -257,7 +552,7 @@ def split_steps(steps: Bits) -> SplitSteps:
 
 
 @compiled
-def _copy_plane(out: Any, bits: Any, shift: Any) -> None:  # noqa: ANN401
+def _copy_plane(out: Any, bits: Any, shift: Any) -> None:
     for i in range(out.shape[0]):
         out[i] = np.uint8(bits[i] >> shift)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.delta import TensorDelta, new_bits
+from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.types import StateDigest
+from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 LiveBits: TypeAlias = "npt.NDArray[Any] | Tensor"
 """Bits of weights: unsigned integers in numpy on the host; signed ones of the same width in torch
@@ -51,12 +55,7 @@ class BitKernels(Protocol[B]):
         """Compute the state digest of ``(nnz,)`` elements at indices into the full tensor."""
 
     def receive(self, array: LiveBits, live: B) -> B:
-        """Move an array of either kind to the location of ``live``; no copy if already there.
-
-        Args:
-            array: Bits, int64 indices or a bool mask, in any shape.
-            live: Bits on the host or on the device; their values are not read.
-        """
+        """Move an array of either kind to the location of ``live``; no copy if already there."""
 
     def flat(self, bits: B) -> B:
         """Return bits of any shape as a contiguous ``(n,)`` array, a view if possible."""
@@ -84,3 +83,68 @@ def same_bits(one: LiveBits, other: LiveBits) -> bool:
     """Return whether two arrays of one kind have equal bits."""
     kernels = kernels_for(one)
     return kernels is kernels_for(other) and kernels.equal(one, other)
+
+
+@dataclass(frozen=True, slots=True)
+class Move(Generic[B]):
+    """Old and new bits of some elements, and their contributions to the state digest.
+
+    Attributes:
+        old: Old bits, shape ``(nnz,)``.
+        new: New bits, shape ``(nnz,)``.
+        removed: State digest of the old bits; zero for a dense delta, which sets every element.
+    """
+
+    old: B
+    new: B
+    added: StateDigest
+    removed: StateDigest
+
+    @property
+    def change(self) -> StateDigest:
+        """Change of the state digest."""
+        return self.added - self.removed
+
+
+def move(bits: Bits, delta: TensorDelta) -> Move[npt.NDArray[Any]]:
+    """Compute the effect of a delta on all ``(numel,)`` bits of its tensor; writes nothing."""
+    key = digest_key(delta.spec)
+    if delta.indices is None:
+        return Move(bits, delta.values, host.digest(key, delta.values), StateDigest())
+    weights: npt.NDArray[Any] = bits
+    indices: npt.NDArray[Any] = delta.indices
+    return move_at(weights, indices, key, indices, delta.values, delta.absolute)
+
+
+def move_at(
+    weights: B,
+    positions: B,
+    key: tuple[int, int],
+    indices: B,
+    values: B,
+    absolute: Any,  # noqa: ANN401 - an array of either kind
+) -> Move[B]:
+    """Compute the effect of a sparse delta's elements on live weights; writes nothing.
+
+    Each of ``(nnz,)`` elements has a position in the ``(n,)`` weights, a flat index in the full
+    tensor, and a value: new bits if it is ``absolute``, else a step.
+    """
+    kernels = kernels_for(weights)
+    old = kernels.gather(weights, positions)
+    new = new_bits(old, values, absolute)
+    added = kernels.digest_at(key, indices, new)
+    return Move(old, new, added, kernels.digest_at(key, indices, old))
+
+
+def write_(weights: B, positions: B | None, new: B) -> None:
+    """Write new bits at ``(nnz,)`` positions of ``(n,)`` weights, or all bits of any shape."""
+    if positions is None:
+        kernels_for(weights).overwrite_(weights, new)
+    else:
+        kernels_for(weights).scatter_(weights, positions, new)
+
+
+def digest_change(spec: TensorSpec, indices: Indices, old: Bits, new: Bits) -> StateDigest:
+    """Compute the change of the state digest by ``(nnz,)`` elements, from old to new bits."""
+    key = digest_key(spec)
+    return host.digest_at(key, indices, new) - host.digest_at(key, indices, old)

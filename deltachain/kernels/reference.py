@@ -161,7 +161,6 @@ def encode_gaps(offsets: Indices, width: int) -> Bits:
 
     Args:
         offsets: Strictly increasing offsets from the segment's start, shape ``(nnz,)``.
-        width: Size of an entry in bytes, 1 or 2.
     """
     limit = (1 << 8 * width) - 1
     gap = np.diff(offsets, prepend=-1) - 1
@@ -216,14 +215,10 @@ def decode_steps(segments: npt.NDArray[np.int64], streams: StepStreams) -> tuple
 
     Args:
         segments: ``(n, 6)``: start, length, nnz, gaps, exceptions and wide of each segment.
-        streams: Their streams, of the lengths that the segments say; contents are untrusted.
 
     Returns:
         ``(nnz,)`` flat int64 indices, strictly increasing inside the segments, and ``(nnz,)``
         wrapping steps, none of them zero.
-
-    Raises:
-        ValueError: The streams break a rule of FORMAT.md 4.
     """
     found = [np.empty(0, np.int64)], [streams.wide[:0]]
     g = n = e = w = 0
@@ -303,14 +298,7 @@ def stage_steps(
     """Decode segments as :func:`decode_steps`, and stage the steps of the elements of a box.
 
     Args:
-        segments: See :func:`decode_steps`.
-        streams: Their streams; contents are untrusted.
-        box: Elements held, and their positions in ``weights``.
         weights: ``(n,)`` live bits; not written.
-        key: Digest key of the tensor.
-
-    Raises:
-        ValueError: The streams break a rule of FORMAT.md 4.
     """
     return stage_changes(*decode_steps(segments, streams), box, weights, key)
 

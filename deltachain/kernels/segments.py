@@ -173,12 +173,7 @@ class SegmentBatch:
         return np.stack([tensor[begins], first, ends - first, bounds], axis=1)
 
     def check(self, verdict: npt.NDArray[np.integer[Any]], names: Sequence[str]) -> None:
-        """Raise the error of the first malformed segment, if any.
-
-        Args:
-            verdict: A :class:`Reason` for each segment.
-            names: Names of the tensors, by number.
-        """
+        """Raise the error of the first malformed segment, if any."""
         bad = np.flatnonzero(verdict)
         if bad.size:
             row = self.table[bad[0]]
@@ -192,17 +187,7 @@ def pack(
     tensors: Sequence[TensorStreams],
     allocate: Callable[[int], Plane] = empty_bytes,
 ) -> SegmentBatch:
-    """Copy the streams of many tensors into one buffer.
-
-    Args:
-        layout: Streams of every tensor.
-        tensors: In the order of the output; numbers ascend.
-        allocate: Function that returns that many bytes of memory, aligned to 8; pass one that
-            returns page-locked memory for a faster copy to a device.
-
-    Raises:
-        MalformedError: Counts contradict each other, the tensor or the length of a stream.
-    """
+    """Copy the streams of many tensors into one buffer."""
     table = _table(layout, tensors)
     gap_planes = [[t.gaps[k] for t in tensors] for k in range(layout.gap)]
     bits = [] if layout.absolute else [[t.sign for t in tensors], [t.exception for t in tensors]]
@@ -343,17 +328,7 @@ class PlacementTable:
     def build(
         cls, placements: Sequence[LivePlacement], keys: Sequence[DigestKey], device: torch.device
     ) -> PlacementTable:
-        """Build the table.
-
-        Args:
-            placements: In any order; the order of the placements of one tensor is kept.
-            keys: Digest keys of the tensors, by number.
-            device: Device of all storages.
-
-        Raises:
-            ValueError: A placement is outside its storage or on another device, or has too many
-                dimensions.
-        """
+        """Build the table."""
         ordered = sorted(placements, key=lambda placement: placement.tensor)
         ndim = max((len(placement.dims) for placement in ordered), default=0)
         for placement in ordered:
@@ -375,10 +350,6 @@ class PlacementTable:
 
         Args:
             spans: Rows of :meth:`.segments.SegmentBatch.spans`.
-            bits: Dtype of the changes.
-
-        Raises:
-            ValueError: A placement has bits of another dtype.
         """
         tensor = spans[:, 0]
         placements = self.first[tensor + 1] - self.first[tensor]

@@ -46,14 +46,7 @@ def _programs() -> Any:  # noqa: ANN401 - needs Triton
 
 
 def launch(program: Any, grid: int, *args: Any, **constants: Any) -> None:  # noqa: ANN401
-    """Launch a Triton program ``grid`` times; every launch goes through here.
-
-    Args:
-        program: Program of :mod:`.programs`.
-        grid: Number of instances; with 0, nothing is launched.
-        args: Arguments of every instance.
-        constants: Compile-time arguments, and the number of warps of an instance.
-    """
+    """Launch a Triton program ``grid`` times; every launch goes through here."""
     if grid:
         with torch.cuda.device_of(args[0]):
             program[(grid,)](*args, **constants)
@@ -85,16 +78,7 @@ def _send(array: Table, device: torch.device) -> Tensor:
 
 
 def decode(batch: SegmentBatch, buffer: Tensor) -> ChangeBatch:
-    """Decode all segments of a batch.
-
-    Args:
-        batch: The batch.
-        buffer: Its buffer on a device, from :func:`upload`.
-
-    Returns:
-        The changes in the order of the table. Errors are not raised yet: :func:`stage` reads the
-        verdict.
-    """
+    """Decode all segments of a batch."""
     layout, device = batch.layout, buffer.device
     rows = buffer[: batch.table.nbytes].view(torch.int64).view(batch.table.shape)
     segments, nnz = len(rows) - 1, batch.totals.nnz
@@ -190,14 +174,6 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
     """Find the changes in the placements of this rank, and compute their new bits; write nothing.
 
     The device is waited for once, to read the verdict and the number of elements.
-
-    Args:
-        changes: Changes of tensors of one element width.
-        placements: Placements of these tensors, in storages of that width.
-        names: Names of the tensors, by number, for errors.
-
-    Raises:
-        MalformedError: A segment is malformed.
     """
     visits = placements.visits(changes.spans, changes.values.dtype)
     cut = _blocks(visits)
@@ -229,11 +205,7 @@ def stage(changes: ChangeBatch, placements: PlacementTable, names: Sequence[str]
 
 
 def _read_total(changes: ChangeBatch, found: Tensor, names: Sequence[str]) -> int:
-    """Read verdicts and ``(n,)`` counts from the device in one copy; return the sum of the counts.
-
-    Raises:
-        MalformedError: A segment is malformed.
-    """
+    """Read verdicts and ``(n,)`` counts from the device in one copy; return the sum of these."""
     verdicts = [verdict.to(torch.int64) for _, verdict in changes.verdicts]
     read = torch.cat([*verdicts, found]).cpu().numpy()
     split = read.size - found.numel()

@@ -16,13 +16,13 @@ from deltachain.chain.plan import Plan
 from deltachain.chain.upload import EdgeKeys, EdgeUpload, anchor_part_nbytes
 from deltachain.codec import ENCODINGS, Change
 from deltachain.codec.container import TensorRow
-from deltachain.codec.row_digests import own_digests
+from deltachain.codec.rows import own_digests
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError, ChainError, DigestMismatchError
 from deltachain.format.documents import Edge, EdgeKind, EdgeSummary
 from deltachain.format.keys import PayloadKind, digest_key, edge_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, Version
 
@@ -90,13 +90,7 @@ PART_NBYTES: Final = 512 << 20
 def add_skip(
     chain: Chain, start: Committed, plan: Plan, target: Committed, *, base: Path | None = None
 ) -> EdgeSummary:
-    """Fold a plan into a skip, prove it, and record it; an existing record is kept.
-
-    Raises:
-        ChainError: The target or the skip is pruned.
-        ObjectNotFoundError: An object of the plan is gone.
-        FormatError: An object is corrupt, or the edges lead to another state.
-    """
+    """Fold a plan into a skip, prove it, and record it; an existing record is kept."""
     _refuse_pruned(chain, target, start.version)
     fetched = fetch(chain, plan)
     before = _BitsAt(chain, start, base)
@@ -111,13 +105,6 @@ def add_anchor(chain: Chain, target: Committed, *, base: Path | None = None) -> 
 
     An anchor that is recorded already is returned as it is. Tensors are decoded one by one; the
     objects of the plan are held in memory.
-
-    Raises:
-        BrokenChainError: No plan whose objects are there leads to the version, or its anchor was
-            recorded before and has lost its parts.
-        ChainError: The version or its anchor is pruned.
-        ObjectNotFoundError: An object of the plan was deleted meanwhile.
-        FormatError: An object is corrupt, or the edges lead to another state.
     """
     _refuse_pruned(chain, target, None)
     known = recorded_anchor(chain, target)

@@ -10,19 +10,12 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Final
 
+from deltachain import errors
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
 from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
 from deltachain.chain.upload import DENSE_SHARE
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import EdgeSummary, dump
 from deltachain.maintain.added_edges import (
     add_anchor,
@@ -79,7 +72,7 @@ def _fold(hop: Hop, leads: dict[Version, list[EdgeSummary]]) -> Plan | None:
     names = {name for edge in inside for name in edge.encodings}
     try:
         return make_plan(hop.base, hop.version, inside, encodings=names)
-    except BrokenChainError:
+    except errors.BrokenChainError:
         return None
 
 
@@ -110,10 +103,10 @@ def anchor_version(
     return aligned if anchor_due(replay, size, every=every) else None
 
 
-def why_unreachable(chain: Chain, head: Committed) -> BrokenChainError | None:
+def why_unreachable(chain: Chain, head: Committed) -> errors.BrokenChainError | None:
     if is_reachable(chain, head.version):
         return None
-    return BrokenChainError(
+    return errors.BrokenChainError(
         f"newcomers cannot reach version {head.version}: {_lost_object(chain, head)}",
         version=head.version,
     )
@@ -124,9 +117,9 @@ def _lost_object(chain: Chain, head: Committed) -> str:
     try:
         plan = chain.plan(None, head)
         parts = [part.key for edge in plan.edges for part in chain.edge(edge, head).parts]
-    except BrokenChainError as exc:
+    except errors.BrokenChainError as exc:
         return str(exc.args[0])
-    except (ObjectNotFoundError, FormatError) as exc:
+    except (errors.ObjectNotFoundError, errors.FormatError) as exc:
         return f"{exc.key} is gone"
     found = chain.store.find_all(parts)
     lost = next((key for key in parts if key not in found), "an object")
@@ -135,7 +128,12 @@ def _lost_object(chain: Chain, head: Committed) -> str:
 
 logger = logging.getLogger(__name__)
 
-FAILURES: Final = (BrokenChainError, FormatError, ObjectNotFoundError, ConfigError)
+FAILURES: Final = (
+    errors.BrokenChainError,
+    errors.FormatError,
+    errors.ObjectNotFoundError,
+    errors.ConfigError,
+)
 """Errors of one edge, such as a base checkpoint that is not here; others may still be added."""
 
 HINTED: Final = 2
@@ -147,9 +145,6 @@ class Maintained:
     """What one round did.
 
     Attributes:
-        head: The newest version.
-        skips: Skips added.
-        anchors: Anchors added.
         pruned: What was pruned; ``None`` without pruning.
         failed: What could not be done, a message each; that newcomers cannot join comes first.
         no_way: Why newcomers cannot join; ``None`` if they can.
@@ -160,7 +155,7 @@ class Maintained:
     anchors: tuple[EdgeSummary, ...] = ()
     pruned: PrunePlan | None = None
     failed: tuple[str, ...] = ()
-    no_way: DeltaChainError | None = None
+    no_way: errors.DeltaChainError | None = None
 
 
 class Maintainer:
@@ -168,12 +163,6 @@ class Maintainer:
 
     A round that is killed leaves at most payload objects that no document names; a later round
     deletes them.
-
-    Args:
-        chain: The chain.
-        pruner: Pruner of the chain; ``None`` to delete nothing.
-        base: Local folder of the base checkpoint, if the chain starts from one.
-        anchor_every: Number of versions between two anchors; by default as their bytes say.
     """
 
     def __init__(
@@ -190,14 +179,7 @@ class Maintainer:
         self._model_nbytes = sum(spec.nbytes for spec in chain.table.specs())
 
     def round(self, done: Callable[[EdgeSummary], None] = lambda _: None) -> Maintained | None:
-        """Add missing skips and an anchor if one is due; prune.
-
-        Args:
-            done: Called with each edge that was added.
-
-        Returns:
-            What was done; ``None`` if the chain has no version.
-        """
+        """Add missing skips and an anchor if one is due; prune."""
         check_write_access(self.chain)
         head = self.chain.head()
         if head is None:
@@ -223,7 +205,9 @@ class Maintainer:
     def _prune(self, failed: list[str]) -> PrunePlan | None:
         try:
             return self.pruner.run() if self.pruner else None
-        except BrokenChainError as error:  # nothing is deleted before newcomers have a way again
+        except (
+            errors.BrokenChainError
+        ) as error:  # nothing is deleted before newcomers have a way again
             failed.append(f"nothing was pruned: {error.args[0]}")
             return None
 
@@ -266,7 +250,7 @@ class Maintainer:
                 except FAILURES as error:
                     failed.append(f"skip from {hop.base} to {hop.version}: {error}")
                     continue
-                except ChainError:
+                except errors.ChainError:
                     if is_pruned(self.chain, hop.base, hop.version):
                         continue  # by another maintainer, meanwhile
                     raise
@@ -291,7 +275,7 @@ class Maintainer:
         except FAILURES as error:
             failed.append(f"anchor of {target.version}: {error}")
             return
-        except ChainError:
+        except errors.ChainError:
             if is_pruned(self.chain, None, target.version):
                 return  # by another maintainer, meanwhile
             raise
@@ -318,12 +302,7 @@ EVERY_S: Final = 30.0
 
 
 class MaintainerThread:
-    """Runs rounds of maintenance until it is closed; a failed round is logged and tried again.
-
-    Args:
-        make: Function that opens the chain, called in the thread.
-        every_s: Seconds between two rounds.
-    """
+    """Runs rounds of maintenance until it is closed; a failed round is logged and tried again."""
 
     def __init__(self, make: Callable[[], Maintainer], *, every_s: float = EVERY_S) -> None:
         self._make, self._every_s = make, every_s
@@ -342,7 +321,7 @@ class MaintainerThread:
             try:
                 maintainer = maintainer or self._make()
                 done = maintainer.round()
-            except DeltaChainError as error:
+            except errors.DeltaChainError as error:
                 if str(error) != said:
                     said = str(error)
                     logger.warning("maintenance failed, the next round tries again: %s", error)

@@ -2,37 +2,174 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, cast
 
+from msgspec.structs import replace
+
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.ancestry import SPANS
 from deltachain.chain.chain import Chain, Committed, check_write_access, plan_present
 from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
-from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ObjectNotFoundError
-from deltachain.format.documents import EdgeSummary, PruneRecord
+from deltachain.format.documents import EdgeSummary, PrunedKind, PrunedRange, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
-from deltachain.maintain.keep import (
-    KeepRule,
-    ended_in,
-    ends_a_grace,
-    newest_edges,
-    prunable,
-    ranges,
-    times_of,
-)
+from deltachain.kinds import check_kinds, names_checked
 from deltachain.maintain.survey import Survey, by_version, with_objects
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool
 from deltachain.types import Version
+
+
+def span_of(edge: EdgeSummary) -> int:
+    return 0 if edge.base is None else edge.version - edge.base
+
+
+def prunable(edges: Iterable[EdgeSummary], stay: Collection[EdgeSummary]) -> set[EdgeSummary]:
+    """Return the edges that need not stay.
+
+    A base checkpoint is never pruned, nor an edge that a range cannot tell from one that stays: a
+    version may have two anchors.
+    """
+    places = {(edge.kind, span_of(edge), edge.version) for edge in stay}
+    return {
+        edge
+        for edge in edges
+        if edge.kind != "base" and (edge.kind, span_of(edge), edge.version) not in places
+    }
+
+
+def times_of(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> dict[EdgeSummary, float]:
+    if record is None:
+        return {}
+    found = ((edge, record.range_of(edge.kind, edge.base, edge.version)) for edge in edges)
+    return {edge: row.after for edge, row in found if row is not None}
+
+
+def ended_in(record: PruneRecord | None, edges: Iterable[EdgeSummary]) -> set[EdgeSummary]:
+    """Return the edges whose grace a record ended: no later record takes them back."""
+    times = times_of(record, edges)
+    return {edge for edge, after in times.items() if record is not None and after <= record.time}
+
+
+def ends_a_grace(record: PruneRecord, now: float) -> bool:
+    return any(record.time < row.after <= now for row in record.pruned)
+
+
+def ranges(
+    edges: Iterable[EdgeSummary], after: Mapping[EdgeSummary, float], now: float
+) -> tuple[PrunedRange, ...]:
+    """Return pruned edges as ranges that contain no other edge."""
+    lines: dict[tuple[str, int], list[tuple[Version, PrunedRange | None]]] = defaultdict(list)
+    for edge in edges:
+        if edge.kind != "base":
+            own = _range(edge, after[edge]) if edge in after else None
+            lines[edge.kind, span_of(edge)].append((edge.version, own))
+    found: list[PrunedRange] = []
+    for _, line in sorted(lines.items()):
+        previous: PrunedRange | None = None
+        for _, one in sorted(line, key=lambda place: place[0]):
+            if one is not None and previous is not None and _alike(previous, one, now):
+                found.pop()
+                last, late = max(previous.last, one.last), max(previous.after, one.after)
+                one = replace(previous, last=last, after=late)  # noqa: PLW2901 - both in one
+            if one is not None:
+                found.append(one)
+            previous = one
+    return tuple(found)
+
+
+def _alike(one: PrunedRange, other: PrunedRange, now: float) -> bool:
+    return one.after == other.after or max(one.after, other.after) <= now
+
+
+def _range(edge: EdgeSummary, after: float) -> PrunedRange:
+    kind, version = cast("PrunedKind", edge.kind), edge.version
+    return PrunedRange(kind=kind, span=span_of(edge), first=version, last=version, after=after)
+
+
+KEEP_LAST: Final = 1024
+"""Newest versions that are kept by default."""
+
+ANCHORS_KEPT: Final = 2
+"""Newest anchors that are kept in any case, so that newcomers have a second way."""
+
+
+@names_checked()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepRule:
+    """Rule of what pruning keeps. A version is kept if any part of the rule names it.
+
+    Attributes:
+        last: Number of newest versions; every edge among them is kept, for followers. Versions that
+            the head's manifest lists are kept in any case.
+        within_s: Seconds before the head's commit, by the publisher's clock; as for ``last``.
+        every: Keep each version that this number divides; ``None`` for none.
+        tags: Whether to keep every tagged version.
+    """
+
+    last: int = KEEP_LAST
+    within_s: float | None = None
+    every: int | None = None
+    tags: bool = True
+
+    def __post_init__(self) -> None:
+        check_kinds(self)
+        if self.last < 1:
+            raise errors.ConfigError(f"last={self.last}: at least the newest version must be kept")
+        if self.every is not None and self.every < 1:
+            raise errors.ConfigError(f"every={self.every}: expected a positive number of versions")
+        if self.within_s is not None and self.within_s < 0:
+            raise errors.ConfigError(
+                f"within_s={self.within_s}: expected a positive number of seconds"
+            )
+
+    def kept(self, first: Version, tagged: Iterable[Version]) -> frozenset[Version]:
+        multiples = range(0, first + 1, self.every) if self.every else range(0)
+        old = (version for version in tagged if self.tags and version <= first)
+        return frozenset({first, *multiples, *old})
+
+
+def newest_edges(
+    edges: Collection[EdgeSummary], there: Collection[EdgeSummary], *, first: Version
+) -> set[EdgeSummary]:
+    """Return the edges of the newest versions, from an anchor before them on, and newest anchors.
+
+    That is the newest anchor from which every one of them can be reached that can be reached at
+    all; where payloads were lost, a skip from before it may lead around them.
+    """
+    anchors = sorted((edge.version for edge in edges if edge.base is None), reverse=True)
+    newest = {
+        edge for edge in edges if edge.base is None and edge.version in anchors[:ANCHORS_KEPT]
+    }
+    wanted = {version for version in _reached(there) if version >= first}
+    for begin in anchors:
+        if begin <= first and wanted <= _reached(e for e in there if _begins(e) >= begin):
+            return newest | {edge for edge in edges if _begins(edge) >= begin}
+    return set(edges)
+
+
+def _reached(edges: Iterable[EdgeSummary]) -> set[Version]:
+    """Return the versions that edges, by version, lead to from nothing."""
+    found: set[Version] = set()
+    for edge in edges:
+        if edge.base is None or edge.base in found:
+            found.add(edge.version)
+    return found
+
+
+def _begins(edge: EdgeSummary) -> Version:
+    return edge.version if edge.base is None else edge.base
 
 
 def ways_to(
@@ -46,9 +183,6 @@ def ways_to(
 
     A reader knows the anchors that the manifest of a version and the next one list. These stay as
     well, so that it finds its way also when others are gone.
-
-    Raises:
-        BrokenChainError: No plan whose objects are there leads to the head.
     """
     stay = {*_plan(chain, head, edges, ended).edges, *_listed(chain, head, edges)}
     lost = []
@@ -59,7 +193,7 @@ def ways_to(
                 stay.update(_plan(chain, committed, edges, ended).edges)
                 stay.update(_listed(chain, committed, edges))
                 continue
-        except BrokenChainError:
+        except errors.BrokenChainError:
             pass
         lost.append(version)
     if lost:
@@ -86,7 +220,7 @@ def _plan(
     hinted = [edge for edge in edges if edge.base is None and edge not in listed]
     avoided = [*hinted, *ended]
     for avoid, pruned in ((avoided, False), (avoided, True), (ended, False), (ended, True)):
-        with suppress(BrokenChainError):
+        with suppress(errors.BrokenChainError):
             return plan_present(chain, None, target, avoid=avoid, pruned=pruned)
     return plan_present(chain, None, target, pruned=True)
 
@@ -173,15 +307,9 @@ class PrunePlan:
     """What one round of pruning does.
 
     Attributes:
-        head: The newest version.
-        before: The newest record.
         time: Time of the store, in seconds since 1970; not before the newest record.
-        retired: Edges that the next record adds.
         after: Earliest time of deletion of every pruned edge.
-        edges: All edges of the chain.
         due: Objects of pruned edges whose grace is over, and that no way needs.
-        waiting: Objects of pruned edges whose grace is not over.
-        orphans: Objects that no document names.
     """
 
     head: Version
@@ -230,12 +358,7 @@ class Pruner:
         self._known = -1
 
     def plan(self, *, dry: bool = False) -> PrunePlan | None:
-        """Decide what the next round does; ``None`` without versions. Deletes nothing.
-
-        Args:
-            dry: Whether to write nothing at all: the time is then this machine's, since a store
-                tells its time with a write.
-        """
+        """Decide what the next round does; ``None`` without versions. Deletes nothing."""
         chain = self._chain
         record = self._newest()
         head = chain.head()
@@ -323,14 +446,7 @@ class Pruner:
             )
 
     def run(self, deleted: Callable[[ObjectInfo], None] = lambda _: None) -> PrunePlan | None:
-        """Do one round: write a record if needed, and delete what is due.
-
-        Args:
-            deleted: Called after each deletion, from any thread.
-
-        Returns:
-            What was done; ``None`` if the chain has no version.
-        """
+        """Do one round: write a record if needed, and delete what is due."""
         check_write_access(self._chain)
         plan = None
         for attempt in range(TRIES):
@@ -340,7 +456,7 @@ class Pruner:
             try:
                 self.record(plan)
                 break
-            except AlreadyExistsError:
+            except errors.AlreadyExistsError:
                 if attempt == TRIES - 1:
                     raise
         if plan is not None and (plan.due or plan.orphans):
@@ -348,11 +464,7 @@ class Pruner:
         return plan
 
     def _delete(self, plan: PrunePlan, deleted: Callable[[ObjectInfo], None]) -> PrunePlan | None:
-        """Delete due objects and orphans, after another look at tags and records.
-
-        Returns:
-            The plan, with the objects that were deleted; ``None`` if the versions are gone.
-        """
+        """Delete due objects and orphans, after another look at tags and records."""
         again = self.plan()
         if again is None:
             return None
@@ -371,7 +483,7 @@ class Pruner:
             unnamed = tuple(info for info in plan.orphans if info.key in still)
             for _ in pool.map(delete, (*due, *unnamed)):
                 pass
-        return replace(plan, due=due, orphans=unnamed)
+        return dataclasses.replace(plan, due=due, orphans=unnamed)
 
     def _whole(
         self, edges: Collection[EdgeSummary], objects: Mapping[str, ObjectInfo]
@@ -419,8 +531,8 @@ class Pruner:
         self._known = record.number if record else self._known
         return record
 
-    def _another(self, record: PruneRecord) -> ChainError:
-        return ChainError(
+    def _another(self, record: PruneRecord) -> errors.ChainError:
+        return errors.ChainError(
             f"another maintainer ({record.maintainer[:8]}) wrote prune record {record.number}, and "
             f"{self._chain.store.url} cannot decide races",
             hint="run one maintainer for this URL, or use a store with conditional writes",
@@ -443,11 +555,11 @@ def store_time(chain: Chain, head: Committed) -> float:
     store = chain.store
     try:
         store.put(HEAD_KEY, store.get(HEAD_KEY))
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         chain.write_head(head.version, [])
     info = store.find(HEAD_KEY)
     if info is None or info.modified is None:
-        raise ChainError(
+        raise errors.ChainError(
             f"{store.url} does not tell when an object was written: nothing can be pruned",
             hint="use a store that tells times",
         )

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from deltachain.chain.chain import Chain, Committed, plan_present
+from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import read_summary
-from deltachain.chain.plan import Plan
-from deltachain.errors import BrokenChainError, FormatError, ObjectNotFoundError
+from deltachain.errors import FormatError, ObjectNotFoundError
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import EDGE_PREFIX, PAYLOADS, version_of
 from deltachain.store import ObjectInfo
@@ -149,45 +148,3 @@ def with_objects(
     """Return the edges with as many objects as they have parts, or more, where these would be."""
     there = by_version(objects)
     return tuple(edge for edge in edges if len(there.get(_place(edge), ())) >= edge.parts)
-
-
-AGES: Final = (1, 10, 100, 1000, 10_000)
-"""Versions behind the head of the followers that are looked at."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindTotal:
-    kind: str
-    objects: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderPlan:
-    """What a reader fetches to reach the head."""
-
-    age: Version | None
-    plan: Plan | None
-
-
-def totals(infos: Iterable[ObjectInfo]) -> tuple[KindTotal, ...]:
-    sums: dict[str, tuple[int, int]] = {}
-    for info in infos:
-        kind = info.key.partition("/")[0]
-        objects, nbytes = sums.get(kind, (0, 0))
-        sums[kind] = objects + 1, nbytes + info.nbytes
-    found = (KindTotal(kind=k, objects=n, nbytes=size) for k, (n, size) in sums.items())
-    return tuple(sorted(found, key=lambda total: -total.nbytes))
-
-
-def reader_plans(chain: Chain, head: Committed) -> tuple[ReaderPlan, ...]:
-    """Return what a newcomer and followers of several ages fetch."""
-    ages = (None, *(age for age in AGES if age <= head.version))
-    return tuple(ReaderPlan(age=age, plan=_plan(chain, head, age)) for age in ages)
-
-
-def _plan(chain: Chain, head: Committed, age: Version | None) -> Plan | None:
-    try:
-        return plan_present(chain, None if age is None else head.version - age, head)
-    except BrokenChainError:
-        return None

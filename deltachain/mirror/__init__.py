@@ -1,6 +1,5 @@
 """Mirrors: a chain copied into another store, version by version, proven and resumable."""
 
-from deltachain.mirror.follow import follow
-from deltachain.mirror.mirror import Mirror, MirrorReceipt, promote
+from deltachain.mirror.mirror import Mirror, MirrorReceipt, follow, promote
 
 __all__ = ["Mirror", "MirrorReceipt", "follow", "promote"]

@@ -9,15 +9,8 @@ from dataclasses import dataclass, replace
 from threading import Event
 from typing import Final
 
+from deltachain import errors
 from deltachain.chain.checks import check_digest, once_more
-from deltachain.errors import (
-    AlreadyExistsError,
-    DeltaChainError,
-    ForkedChainError,
-    FormatError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
 from deltachain.format.documents import Edge
 from deltachain.format.keys import EDGE_PREFIX
 from deltachain.store import Buffer, Store
@@ -39,10 +32,8 @@ class ObjectCopy:
     """One object to copy.
 
     Attributes:
-        key: Key in both stores.
         nbytes: Its length in bytes.
         digest: blake3 that its content must have; empty for a document.
-        pin: The source's name of this content; empty if it has none.
         content: Its bytes, if it is a document, which was read and proven already.
         version: The version that names it; ``None`` for the identity of the chain.
         edge: The edge that it is a part of; ``None`` for others.
@@ -90,7 +81,7 @@ class CopyPipeline:
 
     def run(self, copies: Iterable[ObjectCopy], stop: Event) -> Iterator[CopyOutcome]:
         """Copy objects; yield each once it is in the mirror."""
-        failures: list[DeltaChainError] = []
+        failures: list[errors.DeltaChainError] = []
         with (
             Pool(THREADS, "deltachain-read") as readers,
             Pool(THREADS, "deltachain-write") as writers,
@@ -136,19 +127,19 @@ class CopyPipeline:
     def _read(self, copy: ObjectCopy) -> Buffer | CopyOutcome:
         """Read and prove an object; return the outcome if there is nothing to write."""
         if self._abandoned.is_set():
-            raise StoreUnavailableError("the copy was abandoned", key=copy.key)
+            raise errors.StoreUnavailableError("the copy was abandoned", key=copy.key)
         if copy.content is not None:
             return copy.content
         if self._may_be_there(copy):
             try:
                 _proven(self._destination, replace(copy, pin=""))
-            except (ObjectNotFoundError, FormatError):
+            except (errors.ObjectNotFoundError, errors.FormatError):
                 pass
             else:
                 return CopyOutcome(copy, 0)
         try:
             return once_more(lambda: _proven(self._source, copy))
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return CopyOutcome(copy, 0, is_lost=True)
 
     def _put(self, copy: ObjectCopy, found: Buffer | CopyOutcome) -> CopyOutcome:
@@ -160,14 +151,14 @@ class CopyPipeline:
             return done
         try:
             there.put_if_absent(copy.key, bytes(found))
-        except AlreadyExistsError:
+        except errors.AlreadyExistsError:
             kept = there.get(copy.key)
             if not kept:  # left by a writer that was killed
                 there.put(copy.key, found)
                 return done
             is_other = kept != found
             if is_other and not copy.key.startswith(EDGE_PREFIX):
-                raise ForkedChainError(
+                raise errors.ForkedChainError(
                     f"{there.url} has another {copy.key} than {self._source.url}",
                     version=copy.version,
                     hint="if a publisher continued here, this is not a mirror any more; if the "
@@ -179,12 +170,12 @@ class CopyPipeline:
 
 
 def _until_failure(
-    copies: Iterable[ObjectCopy], failures: list[DeltaChainError]
+    copies: Iterable[ObjectCopy], failures: list[errors.DeltaChainError]
 ) -> Iterator[ObjectCopy]:
     """Yield copies up to an error, which is noted: what was proven before it is still copied."""
     try:
         yield from copies
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         failures.append(exc)
 
 

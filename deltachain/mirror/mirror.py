@@ -4,40 +4,37 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
-from heapq import merge
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Final, Literal
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
-from deltachain.chain.checks import read_document
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
 from deltachain.chain.lookup import MAX_HINT, NONE
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    AlreadyExistsError,
-    BrokenChainError,
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    FormatError,
-    ObjectNotFoundError,
-    StoreWentBackError,
-    no_version,
-)
+from deltachain.figures import Figure, figures, info
 from deltachain.format import keys
-from deltachain.format.documents import EdgeRecord, Head, Manifest, PruneRecord, dump, parse, unseal
+from deltachain.format.documents import (
+    Head,
+    Manifest,
+    PrunedRange,
+    PruneRecord,
+    dump,
+    parse,
+    unseal,
+)
 from deltachain.format.keys import object_digest
 from deltachain.mirror.copies import CopyOutcome, CopyPipeline, ObjectCopy
-from deltachain.mirror.source import SourceDocuments, newest_prune, remember
+from deltachain.mirror.source import SourceDocuments, newest_prune
 from deltachain.store import ObjectInfo, Store
+from deltachain.subscribe.rounds import Round, repeat
 from deltachain.threads import Pool
 from deltachain.types import Version
 
@@ -79,38 +76,6 @@ class MirrorReceipt:
     @property
     def lag_versions(self) -> int:
         return self.head - self.version
-
-
-@dataclass(slots=True)
-class _Listed:
-    """What both stores have, as their listings told.
-
-    Attributes:
-        head: The newest version of the source then.
-        missing: Objects that the mirror lacks, by key; manifests are not among them.
-        extra: Keys of payloads that only the mirror has.
-        tags: Keys of tag records of the mirror.
-        prune: Number of the newest prune record of both.
-    """
-
-    head: Version = -1
-    missing: dict[str, ObjectInfo] = field(default_factory=dict)
-    extra: set[str] = field(default_factory=set)
-    tags: set[str] = field(default_factory=set)
-    prune: int = NONE
-
-    def add(self, here: ObjectInfo | None, there: ObjectInfo | None, first: Version) -> None:
-        """Add an object of the source, of the mirror, or of both."""
-        if there and there.key.startswith(keys.TAG_PREFIX) and there.nbytes:
-            self.tags.add(there.key)
-        if here is None:
-            if there and there.key.startswith(keys.PAYLOADS):
-                self.extra.add(there.key)
-        elif there is not None and there.nbytes == here.nbytes:
-            number = keys.prune_of(here.key)
-            self.prune = self.prune if number is None else number  # keys ascend
-        elif not here.key.startswith(keys.PAYLOADS) or (keys.version_of(here.key) or 0) >= first:
-            self.missing[here.key] = here
 
 
 class Mirror:
@@ -156,12 +121,12 @@ class Mirror:
         self._start, self._writer, self._planned = start, writer, planned
         self._trust = trust or Trust.of_reader()
         self._opened: tuple[Chain, MirrorRecord, SourceDocuments] | None = None
-        self._listed, self._gaps = _Listed(), set[Version]()
-        self._sent = set[str]()
-        self._there: dict[str, None] = {}
-        self._signed: dict[str, bytes] = {}
+        self._listed_head: Version = -1
+        self._missing: dict[str, ObjectInfo] = {}  # in the mirror, without manifests
+        self._extra, self._records, self._prune = set[str](), set[str](), NONE
+        self._gaps, self._sent = set[Version](), set[str]()
+        self._put: dict[str, bytes] = {}
         self._pruned: PruneRecord | None = None
-        self._hinted = self._beaten = b""
         self._stay = 0
         self._is_whole = self._is_joinable = self._has_manifests = False
 
@@ -187,13 +152,7 @@ class Mirror:
             StoreError: A store failed.
         """
         stop = stop or Event()
-        is_open = self._opened is not None
-        chain, record, documents = self._opened = self._opened or self._open()
-        if is_open and read_mirror(self.destination) != record:
-            raise ConfigError(
-                f"{self.destination.url} is not this mirror any more: {keys.MIRROR_KEY} changed",
-                hint="it was promoted: a publisher may be at work there",
-            )
+        chain, record, documents = self._opened = self._open()
         self.rounds += 1
         is_survey = not self._is_whole or not self.rounds % SURVEY
         looks_back = is_survey or self.version < 0 or not self.rounds % LOOK_BACK
@@ -212,21 +171,29 @@ class Mirror:
         if stop.is_set():
             return
         self._is_whole = True
-        self._put_hint(data, hint)
-        self._put_heartbeat(heartbeat)
-        self._check_newcomers()
-        if is_survey:
-            self._delete_pruned()
+        hinted = (hint.version, data) if hint else None
+        for key, found in ((keys.HEAD_KEY, hinted), (keys.HEARTBEAT_KEY, heartbeat)):
+            if found is not None and found[0] <= self.version:
+                self._put_anew(key, found[1])
+        self._tidy(is_survey=is_survey)
         if newest is not None:
             check_age(chain, newest)
 
     def _open(self) -> tuple[Chain, MirrorRecord, SourceDocuments]:
+        """Open both sides; or, if they are open, check that the mirror is still one."""
+        if self._opened is not None:
+            if read_mirror(self.destination) == self._opened[1]:
+                return self._opened
+            raise errors.ConfigError(
+                f"{self.destination.url} is not this mirror any more: {keys.MIRROR_KEY} changed",
+                hint="it was promoted: a publisher may be at work there",
+            )
         chain, there, start = Chain.open(self.source, self._trust), self.destination, self._start
         check_placement(self.source, there)
         record = read_mirror(there)
         if record is None:
             if there.find(keys.CHAIN_KEY) is not None or has_versions(there):
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{there.url} has a chain, and is no mirror",
                     hint="give the mirror a URL of its own",
                 )
@@ -238,29 +205,29 @@ class Mirror:
             )
             try:
                 there.put_if_absent(keys.MIRROR_KEY, dump(record))
-            except AlreadyExistsError:
+            except errors.AlreadyExistsError:
                 record = read_mirror(there) or record
         elif start not in (None, "head") and _oldest_copied(chain, start) != record.first:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{there.url} holds payloads from version {record.first} on, which is not the "
                 f"start for version {start}",
                 hint="leave out --from, or mirror to another URL",
             )
         if record.chain != chain.identity.chain:
-            raise ChainMismatchError(
+            raise errors.ChainMismatchError(
                 f"{there.url} mirrors chain {record.chain}, {self.source.url} has "
                 f"{chain.identity.chain}",
                 hint="give every mirror a URL of its own",
             )
         self.chain = record.chain
-        known, has = self._read_manifest, self._has_record
+        known, has = self._read_manifest, lambda key: key in self._sent or key in self._records
         return chain, record, SourceDocuments(chain, record.first, known=known, has=has)
 
     def _list_manifests(self) -> None:
         gaps, end = set[Version](), 0
-        for info in self.destination.list(keys.MANIFEST_PREFIX):
-            version = keys.version_of(info.key)
-            if version is not None and info.nbytes:
+        for manifest in self.destination.list(keys.MANIFEST_PREFIX):
+            version = keys.version_of(manifest.key)
+            if version is not None and manifest.nbytes:
                 gaps.update(range(end, version))
                 end = version + 1
         self.version, self._gaps, self._has_manifests = end - 1, gaps, True
@@ -274,13 +241,22 @@ class Mirror:
         newest = keys.manifest_key(self.version)
         if not self._has_manifests or (self.version >= 0 and not self._is_there(newest)):
             self._list_manifests()
-        listed = _Listed(head=self.head)
-        for prefix in (*keys.PAYLOADS, keys.EDGE_PREFIX, keys.PRUNE_PREFIX, keys.TAG_PREFIX):
-            for here, there in _compared(self.source.list(prefix), self.destination.list(prefix)):
-                listed.add(here, there, first)
+        prefixes = (*keys.PAYLOADS, keys.EDGE_PREFIX, keys.PRUNE_PREFIX, keys.TAG_PREFIX)
+        source = {info.key: info for prefix in prefixes for info in self.source.list(prefix)}
+        there = {i.key: i.nbytes for prefix in prefixes for i in self.destination.list(prefix)}
+        self._missing = {
+            key: info
+            for key, info in source.items()
+            if there.get(key) != info.nbytes
+            and not (key.startswith(keys.PAYLOADS) and (keys.version_of(key) or 0) < first)
+        }
+        self._records = {key for key in there if not key.startswith(keys.PAYLOADS) and there[key]}
+        self._extra = {key for key in there if key.startswith(keys.PAYLOADS)} - source.keys()
+        same = (keys.prune_of(key) for key in source.keys() & there.keys() - self._missing.keys())
+        self._prune = max((number for number in same if number is not None), default=NONE)
+        self._listed_head = self.head
         if not self._is_whole:
-            self._planned(sum(info.nbytes for info in listed.missing.values()))
-        self._listed = listed
+            self._planned(sum(info.nbytes for info in self._missing.values()))
 
     def _identity(self, documents: SourceDocuments) -> Iterator[ObjectCopy]:
         copies = list(documents.identity())
@@ -291,11 +267,11 @@ class Mirror:
 
     def _prunes(self, documents: SourceDocuments, *, is_survey: bool) -> Iterator[ObjectCopy]:
         """Yield prune records that the mirror lacks, and its newest one, to compare it."""
-        listed, wanted = self._listed, set[int]()
+        wanted = set[int]()
         if is_survey:
-            numbers = map(keys.prune_of, listed.missing)
-            wanted = {number for number in numbers if number is not None} | {listed.prune} - {NONE}
-        yield from documents.prunes(max(listed.prune, *wanted, NONE), wanted)
+            numbers = map(keys.prune_of, self._missing)
+            wanted = {number for number in numbers if number is not None} | {self._prune} - {NONE}
+        yield from documents.prunes(max(self._prune, *wanted, NONE), wanted)
 
     def _copies(
         self,
@@ -317,8 +293,10 @@ class Mirror:
             yield from self._prunes(documents, is_survey=is_survey)
         records = dict[str, ObjectInfo]()
         if is_survey:
-            missing, torn = self._listed.missing, self._torn()
-            records = {key: i for key, i in missing.items() if key.startswith(keys.EDGE_PREFIX)}
+            records = {k: i for k, i in self._missing.items() if k.startswith(keys.EDGE_PREFIX)}
+            lost = (key for key in self._missing if key.startswith(keys.PAYLOADS))
+            torn = {keys.version_of(key) or 0 for key in lost}
+            torn = {version for version in torn if not self._lacks_manifest(version)}
             for version in torn:  # which may lack parts of any edge
                 infos = self.source.list(f"{keys.EDGE_PREFIX}{version:020d}/")
                 records |= {info.key: info for info in infos}
@@ -328,27 +306,22 @@ class Mirror:
         records |= self._hinted_records(hint)
         yield from documents.records(records.values())
         if is_due:
-            yield from documents.tags(self._listed.tags, compare=is_survey)
-
-    def _torn(self) -> set[Version]:
-        """Return the versions of the mirror that have a manifest, and lack a payload."""
-        lost = (key for key in self._listed.missing if key.startswith(keys.PAYLOADS))
-        versions = {keys.version_of(key) or 0 for key in lost}
-        return {version for version in versions if not self._lacks_manifest(version)}
+            tags = (key for key in self._records if key.startswith(keys.TAG_PREFIX))
+            yield from documents.tags(tags, compare=is_survey)
 
     def _hinted_records(self, hint: Head | None) -> dict[str, ObjectInfo]:
         """Return the edge records that a head hint names and the mirror lacks."""
         edges = hint.anchors if hint else ()
         named = (e.record for e in edges if e.record == keys.edge_key(e.version, e.kind, e.base))
-        lacking = (key for key in named if not self._has_record(key))
+        lacking = (key for key in named if key not in self._records)
         return {key: info for key in lacking if (info := self.source.find(key))}
 
     def _lacks(self, copy: ObjectCopy) -> bool:
         """Return whether the mirror lacks an object, or may lack it."""
-        listed, version = self._listed, copy.version
+        version = copy.version
         if copy.key in self._sent:
             return False
-        if version is None or copy.key in listed.missing or version > listed.head:
+        if version is None or copy.key in self._missing or version > self._listed_head:
             return True
         if copy.is_document:
             return self._lacks_manifest(version) or copy.key != keys.manifest_key(version)
@@ -356,9 +329,10 @@ class Mirror:
 
     def _may_be_there(self, copy: ObjectCopy) -> bool:
         """Return whether the mirror has an object of this size, which nothing may have proven."""
-        listed, version = self._listed, copy.version
-        is_listed = version is not None and version <= listed.head
-        return is_listed and copy.key not in listed.missing
+        version = copy.version
+        return (
+            version is not None and version <= self._listed_head and copy.key not in self._missing
+        )
 
     def _lacks_manifest(self, version: Version) -> bool:
         return version > self.version or version in self._gaps
@@ -374,22 +348,13 @@ class Mirror:
         info = self.destination.find(key)
         return info is not None and info.nbytes > 0
 
-    def _has_record(self, key: str) -> bool:
-        """Return whether an edge record is in the mirror, or on its way there."""
-        if key in self._sent or key in self._there:
-            return True
-        if not self._is_there(key):
-            return False
-        remember(self._there, key, None)
-        return True
-
     def _read_manifest(self, version: Version) -> Committed | None:
         if self._lacks_manifest(version):
             return None
         key = keys.manifest_key(version)
         try:
             data = self.destination.get(key)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             self._has_manifests = self._is_whole = False
             raise
         return Committed(unseal(data, Manifest, key=key), object_digest(data))
@@ -400,14 +365,14 @@ class Mirror:
         if version < 0:
             return
         if head < version:
-            raise StoreWentBackError(
+            raise errors.StoreWentBackError(
                 f"the source went back: its mirror {self.destination.url} has version "
                 f"{version}, the newest of {self.source.url} is {head}",
                 version=version,
             )
         known, key = self._read_manifest(version), keys.manifest_key(version)
         if known and object_digest(self.source.get(key)) != known.digest:
-            raise ForkedChainError(
+            raise errors.ForkedChainError(
                 f"version {version} of {self.source.url} differs from that of its mirror "
                 f"{self.destination.url}",
                 version=version,
@@ -448,7 +413,7 @@ class Mirror:
     def _lacking(self, copies: Iterable[ObjectCopy]) -> Iterator[ObjectCopy]:
         for copy in filter(self._lacks, copies):
             self._sent.add(copy.key)
-            if self._is_whole or copy.key not in self._listed.missing:
+            if self._is_whole or copy.key not in self._missing:
                 self._planned(copy.nbytes)
             yield copy
 
@@ -456,14 +421,14 @@ class Mirror:
         """Note what became of a copy; name the first payloads that the source has no more."""
         copy = outcome.copy
         if outcome.is_other and self._opened:
-            which = self._listed.missing.get(copy.key, copy.key)
+            which = self._missing.get(copy.key, copy.key)
             why = f"{copy.key} of {self.source.url} is another record than that of the mirror"
             self._opened[2].leave_out(which, why)
         if not outcome.is_lost:
-            self._listed.missing.pop(copy.key, None)
-            if copy.key.startswith(keys.TAG_PREFIX):
-                self._listed.tags.add(copy.key)
-            self._listed.prune = max(self._listed.prune, keys.prune_of(copy.key) or NONE)
+            self._missing.pop(copy.key, None)
+            if copy.is_document:
+                self._records.add(copy.key)
+                self._prune = max(self._prune, keys.prune_of(copy.key) or NONE)
             return
         if not self._is_gone(copy) and self._opened:  # by a record that came meanwhile
             self._pruned = newest_prune(self._opened[0])
@@ -479,38 +444,36 @@ class Mirror:
         try:
             data = self.source.get(keys.HEAD_KEY, limit=MAX_HINT)
             return data, parse(data, Head, key=keys.HEAD_KEY)
-        except (ObjectNotFoundError, FormatError):
+        except (errors.ObjectNotFoundError, errors.FormatError):
             return b"", None
 
-    def _put_hint(self, data: bytes, hint: Head | None) -> None:
-        """Put the head hint, unless it names a version that the mirror does not have."""
-        if hint is not None and hint.version <= self.version and data != self._hinted:
-            self.destination.put(keys.HEAD_KEY, data)
-            self._hinted = data
-
-    def _put_heartbeat(self, found: tuple[Version, bytes] | None) -> None:
-        if found and found[0] <= self.version and found[1] != self._beaten:
-            self.destination.put(keys.HEARTBEAT_KEY, found[1])
-            self._beaten = found[1]
+    def _put_anew(self, key: str, data: bytes) -> None:
+        """Put a document that is replaced in place, unless this process has put these bytes."""
+        if self._put.get(key) != data:
+            self.destination.put(key, data)
+            self._put[key] = data
 
     def _put_signatures(self, documents: SourceDocuments) -> None:
         """Put signatures into the mirror; like a publisher's, they come before ``chain.json``."""
         for key, data in documents.signatures():
-            if self._signed.get(key) != data:
-                if self.destination.find(key) is None or self.destination.get(key) != data:
-                    self.destination.put(key, data)
-                self._signed[key] = data
+            if self._put.get(key) is None and self.destination.find(key) is not None:
+                self._put[key] = self.destination.get(key)
+            self._put_anew(key, data)
+
+    def _tidy(self, *, is_survey: bool) -> None:
+        if not self._is_joinable and self.version >= 0:
+            self._check_newcomers()
+        if is_survey:
+            self._delete_pruned()
 
     def _check_newcomers(self) -> None:
-        if self._is_joinable or self.version < 0:
-            return
         chain = Chain.open(self.destination, self._trust)
         try:
             plan_present(chain, None, chain.read(self.version))
-        except BrokenChainError as exc:
+        except errors.BrokenChainError as exc:
             first = min(self.left_out, default="")
             gone = f": {len(self.left_out)} payloads are gone from the source, {first} first"
-            raise BrokenChainError(
+            raise errors.BrokenChainError(
                 f"no newcomer can join the mirror {chain.store.url} at version "
                 f"{self.version}{gone if first else ''}",
                 version=self.version,
@@ -520,16 +483,17 @@ class Mirror:
 
     def _delete_pruned(self) -> None:
         """Delete pruned payloads that the source deleted; say how many others it has no more."""
-        extra, there = self._listed.extra, self.destination
+        extra, there = self._extra, self.destination
         record = self._pruned
         if record is None or not extra or self.version < 0:
             return
         chain = Chain.open(there, self._trust)
-        due = _due(chain, record, extra)
+        rows = [row for row in record.pruned if row.after <= record.time]
+        due = {key for key in extra if any(_is_in(row, key) for row in rows)}
         due -= self.source.find_all(due).keys()
         try:
             plan_present(chain, None, chain.read(self.version), gone=due)
-        except BrokenChainError as exc:
+        except errors.BrokenChainError as exc:
             logger.warning("nothing pruned is deleted from %s: %s", there.url, exc)
             return
         with Pool(DELETES, "deltachain-delete") as pool:
@@ -551,7 +515,7 @@ def check_placement(source: Store, destination: Store) -> None:
     else:
         found = outer if inner.startswith(f"{outer}/") else ""
     if found:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{inner} is inside {found}, where a chain is stored",
             hint="only its publisher may write there: name a folder or a prefix beside the chain",
         )
@@ -569,19 +533,19 @@ def promote(store: Store) -> Version:
     """
     record = read_mirror(store)
     if record is None:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{store.url} is no mirror: it has no {keys.MIRROR_KEY}",
             hint="publishers may go on there already, or the URL is another one",
         )
     chain = Chain.open(store)
     if chain.identity.chain != record.chain:
-        raise ChainMismatchError(
+        raise errors.ChainMismatchError(
             f"{store.url} mirrors chain {record.chain}, but has {chain.identity.chain}",
             hint="run `deltachain verify` there: something else has written to it",
         )
     head = chain.head()
     if head is None:
-        raise no_version(store.url, "mirror the chain first")
+        raise errors.no_version(store.url, "mirror the chain first")
     plan_present(chain, None, head)
     store.delete(keys.MIRROR_KEY)
     return head.version
@@ -596,39 +560,109 @@ def _oldest_copied(chain: Chain, start: Version | Literal["head"] | None) -> Ver
     return plan_present(chain, None, committed).edges[0].version if committed else 0
 
 
-def _compared(
-    source: Iterable[ObjectInfo], there: Iterable[ObjectInfo]
-) -> Iterator[tuple[ObjectInfo | None, ObjectInfo | None]]:
-    """Join two listings, ascending by key, as they go by."""
-    both = merge(((info.key, 0, info) for info in source), ((info.key, 1, info) for info in there))
-    for _, rows in groupby(both, key=lambda row: row[0]):
-        sides = {side: info for _, side, info in rows}
-        yield sides.get(0), sides.get(1)
+def _is_in(row: PrunedRange, key: str) -> bool:
+    """Return whether a payload is of an edge of a range, or of another skip to that version."""
+    version = keys.version_of(key) or 0
+    is_of_kind = key.startswith(f"{row.kind}s/")
+    return is_of_kind and max(row.first, row.span) <= version <= row.last
 
 
-def _due(chain: Chain, record: PruneRecord, extra: Iterable[str]) -> set[str]:
-    """Return the payloads of a mirror that are pruned, and whose grace is over for good."""
-    due, parts = set[str](), dict[str, Collection[str]]()
-    rows = [row for row in record.pruned if row.after <= record.time]
-    for key in extra:
-        version = keys.version_of(key) or 0
-        for row in rows:
-            is_in_row = max(row.first, row.span) <= version <= row.last
-            if not is_in_row or not key.startswith(f"{row.kind}s/"):
-                continue
-            place = keys.edge_key(version, row.kind, version - row.span)
-            if row.span > 1 and place not in parts:  # one of several edges to this version
-                parts[place] = _parts(chain, place)
-            if row.span <= 1 or key in parts[place]:
-                due.add(key)
-    return due
+def follow(
+    mirror: Mirror,
+    *,
+    stop: Event,
+    poll_s: float,
+    looked: Callable[[errors.DeltaChainError | None], None] = lambda _: None,
+) -> Iterator[MirrorReceipt]:
+    """Copy versions as they are committed, until ``stop`` is set.
+
+    A store that is unavailable, and an object that is missing or damaged, are logged once and tried
+    again with back-off.
+
+    Args:
+        mirror: The mirror.
+        stop: Ends the loop.
+        poll_s: Seconds between two looks at the source.
+        looked: Called after each round with the error to be retried, or ``None``.
+
+    Raises:
+        ForkedChainError: Source and mirror have different histories.
+        ConfigError: The destination is no mirror, or not any more.
+        ChainMismatchError: The destination mirrors another chain.
+        UnsupportedFormatError: The chain needs a newer deltachain.
+    """
+
+    def round_(failures: int) -> Round[MirrorReceipt]:
+        if failures:
+            mirror.rounds += LOOK_BACK - 1 - mirror.rounds % LOOK_BACK  # this one looks back
+        yield from mirror.catch_up(stop)
+        looked(None)
+        return False
+
+    return repeat(round_, stop=stop, poll_s=poll_s, looked=looked, doing="mirroring")
 
 
-def _parts(chain: Chain, key: str) -> Collection[str]:
-    """Return the keys of the parts that an edge record of a mirror names, if it is readable."""
-    identity, trust = chain.identity, chain.trust
-    try:
-        found, _ = read_document(chain.store, key, EdgeRecord, chain=identity.chain, trust=trust)
-    except (ObjectNotFoundError, FormatError):
-        return ()
-    return {part.key for part in found.edge.parts}
+class MirrorTotals:
+    """Sums over all rounds of this process.
+
+    Attributes:
+        looked_at: Time at which the source last answered, in seconds since 1970; ``None`` before.
+        trouble: Error of the last round; ``None`` for none.
+    """
+
+    def __init__(self) -> None:
+        self._versions = self._objects = self._nbytes = self._failures = 0
+        self.looked_at: float | None = None
+        self.applied_at: float | None = None
+        self.trouble: errors.DeltaChainError | None = None
+        self._since = time.monotonic()
+
+    def silence_of(self, mirror: Mirror) -> float:
+        """Return the seconds since the source last answered a round, or since the start.
+
+        0 while objects are copied; of stores that tell, only while their requests are answered.
+        """
+        since: float | None = self._since
+        if mirror.is_copying:
+            both = (mirror.source.unanswered_since, mirror.destination.unanswered_since)
+            since = min((one for one in both if one is not None), default=None)
+        return 0.0 if since is None else time.monotonic() - since
+
+    def count(self, receipt: MirrorReceipt) -> None:
+        self._versions += 1
+        self._objects += receipt.objects
+        self._nbytes += receipt.nbytes
+        self.applied_at = time.time()
+        self.looked_at, self._since = self.applied_at, time.monotonic()
+
+    def looked(self, trouble: errors.DeltaChainError | None) -> None:
+        self.trouble = trouble
+        if trouble is not None:
+            self._failures += 1
+            return
+        self.looked_at, self._since = time.time(), time.monotonic()
+
+    def version_of(self, mirror: Mirror) -> Version | None:
+        return mirror.version if mirror.version >= 0 else None
+
+    def head_of(self, mirror: Mirror) -> Version | None:
+        return mirror.head if mirror.head >= 0 else self.version_of(mirror)
+
+    def figures(self, mirror: Mirror) -> Iterator[Figure]:
+        version, head = self.version_of(mirror), self.head_of(mirror)
+        yield info(engine="mirror", chain=mirror.chain)
+        yield from figures(
+            {
+                "version": version,
+                "head_version": head,
+                "lag_versions": None if head is None or version is None else head - version,
+                "left_out_payloads": len(mirror.left_out),
+                "last_look_timestamp_seconds": self.looked_at,
+                "last_apply_timestamp_seconds": self.applied_at,
+                "silence_seconds": self.silence_of(mirror),
+                "applies": self._versions,
+                "failures": self._failures,
+                "copied_objects": self._objects,
+                "copied_bytes": self._nbytes,
+            }
+        )

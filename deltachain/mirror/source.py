@@ -6,31 +6,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_record, read_document
 from deltachain.chain.heartbeat import MAX_HEARTBEAT
 from deltachain.chain.lookup import newest_number
 from deltachain.chain.trust import MAX_SIGNATURE
-from deltachain.errors import (
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    SignatureError,
-)
-from deltachain.format import keys
-from deltachain.format.documents import (
-    CHAIN_ID,
-    Document,
-    Edge,
-    EdgeRecord,
-    Heartbeat,
-    Identity,
-    IdentitySignature,
-    PruneRecord,
-    Tag,
-    parse,
-)
+from deltachain.format import documents, keys
 from deltachain.mirror.copies import ObjectCopy
 from deltachain.store import ObjectInfo
 from deltachain.store.base import MAX_DOCUMENT
@@ -40,25 +22,17 @@ READS: Final = 32
 """Manifests read at a time."""
 
 REMEMBERED: Final = 1024
-"""Manifests and edge records that are remembered."""
+"""Manifests that are remembered."""
 
 logger = logging.getLogger(__name__)
 
-_D = TypeVar("_D", bound=Document)
-_K = TypeVar("_K")
-_V = TypeVar("_V")
+_D = TypeVar("_D", bound=documents.Document)
 
 
 class SourceDocuments:
     """Documents of a source, each after all that it names.
 
     Records that readers with the trusted keys ignore are left out, each named once.
-
-    Args:
-        chain: The chain in the source.
-        first: The oldest version whose payloads are copied.
-        known: Reads a manifest that the mirror has; ``None`` for a version that it lacks.
-        has: Returns whether the mirror has an edge record.
     """
 
     def __init__(
@@ -72,22 +46,23 @@ class SourceDocuments:
         self._chain, self._store, self._id = chain, chain.store, chain.identity.chain
         self._first, self._known, self._has = first, known, has
         self._proven: dict[Version, Committed] = {}
-        self._gone: dict[str, None] = {}
+        self._gone = set[str]()
         self._left_out: set[ObjectInfo | str] = set()
 
     def identity(self) -> Iterator[ObjectCopy]:
-        documents, identity = self._chain.documents, self._chain.identity
-        yield _document(keys.TABLE_KEY, documents[keys.TABLE_KEY])
+        exact, identity = self._chain.documents, self._chain.identity
+        yield _document(keys.TABLE_KEY, exact[keys.TABLE_KEY])
         for ref in identity.assets:
             yield ObjectCopy(key=ref.key, nbytes=ref.nbytes, digest=ref.blake3, pin=ref.pin)
-        yield _document(keys.CHAIN_KEY, documents[keys.CHAIN_KEY])
+        yield _document(keys.CHAIN_KEY, exact[keys.CHAIN_KEY])
 
     def versions(self, first: Version, last: Version) -> Iterator[ObjectCopy]:
         """Yield the objects of versions: payloads, edge records that they list, the manifest."""
         for committed, data in self._chain.manifests(first, last, reads=READS):
             version, key = committed.version, keys.manifest_key(committed.version)
             _check_link(committed, self.committed(version - 1) if version else None)
-            remember(self._proven, version, committed)
+            self._proven[version] = committed
+            self._proven.pop(version - REMEMBERED, None)
             for edge in committed.manifest.recent:
                 if edge.record and edge.record not in self._gone and not self._has(edge.record):
                     yield from self._record(edge.record, edge.digest)
@@ -101,7 +76,7 @@ class SourceDocuments:
                 continue
             try:
                 yield from self._record(info.key)
-            except SignatureError as exc:
+            except errors.SignatureError as exc:
                 self.leave_out(info, str(exc))
 
     def leave_out(self, which: ObjectInfo | str, why: str) -> None:
@@ -117,24 +92,15 @@ class SourceDocuments:
         newest = newest_number(self._store, keys.prune_key, known=known)
         for number in sorted({*wanted, *range(known + 1, newest + 1)}):
             key = keys.prune_key(number)
-            found = self._accepted(key, PruneRecord)
+            found = self._accepted(key, documents.PruneRecord)
             if found is None:
                 continue
             if found[0].number != number:
-                raise MalformedError(f"{key}: is prune record {found[0].number}", key=key)
+                raise errors.MalformedError(f"{key}: is prune record {found[0].number}", key=key)
             yield _document(key, found[1])
 
     def tags(self, there: Iterable[str], *, compare: bool) -> Iterator[ObjectCopy]:
-        """Yield tag records that the mirror lacks; those of versions that it lacks follow later.
-
-        Args:
-            there: Keys of the tag records of the mirror.
-            compare: Whether to yield the newest of each name that the mirror has, too: a source
-                that was restored from a backup writes others under the same numbers.
-
-        Raises:
-            FormatError: A record is damaged, or under the key of another.
-        """
+        """Yield tag records that the mirror lacks; those of versions that it lacks follow later."""
         had, waiting = frozenset(there), set[str]()
         common, lacking = dict[str, str](), list[str]()
         for info in self._store.list(keys.TAG_PREFIX):  # in the order of names and numbers
@@ -144,17 +110,17 @@ class SourceDocuments:
             elif place and compare:
                 common[place[0]] = info.key
         for key in (*common.values(), *lacking):
-            found = self._accepted(key, Tag)
+            found = self._accepted(key, documents.Tag)
             if found is None or found[0].name in waiting:
                 continue
             if keys.tag_key(found[0].name, found[0].number) != key:
-                raise MalformedError(f"{key}: is another tag record", key=key)
+                raise errors.MalformedError(f"{key}: is another tag record", key=key)
             if self._is_copied(found[0], key):
                 yield _document(key, found[1])
             else:
                 waiting.add(found[0].name)
 
-    def _is_copied(self, tag: Tag, key: str) -> bool:
+    def _is_copied(self, tag: documents.Tag, key: str) -> bool:
         """Return whether the version of a tag was copied; leave out one of another history."""
         if tag.version is None:
             return True
@@ -169,20 +135,20 @@ class SourceDocuments:
     def heartbeat(self) -> tuple[Version, bytes] | None:
         """Read the heartbeat, and which version it names; ``None`` if there is none to copy."""
         try:
-            found, data = self._read(keys.HEARTBEAT_KEY, Heartbeat, limit=MAX_HEARTBEAT)
-        except (ObjectNotFoundError, FormatError):
+            found, data = self._read(keys.HEARTBEAT_KEY, documents.Heartbeat, limit=MAX_HEARTBEAT)
+        except (errors.ObjectNotFoundError, errors.FormatError):
             return None
         return found.version, data
 
     def signatures(self) -> Iterator[tuple[str, bytes]]:
         """Yield keys and signatures of ``chain.json``; those of trusted keys must be true."""
-        if CHAIN_ID.fullmatch(self._id) is None:
+        if documents.CHAIN_ID.fullmatch(self._id) is None:
             return
         for info in self._store.list(keys.signature_prefix(self._id)):
             try:
                 data = self._store.get(info.key, limit=MAX_SIGNATURE)
                 self._check_signature(info.key, data)
-            except (FormatError, ObjectNotFoundError) as exc:
+            except (errors.FormatError, errors.ObjectNotFoundError) as exc:
                 if info.key not in self._left_out:
                     self.leave_out(info.key, str(exc))
                 continue
@@ -195,20 +161,20 @@ class SourceDocuments:
         if version is None or committed is None:
             return
         try:
-            record, data = self._read(key, EdgeRecord, digest=digest)
-        except ObjectNotFoundError:
+            record, data = self._read(key, documents.EdgeRecord, digest=digest)
+        except errors.ObjectNotFoundError:
             logger.warning("%s is gone from %s, and is left out", key, self._store.url)
-            remember(self._gone, key, None)
+            self._gone.add(key)
             return
         check_record(record, committed.digest, committed.manifest.state, key)
         yield from self._parts(record.edge, version, key)
         yield _document(key, data, version)
 
-    def _parts(self, edge: Edge, version: Version, key: str) -> Iterator[ObjectCopy]:
+    def _parts(self, edge: documents.Edge, version: Version, key: str) -> Iterator[ObjectCopy]:
         """Yield the parts of an edge, whose keys will be written: of its own version only."""
         for ref in edge.parts:
             if not ref.key.startswith(keys.PAYLOADS) or keys.version_of(ref.key) != version:
-                raise MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
+                raise errors.MalformedError(f"{key}: names {ref.key!r} as a part", key=key)
             if version >= self._first:
                 yield ObjectCopy(
                     key=ref.key,
@@ -225,7 +191,7 @@ class SourceDocuments:
             return None
         try:
             return self._read(key, kind)
-        except (SignatureError, ObjectNotFoundError) as exc:
+        except (errors.SignatureError, errors.ObjectNotFoundError) as exc:
             self.leave_out(key, str(exc))
             return None
 
@@ -243,21 +209,21 @@ class SourceDocuments:
         )
 
     def _check_signature(self, key: str, data: bytes) -> None:
-        found = parse(data, IdentitySignature, key=key)
+        found = documents.parse(data, documents.IdentitySignature, key=key)
         signature, trusted = found.signature, self._chain.trust.trusted
         if found.chain != self._id or keys.signature_key(self._id, signature.key_id) != key:
-            raise MalformedError(f"{key}: is the signature of another key or chain", key=key)
+            raise errors.MalformedError(f"{key}: is the signature of another key or chain", key=key)
         if trusted is None or signature.key_id not in {one.key_id for one in trusted.keys}:
             return
         identity = self._chain.documents[keys.CHAIN_KEY]
-        if not trusted.signers([signature], Identity, self._id, identity):
-            raise SignatureError(f"{key}: {trusted.why_not([signature])}", key=key)
+        if not trusted.signers([signature], documents.Identity, self._id, identity):
+            raise errors.SignatureError(f"{key}: {trusted.why_not([signature])}", key=key)
 
 
-def newest_prune(chain: Chain) -> PruneRecord | None:
+def newest_prune(chain: Chain) -> documents.PruneRecord | None:
     try:
         return chain.prunes.newest()
-    except (FormatError, ObjectNotFoundError):
+    except (errors.FormatError, errors.ObjectNotFoundError):
         return None
 
 
@@ -268,24 +234,17 @@ def _check_link(found: Committed, before: Committed | None) -> None:
     if before is not None:
         parent, state, epoch = before.digest, before.manifest.state, before.manifest.epoch
     if manifest.parent != parent:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"{key}: names {manifest.parent or 'none'} as its parent, expected {parent or 'none'}",
             version=found.version,
         )
     if manifest.base_state != state:
-        raise MalformedError(f"{key}: starts from another state than its parent's", key=key)
+        raise errors.MalformedError(f"{key}: starts from another state than its parent's", key=key)
     if manifest.epoch < epoch:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"{key}: epoch {manifest.epoch} after epoch {epoch}", version=found.version
         )
 
 
 def _document(key: str, data: bytes, version: Version | None = None) -> ObjectCopy:
     return ObjectCopy(key=key, nbytes=len(data), content=data, version=version)
-
-
-def remember(memory: dict[_K, _V], key: _K, value: _V) -> None:
-    """Add to a memory of bounded size; the oldest entry is forgotten."""
-    memory[key] = value
-    if len(memory) > REMEMBERED:
-        del memory[next(iter(memory))]

@@ -33,8 +33,7 @@ from deltachain.version import __version__
 
 if TYPE_CHECKING:
     from deltachain.errors import DeltaChainError
-    from deltachain.mirror.follow import MirrorTotals
-    from deltachain.mirror.mirror import Mirror
+    from deltachain.mirror.mirror import Mirror, MirrorTotals
     from deltachain.subscribe import Subscriber
 
 

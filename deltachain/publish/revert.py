@@ -24,7 +24,7 @@ from deltachain.codec.encodings import Encoding
 from deltachain.format.documents import Edge, revert_mark, reverted_to
 from deltachain.format.keys import manifest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.publish.wire_form import sparse_change
 from deltachain.publish.writer import Writer, in_new_epoch, newest, take_over
 from deltachain.store import MemoryStore, Store

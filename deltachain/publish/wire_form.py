@@ -13,11 +13,10 @@ from deltachain.chain.upload import DENSE_SHARE
 from deltachain.codec import Change
 from deltachain.codec.encodings import Encoding
 from deltachain.codec.encodings.sparse import OverwriteEncoding, StepEncoding
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, threaded
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.kernels.reference import Changes
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.types import Bits, StateDigest, TensorSpec

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from typing_extensions import override
 
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import TensorReader
 from deltachain.format.keys import digest_key
 from deltachain.kernels import segments, staging
 from deltachain.kernels.device import INT_DTYPES, storage_bits

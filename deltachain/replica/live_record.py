@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deltachain.codec.old_bits import OldBits
+from deltachain.delta import OldBits
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels.device import bits_of
 from deltachain.kernels.protocol import same_bits

@@ -23,9 +23,8 @@ from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import SEGMENT
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.tensor_reader import TensorReader
-from deltachain.delta import TensorDelta, fold_within
+from deltachain.codec.frames import TensorReader
+from deltachain.delta import OldBits, TensorDelta, fold_within
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
 from deltachain.mapped import map_file

@@ -16,9 +16,8 @@ from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS
 from deltachain.codec.container import TensorRow
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import RowDigests
-from deltachain.delta import TensorDelta, fold_all
+from deltachain.codec.rows import RowDigests
+from deltachain.delta import OldBits, TensorDelta, fold_all
 from deltachain.errors import (
     BrokenChainError,
     ChainError,
@@ -34,7 +33,7 @@ from deltachain.errors import (
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import object_digest
-from deltachain.kernels.move import Move, move, write_
+from deltachain.kernels.protocol import Move, move, write_
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 

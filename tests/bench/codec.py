@@ -18,8 +18,7 @@ import numpy as np
 from deltachain.chain.plan import VERSIONS_LISTED, KnownEdges
 from deltachain.codec import ENCODINGS as REGISTRY
 from deltachain.codec import Change, EncodedPart, Part, encode_part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, seal
 from deltachain.format.keys import digest_key, payload_key
 from deltachain.kernels import host

@@ -21,8 +21,7 @@ from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.encodings.max.tiles import TileGrid, encode_tiles
 from deltachain.codec.encodings.max.tiles import bins as tile_bins
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import ABSOLUTE, TensorDelta, changes
+from deltachain.delta import ABSOLUTE, OldBits, TensorDelta, changes
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
 from deltachain.format.keys import PayloadKind, digest_key, payload_key
 from deltachain.kernels import reference

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from deltachain.codec import Part, encode_part
-from deltachain.codec.old_bits import OldBits
+from deltachain.delta import OldBits
 from deltachain.errors import MalformedError
 from deltachain.types import Bits, TensorSpec
 from tests.format import freeze, stranger

@@ -21,7 +21,7 @@ from deltachain.codec.container import MAX_DIRECTORY, MAX_HEADER, SEGMENT
 from deltachain.codec.encode import BUCKET, TURNS
 from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
-from deltachain.codec.short_rows import with_full_rows, with_short_rows
+from deltachain.codec.rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
 from deltachain.format.documents import (
     RECORD_TYPES,

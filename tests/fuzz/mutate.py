@@ -14,8 +14,7 @@ import zstandard
 from blake3 import blake3
 
 from deltachain.codec import ENCODINGS, Change, encode_part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import changes
+from deltachain.delta import OldBits, changes
 from deltachain.format import keys
 from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
 from tests.format.forge import FRAME, Forgery, dumps, take_apart

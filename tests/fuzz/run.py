@@ -18,18 +18,8 @@ import atheris
 # What is not instrumented gives the fuzzer no direction; numba cannot compile what is.
 with atheris.instrument_imports(
     include=["deltachain"],
-    exclude=[
-        f"deltachain.kernels.{name}"
-        for name in (
-            "codes",
-            "jit",
-            "reading",
-        )
-    ]
-    + [
-        f"deltachain.codec.encodings.max.{name}"
-        for name in ("classes", "decoder", "encoder", "words")
-    ],
+    exclude=[f"deltachain.kernels.{name}" for name in ("codes", "jit")]
+    + [f"deltachain.codec.encodings.max.{name}" for name in ("classes", "decoder", "encoder")],
 ):
     from tests.fuzz.mutate import MUTATORS, seeds
     from tests.fuzz.targets import TARGETS, Target, must

@@ -13,8 +13,7 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS, Part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta, fold
+from deltachain.delta import OldBits, TensorDelta, fold
 from deltachain.errors import (
     BrokenChainError,
     ChainMismatchError,

@@ -12,8 +12,7 @@ from blake3 import blake3
 
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import changes
+from deltachain.delta import OldBits, changes
 from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import digest_key

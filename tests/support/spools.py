@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from deltachain.codec import ENCODINGS, Change, encode_part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.documents import ObjectRef
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.types import Bits, StateDigest

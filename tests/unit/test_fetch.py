@@ -167,7 +167,7 @@ def test_a_newcomer_needs_memory_for_its_tensors_not_for_objects_in_a_folder(
     finally:
         tracemalloc.stop()
     assert torch.equal(live["weight"].view(torch.int16), weights.weight.view(torch.int16))
-    once = 16 * FRAME  # by each thread, never written: see `frames._decompressor`
+    once = 16 * FRAME  # by each thread, never written: see `frames._ThreadState`
     assert peak < weights.weight.nbytes + once + part.nbytes // 2
 
 

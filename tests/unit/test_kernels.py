@@ -11,8 +11,15 @@ import torch
 
 from deltachain.delta import TensorDelta
 from deltachain.kernels import device, host, jit, reference
-from deltachain.kernels.move import digest_change, move, move_at, write_
-from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
+from deltachain.kernels.protocol import (
+    LiveBits,
+    digest_change,
+    kernels_for,
+    move,
+    move_at,
+    same_bits,
+    write_,
+)
 from deltachain.types import BITS_DTYPES, TensorSpec
 from tests.contract.arms import DeviceArm
 from tests.contract.bits import BIT_CHECKS

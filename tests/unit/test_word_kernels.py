@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,16 +10,16 @@ import pytest
 
 pytest.importorskip("numba")
 
-from deltachain.codec.encodings.max import decoder, words
-from deltachain.codec.encodings.max.classes import class_table, thread_scratch
-from deltachain.codec.encodings.max.tiles import BINS, NEVER
-from deltachain.codec.encodings.max.words import (
-    count_before,
-    count_up_to,
+from deltachain.codec.encodings.max.classes import (
+    class_table,
     load_word,
-    nonzero_words,
+    lowest,
     popcount,
+    run_mask,
+    select,
+    thread_scratch,
 )
+from deltachain.codec.encodings.max.tiles import BINS, NEVER
 from deltachain.kernels.compiling import compiled
 
 Words = npt.NDArray[np.uint64]
@@ -42,38 +41,43 @@ def _select(found: Any, out: Any) -> None:
     at = 0
     for word in found:
         for rank in range(popcount(word)):
-            out[0, at] = decoder._select(word, np.int64(rank))
-            out[1, at] = decoder._select_counted(word, np.int64(rank))
+            out[at] = select(word, np.int64(rank))
             at += 1
 
 
 @pytest.mark.parametrize("rate", [0.02, 0.5, 0.98, 1])
-def test_both_ways_to_select_a_bit_give_the_bit_of_its_rank(rate: float) -> None:
+def test_a_bit_is_selected_by_its_rank(rate: float) -> None:
     found = sparse(1, 300, rate)
     expected = [n for word in found.tolist() for n in ones(word)]
-    out = np.zeros((2, len(expected)), np.int64)
+    out = np.zeros(len(expected), np.int64)
     _select(found, out)
-    assert out.tolist() == [expected, expected]
+    assert out.tolist() == expected
 
 
 @compiled
-def _count(found: Any, sums: Any, most: Any) -> Any:
-    total = count_before(found, 1, sums, 2)
-    return total, count_up_to(sums, 2, most), nonzero_words(found, 1)
+def _lowest(found: Any, out: Any) -> None:
+    for n in range(found.shape[0]):
+        out[n] = lowest(found[n])
 
 
-@pytest.mark.parametrize("rate", [0.002, 0.1, 0.5, 1])
-def test_the_ones_before_each_of_64_words_are_counted(rate: float) -> None:
-    found = sparse(2, 66, rate)
-    each = np.bitwise_count(found[1:65]).astype(np.int64)
-    before = np.cumsum(each) - each
-    for most in (0, 1, int(each.sum()) // 2, 4095, 4096):
-        sums = np.full(67, 7, np.uint16)
-        total, up_to, nonzero = _count(found, sums, most)
-        assert total == each.sum()
-        assert sums.tolist() == [7, 7, *before.tolist(), 7]
-        assert up_to == (before <= most).sum()
-        assert ones(int(nonzero)) == np.flatnonzero(each).tolist()
+def test_the_lowest_one_bit_has_its_number() -> None:
+    found = np.array([0, 1, 2, 1 << 63, (1 << 64) - 1, 0b101000], np.uint64)
+    out = np.zeros(found.size, np.int64)
+    _lowest(found, out)
+    assert out.tolist() == [64, 0, 1, 63, 0, 3]
+
+
+@compiled
+def _masks(codes: Any, at: Any, low: Any, more: Any, mask: Any) -> Any:
+    return run_mask(codes, at, (low, more, mask))
+
+
+@pytest.mark.parametrize(("low", "more", "mask"), [(3, 0, 255), (250, 5, 255), (3, 4, 127)])
+def test_the_bytes_of_a_run_are_masked(low: int, more: int, mask: int) -> None:
+    codes = np.random.default_rng(3).integers(0, 256, 80).astype(np.uint8)
+    found = _masks(codes, 7, np.uint8(low), np.uint8(more), np.uint8(mask))
+    inside = ((codes[7:71] - np.uint8(low)) & np.uint8(mask)) <= more
+    assert ones(int(found)) == np.flatnonzero(inside).tolist()
 
 
 @compiled
@@ -85,26 +89,6 @@ def test_a_word_begins_at_any_byte() -> None:
     data = np.arange(1, 20, dtype=np.uint8)
     for at in range(11):
         assert int(_load(data, at)) == int.from_bytes(data[at : at + 8].tobytes(), "little")
-
-
-def test_bits_are_deposited_only_where_the_processor_does_so_in_one_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("numba.core.config.CPU_FEATURES", None)
-    monkeypatch.setattr("numba.core.config.CPU_NAME", None)
-    for name, features, expected in (
-        ("znver5", {"bmi2": True}, True),
-        ("znver2", {"bmi2": True}, False),
-        ("x86-64", {"bmi2": False}, False),
-        ("neoverse-v2", {}, False),
-    ):
-        monkeypatch.setattr("llvmlite.binding.get_host_cpu_name", partial(str, name))
-        monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", partial(dict, features))
-        assert words._has_deposit() is expected
-    monkeypatch.setattr("numba.core.config.CPU_FEATURES", "+bmi,+bmi2")
-    assert words._has_deposit()
-    monkeypatch.setattr("numba.core.config.CPU_FEATURES", "")  # for the plainest processors
-    assert not words._has_deposit()
 
 
 def test_classes_are_the_bins_of_one_rate_in_runs() -> None:

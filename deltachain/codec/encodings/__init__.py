@@ -8,9 +8,8 @@ from deltachain.codec.container import Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
 from deltachain.codec.encodings.registry import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import SparseEncoding
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import BucketWriter, TensorReader
+from deltachain.delta import OldBits
 
 __all__ = [
     "ENCODINGS",

@@ -10,8 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from deltachain.codec.container import Segment, TensorRow
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace, stage_changes
 from deltachain.types import Bits, TensorSpec
@@ -62,18 +61,18 @@ class Encoding(ABC):
     stages: ClassVar[bool] = False
     shared: ClassVar[frozenset[str]] = frozenset()
 
-    def suits(self, spec: TensorSpec) -> bool:  # noqa: ARG002
+    def suits(self, spec: TensorSpec) -> bool:
         """Return whether ranks that share a tensor as usual can decode their shares.
 
         A publisher stores steps of other tensors.
         """
         return True
 
-    def encodes_with_old(self, spec: TensorSpec) -> bool:  # noqa: ARG002
+    def encodes_with_old(self, spec: TensorSpec) -> bool:
         """Return whether :meth:`encode` needs the old bits of a tensor."""
         return self.needs_old
 
-    def decodes_with_old(self, row: TensorRow) -> bool:  # noqa: ARG002
+    def decodes_with_old(self, row: TensorRow) -> bool:
         """Return whether :meth:`decode` needs the old bits of a tensor."""
         return self.needs_old
 
@@ -91,18 +90,14 @@ class Encoding(ABC):
         Called before the segments are read.
         """
 
-    def fits_segment(self, row: TensorRow, segment: Segment) -> bool:  # noqa: ARG002
+    def fits_segment(self, row: TensorRow, segment: Segment) -> bool:
         """Return whether the counts of a segment are possible; by default none are.
 
         The segment is known to lie inside its tensor, after the previous segment.
         """
         return False
 
-    def streams(
-        self,
-        row: TensorRow,  # noqa: ARG002
-        segments: tuple[Segment, ...],  # noqa: ARG002
-    ) -> Mapping[str, int]:
+    def streams(self, row: TensorRow, segments: tuple[Segment, ...]) -> Mapping[str, int]:
         """Return a tensor's length in each stream of its bucket, in the stream's unit.
 
         The unit is one bit for ``sign`` and ``exception``, and one byte for all other streams. By
@@ -110,10 +105,7 @@ class Encoding(ABC):
         """
         return {}
 
-    def arrays(
-        self,
-        row: TensorRow,  # noqa: ARG002
-    ) -> Mapping[str, tuple[str, tuple[int, ...]]]:
+    def arrays(self, row: TensorRow) -> Mapping[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of each array of the tensor's own, by name; by default none."""
         return {}
 

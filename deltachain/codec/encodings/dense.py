@@ -11,8 +11,7 @@ from typing_extensions import override
 
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.types import TensorSpec

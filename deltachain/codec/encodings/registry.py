@@ -22,9 +22,6 @@ class EncodingRegistry(Set[str]):
     """Encodings by name; as a set, the names that this process can read and write.
 
     Those of other packages are imported when exactly their name is met.
-
-    Args:
-        encodings: Built-in encodings.
     """
 
     def __init__(self, encodings: Iterable[Encoding]) -> None:
@@ -45,23 +42,11 @@ class EncodingRegistry(Set[str]):
         return sum(1 for _ in self)
 
     def register(self, encoding: Encoding) -> None:
-        """Register an encoding of another package in this process.
-
-        Raises:
-            ConfigError: The name is taken, or has no dot: such names are reserved for FORMAT.md.
-        """
+        """Register an encoding of another package in this process."""
         self._registry.register(encoding)
 
     def get(self, name: str, *, key: str = "") -> Encoding:
-        """Return the encoding of a name.
-
-        Args:
-            name: Name in a document or a part.
-            key: Key of that object, for errors.
-
-        Raises:
-            UnsupportedFormatError: No installed package provides it, or it cannot be loaded.
-        """
+        """Return the encoding of a name."""
         found = self._registry.find(name)
         if found is not None:
             return found
@@ -76,11 +61,7 @@ class EncodingRegistry(Set[str]):
         )
 
     def chosen(self, name: str) -> Encoding:
-        """Return the encoding chosen by a user for changed elements.
-
-        Raises:
-            ConfigError: The encoding is unknown, or stores whole tensors.
-        """
+        """Return the encoding chosen by a user for changed elements."""
         found = self._registry.find(name)
         if found is not None and found.sparse:
             return found

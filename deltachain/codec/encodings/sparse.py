@@ -13,8 +13,7 @@ from typing_extensions import override
 
 from deltachain.codec.container import SEGMENT, Segment, TensorRow
 from deltachain.codec.encodings.base import EncodedTensor, Encoding
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import BucketWriter, TensorReader
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
@@ -201,12 +200,7 @@ class StepEncoding(SparseEncoding):
         return split.magnitude.size, split.wide.size
 
     def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], StepStreams]:
-        """Return the segments of a tensor, and their streams, for the kernels that decode them.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: The padding bits of a stream are not zero.
-        """
+        """Return the segments of a tensor, and their streams, for the kernels that decode them."""
         sign, exception = tensor.packed("sign"), tensor.packed("exception")
         streams = StepStreams(
             read_gaps(tensor),

@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from typing_extensions import override
 
 from deltachain.chain.fetch import Fetched
-from deltachain.codec.row_digests import changes_of
+from deltachain.codec.rows import changes_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
 from deltachain.subscribe.proof import Cause, Effect, check_whole, judge

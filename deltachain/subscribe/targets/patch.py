@@ -14,12 +14,11 @@ import numpy as np
 from typing_extensions import override
 
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.tensor_reader import TensorReader
+from deltachain.codec.frames import TensorReader
 from deltachain.delta import TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import move_at, write_
-from deltachain.kernels.protocol import LiveBits, kernels_for
+from deltachain.kernels.protocol import LiveBits, kernels_for, move_at, write_
 from deltachain.kernels.reference import WindowPlace
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.encodings.max import encoding, host, tiles
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import ABSOLUTE, TensorDelta
+from deltachain.delta import ABSOLUTE, OldBits, TensorDelta
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.kernels.reference import WindowPlace
 from deltachain.types import WIRE_DTYPES, Bits, StateDigest, TensorSpec

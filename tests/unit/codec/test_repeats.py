@@ -12,8 +12,7 @@ from deltachain.codec.container import read_header, reader_of
 from deltachain.codec.encode import Change, encode_part
 from deltachain.codec.encodings.max.encoding import MaxEncoding
 from deltachain.codec.frames import STREAM_PARAMETERS
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.types import Bits, TensorSpec

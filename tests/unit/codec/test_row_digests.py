@@ -13,8 +13,7 @@ import pytest
 
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.container import TensorRow
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.row_digests import (
+from deltachain.codec.rows import (
     SHARED_NUMEL,
     RowDigests,
     changes_of,
@@ -22,11 +21,11 @@ from deltachain.codec.row_digests import (
     groups,
     share,
 )
-from deltachain.delta import changes
+from deltachain.delta import OldBits, changes
 from deltachain.errors import ConfigError, DigestMismatchError, MalformedError
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.replica.unused_state import UnusedState
 from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify.walk import Weights

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from deltachain.codec import Part, encode_part
 from deltachain.codec import container as d
-from deltachain.codec.short_rows import with_full_rows, with_short_rows
+from deltachain.codec.rows import with_full_rows, with_short_rows
 from deltachain.errors import ConfigError
 from deltachain.types import TensorSpec
 from tests.format import freeze

@@ -14,12 +14,11 @@ from deltachain.chain.plan import listed_edges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import ABSOLUTE, STEP, TensorDelta
+from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.kernels.move import digest_change
+from deltachain.kernels.protocol import digest_change
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, TensorSpec, Version
 

@@ -14,7 +14,7 @@ from deltachain.format.documents import EdgeKind, EdgeSummary, PruneRecord
 from deltachain.format.keys import PAYLOADS, payload_key, prune_key
 from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
-from deltachain.maintain.keep import ranges
+from deltachain.maintain.pruner import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.publish.revert import revert
 from deltachain.store import Store

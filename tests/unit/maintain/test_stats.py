@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from deltachain.cli.prune import seconds
 from deltachain.errors import ConfigError
-from deltachain.maintain.survey import reader_plans, totals
-from deltachain.store import MemoryStore
+from deltachain.store import FileStore
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import Grown
 
 
-def test_objects_are_summed_up_by_kind_and_readers_are_planned_for() -> None:
-    grown = Grown(MemoryStore())
+def test_objects_are_summed_up_by_kind_and_readers_are_planned_for(tmp_path: Path) -> None:
+    grown = Grown(FileStore(tmp_path))
     grown.grow(12)
     infos = list(grown.store.list(""))
-    found = {total.kind: total for total in totals(infos)}
-    assert sum(total.nbytes for total in found.values()) == sum(info.nbytes for info in infos)
-    assert (found["manifests"].objects, found["deltas"].objects) == (12, 11)
-    ways = reader_plans(grown.chain, grown.chain.read(11))
-    assert [way.age for way in ways] == [None, 1, 10]
-    assert all(way.plan is not None for way in ways)
+    report = invoke("stats", tmp_path, "--json").document
+    found = {kind["kind"]: kind for kind in report["kinds"]}
+    sizes = [kind["nbytes"] for kind in report["kinds"]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert report["nbytes"] == sum(sizes) == sum(info.nbytes for info in infos)
+    assert (found["manifests"]["objects"], found["deltas"]["objects"]) == (12, 11)
+    assert [reader["age"] for reader in report["readers"]] == [None, 1, 10]
+    assert all(reader["edges"] for reader in report["readers"])
     for info in infos:
         if info.key.startswith("anchors/"):
             grown.store.delete(info.key)
-    assert reader_plans(grown.chain, grown.chain.read(11))[0].plan is None
+    report = invoke("stats", tmp_path, "--json").document
+    assert report["readers"][0]["edges"] is None
 
 
 @pytest.mark.parametrize(

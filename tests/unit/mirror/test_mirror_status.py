@@ -17,8 +17,7 @@ from deltachain.errors import (
 )
 from deltachain.format.keys import manifest_key
 from deltachain.mirror import Mirror
-from deltachain.mirror.follow import MirrorTotals, follow
-from deltachain.mirror.mirror import LOOK_BACK
+from deltachain.mirror.mirror import LOOK_BACK, MirrorTotals, follow
 from deltachain.presence.writer import mirror_status
 from deltachain.status import Status
 from deltachain.store import MemoryStore

@@ -12,8 +12,7 @@ import torch
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta, changes
+from deltachain.delta import OldBits, TensorDelta, changes
 from deltachain.errors import BaseMismatchError, OldBitsError
 from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key

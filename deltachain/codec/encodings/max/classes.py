@@ -12,21 +12,87 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 
 from deltachain.codec.encodings.max.tiles import BINS, MAX_CUTS, MAX_RATE, NEVER, Bytes, TileGrid
-from deltachain.codec.encodings.max.words import (
-    WORD,
-    bin_word,
-    count_before,
-    equal_mask,
-    prefetch,
-    range_mask,
-    run_mask,
-)
-from deltachain.kernels.compiling import compiled
+from deltachain.kernels.compiling import compiled, inlined
 from deltachain.types import Bits
 
 _U = np.uint64
+
+WORD: Final = 64
+"""Bits of a word."""
+
+_PAIRS, _FOURS = _U(0x5555555555555555), _U(0x3333333333333333)
+_BYTES, _LOW, _HIGH = _U(0x0F0F0F0F0F0F0F0F), _U(0x0101010101010101), _U(0x8080808080808080)
+_PLACES: Final = np.array(
+    [[[n for n in range(8) if b >> n & 1][r : r + 1] or [0] for r in range(8)] for b in range(256)],
+    np.uint8,
+).reshape(256, 8)
+"""Number of the one bit of each rank in each byte."""
+
+
+@compiled
+def popcount(word: Any) -> Any:
+    word = word - ((word >> _U(1)) & _PAIRS)
+    word = (word & _FOURS) + ((word >> _U(2)) & _FOURS)
+    return np.int64((((word + (word >> _U(4))) & _BYTES) * _LOW) >> _U(56))
+
+
+@compiled
+def lowest(word: Any) -> Any:
+    """Return the number of the lowest one bit of a uint64; 64 if there is none."""
+    return popcount(~word & (word - _U(1)))
+
+
+@compiled
+def select(word: Any, rank: Any) -> Any:
+    """Return the number of the one bit of a rank in a word that has it."""
+    sums = word - ((word >> _U(1)) & _PAIRS)
+    sums = (sums & _FOURS) + ((sums >> _U(2)) & _FOURS)
+    sums = ((sums + (sums >> _U(4))) & _BYTES) * _LOW  # one bits up to the end of each byte
+    full = (((_U(rank) * _LOW) | _HIGH) - sums) & _HIGH
+    place = _U(8 * popcount(full))
+    before = ((sums << _U(8)) >> place) & _U(255)
+    return np.int64(place) + np.int64(_PLACES[(word >> place) & _U(255), _U(rank) - before])
+
+
+@inlined
+def load_word(data: Any, at: Any) -> Any:
+    """Return the eight bytes from ``data[at]`` on, the lowest first, as a uint64."""
+    word = _U(0)
+    for n in range(8):
+        word |= _U(data[_U(at + n)]) << _U(8 * n)
+    return word
+
+
+@intrinsic
+def run_mask(typing_context: Any, codes: Any, at: Any, run: Any) -> Any:  # noqa: ARG001
+    """Compare 64 bytes from ``codes[at]`` on; bit ``n`` is set if byte ``n`` is in a run.
+
+    A run is its first value, the number of its others, and a mask: 255, or 127 where the values
+    with another highest bit are in it too. A loop over bytes takes seven times as long (2026-11).
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.VectorType(ir.IntType(8), WORD)
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        place = builder.bitcast(builder.gep(data, [args[1]]), lanes.as_pointer())
+        low, more, mask = (_splat(builder, builder.extract_value(args[2], n)) for n in range(3))
+        above = builder.and_(builder.sub(builder.load(place, align=1), low), mask)
+        return builder.bitcast(builder.icmp_unsigned("<=", above, more), ir.IntType(WORD))
+
+    return types.uint64(codes, types.int64, run), generate
+
+
+def _splat(builder: Any, value: Any) -> Any:
+    none = ir.Constant(ir.VectorType(ir.IntType(8), WORD), ir.Undefined)
+    one = builder.insert_element(none, value, ir.IntType(32)(0))
+    zeros = ir.Constant(ir.VectorType(ir.IntType(32), WORD), None)
+    return builder.shuffle_vector(one, none, zeros)
+
 
 SPAN: Final = 4096
 """Elements of a tile that are divided into classes at a time."""
@@ -34,8 +100,6 @@ TILE_GAP: Final = SPAN + 9 * WORD
 """Bytes between the bins of two tiles: more than a span has."""
 SPAN_WORDS: Final = SPAN // WORD
 """Words of a span."""
-_AHEAD: Final = 8192
-"""Bytes that old bits are asked for ahead of their turn."""
 _LINE: Final = 64
 """Bytes of a line of the caches."""
 
@@ -86,7 +150,7 @@ class TileClasses(NamedTuple):
 
 
 @compiled
-def _count(bits: Any, shift: Any, mask: Any, counts: Any) -> None:  # noqa: ANN401
+def _count(bits: Any, shift: Any, mask: Any, counts: Any) -> None:
     for i in range(bits.shape[0]):
         counts[np.uint8((bits[i] >> shift) & mask)] += 1
 
@@ -100,7 +164,7 @@ def count_bins(bits: Bits, shift: int, mask: int) -> npt.NDArray[np.int64]:
 
 
 @compiled
-def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any:  # noqa: ANN401
+def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any:
     """Write the bins of a segment of some rows and columns, one tile after the other.
 
     Row by row, since caches read ahead of consecutive elements only. Returns the distance of two
@@ -110,21 +174,16 @@ def bin_segment(old: Any, shape: Any, cuts: Any, rule: Any, codes: Any) -> Any: 
     shift, mask = rule
     width = columns // cuts
     apart = rows * width + TILE_GAP
-    words = width & -WORD
     for row in range(rows):
         for t in range(cuts):
             at, to = row * columns + t * width, t * apart + row * width
-            for i in range(0, words, WORD):
-                for line in range(0, WORD, _LINE // old.itemsize):
-                    prefetch(old, at + i + _AHEAD // old.itemsize + line)
-                bin_word(old, at + i, rule, codes, to + i)
-            for i in range(words, width):
+            for i in range(width):
                 codes[_U(to + i)] = np.uint8((old[_U(at + i)] >> shift) & mask)
     return apart
 
 
 @compiled
-def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  # noqa: ANN401
+def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:
     """Divide the elements of a tile into classes; return the number of spans.
 
     Their bins begin at ``codes[first]``; behind them there is room for a span. Nothing is sliced:
@@ -135,20 +194,13 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
         before, there, left = np.int64(-1), first + SPAN * number, size - SPAN * number
         for run in range(table.lows.shape[0]):
             low, more, kind = table.lows[run], table.spans[run], table.kinds[run]
-            bins = low, more, table.fold
-            at = SPAN_WORDS * (number * count + kind)
+            at, bins = SPAN_WORDS * (number * count + kind), (low, more, table.fold)
             if kind == before:
                 for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] |= range_mask(codes, there + WORD * w, bins)
-            elif more == 0 and table.fold == np.uint8(255):
-                for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] = equal_mask(codes, there + WORD * w, low)
-            elif table.fold == np.uint8(255):
-                for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] = run_mask(codes, there + WORD * w, (low, more))
+                    tile.members[_U(at + w)] |= run_mask(codes, there + WORD * w, bins)
             else:
                 for w in range(SPAN_WORDS):
-                    tile.members[_U(at + w)] = range_mask(codes, there + WORD * w, bins)
+                    tile.members[_U(at + w)] = run_mask(codes, there + WORD * w, bins)
             before = kind
         for kind in range(count):
             at = SPAN_WORDS * (number * count + kind)
@@ -157,7 +209,10 @@ def classify(codes: Any, first: Any, size: Any, table: Any, tile: Any) -> Any:  
                 tile.members[_U(last)] &= (_U(1) << _U(left % WORD)) - _U(1)
                 for w in range(last + 1, at + SPAN_WORDS):
                     tile.members[_U(w)] = _U(0)
-            found = count_before(tile.members, at, tile.before, at)
+            found = np.int64(0)
+            for w in range(at, at + SPAN_WORDS):
+                tile.before[_U(w)] = found
+                found += popcount(tile.members[_U(w)])
             tile.starts[kind, number + 1] = tile.starts[kind, number] + found
     return spans
 
@@ -169,7 +224,7 @@ def rule_of(grid: TileGrid, old: Bits) -> tuple[Any, Any]:
 
 
 @compiled
-def class_table(table: Any) -> Any:  # noqa: ANN401
+def class_table(table: Any) -> Any:
     """Return the classes of the ``(512,)`` rates and sizes of a tensor."""
     by_bin, sizes = np.full(BINS, NEVER, np.uint8), table[BINS:]
     rates, common = np.zeros(MAX_RATE + 1, np.uint8), np.zeros(MAX_RATE + 1, np.uint8)
@@ -213,19 +268,7 @@ def class_table(table: Any) -> Any:  # noqa: ANN401
 
 
 class SegmentScratch(NamedTuple):
-    """Memory of one thread for the work on a segment: fresh pages cost more than the work.
-
-    Attributes:
-        spans: Number of spans of the largest segment so far.
-        marks: A bit for each element of the segment; zero between uses.
-        counts: Room for a number for each word of them.
-        positions: Room for a flat index of each element.
-        steps: Room for the step of each element.
-        codes: Room for the bins of up to 64 tiles.
-        listed: Room for a position of each element.
-        sized: Room for a size of each element.
-        tile: Room for the classes of a tile.
-    """
+    """Memory of one thread for the work on a segment: fresh pages cost more than the work."""
 
     spans: int
     marks: npt.NDArray[np.uint64]

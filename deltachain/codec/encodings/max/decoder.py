@@ -18,26 +18,21 @@ from deltachain import threads as slab
 from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
+    WORD,
     SegmentScratch,
     bin_segment,
     class_table,
     classify,
+    load_word,
+    lowest,
+    popcount,
     rule_of,
+    select,
     thread_scratch,
 )
 from deltachain.codec.encodings.max.tiles import ENDS, ESCAPE, MAGNITUDES, NEVER, RANKS, TileStreams
-from deltachain.codec.encodings.max.words import (
-    HAS_DEPOSIT,
-    WORD,
-    count_up_to,
-    deposit,
-    load_word,
-    lowest,
-    nonzero_words,
-    popcount,
-)
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.reading import locate, move, run_stage
+from deltachain.kernels.jit import locate, move, run_stage
 from deltachain.kernels.reference import StagedSteps, WindowPlace
 from deltachain.types import Bits, Indices
 
@@ -55,7 +50,7 @@ MARGIN: Final = 32
 
 
 @inlined
-def peek(data: Any, at: Any) -> Any:  # noqa: ANN401
+def peek(data: Any, at: Any) -> Any:
     """Return 64 bits from bit ``at`` on."""
     byte, shift = at >> 3, _U(at & 7)
     behind = _U(data[_U(byte + 8)]) << _U(1)
@@ -63,7 +58,7 @@ def peek(data: Any, at: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def _run(data: Any, at: Any, most: Any, end: Any) -> Any:  # noqa: ANN401
+def _run(data: Any, at: Any, most: Any, end: Any) -> Any:
     """Count one bits from bit ``at`` on, up to ``most``, not far beyond ``end``."""
     count = np.int64(0)
     while count < most and at + count < end:
@@ -75,7 +70,7 @@ def _run(data: Any, at: Any, most: Any, end: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def _far_excess(data: Any, at: Any, size: Any, width: Any) -> Any:  # noqa: ANN401
+def _far_excess(data: Any, at: Any, size: Any, width: Any) -> Any:
     """Read a magnitude less 1; return it, or one too large if not canonical, and the bit behind."""
     x = peek(data, at)
     quotient = min(lowest(~x), np.int64(ESCAPE))
@@ -90,7 +85,7 @@ def _far_excess(data: Any, at: Any, size: Any, width: Any) -> Any:  # noqa: ANN4
 
 
 @inlined
-def _excess(data: Any, x: Any, bits: Any, size: Any, width: Any) -> Any:  # noqa: ANN401
+def _excess(data: Any, x: Any, bits: Any, size: Any, width: Any) -> Any:
     """Read a magnitude less 1, mostly from the bits at hand; see ``_far_excess``."""
     at, used = bits
     x >>= _U(1)
@@ -103,7 +98,7 @@ def _excess(data: Any, x: Any, bits: Any, size: Any, width: Any) -> Any:  # noqa
 
 
 @inlined
-def enter_class(data: Any, at: Any, begin: Any, more: Any) -> Any:  # noqa: ANN401
+def enter_class(data: Any, at: Any, begin: Any, more: Any) -> Any:
     """Return the rank in a class of one behind the class before it, and the bit behind it.
 
     ``begin`` is that rank, and whether its element changed: then its low bits follow. ``more`` is
@@ -118,18 +113,11 @@ def enter_class(data: Any, at: Any, begin: Any, more: Any) -> Any:  # noqa: ANN4
 
 
 @compiled
-def read_ranks(data: Any, span: Any, kind: Any, members: Any, out: Any) -> Any:  # noqa: ANN401
+def read_ranks(data: Any, span: Any, kind: Any, members: Any, out: Any) -> Any:
     """Append ranks and steps of a class.
 
     Returns their number, or -1 or -2 if a rule is broken; the bit behind them; the rank reached,
     less the elements of the class; and whether that element changed.
-
-    Args:
-        data: Bytes of all tiles, and ``MARGIN`` zeros.
-        span: First bit of the class, and the bit behind its tile.
-        kind: Rate; size; whether sizes are mixed, and if so the size of each element by rank.
-        members: Elements of the class; the rank to begin at, and whether its element changed.
-        out: Ranks, steps, and the number of both so far.
     """
     rate, size, mixed, sized = kind
     ranks, steps, found = out
@@ -175,13 +163,6 @@ def read_ranks(data: Any, span: Any, kind: Any, members: Any, out: Any) -> Any: 
     return found, at, rank - total, reached
 
 
-_PAIRS, _FOURS = _U(0x5555555555555555), _U(0x3333333333333333)
-_BYTES, _LOW, _HIGH = _U(0x0F0F0F0F0F0F0F0F), _U(0x0101010101010101), _U(0x8080808080808080)
-_PLACES: Final = np.array(
-    [[[n for n in range(8) if b >> n & 1][r : r + 1] or [0] for r in range(8)] for b in range(256)],
-    np.uint8,
-).reshape(256, 8)
-"""Number of the one bit of each rank in each byte."""
 _INVERSE_BITS: Final = 40
 """Bits of the inverse of a width, which gives the row of each of ``2**20`` elements exactly."""
 _FEW: Final = 3
@@ -191,39 +172,20 @@ BROKEN: Final = (RANKS, MAGNITUDES, ENDS)
 
 
 @inlined
-def _select_deposited(word: Any, rank: Any) -> Any:  # noqa: ANN401
-    """Return the number of the one bit of a rank in a word that has it."""
-    return lowest(deposit(_U(1) << _U(rank), word))
-
-
-@inlined
-def _select_counted(word: Any, rank: Any) -> Any:  # noqa: ANN401
-    """Return the same on every processor, without a branch."""
-    sums = word - ((word >> _U(1)) & _PAIRS)
-    sums = (sums & _FOURS) + ((sums >> _U(2)) & _FOURS)
-    sums = ((sums + (sums >> _U(4))) & _BYTES) * _LOW  # one bits up to the end of each byte
-    full = (((_U(rank) * _LOW) | _HIGH) - sums) & _HIGH
-    place = _U(8 * popcount(full))
-    before = ((sums << _U(8)) >> place) & _U(255)
-    return np.int64(place) + np.int64(_PLACES[(word >> place) & _U(255), _U(rank) - before])
-
-
-_select = _select_deposited if HAS_DEPOSIT else _select_counted
-
-
-@inlined
-def _place(tile: Any, at: Any, rank: Any) -> Any:  # noqa: ANN401
+def _place(tile: Any, at: Any, rank: Any) -> Any:
     """Return the position of an element in a span, by its rank in its class and the span.
 
     ``at`` is the first word of the class and the span.
     """
-    word = count_up_to(tile.before, at, rank) - 1
+    word = np.int64(0)
+    for step in (32, 16, 8, 4, 2, 1):
+        word += step * (tile.before[_U(at + word + step)] <= rank)
     passed = np.int64(tile.before[_U(at + word)])
-    return WORD * word + _select(tile.members[_U(at + word)], rank - passed)
+    return WORD * word + select(tile.members[_U(at + word)], rank - passed)
 
 
 @compiled
-def _place_class(tile: Any, which: Any, spans: Any, box: Any, positions: Any, some: Any) -> None:  # noqa: ANN401
+def _place_class(tile: Any, which: Any, spans: Any, box: Any, positions: Any, some: Any) -> None:
     """Replace some ranks in a class by flat indices.
 
     ``which`` is the number of classes and that of the class; ``some`` is the first rank and the one
@@ -241,34 +203,31 @@ def _place_class(tile: Any, which: Any, spans: Any, box: Any, positions: Any, so
 
 
 @compiled
-def _list_class(tile: Any, which: Any, spans: Any, listed: Any) -> None:  # noqa: ANN401
+def _list_class(tile: Any, which: Any, spans: Any, listed: Any) -> None:
     """Write the position of each element of a class in the tile, in order."""
     (count, kind), at = which, np.int64(0)
     for number in range(spans):
         words = SPAN_WORDS * (number * count + kind)
-        there = nonzero_words(tile.members, words)
-        while there != _U(0):
-            w = lowest(there)
-            there &= there - _U(1)
+        for w in range(SPAN_WORDS):
             at += _write_ones(tile.members[_U(words + w)], SPAN * number + WORD * w, listed, at)
 
 
 @compiled
-def _list_sizes(bins: Any, first: Any, sizes: Any, listed: Any, total: Any, sized: Any) -> None:  # noqa: ANN401
+def _list_sizes(bins: Any, first: Any, sizes: Any, listed: Any, total: Any, sized: Any) -> None:
     """Write the size of the bin of each element that is listed."""
     for i in range(total):
         sized[_U(i)] = sizes[bins[_U(first + np.int64(listed[_U(i)]))]]
 
 
 @compiled
-def _place_listed(listed: Any, box: Any, positions: Any, some: Any) -> None:  # noqa: ANN401
+def _place_listed(listed: Any, box: Any, positions: Any, some: Any) -> None:
     """Replace some ranks in a class that is listed by flat indices."""
     for i in range(some[0], some[1]):
         positions[_U(i)] = _flat(np.int64(listed[_U(positions[_U(i)])]), box)
 
 
 @inlined
-def _flat(position: Any, box: Any) -> Any:  # noqa: ANN401
+def _flat(position: Any, box: Any) -> Any:
     """Return the flat index of a position in a tile.
 
     ``box`` is the width of the tile; the elements of a row of the tensor, or 0 if the tile is one
@@ -282,7 +241,7 @@ def _flat(position: Any, box: Any) -> Any:  # noqa: ANN401
 
 
 @inlined
-def _write_ones(word: Any, first: Any, out: Any, at: Any) -> Any:  # noqa: ANN401
+def _write_ones(word: Any, first: Any, out: Any, at: Any) -> Any:
     """Write the numbers of the one bits of a word, from ``first`` on; return how many there are.
 
     A few are always written, at worst those that are not there: mostly no branch is guessed wrong.
@@ -299,7 +258,7 @@ def _write_ones(word: Any, first: Any, out: Any, at: Any) -> Any:  # noqa: ANN40
 
 
 @compiled
-def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:  # noqa: ANN401
+def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: Any) -> Any:
     """Append indices and steps of one tile; return their number so far, or -1 to -3."""
     at, end = 8 * span[0], 8 * span[1]
     tile, table, spans = classes
@@ -332,7 +291,7 @@ def _decode_tile(data: Any, span: Any, codes: Any, classes: Any, box: Any, out: 
 
 
 @compiled
-def _sort(positions: Any, steps: Any, start: Any, scratch: Any, out: Any) -> None:  # noqa: ANN401
+def _sort(positions: Any, steps: Any, start: Any, scratch: Any, out: Any) -> None:
     """Write the indices and steps of a segment, whose first index is ``start``, in order."""
     marks, counts = scratch
     indices, values = out
@@ -351,7 +310,7 @@ def _sort(positions: Any, steps: Any, start: Any, scratch: Any, out: Any) -> Non
 
 
 @compiled
-def _sizes(data: Any, at: Any, end: Any, ends: Any) -> Any:  # noqa: ANN401
+def _sizes(data: Any, at: Any, end: Any, ends: Any) -> Any:
     """Read the sizes of a segment's tiles into their ends; return the first byte, or -3."""
     count = ends.shape[0]
     for t in range(count - 1):
@@ -379,18 +338,10 @@ def _sizes(data: Any, at: Any, end: Any, ends: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any) -> Any:  # noqa: ANN401
+def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any) -> Any:
     """Decode a segment; return the number of elements, or -1 to -3.
 
     Their flat indices and steps are left in the scratch, by tile, by class, then in order.
-
-    Args:
-        segment: Row of the segment.
-        at: Its first byte.
-        given: Bytes of all segments with ``MARGIN`` zeros behind them; the old bits, and the flat
-            index of the first; columns and cuts; rule of the bins; their classes.
-        wanted: ``(cuts,)`` bool: its tiles to decode.
-        room: Fields of the thread's scratch, and room for the ends of the tiles.
     """
     data, old, zero, (columns, cuts), rule, table = given
     positions, steps, codes, listed, sized, tile, ends = room
@@ -423,14 +374,7 @@ def decode_segment(segment: Any, at: Any, given: Any, wanted: Any, room: Any) ->
 
 
 @compiled
-def _decode(
-    segments: Any,  # noqa: ANN401
-    given: Any,  # noqa: ANN401
-    wanted: Any,  # noqa: ANN401
-    room: Any,  # noqa: ANN401
-    order: Any,  # noqa: ANN401
-    out: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+def _decode(segments: Any, given: Any, wanted: Any, room: Any, order: Any, out: Any) -> Any:
     """Decode all segments in order; return the number of elements, or -1 to -3."""
     at, count = np.int64(0), np.int64(0)
     positions, steps = room[0], room[1]
@@ -491,7 +435,7 @@ def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple
 
 
 @compiled
-def _stage(segments: Any, given: Any, wanted: Any, room: Any, place: Any, out: Any) -> Any:  # noqa: ANN401
+def _stage(segments: Any, given: Any, wanted: Any, room: Any, place: Any, out: Any) -> Any:
     """Stage all segments; return the number of elements, or -1 to -3."""
     box, weights, keys, lanes = place
     positions, old, new = out

@@ -10,9 +10,11 @@ import numpy.typing as npt
 from deltachain.codec.encodings.max.classes import (
     SPAN,
     SPAN_WORDS,
+    WORD,
     bin_segment,
     class_table,
     classify,
+    popcount,
     rule_of,
     thread_scratch,
 )
@@ -24,7 +26,6 @@ from deltachain.codec.encodings.max.tiles import (
     TileGrid,
     most_nbytes,
 )
-from deltachain.codec.encodings.max.words import WORD, popcount
 from deltachain.kernels.compiling import compiled
 from deltachain.types import Bits, Indices
 
@@ -32,7 +33,7 @@ _U = np.uint64
 
 
 @compiled
-def _put(out: Any, state: Any, value: Any, count: Any) -> None:  # noqa: ANN401
+def _put(out: Any, state: Any, value: Any, count: Any) -> None:
     """Append the low ``count`` bits of a value, at most 32."""
     word, bits, at = state[0], state[1], state[2]
     word |= value << bits
@@ -46,7 +47,7 @@ def _put(out: Any, state: Any, value: Any, count: Any) -> None:  # noqa: ANN401
 
 
 @compiled
-def _put_ones(out: Any, state: Any, count: Any) -> None:  # noqa: ANN401
+def _put_ones(out: Any, state: Any, count: Any) -> None:
     while count > 0:
         some = min(count, 32)
         _put(out, state, (_U(1) << _U(some)) - _U(1), some)
@@ -54,7 +55,7 @@ def _put_ones(out: Any, state: Any, count: Any) -> None:  # noqa: ANN401
 
 
 @compiled
-def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:  # noqa: ANN401
+def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:
     negative = (step >> _U(element - 1)) & _U(1)
     _put(out, state, negative, 1)
     if size == NEVER:
@@ -75,7 +76,7 @@ def _put_step(out: Any, state: Any, step: Any, size: Any, element: Any) -> None:
 
 
 @compiled
-def _rank(tile: Any, count: Any, kind: Any, position: Any) -> Any:  # noqa: ANN401
+def _rank(tile: Any, count: Any, kind: Any, position: Any) -> Any:
     """Count the elements of a class, of some number of them, before a position of the tile."""
     span, offset = position // SPAN, position % SPAN
     at = SPAN_WORDS * (span * count + kind) + offset // WORD
@@ -84,7 +85,7 @@ def _rank(tile: Any, count: Any, kind: Any, position: Any) -> Any:  # noqa: ANN4
 
 
 @compiled
-def _rank_in(path: Any, kind: Any, there: Any) -> Any:  # noqa: ANN401
+def _rank_in(path: Any, kind: Any, there: Any) -> Any:
     """Return a rank of a later class as one in a class, behind its elements."""
     rates, starts, spans = path
     goal, rank = there
@@ -95,7 +96,7 @@ def _rank_in(path: Any, kind: Any, there: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def _put_distance(coded: Any, state: Any, path: Any, here: Any, there: Any) -> None:  # noqa: ANN401
+def _put_distance(coded: Any, state: Any, path: Any, here: Any, there: Any) -> None:
     """Write the distance of two ranks, or from one to the end; see the reference."""
     rates, starts, spans = path
     (kind, rank), count = here, rates.shape[0]
@@ -123,13 +124,7 @@ def _put_distance(coded: Any, state: Any, path: Any, here: Any, there: Any) -> N
 
 
 @compiled
-def _encode_tile(
-    codes: Any,  # noqa: ANN401
-    classes: Any,  # noqa: ANN401
-    changes: Any,  # noqa: ANN401
-    places: Any,  # noqa: ANN401
-    coded: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+def _encode_tile(codes: Any, classes: Any, changes: Any, places: Any, coded: Any) -> Any:
     """Write the bits of one tile to the beginning of ``coded``; return their bytes."""
     tile, table, spans = classes
     positions, steps = changes
@@ -156,7 +151,7 @@ def _encode_tile(
 
 
 @compiled
-def _in_tile(indices: Any, steps: Any, start: Any, grid: Any, number: Any, out: Any) -> Any:  # noqa: ANN401
+def _in_tile(indices: Any, steps: Any, start: Any, grid: Any, number: Any, out: Any) -> Any:
     """Find the changes of one tile of a segment; return how many there are."""
     columns, cuts = grid
     positions, mine = out
@@ -175,7 +170,7 @@ def _in_tile(indices: Any, steps: Any, start: Any, grid: Any, number: Any, out: 
 
 
 @compiled
-def _put_sizes(ends: Any, data: Any, to: Any) -> Any:  # noqa: ANN401
+def _put_sizes(ends: Any, data: Any, to: Any) -> Any:
     """Write the sizes of all tiles but the last one; return the byte behind them."""
     for t in range(ends.shape[0] - 1):
         value = ends[t] - (ends[t - 1] if t else 0)
@@ -189,14 +184,7 @@ def _put_sizes(ends: Any, data: Any, to: Any) -> Any:  # noqa: ANN401
 
 
 @compiled
-def _encode(
-    windows: Any,  # noqa: ANN401
-    changes: Any,  # noqa: ANN401
-    old: Any,  # noqa: ANN401
-    how: Any,  # noqa: ANN401
-    scratch: Any,  # noqa: ANN401
-    out: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+def _encode(windows: Any, changes: Any, old: Any, how: Any, scratch: Any, out: Any) -> Any:
     """Encode all segments; return the number of bytes."""
     indices, steps = changes
     columns, cuts, first, rule, coded_table = how

@@ -28,10 +28,8 @@ from deltachain.codec.encodings.max.tiles import (
     most_nbytes,
 )
 from deltachain.codec.encodings.sparse import StepEncoding
-from deltachain.codec.frames import BucketWriter
-from deltachain.codec.old_bits import OldBits
-from deltachain.codec.tensor_reader import TensorReader
-from deltachain.delta import TensorDelta
+from deltachain.codec.frames import BucketWriter, TensorReader
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.errors import ConfigError, OldBitsError
 from deltachain.kernels.reference import Changes, StagedSteps, WindowPlace
 from deltachain.types import Bits, TensorSpec
@@ -79,12 +77,7 @@ _UNUSED: Final = np.full(2 * BINS, NEVER, np.uint8)
 
 
 class Tiling(NamedTuple):
-    """Division of a matrix into tiles.
-
-    Attributes:
-        band: Rows of a tile; 0 if the tensor is not divided.
-        cuts: Number of tiles side by side.
-    """
+    """Division of a matrix into tiles."""
 
     band: int
     cuts: int
@@ -187,13 +180,7 @@ class MaxEncoding(Encoding):
         return EncodedTensor(cuts, segments)
 
     def streams_of(self, tensor: TensorReader) -> tuple[npt.NDArray[np.int64], TileStreams]:
-        """Return the segments of a tensor, and their tiles, for the kernels that decode them.
-
-        Raises:
-            DigestMismatchError: A frame differs from its digest in the directory.
-            MalformedError: Rates and sizes break a rule of FORMAT.md 4.
-            OldBitsError: There are no bits before the change, or of a part of a tile only.
-        """
+        """Return the segments of a tensor, and their tiles, for the kernels that decode them."""
         old = tensor.old
         if not tensor.row.gap:
             old = _no_bits(tensor.spec, tensor.spec.numel if tensor.segments else 0)
@@ -238,11 +225,7 @@ class MaxEncoding(Encoding):
 def _wanted(
     tensor: TensorReader, grid: TileGrid, held: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.bool_]:
-    """Return which tiles a rank holds.
-
-    Raises:
-        OldBitsError: It holds a part of one.
-    """
+    """Return which tiles a rank holds."""
     wanted = np.empty((len(tensor.segments), grid.cuts), np.bool_)
     for number, segment in enumerate(tensor.segments):
         low = segment.start - grid.start

@@ -20,8 +20,7 @@ from deltachain.codec.encodings.max.tiles import (
     TileGrid,
     bins,
 )
-from deltachain.codec.old_bits import OldBits
-from deltachain.delta import TensorDelta
+from deltachain.delta import OldBits, TensorDelta
 from deltachain.types import Bits, Indices, TensorSpec
 
 Numbers = npt.NDArray[np.int64]
@@ -94,16 +93,7 @@ def table_of(
     so_far: BinCounts | None = None,
     stored: Sequence[Bytes] = (),
 ) -> Bytes:
-    """Return rate and size of each bin, for the fewest bits.
-
-    Args:
-        spec: Spec of the tensor.
-        counts: Its changes.
-        grid: Its tiles.
-        so_far: Its changes and those of all tensors of its dtype before it in the bucket.
-        stored: Tables of the tensors before it. One is returned if a table for this tensor, and one
-            for all so far, are not worth their bytes.
-    """
+    """Return rate and size of each bin, for the fewest bits."""
     own = [_best_table(spec, some, grid) for some in (counts, so_far) if some is not None]
     alike = [
         other

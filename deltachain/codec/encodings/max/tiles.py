@@ -129,7 +129,6 @@ def encode_tiles(
         old: Bits before the change, from flat index ``grid.start`` on.
         table: ``(512,)``: the rate of each bin, then its size; no rate of a changed element's bin
             is ``NEVER``.
-        grid: The tiles.
     """
     pieces: list[bytes] = []
     nbytes: list[int] = []
@@ -153,14 +152,10 @@ def decode_tiles(segments: npt.NDArray[np.int64], streams: TileStreams) -> tuple
 
     Args:
         segments: ``(n, 6)``: start, length, nnz, bytes, 0 and 0 of each segment.
-        streams: Their tiles.
 
     Returns:
         ``(nnz,)`` flat int64 indices, strictly increasing inside the segments, and ``(nnz,)``
         wrapping steps, none of them zero.
-
-    Raises:
-        ValueError: The tiles break a rule of FORMAT.md 4.
     """
     data, old, table, grid, wanted = streams
     found = [np.empty(0, np.int64)], [old[:0]]
@@ -193,14 +188,7 @@ def stage_tiles(
     """Decode tiles as :func:`decode_tiles`, and stage the steps of the elements of a box.
 
     Args:
-        segments: See :func:`decode_tiles`.
-        streams: Their tiles; the old bits may be a part of ``weights``.
-        box: Elements held, and their positions in ``weights``.
         weights: ``(n,)`` live bits; not written.
-        key: Digest key of the tensor.
-
-    Raises:
-        ValueError: The tiles break a rule of FORMAT.md 4.
     """
     return stage_changes(*decode_tiles(segments, streams), box, weights, key)
 
@@ -248,11 +236,8 @@ def _put_distance(
 ) -> None:
     """Write the distance of two ranks, or from one to the end.
 
-    Args:
-        out: Bits of the tile.
-        path: Rate and number of elements of each class.
-        here: A rank, which may lie behind its class.
-        there: The next changed element, or rank 0 behind the last class.
+    ``path`` has rate and number of elements of each class; ``there`` is the next changed element,
+    or rank 0 behind the last class.
     """
     kind, rank = here
     while kind < len(path):
