@@ -58,13 +58,7 @@ class WeightFiles:
 
 
 def find_weights(path: Path) -> WeightFiles:
-    """Find the files of a checkpoint's weights, of a folder or of one safetensors file.
-
-    Raises:
-        ConfigError: There are none, one is missing, or there are several sets of which none is the
-            model's by its name or by an index.
-        MalformedError: An index is unreadable.
-    """
+    """Find the files of a checkpoint's weights, of a folder or of one safetensors file."""
     if path.is_file():
         return WeightFiles([path])
     there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
@@ -172,16 +166,14 @@ def _checked(path: Path, names: list[str]) -> list[str]:
     )
 
 
-_HASHED_NBYTES: Final = 16 << 20
-"""Bytes of a file that are read and hashed at a time."""
+_HASHED_NBYTES: Final = 16 << 20  # bytes of a file that are read and hashed at a time
 
 logger = logging.getLogger(__name__)
 
 PEFT_PREFIX: Final = "base_model.model."
 """Begin of the names of an adapter's tensors, by most methods."""
 
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""Configuration of an adapter of PEFT."""
+ADAPTER_CONFIG: Final = "adapter_config.json"  # configuration of an adapter of PEFT
 
 _CONFIG: Final = "config.json"
 
@@ -228,22 +220,13 @@ _APART: Final = re.compile(
 )
 """Paths of weights, and of files that no save of a model or a processor writes."""
 
-_NAMED: Final = 8
-"""Most files that a warning names."""
-
-_PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")
-"""Names of unfinished files."""
-
-ASSET_NBYTES: Final = 64 << 20
-"""Size limit of an asset, in bytes."""
+_NAMED: Final = 8  # most files that a warning names
+_PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")  # names of unfinished files
+ASSET_NBYTES: Final = 64 << 20  # size limit of an asset, in bytes
 
 
 def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
-    """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache.
-
-    Raises:
-        ConfigError: It is neither.
-    """
+    """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache."""
     folder = Path(named)
     if folder.is_dir():
         return folder
@@ -267,19 +250,10 @@ class Checkpoint:
     only other index, in this order. Files that are left out are named in a warning. Nothing is
     mapped or kept open: files are read by calls.
 
-    Args:
-        path: The file or the folder.
-
     Attributes:
         specs: Specs of all tensors, sorted by name.
         index: Name of the index that names the files; empty without one.
         unnamed: Tensors in the files that the index does not name.
-
-    Raises:
-        ConfigError: There is no safetensors file at ``path``, one is missing, two hold the same
-            tensor, the index names a tensor that its file does not hold, or it is unknown which of
-            several sets is the model's.
-        MalformedError: A file does not match its header.
     """
 
     def __init__(self, path: Path) -> None:
@@ -312,11 +286,7 @@ class Checkpoint:
         )
 
     def bits(self, name: str) -> Bits:
-        """Read the flat bits of one tensor, into new memory.
-
-        Raises:
-            MalformedError: Its file was cut, written to or replaced since it was opened.
-        """
+        """Read the flat bits of one tensor, into new memory."""
         file, entry = self._entries[name]
         return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
 
@@ -354,13 +324,7 @@ def read_assets(
 ) -> dict[str, bytes]:
     """Read the configuration and tokenizer files of a checkpoint folder, by path in it.
 
-    Args:
-        folder: The checkpoint folder.
-        trusted: Whether references to remote code are kept.
-        told: Small files without a warning though they are no assets; ``None`` for no warning.
-
-    Raises:
-        ConfigError: There is no such folder.
+    ``told``: small files without a warning though they are no assets; ``None`` for no warning.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
@@ -446,9 +410,6 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Write the header of a safetensors file and allocate its data, filled with zeros.
 
     Wide elements come first, so that every tensor is aligned; returns the tensors in that order.
-
-    Raises:
-        NoRoomError: The disk has too little free space.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
     rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]

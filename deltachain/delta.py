@@ -19,31 +19,22 @@ from deltachain.types import Bits, Indices, TensorSpec
 
 Mask = npt.NDArray[np.bool_]
 
-STEP: Mask = np.array(False)
-"""A 0-d mask: every element is a step."""
-ABSOLUTE: Mask = np.array(True)
-"""A 0-d mask: every element is absolute."""
+STEP: Mask = np.array(False)  # a 0-d mask: every element is a step
+ABSOLUTE: Mask = np.array(True)  # a 0-d mask: every element is absolute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorDelta:
-    """The changed elements of one tensor.
+    """The changed elements of one tensor."""
 
-    Attributes:
-        spec: Name, dtype and shape of the tensor in the Hugging Face checkpoint.
-        indices: Flat, strictly increasing indices, int64 of shape ``(nnz,)``; ``None`` if the
-            values are of consecutive elements, all of the tensor unless it was read in part.
-        values: Unsigned integers of the element's width, shape ``(nnz,)``.
-        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
-            ``(nnz,)``.
-        start: Flat index of the first value where ``indices`` is ``None``; otherwise 0.
-    """
-
-    spec: TensorSpec
+    spec: TensorSpec  # name, dtype and shape of the tensor in the Hugging Face checkpoint
+    # Flat, strictly increasing indices, int64 of shape (nnz,); None if the values are of
+    # consecutive elements, all of the tensor unless it was read in part.
     indices: Indices | None
-    values: Bits
+    values: Bits  # unsigned integers of the element's width, shape (nnz,)
+    # Whether a value is the new bits rather than a step; bool of shape () or (nnz,).
     absolute: Mask = field(default_factory=lambda: STEP)
-    start: int = 0
+    start: int = 0  # flat index of the first value where indices is None; otherwise 0
 
     @classmethod
     def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
@@ -74,15 +65,7 @@ class TensorDelta:
         return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
 
     def validate(self, *, in_part: bool = False) -> TensorDelta:
-        """Check every guarantee of the class and return self.
-
-        Args:
-            in_part: Whether consecutive values may be fewer than all of the tensor's.
-
-        Raises:
-            MalformedError: A width or length is wrong, an index is out of range or order, or a step
-                is zero.
-        """
+        """Check every guarantee of the class and return self."""
         name, spec = self.spec.name, self.spec
         if self.values.dtype != spec.bits_dtype or self.values.ndim != 1:
             raise MalformedError(
@@ -110,14 +93,7 @@ class TensorDelta:
 
 
 def new_bits(old: Any, values: Any, absolute: Any) -> Any:  # noqa: ANN401 - numpy's or torch's arrays
-    """Compute the bits after a delta, in numpy or torch.
-
-    Args:
-        old: Old bits, shape ``(nnz,)``.
-        values: New bits or wrapping steps, shape ``(nnz,)``.
-        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
-            ``(nnz,)``.
-    """
+    """Compute the bits after a delta, in numpy or torch."""
     if absolute.ndim == 0:
         return values if absolute else old + values
     return values + old * ~absolute

@@ -38,11 +38,7 @@ class Variable(NamedTuple):
 
 
 def read(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Parse every variable that is set and not empty, by name without prefix.
-
-    Raises:
-        ConfigError: A name is unknown, a value is invalid, or two variables exclude each other.
-    """
+    """Parse every variable that is set and not empty, by name without prefix."""
     for _, mistake in mistakes(environment):
         raise mistake
     ours = _ours(environment)
@@ -231,8 +227,5 @@ _SHOWN: Final = 5
 PLACES: Final = ("host", "device")
 """Values of ``DECODE``; by default, changes are decoded where the weights are."""
 
-SECRETS: Final = ("TOKEN", "ENGINE_KEY")
-"""Variables whose values are never printed."""
-
-FROM_FILE: Final = SECRETS
-"""Variables that exclude another one, of the same name and ``_FILE``."""
+SECRETS: Final = ("TOKEN", "ENGINE_KEY")  # variables whose values are never printed
+FROM_FILE: Final = SECRETS  # variables that exclude another one, of the same name and _FILE

@@ -55,15 +55,9 @@ COUNTERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number.
+    """One number."""
 
-    Attributes:
-        name: Name of the metric, in ``GAUGES`` or ``COUNTERS``.
-        value: The number.
-        labels: Values of the metric's labels, by name.
-    """
-
-    name: str
+    name: str  # name of the metric, in GAUGES or COUNTERS
     value: float
     labels: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,12 +82,7 @@ def figures(values: Mapping[str, float | None]) -> Iterator[Figure]:
 
 
 def info(*, engine: str, chain: str | None) -> Figure:
-    """Return the figure that says which software serves which chain.
-
-    Args:
-        engine: What runs: an engine and its version (``vllm/0.32.0``), or a part of deltachain.
-        chain: Id of the chain; ``None`` if it is not known yet.
-    """
+    """Return the figure that says which software serves which chain."""
     labels = {"version": __version__, "engine": engine, "chain": chain or ""}
     return Figure("info", 1, labels)
 

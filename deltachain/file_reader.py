@@ -28,12 +28,7 @@ class FileRange:
         self.file, self.offset = file, offset
 
     def read_into(self, at: int, out: memoryview) -> os.stat_result:
-        """Fill ``out`` with the bytes from position ``at`` on; return the file's status afterwards.
-
-        Raises:
-            MalformedError: The file ends before.
-            OSError: The file cannot be read.
-        """
+        """Fill ``out`` with the bytes from ``at`` on; return the file's status afterwards."""
         descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             where, left = self.offset + at, out
@@ -56,10 +51,6 @@ class FileReader:
 
     Attributes:
         nbytes: Its length in bytes.
-
-    Raises:
-        ConfigError: The file cannot be read.
-        MalformedError: The file is empty.
     """
 
     def __init__(self, file: Path) -> None:
@@ -76,12 +67,7 @@ class FileReader:
             raise MalformedError(f"{file} is empty", key=str(file))
 
     def read_at(self, start: int, length: int) -> memoryview:
-        """Read a range of the bytes.
-
-        Raises:
-            MalformedError: The file was cut, written to or replaced since it was opened.
-            ConfigError: The file cannot be read any more.
-        """
+        """Read a range of the bytes."""
         out = np.empty(max(0, min(length, self.nbytes - start)), np.uint8)
         self._fill(start, out)
         return out.data

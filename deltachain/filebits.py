@@ -18,8 +18,7 @@ from deltachain.file_reader import FileRange
 from deltachain.kernels import host
 from deltachain.types import Bits, Indices, TensorSpec
 
-WINDOW_NBYTES: Final = 256 << 10
-"""Bytes of one read-modify-write."""
+WINDOW_NBYTES: Final = 256 << 10  # bytes of one read-modify-write
 
 
 class FileBits:
@@ -58,11 +57,7 @@ class FileBits:
         return bits
 
     def put(self, indices: Indices | None, new: Bits) -> None:
-        """Write new bits of elements at increasing indices, or of all if ``None``.
-
-        Raises:
-            OSError: The disk is full, gone, or may not be written to, or another file is there.
-        """
+        """Write new bits of elements at increasing indices, or of all if ``None``."""
         if not new.size:
             return
         descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

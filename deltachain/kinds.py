@@ -42,9 +42,6 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
 
     Numbers of NumPy are numbers, a whole number is a number too, and ``True`` is neither. Members
     of mappings are not looked at.
-
-    Raises:
-        ConfigError: A value has another type, or is no member of a ``Literal``.
     """
     kinds = get_type_hints(type(settings))
     for field in fields(settings):
@@ -73,11 +70,7 @@ def fields_of(settings: type) -> dict[str, str]:
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[_T]], type[_T]]:
-    """Return a decorator of classes, whose constructors then refuse unknown settings by name.
-
-    Args:
-        elsewhere: What else a caller may mean, and whose setting that is.
-    """
+    """Return a decorator of classes, whose constructors then refuse unknown settings by name."""
 
     def decorated(kind: type[_T]) -> type[_T]:
         plain: Callable[..., None] = kind.__init__

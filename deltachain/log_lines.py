@@ -15,12 +15,7 @@ LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
 
 
 def show(through: logging.Logger, level: int) -> None:
-    """Send our log messages through another logger; leave loggers with handlers alone.
-
-    Args:
-        through: Logger whose handlers show them.
-        level: Least level that is shown.
-    """
+    """Send our log messages through another logger; leave loggers with handlers alone."""
     for name in LOGGERS:
         ours = logging.getLogger(name)
         if not ours.handlers:

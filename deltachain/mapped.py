@@ -12,12 +12,7 @@ from deltachain.errors import ConfigError, MalformedError
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file into memory, read-only; pages are read on access.
-
-    Raises:
-        ConfigError: The file cannot be read.
-        MalformedError: The file is empty.
-    """
+    """Map a file into memory, read-only; pages are read on access."""
     try:
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 
-_SILENCE_S: Final = 10.0
-"""Seconds without a byte of a client after which its connection is closed."""
+_SILENCE_S: Final = 10.0  # seconds without a byte of a client after which its connection is closed
 
 _REGISTERED: Final[list[Any]] = []
 """What :func:`register_figures` has added to the default registry of this process."""
@@ -71,11 +70,7 @@ def exposition(source: FigureSource) -> bytes:
 
 
 def register_figures(source: FigureSource) -> None:
-    """Show figures in the default registry of this process, instead of those registered before.
-
-    Raises:
-        ModuleNotFoundError: ``prometheus_client`` is missing.
-    """
+    """Show figures in the default registry of this process, instead of those registered before."""
     from prometheus_client import REGISTRY  # noqa: PLC0415 - an extra
 
     collector: Any = FigureCollector(source)  # a registry asks for no base class
@@ -95,11 +90,7 @@ def _registry(source: FigureSource) -> CollectorRegistry:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``PORT`` or ``HOST:PORT``; without a host, of the loopback interface alone.
-
-    Raises:
-        ConfigError: It is neither, or the port is none.
-    """
+    """Parse ``PORT`` or ``HOST:PORT``; without a host, of the loopback interface alone."""
     host, _, port = text.strip().rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(
@@ -116,16 +107,8 @@ class MetricsServer(Closeable):
     ready. None needs a token, and none changes anything. A failure to answer one request does not
     end the server, and never what it reports on.
 
-    Args:
-        address: ``PORT`` or ``HOST:PORT``; port 0 takes a free one.
-        source: Figures to show.
-        unready: Returns why the process is not ready; empty if it is.
-
     Attributes:
         url: Address of the server.
-
-    Raises:
-        ConfigError: The address is invalid or cannot be bound, or ``prometheus_client`` is missing.
     """
 
     def __init__(

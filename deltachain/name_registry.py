@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHOWN: Final = 80
-"""Largest number of characters of a name, and of an unknown one in an error."""
+SHOWN: Final = 80  # largest number of characters of a name, and of an unknown one in an error
 
 _OTHERS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)+")
 
@@ -37,12 +36,6 @@ class NameRegistry(Generic[_T]):
     An unknown name is looked up once among the entry points of installed packages. Only the entry
     point of exactly that name is imported, so that a name in untrusted bytes cannot import anything
     not installed as such an object.
-
-    Args:
-        group: Entry point group of other packages' objects.
-        kind: Class of the objects; errors call them by its name in lower case.
-        example: A name of another package's object, for hints.
-        built_in: Built-in objects.
     """
 
     def __init__(self, group: str, kind: type[_T], example: str, built_in: Iterable[_T]) -> None:

@@ -11,16 +11,14 @@ from urllib.parse import unquote
 _PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
 """Schemes with a container or a user name before an ``@`` in the URL, neither of them secret."""
 
-_REVISIONS: Final = frozenset({"hf", "s3"})
-"""Schemes in whose paths an ``@`` is nothing special."""
+_REVISIONS: Final = frozenset({"hf", "s3"})  # schemes in whose paths an @ is nothing special
 
 _HOSTS: Final = frozenset({"http", "https", "dns"})
 """Schemes of replicas, after which there are a host and a port."""
 
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.%]*\]|[^:%]*)(:[0-9]*)?")
 
-HIDDEN: Final = "..."
-"""Shown for what may be a secret."""
+HIDDEN: Final = "..."  # shown for what may be a secret
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
 
@@ -54,20 +52,12 @@ _IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+[^\s'\"<>|`]*[^\s'\"<>|
 _NAMES: Final = re.compile(r"(?<=[?&])[\w.-]+=")
 _BETWEEN: Final = re.compile(r"[/:@?#&]")
 
-LONGEST: Final = 300
-"""Longest text from a store or a replica that is shown, in characters."""
-
-SHORTEST: Final = 4
-"""Characters of the shortest part that is hidden wherever it stands."""
+LONGEST: Final = 300  # longest text from a store or a replica that is shown, in characters
+SHORTEST: Final = 4  # characters of the shortest part that is hidden wherever it stands
 
 
 def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
-    """Return a text with its URLs as :func:`redacted_url` shows them.
-
-    Args:
-        text: A message, or a traceback.
-        secrets: What is hidden outside of URLs too, as :func:`hidden_parts` returns it.
-    """
+    """Return a text with its URLs as :func:`redacted_url` shows them."""
     if ":/" in text:
         text = _IN_TEXT.sub(lambda found: _shown(found[0]), text)
     if secrets:

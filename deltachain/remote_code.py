@@ -19,11 +19,8 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-ELSEWHERE: Final = "--"
-"""Separator between repository and class."""
-
-_KERNEL: Final = "/"
-"""Part of each name of a kernel on the Hub, and of no other implementation."""
+ELSEWHERE: Final = "--"  # separator between repository and class
+_KERNEL: Final = "/"  # part of each name of a kernel on the Hub, and of no other implementation
 
 POINTERS: Final = {
     "auto_map": ELSEWHERE,
@@ -45,8 +42,7 @@ _HEADERS: Final = {
 ORIGINS: Final = ("_name_or_path", "name_or_path")
 """Fields with the repository that an ``auto_map`` without one refers to."""
 
-DEEPEST: Final = 100
-"""Levels of nesting that are examined; a file with more is left out."""
+DEEPEST: Final = 100  # levels of nesting that are examined; a file with more is left out
 
 CLASS_ELSEWHERE: Final = re.compile(r"(?!.*--.*--)[^\s]*/[^\s]*--[^\s.]+\.\w+")
 """A class in a repository or a folder; removed from any field, since a loader may run it."""

@@ -31,10 +31,6 @@ def reserve(file: Path, nbytes: int) -> None:
     Later writes, even through a memory map, cannot run out of space. On file systems without
     preallocation only the free space is checked; there a write may still fail, so ``pwrite`` must
     be used instead of a map.
-
-    Raises:
-        NoRoomError: Too little free space; the file keeps its length or is longer.
-        OSError: Any other error of the system.
     """
     with file.open("r+b", buffering=0) as out:
         there = os.fstat(out.fileno()).st_blocks * 512

@@ -45,8 +45,7 @@ class Closeable(Protocol):
 # twice as long. numpy asks for large pages itself, but gets them only inside of large arrays.
 
 
-NBYTES: Final = 1 << 25
-"""Bytes of a piece of memory."""
+NBYTES: Final = 1 << 25  # bytes of a piece of memory
 
 SMALL: Final = 1 << 16
 """Bytes below which an array has memory of its own, as it has above a quarter of a piece."""
@@ -54,8 +53,7 @@ SMALL: Final = 1 << 16
 REUSES: Final = sys.version_info < (3, 14)
 """Whether references are counted as expected below: later Pythons borrow some."""
 
-ALIGNMENT: Final = 64
-"""Bytes that the start of an array is a multiple of, within its piece."""
+ALIGNMENT: Final = 64  # bytes that the start of an array is a multiple of, within its piece
 
 _local = threading.local()
 
@@ -102,12 +100,7 @@ def cores() -> int:
 
 
 class Pool:
-    """Up to ``most`` threads, started on demand and joined at the end.
-
-    Args:
-        most: Largest number of threads; with 0, the caller works.
-        name: Prefix of the thread names.
-    """
+    """Up to ``most`` threads, started on demand and joined at the end."""
 
     def __init__(self, most: int, name: str = "deltachain") -> None:
         self._most = most
@@ -139,15 +132,7 @@ class Pool:
         ahead: int,
         small: Callable[[_A], bool] = lambda _: False,
     ) -> Iterator[_T]:
-        """Yield the results of calls in the order of the items.
-
-        Args:
-            function: Called with each item.
-            items: Consumed as results are.
-            ahead: Largest number of calls that are begun before their results are consumed.
-            small: Whether the caller's thread makes the call for an item: threads that call short
-                functions wait for the interpreter's lock more than they compute.
-        """
+        """Yield the results of calls in the order of the items."""
         begun: deque[Callable[[], _T]] = deque()
         for item in items:
             mine = partial(function, item)

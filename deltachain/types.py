@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from deltachain.errors import ConfigError, TensorMismatchError
 
-Version: TypeAlias = int
-"""Position in a chain, counted from 0."""
+Version: TypeAlias = int  # position in a chain, counted from 0
 
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """Flat array of uint8, uint16, uint32 or uint64: one unsigned integer an element."""
@@ -24,8 +23,7 @@ Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Anything bytes-like; ``collections.abc.Buffer`` once Python 3.12 is the oldest supported."""
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-"""Flat indices into a full tensor, strictly increasing."""
+Indices: TypeAlias = npt.NDArray[np.int64]  # flat indices into a full tensor, strictly increasing
 
 WIRE_DTYPES: Final[dict[str, int]] = {
     "BOOL": 1,
@@ -64,12 +62,7 @@ MAX_NUMEL: Final = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, wire dtype and shape of one tensor, as in the Hugging Face checkpoint.
-
-    Raises:
-        ConfigError: The dtype has no wire form, a dimension is negative or too large, or there are
-            too many.
-    """
+    """Name, wire dtype and shape of one tensor, as in the Hugging Face checkpoint."""
 
     name: str
     dtype: str
@@ -123,11 +116,7 @@ def check_spec(
     *,
     hint: str = "",
 ) -> None:
-    """Check that a tensor has the same dtype and shape in two places; see :func:`mismatch`.
-
-    Raises:
-        TensorMismatchError: It has not, or is missing in one of them.
-    """
+    """Check that a tensor has the same dtype and shape in two places; see :func:`mismatch`."""
     message = mismatch(name, found, where, expected, there)
     if message:
         raise TensorMismatchError(message, tensor=name, hint=hint)
@@ -165,11 +154,7 @@ class StateDigest:
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:
-        """Parse 32 hexadecimal digits, the form of ``str``.
-
-        Raises:
-            ConfigError: ``text`` is anything else.
-        """
+        """Parse 32 hexadecimal digits, the form of ``str``."""
         if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
             raise ConfigError(f"{text!r} is not a state digest, expected 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))

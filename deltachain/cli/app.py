@@ -209,8 +209,7 @@ _WORDS: Final = "deltachain.words"
 _SECRETS: Final = "deltachain.secrets"
 """Name in the context's ``meta`` of the parts of all words that are not shown."""
 
-_USAGE: Final = typer.BadParameter.__mro__[2]
-"""The class of errors that typer shows itself."""
+_USAGE: Final = typer.BadParameter.__mro__[2]  # the class of errors that typer shows itself
 
 UNCHECKED: Final = {"doctor", "-h", "--help"}
 """Words with which mistakes in the environment end no command: ``doctor`` tells all of them."""

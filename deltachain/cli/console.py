@@ -23,11 +23,8 @@ from rich.text import Text
 
 from deltachain.errors import DeltaChainError
 
-_BETWEEN: Final = 2
-"""Spaces between two columns of a table."""
-
-_FOLDED: Final = 12
-"""Least width of a column that is folded, if its cells are longer."""
+_BETWEEN: Final = 2  # spaces between two columns of a table
+_FOLDED: Final = 12  # least width of a column that is folded, if its cells are longer
 
 _PIPE_WIDTH: Final = 140
 """Width of output that is not a terminal, so that no line is truncated in a file."""
@@ -127,13 +124,6 @@ def table(titles: Sequence[str], rows: Iterable[Cells], *give_way: str, width: i
 
     Bars, the columns without a title, are left out first, then those of ``give_way``, in turn. If
     that is not enough, cells are folded into several lines.
-
-    Args:
-        titles: Titles of the columns: with ``>`` before it, cells are aligned to the right; with
-            ``~``, they are folded first.
-        rows: Cells, by column.
-        give_way: Titles of columns that may be left out, without these marks.
-        width: The width; by default that of stdout.
     """
     width, lines = width or out().width, list(rows)
     columns = [(title, [line[at] for line in lines]) for at, title in enumerate(titles)]

@@ -20,8 +20,7 @@ from deltachain.errors import ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-QUESTION_S = 5.0
-"""Timeout of a question to a replica, in seconds."""
+QUESTION_S = 5.0  # timeout of a question to a replica, in seconds
 
 
 def dashboard(  # noqa: PLR0913 - one argument an option

@@ -44,25 +44,14 @@ STYLES: Final[dict[Health, str]] = {
 }
 """Style of each health; of all others red."""
 
-NARROW: Final = 60
-"""Width below which a replica takes several lines, so that no number is cut off."""
-
-WIDE: Final = 110
-"""Width from which on there is room for times and software."""
+NARROW: Final = 60  # width below which a replica takes several lines, so that no number is cut off
+WIDE: Final = 110  # width from which on there is room for times and software
 
 
 def replica_table(
     rows: Sequence[ReplicaRow], waiting: int, width: int, height: int | None = None
 ) -> RenderableType:
-    """Draw all replicas; health, version and lag are whole at any width.
-
-    Args:
-        rows: The replicas, worst first.
-        waiting: Number of replicas that have not answered yet.
-        width: Width of the terminal, in columns.
-        height: Lines that there are: the last replicas are left out if they do not fit, and their
-            summary is not. By default all are drawn.
-    """
+    """Draw all replicas; health, version and lag are whole at any width."""
     drawn = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
     summary = Text(_summary(rows, waiting), "dim", overflow="fold")
     return Group(drawn, summary) if height is None else _Fitted(drawn, summary, height)
@@ -185,8 +174,7 @@ def _ago(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-ACTION_S: Final = 600.0
-"""Seconds for which an action is waited for: a large update takes long."""
+ACTION_S: Final = 600.0  # seconds for which an action is waited for: a large update takes long
 
 
 class Verb(StrEnum):

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from deltachain.codec import Part
     from deltachain.format.documents import EdgeSummary
 
-SHOWN = 12
-"""Rows of a table without ``--all``."""
+SHOWN = 12  # rows of a table without --all
 
 
 def inspect(  # noqa: PLR0913 - one argument an option

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from deltachain.chain.trust import Trust
     from deltachain.store import Store
 
-SHOWN_DIGITS = 8
-"""Digits of a key id in tables."""
+SHOWN_DIGITS = 8  # digits of a key id in tables
 
 
 def keygen(

@@ -34,8 +34,7 @@ COLUMNS: Final = (
 GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state", "signed by")
 """Columns that are left out where the terminal is too narrow, in this order."""
 
-READS: Final = 16
-"""Manifests read at a time."""
+READS: Final = 16  # manifests read at a time
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed

@@ -97,13 +97,7 @@ def _check_joinable(found: Maintained | None, url: str) -> None:
 
 
 def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
-    """Print what a round did; nothing for one of many rounds without work.
-
-    Args:
-        found: The round.
-        as_json: Whether to print a JSON object.
-        once: Whether it was the only round: that newcomers cannot join then ends the command.
-    """
+    """Print what a round did; nothing for one of many rounds without work."""
     report = None if found.pruned is None else pruned(found.pruned)
     if as_json:
         c.write_json(

@@ -65,12 +65,7 @@ def _metered(store: Store, moved: Callable[[int], None]) -> Store:
 
 
 class _Metered:
-    """Store that reports the size of every object it reads or writes.
-
-    Args:
-        store: The store, which does all the rest.
-        moved: Called with the size of each object in bytes, from any thread.
-    """
+    """Store that reports the size of every object it reads or writes."""
 
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
         self._store, self._moved = store, moved

@@ -30,16 +30,7 @@ def shown_follower(
     follows: bool,
     why_unready: Callable[[], str] = lambda: "",
 ) -> Iterator[Callable[[DeltaChainError | None], None]]:
-    """Show a subscriber as :func:`shown`; yield what must be called after each iteration.
-
-    Args:
-        subscriber: The subscriber.
-        address: Where, as ``--metrics`` gives it; ``None`` for nowhere.
-        engine: What the subscriber writes into; see :func:`deltachain.figures.info`.
-        place: What it has for itself on this machine; see :class:`PresenceWriter`.
-        follows: Whether the command goes on after one update; only then is it shown.
-        why_unready: Returns why what it writes into does not serve the held version.
-    """
+    """Show a subscriber as :func:`shown`; yield what must be called after each iteration."""
     from deltachain.presence.writer import follower_status
     from deltachain.subscribe.figures import subscriber_figures
     from deltachain.subscribe.receipt import Tally
@@ -75,16 +66,7 @@ def shown(
     chains: Sequence[str],
     follows: bool,
 ) -> Iterator[None]:
-    """Serve figures in a context, and write a presence, as far as either is asked for.
-
-    Args:
-        address: Where to serve metrics, as ``--metrics`` gives it; ``None`` for nowhere.
-        source: The figures.
-        status: Returns the status: for the presence, and for what is asked whether it is ready.
-        place: What the process has for itself on this machine; see :class:`PresenceWriter`.
-        chains: URLs of the chains that are read and written.
-        follows: Whether the command goes on by itself; only then is it shown.
-    """
+    """Serve figures in a context, and write a presence, as far as either is asked for."""
     if address is not None and not follows:
         raise ConfigError("--metrics is for a command that follows, and this one ends by itself")
     board = environment.read_one(os.environ, "PRESENCE_URL") if follows else None

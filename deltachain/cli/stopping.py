@@ -12,18 +12,12 @@ from typing import Final
 
 import typer
 
-INTERRUPTED: Final = 130
-"""Exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it."""
+INTERRUPTED: Final = 130  # exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it
 
 
 @contextmanager
 def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
-    """Make Ctrl-C and SIGTERM end a loop between two steps; a second signal ends it at once.
-
-    Args:
-        stop: Set by a signal.
-        wake: Called then, to end a wait.
-    """
+    """Make Ctrl-C and SIGTERM end a loop between two steps; a second signal ends it at once."""
     by: list[int] = []
     asked: SimpleQueue[bool] = SimpleQueue()
 

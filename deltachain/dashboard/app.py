@@ -49,13 +49,7 @@ class Access:
         self._tokens = Tokens(token)
 
     def check(self, request: Request) -> None:
-        """Check a request for data.
-
-        Raises:
-            HTTPException: 400 for a malformed ``Host``; 401 for a wrong or missing token; without
-                a token, 403 for the pages of other sites, and for other names of this machine,
-                which a site can give it.
-        """
+        """Check a request for data."""
         host = host_of(request)
         if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -76,8 +70,7 @@ def _is_of_another_site(request: Request) -> bool:
 REQUEST_S: Final = 30.0
 """Seconds from the start of a connection, or the answer before, to the end of the next answer."""
 
-CONNECTIONS: Final = 256
-"""Limit of open connections."""
+CONNECTIONS: Final = 256  # limit of open connections
 
 _Http: Any = AutoHTTPProtocol
 
@@ -129,10 +122,6 @@ def limited(*, request_s: float = REQUEST_S, most: int = CONNECTIONS) -> type[as
 
     uvicorn waits for ever for the rest of a request, and for a client to read its answer. When all
     places are taken, the connection whose request has lasted longest gives its place to a new one.
-
-    Args:
-        request_s: Seconds that a request may take, to the last byte of its answer.
-        most: Limit of open connections; WebSockets count, and are never closed for others.
     """
     members = {"request_s": request_s, "most": most, "waiting": OrderedDict()}
     return type("LimitedHttp", (LimitedHttp,), members)
@@ -156,8 +145,7 @@ FILES: Final = {
 }
 """Files of the page, by path."""
 
-MOMENTS: Final = 240
-"""Moments in a chart of the fleet."""
+MOMENTS: Final = 240  # moments in a chart of the fleet
 
 Number = Annotated[int, Query(ge=0, le=LARGEST)]
 
@@ -166,10 +154,6 @@ def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
     """Create the web app of a dashboard.
 
     Files of the page need no token, since they hold no data; everything below ``/api`` does.
-
-    Args:
-        watcher: What is shown; closing it is up to the caller.
-        token: Required bearer token; empty for none, where only this machine can connect.
     """
     app = FastAPI(title="deltachain dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)

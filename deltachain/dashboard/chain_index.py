@@ -29,15 +29,7 @@ from deltachain.types import Version
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """One version, as its manifest describes it; kind, encodings and bytes are those of its edge.
-
-    Attributes:
-        time: Time of the commit in seconds since 1970, on the publisher's clock.
-        reverted_to: The version whose state it has again; ``None`` if it is no revert.
-        signers: Ids of the keys that signed it.
-        signed_by: Ids of the trusted ones among them; empty without trusted keys.
-        phases: Seconds of the phases before the commit, by name.
-    """
+    """One version, as its manifest describes it; kind, encodings and bytes are its edge's."""
 
     version: Version
     epoch: int
@@ -45,16 +37,16 @@ class VersionSummary:
     encodings: tuple[str, ...]
     nbytes: int
     step: int | None
-    time: float
+    time: float  # time of the commit in seconds since 1970, on the publisher's clock
     nnz: int
     numel: int
     state: str
     manifest: str
-    reverted_to: Version | None
-    signers: tuple[str, ...]
-    signed_by: tuple[str, ...]
+    reverted_to: Version | None  # the version whose state it has again; None if it is no revert
+    signers: tuple[str, ...]  # ids of the keys that signed it
+    signed_by: tuple[str, ...]  # ids of the trusted ones among them; empty without trusted keys
     metadata: tuple[tuple[str, str], ...]
-    phases: Mapping[str, float]
+    phases: Mapping[str, float]  # seconds of the phases before the commit, by name
 
     @property
     def density(self) -> float:
@@ -99,33 +91,23 @@ class ChainModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainView:
-    """What is known of a chain.
-
-    Attributes:
-        chain: Id of the chain; empty before it is found.
-        model: Its model; ``None`` before it is found.
-        rows: Its versions from 0, up to the newest that was read; ``None`` for a version whose
-            manifest is gone or damaged.
-        newest: Newest version found in the store; ``None`` before the first.
-        edges: Edges of all versions, by version, pruned ones too.
-        looked_at: Time of the last answer of the store, in seconds since 1970; ``None`` before.
-        revision: Grows with every change of anything but ``looked_at``.
-        trouble: Why the last look failed; empty if it did not.
-        doubt: Why the history that was shown before was given up; empty if it never was.
-    """
+    """What is known of a chain."""
 
     url: str
-    chain: str = ""
-    model: ChainModel | None = None
+    chain: str = ""  # id of the chain; empty before it is found
+    model: ChainModel | None = None  # its model; None before it is found
+    # Its versions from 0, up to the newest that was read; None for a version whose manifest is
+    # gone or damaged.
     rows: tuple[VersionSummary | None, ...] = ()
-    newest: Version | None = None
-    edges: tuple[EdgeSummary, ...] = ()
+    newest: Version | None = None  # newest version found in the store; None before the first
+    edges: tuple[EdgeSummary, ...] = ()  # edges of all versions, by version, pruned ones too
     tags: tuple[Tag, ...] = ()
     prunes: PruneRecord | None = None
+    # Time of the last answer of the store, in seconds since 1970; None before.
     looked_at: float | None = None
-    revision: int = 0
-    trouble: str = ""
-    doubt: str = ""
+    revision: int = 0  # grows with every change of anything but looked_at
+    trouble: str = ""  # why the last look failed; empty if it did not
+    doubt: str = ""  # why the history that was shown before was given up; empty if it never was
 
     @property
     def is_indexed(self) -> bool:
@@ -146,17 +128,13 @@ class ChainView:
 
 logger = logging.getLogger(__name__)
 
-READS: Final = 16
-"""Manifests read at a time."""
-
-PUBLISHED: Final = 512
-"""Versions after which a view shows what was read meanwhile."""
+READS: Final = 16  # manifests read at a time
+PUBLISHED: Final = 512  # versions after which a view shows what was read meanwhile
 
 DETAILS_S: Final = 30.0
 """Seconds between two listings of edges, tags and prune records, if no version was committed."""
 
-LISTED_S: Final = 5.0
-"""Seconds between two such listings while versions are committed."""
+LISTED_S: Final = 5.0  # seconds between two such listings while versions are committed
 
 
 CHECKED_S: Final = 5.0

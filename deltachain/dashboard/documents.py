@@ -31,8 +31,7 @@ from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
 
-POINTS: Final = 2000
-"""Largest number of versions in one chart."""
+POINTS: Final = 2000  # largest number of versions in one chart
 
 
 def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
@@ -67,14 +66,12 @@ def thinned_versions(
     return thinned((density, nbytes, seconds), most)
 
 
-MARKS: Final = 500
-"""Marks of one kind in a chart, and ranges in a list."""
+MARKS: Final = 500  # marks of one kind in a chart, and ranges in a list
 
 PHASES: Final = (*publish_phases.NAMES, *REPLICA_PHASES)
 """Phases of a version in their order, from the diff to the swap."""
 
-PAGE: Final = 50
-"""Largest number of versions in a page of the table."""
+PAGE: Final = 50  # largest number of versions in a page of the table
 
 
 def overview_document(found: Overview) -> dict[str, Any]:

@@ -31,11 +31,9 @@ from deltachain.types import Version
 REPLICA_PHASES: Final = ("look", "fetch", "stage", "pause", "swap")
 """Phases after the commit, in their order; ``swap`` is a part of ``pause``."""
 
-KEPT: Final = 20_000
-"""Applies that are kept: one of each version and replica."""
+KEPT: Final = 20_000  # applies that are kept: one of each version and replica
 
-PhaseTimes = Mapping[str, float]
-"""Seconds of phases, by name."""
+PhaseTimes = Mapping[str, float]  # seconds of phases, by name
 
 
 def replica_phases(given: Mapping[str, object]) -> dict[str, float]:
@@ -99,8 +97,7 @@ class PhaseTrack:
             return dict(self._middles)
 
 
-LARGEST: Final = (1 << 53) - 1
-"""Largest number that a browser holds exactly."""
+LARGEST: Final = (1 << 53) - 1  # largest number that a browser holds exactly
 
 
 UNKNOWN: Final = Status(
@@ -110,19 +107,14 @@ UNKNOWN: Final = Status(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """What is known of one replica.
+    """What is known of one replica."""
 
-    Attributes:
-        engine: Its address, or the URL of its record on a board.
-        answered_at: Time of its last answer or record, in seconds since 1970 on the dashboard's
-            clock; ``None`` before the first.
-        trouble: Why it did not answer the last time; empty if it did.
-        status: Its last answer. Texts are cut; numbers out of range count as unknown.
-    """
-
-    engine: str
+    engine: str  # its address, or the URL of its record on a board
+    # Time of its last answer or record, in seconds since 1970 on the dashboard's clock; None
+    # before the first.
     answered_at: float | None = None
-    trouble: str = ""
+    trouble: str = ""  # why it did not answer the last time; empty if it did
+    # Its last answer. Texts are cut; numbers out of range count as unknown.
     status: Status = UNKNOWN
 
 
@@ -260,8 +252,7 @@ KINDS: Final[dict[Health, AlertKind]] = {
 }
 """Alerts by the health that they tell."""
 
-MAX_LAG: Final = 8
-"""Largest lag without an alert, in versions, by default."""
+MAX_LAG: Final = 8  # largest lag without an alert, in versions, by default
 
 
 def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version | None:
@@ -361,40 +352,24 @@ def _named(report: ReplicaReport) -> list[Version]:
 
 logger = logging.getLogger(__name__)
 
-ASKED_S: Final = 2.0
-"""Seconds between two questions to a replica."""
+ASKED_S: Final = 2.0  # seconds between two questions to a replica
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A chain and its replicas at one moment, in seconds since 1970.
-
-    Attributes:
-        newest: The newest version that the store or a replica has shown; ``None`` for none.
-        alerts: What is wrong, most urgent first.
-        phases: Revision of the phase times of replicas.
-    """
+    """A chain and its replicas at one moment, in seconds since 1970."""
 
     time: float
     view: ChainView
     reports: tuple[ReplicaReport, ...]
+    # The newest version that the store or a replica has shown; None for none.
     newest: int | None
-    alerts: tuple[Alert, ...]
-    phases: int
+    alerts: tuple[Alert, ...]  # what is wrong, most urgent first
+    phases: int  # revision of the phase times of replicas
 
 
 class Watcher(Closeable):
-    """Reads a chain and asks replicas, each in a thread of its own, so that none delays another.
-
-    Args:
-        index: Index of the chain.
-        clients: Clients of the replicas, which the watcher closes, as it does boards and names.
-        boards: Boards of further replicas, which can be read only.
-        names: Rosters of one DNS name each, which is looked up again in every round.
-        poll_s: Seconds between two looks at the chain.
-        asked_s: Seconds between two questions to a replica.
-        limits: Limits of alerts.
-    """
+    """Reads a chain and asks replicas, each in a thread of its own, so that none delays another."""
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,

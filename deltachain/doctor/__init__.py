@@ -22,19 +22,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding.
+    """One finding."""
 
-    Attributes:
-        check: Name of the check that made it.
-        grade: A fault keeps the role from working as it is set up; a note may be intended.
-        said: What was found; contains no secret.
-        hint: What to do; empty if there is nothing to do.
-    """
-
-    check: str
-    grade: Grade
-    said: str
-    hint: str = ""
+    check: str  # name of the check that made it
+    grade: Grade  # a fault keeps the role from working as it is set up; a note may be intended
+    said: str  # what was found; contains no secret
+    hint: str = ""  # what to do; empty if there is nothing to do
 
 
 def ok(check: str, said: str) -> Finding:

@@ -55,14 +55,9 @@ STORE: Final = "store"
 WRITES: Final = "writes"
 CLOCK: Final = "clock"
 
-LOOKS: Final = 5
-"""Requests of which the median latency is told."""
-
-RACERS: Final = 8
-"""Concurrent conditional writes of one key."""
-
-SLOW_S: Final = 2.0
-"""Latency beyond which a request is told to be slow, in seconds."""
+LOOKS: Final = 5  # requests of which the median latency is told
+RACERS: Final = 8  # concurrent conditional writes of one key
+SLOW_S: Final = 2.0  # latency beyond which a request is told to be slow, in seconds
 
 SKEW_S: Final = 60.0
 """Difference of clocks that is a fault, in seconds: ages of heartbeats and times of prunes are
@@ -78,12 +73,6 @@ def examine(
 
     Only a publisher's store is written to, and the place for presences, under keys of their own
     that are removed.
-
-    Args:
-        url: URL of the chain; empty for ``DELTACHAIN_URL``.
-        role: What the machine is to do.
-        environment: The environment of this process. Variables with mistakes are removed from it
-            once they are reported, so that the other checks can go on.
     """
     yield from check_names(environment)
     for name in dict(mistakes(environment)):
@@ -123,12 +112,7 @@ def _examine_store(
 
 
 def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Finding]:
-    """Write an object where a replica would write its presence, and remove it.
-
-    Args:
-        environment: Environment variables without mistakes.
-        chain: URL of the chain; empty if it is not known.
-    """
+    """Write an object where a replica would write its presence, and remove it."""
     url = read(environment).get("PRESENCE_URL", "")
     if not url:
         return

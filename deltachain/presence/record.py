@@ -24,11 +24,8 @@ from deltachain.status import Answer, Status
 from deltachain.store import ObjectInfo, Store, open_store
 from deltachain.threads import Closeable, Pool
 
-LARGEST: Final = 1 << 18
-"""Size limit of a record, in bytes."""
-
-TEXT: Final = 500
-"""Size limit of a text that a reader keeps, in characters."""
+LARGEST: Final = 1 << 18  # size limit of a record, in bytes
+TEXT: Final = 500  # size limit of a text that a reader keeps, in characters
 
 _NUMBERS: Final = ("version", "staged", "head", "lag_versions")
 _TIMES: Final = ("looked_at", "applied_at", "committed_at", "silence_s", "age_s")
@@ -47,21 +44,16 @@ _MOST: Final = (1 << 53) - 1
 
 
 class PresenceRecord(Answer, frozen=True, kw_only=True):
-    """The presence of one replica; nobody signs it, and a reader believes it no more than that.
+    """The presence of one replica; nobody signs it, and a reader believes it no more than that."""
 
-    Attributes:
-        presence: Number of this format.
-        time: When it was written, in seconds since 1970, on the replica's clock. Its age is taken
-            from the store's clock instead.
-        status: The status of the replica, as its ``status`` route would answer.
-        software: Versions, by name of the software.
-        ended: Why the replica has ended; empty if it ended as it was told to, and null if it lives.
-    """
-
-    presence: Literal[1] = 1
+    presence: Literal[1] = 1  # number of this format
+    # When it was written, in seconds since 1970, on the replica's clock. Its age is taken from the
+    # store's clock instead.
     time: float
-    status: Status
+    status: Status  # the status of the replica, as its status route would answer
+    # Versions, by name of the software.
     software: dict[str, str] = msgspec.field(default_factory=dict)
+    # Why the replica has ended; empty if it ended as it was told to, and null if it lives.
     ended: str | None = None
 
 
@@ -90,11 +82,7 @@ def encode_record(record: PresenceRecord) -> bytes:
 
 
 def parse_record(data: bytes, key: str) -> PresenceRecord:
-    """Parse a record, whoever wrote it; long texts are cut.
-
-    Raises:
-        MalformedError: It is no presence record, or a number is out of range.
-    """
+    """Parse a record, whoever wrote it; long texts are cut."""
     check_values(data, key)
     try:
         record = decode(data, PresenceRecord)
@@ -116,16 +104,12 @@ def parse_record(data: bytes, key: str) -> PresenceRecord:
     return msgspec.structs.replace(record, status=status, ended=ended, software={})
 
 
-MOST: Final = 1024
-"""Number of records that are read; a board with more has an error beside them."""
-
-LISTED: Final = 10 * MOST
-"""Number of objects that are listed."""
+MOST: Final = 1024  # number of records that are read; a board with more has an error beside them
+LISTED: Final = 10 * MOST  # number of objects that are listed
 
 READERS: Final = 16
 
-Presence: TypeAlias = PresenceFound | DeltaChainError
-"""What a record says, or why it says nothing."""
+Presence: TypeAlias = PresenceFound | DeltaChainError  # what a record says, or why it says nothing
 
 
 class PresenceBoard(Closeable):
@@ -135,14 +119,8 @@ class PresenceBoard(Closeable):
     the Hub, whose contents have names, the listing alone counts. A look sooner than the store's
     poll interval after another one has the same answers, which are older by then.
 
-    Args:
-        url: URL of the records.
-
     Attributes:
         url: URL of the records, without credentials.
-
-    Raises:
-        ConfigError: The URL is invalid.
     """
 
     def __init__(self, url: str) -> None:
@@ -157,10 +135,6 @@ class PresenceBoard(Closeable):
 
         Records of replicas that ended as they were told to are left out. What is wrong with one of
         them is in its place; what is wrong with the board is under its URL.
-
-        Raises:
-            StoreError: The store cannot be listed.
-            ControlPlaneError: There is no record.
         """
         since_s = time.monotonic() - self._looked_at
         if since_s < self._store.capabilities.poll_s:

@@ -46,15 +46,7 @@ def follower_status(
     trouble: DeltaChainError | None,
     unready: str = "",
 ) -> Status:
-    """Return the status of a follower, from memory and a look at its folder.
-
-    Args:
-        subscriber: The subscriber.
-        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
-        engine: What it writes into; see :func:`deltachain.figures.info`.
-        trouble: Error of its last look; ``None`` for none.
-        unready: Why what it writes into does not serve the held version; empty if it does.
-    """
+    """Return the status of a follower, from memory and a look at its folder."""
     status = known_status(subscriber, engine=engine, trouble=str(trouble) if trouble else "")
     folder, waits = getattr(subscriber.target, "folder", None), unready
     if status.version is None:
@@ -69,14 +61,7 @@ def follower_status(
 def mirror_status(
     mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
 ) -> Status:
-    """Return the status of a mirror, from memory.
-
-    Args:
-        mirror: The mirror.
-        totals: Its totals.
-        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
-        url: URL of its source.
-    """
+    """Return the status of a mirror, from memory."""
     version, head, trouble = totals.version_of(mirror), totals.head_of(mirror), totals.trouble
     # A source that does not answer is a matter of silence; all else keeps versions from readers.
     is_away = isinstance(trouble, StoreUnavailableError) and trouble.url != mirror.destination.url
@@ -103,14 +88,12 @@ def _limits(given: Mapping[str, Any]) -> HealthLimits:
     return HealthLimits(lag=given.get("MAX_LAG"), silence_s=given.get("MAX_SILENCE_S"))
 
 
-LEAST_S: Final = 10.0
-"""Least seconds between two writes."""
+LEAST_S: Final = 10.0  # least seconds between two writes
 
 POLLS: Final = 6
 """Poll intervals of the store between two writes: a sixth of the requests of a reader's polls."""
 
-CLOSE_S: Final = 5.0
-"""Seconds for which the end of a replica waits for its last write."""
+CLOSE_S: Final = 5.0  # seconds for which the end of a replica waits for its last write
 
 logger = logging.getLogger(__name__)
 
@@ -139,20 +122,9 @@ class PresenceWriter(Closeable):
     If another running replica writes the same record, this one renews another record from then on,
     and logs a warning. Without the right to read the record it cannot notice that.
 
-    Args:
-        url: URL of the records; each replica has one object of its own there.
-        status: Returns the status of the replica, from memory; called in the writer's thread.
-        engine: What the replica is; see :func:`record_key`.
-        place: What it has for itself; see :func:`record_key`.
-        apart_from: URLs of chains that the URL must be apart from.
-        every_s: Seconds between two writes; by default what the store's budget allows.
-
     Attributes:
         key: Key of its record; changes if another replica writes the same record.
         every_s: Seconds between two writes, on average.
-
-    Raises:
-        ConfigError: The URL is invalid, or not apart from a chain.
     """
 
     def __init__(

@@ -27,8 +27,7 @@ __all__ = [
     "register",
 ]
 
-Location: TypeAlias = "str | os.PathLike[str]"
-"""URL of a store, or path of its folder."""
+Location: TypeAlias = "str | os.PathLike[str]"  # URL of a store, or path of its folder
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
@@ -41,11 +40,7 @@ _KNOWN: Final = (
 
 
 def location_of(url: object) -> str:
-    """Return a URL or the path of a folder as text; ``~`` in a path is the user's home.
-
-    Raises:
-        ConfigError: It is neither text nor a path, or empty.
-    """
+    """Return a URL or the path of a folder as text; ``~`` in a path is the user's home."""
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if not text or "\0" in text:
         raise ConfigError("a store needs a URL or a path", hint=f"give {_KNOWN}")
@@ -92,12 +87,7 @@ def open_store(
 
 
 def _refuse_nearly_url(path: str) -> None:
-    """Refuse a path that was meant as a URL: it would become a folder below the current one.
-
-    Raises:
-        ConfigError: It has ``://`` in it, or begins like ``s3//`` or ``s3:``. The message shows no
-            more than that, since the rest may contain credentials.
-    """
+    """Refuse a path that was meant as a URL: it would become a folder below the current one."""
     if "://" in path:
         raise ConfigError(
             "a store has '://' in its path, and does not begin as a URL",

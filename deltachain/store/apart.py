@@ -17,15 +17,7 @@ _WHOLE: Final = {"hf": 3}
 
 
 def check_apart(url: str, chain: str) -> None:
-    """Check that whoever may write at one URL need not have the right to write to a chain.
-
-    Args:
-        url: URL or path that is written to.
-        chain: URL or path of the chain.
-
-    Raises:
-        ConfigError: One is the other, or inside it; or both are in one Hub bucket.
-    """
+    """Check that whoever may write at one URL need not have the right to write to a chain."""
     here, there = _place(url), _place(chain)
     shorter = min(len(here), len(there))
     if here[:shorter] != there[:shorter]:

@@ -300,12 +300,7 @@ class Store(Protocol):
 
 
 def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
-    """Split the URL of a store that takes no options, query or fragment.
-
-    Raises:
-        ConfigError: One of them is present. The message shows only the scheme, since the rest may
-            contain credentials.
-    """
+    """Split the URL of a store that takes no options, query or fragment."""
     parts = urlsplit(url)
     if options:
         names = ", ".join(sorted(options))
@@ -347,22 +342,14 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if a valid key can begin with it.
-
-    Raises:
-        ConfigError: No valid key begins with it; see ``check_key``.
-    """
+    """Return ``prefix`` if a valid key can begin with it."""
     # An empty prefix, or one that ends in a slash, needs one more character to be a key.
     check_key(f"{prefix}x" if not prefix or prefix.endswith("/") else prefix)
     return prefix
 
 
 def check_range(start: int, length: int) -> None:
-    """Refuse a range that no object can have.
-
-    Raises:
-        ConfigError: ``start`` or ``length`` is negative.
-    """
+    """Refuse a range that no object can have."""
     if start < 0 or length < 0:
         raise ConfigError(f"range of {length} bytes from byte {start}: neither may be negative")
 
@@ -374,11 +361,7 @@ def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
 
 
 def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
-    """Refuse an object of an unexpected size.
-
-    Raises:
-        MalformedError: The sizes differ.
-    """
+    """Refuse an object of an unexpected size."""
     if actual != expected:
         raise MalformedError(
             f"object {key!r} in {url}: expected {expected} bytes, found {actual}", key=key
@@ -386,11 +369,7 @@ def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
 
 
 def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
-    """Refuse an object of unknown size that is larger than ``limit`` bytes.
-
-    Raises:
-        MalformedError: The object is larger.
-    """
+    """Refuse an object of unknown size that is larger than ``limit`` bytes."""
     if nbytes > limit:
         raise MalformedError(
             f"object {key!r} in {url}: expected at most {limit} bytes, found {nbytes}", key=key
@@ -435,15 +414,7 @@ class SimpleStore(Store):
 
     @abstractmethod
     def _read(self, key: str, choose: Choose) -> bytes:
-        """Read a range of an object.
-
-        Args:
-            key: Key of the object, already checked.
-            choose: Called with the object's size, before memory is allocated for the range.
-
-        Raises:
-            ObjectNotFoundError: No object has this key.
-        """
+        """Read a range of an object."""
 
     @property
     @override

@@ -29,14 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class RetryError(Exception):
-    """A request failed, and another attempt may succeed.
-
-    Args:
-        reason: Why it failed.
-        hint: What to do if it keeps failing.
-        wait_s: Seconds to wait, as the server asked.
-        answered: Whether the server answered.
-    """
+    """A request failed, and another attempt may succeed."""
 
     def __init__(
         self, reason: str, hint: str = "", *, wait_s: float = 0.0, answered: bool = False
@@ -50,9 +43,6 @@ def within(call: Callable[[], _T], deadline: Deadline) -> _T:
 
     The timeout of a socket restarts with every byte, so a server that sends one byte a second would
     block its reader for hours. A call that was given up ends by its own timeouts, in its thread.
-
-    Raises:
-        TimeoutError: The deadline passed.
     """
     outcome: Future[_T] = Future()
     least = time.monotonic() + _LEAST_S
@@ -78,10 +68,6 @@ def within(call: Callable[[], _T], deadline: Deadline) -> _T:
 
 class Calls:
     """Requests of one client; thread-safe.
-
-    Args:
-        url: URL of the store, for messages.
-        pauses: Pauses between two attempts.
 
     Attributes:
         requests: Number of requests so far, retries included.
@@ -123,14 +109,6 @@ class Calls:
         """Send a request until it succeeds, or the deadline passes.
 
         A client whose requests were never answered gives up soon: its settings may be wrong.
-
-        Args:
-            attempt: Sends the request once; raises ``RetryError`` if another attempt may succeed.
-            deadline: Deadline of the call.
-            key: Key of the object, for errors.
-
-        Raises:
-            StoreUnavailableError: No attempt succeeded in time.
         """
         began, tries = time.monotonic(), 0
         answer: RetryError | None = None

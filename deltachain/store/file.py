@@ -65,13 +65,7 @@ _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.E
 
 @contextmanager
 def _open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Open a folder below ``root`` without following symbolic links below the root.
-
-    Raises:
-        OSError: Of the file system: ELOOP for a symbolic link, ``FileNotFoundError`` also for a
-            folder that was removed right after its creation.
-        ConfigError: The root is not a folder.
-    """
+    """Open a folder below ``root`` without following symbolic links below the root."""
     descriptor = _open_root(root, create=create)
     try:
         for name in folders:
@@ -229,8 +223,7 @@ _SWEPT: Final = 256
 _MAX_PRUNE_RACES: Final = 32
 """Attempts of one write whose folder other processes remove; each failure needs a delete."""
 
-_PIECE: Final = 1 << 25
-"""Bytes of a large object that a thread reads at a time."""
+_PIECE: Final = 1 << 25  # bytes of a large object that a thread reads at a time
 
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 _HINT_REFUSED: Final = "check who owns the folder, its permissions, and how it is mounted"
@@ -519,11 +512,7 @@ class FileStore(SimpleStore):
 
 
 def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001
-    """Open ``file:///absolute/folder``.
-
-    Raises:
-        ConfigError: The URL names no folder of this machine, or there are options.
-    """
+    """Open ``file:///absolute/folder``."""
     parts = split_url(url, options)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
         raise ConfigError(

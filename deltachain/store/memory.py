@@ -127,10 +127,6 @@ class MemoryStore(SimpleStore):
 
 
 def open_memory(url: str, options: Mapping[str, Any], *, writer: bool) -> MemoryStore:  # noqa: ARG001
-    """Open ``memory://name``: the store of that name in this process.
-
-    Raises:
-        ConfigError: The URL has no name, or there are options.
-    """
+    """Open ``memory://name``: the store of that name in this process."""
     parts = split_url(url, options)
     return MemoryStore.named(f"{parts.netloc}{parts.path}".rstrip("/"))

@@ -74,11 +74,7 @@ def register(scheme: str, opener: Opener) -> None:
 
 
 def opener_of(scheme: str) -> Opener:
-    """Return the opener of a scheme; unknown schemes go to fsspec, which may refuse them.
-
-    Raises:
-        ConfigError: A library is not installed, or the opener of a package is unusable.
-    """
+    """Return the opener of a scheme; unknown schemes go to fsspec, which may refuse them."""
     if scheme in _BUILT_IN:
         return _built_in(*_BUILT_IN[scheme])
     if scheme not in _registered:
@@ -105,11 +101,7 @@ def _built_in(module: str, name: str) -> Opener:
 
 
 def _added(scheme: str) -> Opener | None:
-    """Load the opener of another package for a scheme; return None if there is none.
-
-    Raises:
-        ConfigError: Several packages have one, or it cannot be imported.
-    """
+    """Load the opener of another package for a scheme; return None if there is none."""
     found = [entry for entry in _entry_points() if entry.name == scheme]
     names = sorted({entry.value for entry in found})
     if not found:

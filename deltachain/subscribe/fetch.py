@@ -29,8 +29,7 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import Pool, started
 from deltachain.types import Version
 
-LEAST_LOOK_S: Final = 1.0
-"""Shortest time between two looks for later versions while one is staged."""
+LEAST_LOOK_S: Final = 1.0  # shortest time between two looks for later versions while one is staged
 
 logger = logging.getLogger(__name__)
 
@@ -69,14 +68,6 @@ def fetch_around(
     hold: bool = True,
 ) -> tuple[Fetched, _T]:
     """Use the cheapest plan while it is fetched; again without an edge that has an unusable object.
-
-    Args:
-        chain: The chain.
-        held: The version held; ``None`` for nothing.
-        committed: The version to reach.
-        use: Called with each plan; its objects may still be on their way.
-        usable: What plans may be made of; has fewer encodings afterwards where old bits lack.
-        hold: Whether large objects are held in memory in any case; see :func:`fetching`.
 
     Returns:
         The plan, whose objects have all arrived, and the result of ``use``.

@@ -19,15 +19,7 @@ def subscriber_figures(
     newest: Version | None = None,
     follows: bool = True,
 ) -> Iterator[Figure]:
-    """Yield the figures of a subscriber, from memory.
-
-    Args:
-        subscriber: The subscriber.
-        tally: Totals of its applies.
-        engine: What it writes into; see :func:`deltachain.figures.info`.
-        newest: Newest version seen or announced; by default the newest that the store showed.
-        follows: Whether it looks for new versions by itself; only then has silence a meaning.
-    """
+    """Yield the figures of a subscriber, from memory."""
     chain, held, last = subscriber.opened, subscriber.held, subscriber.last
     times, version = subscriber.times, held.version if held else None
     head = newest if newest is not None else chain.latest if chain else None

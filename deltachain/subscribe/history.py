@@ -157,14 +157,7 @@ def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | Non
 
 
 def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None:
-    """Raise if a version does not descend from the held one.
-
-    Raises:
-        ForkedChainError: The history in the store is another one.
-        StoreWentBackError: The held version is gone, and no newer one exists.
-        MirrorLagsError: The same, in a mirror, which may not have it yet.
-        BrokenChainError: The held version is gone, and ``committed`` is older.
-    """
+    """Raise if a version does not descend from the held one."""
     manifest = committed.manifest
     version = manifest.version
     if version < held.version:
@@ -190,12 +183,7 @@ def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None
 
 
 def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) -> bool:
-    """Return whether the held version, not older than an announced one, equals or descends from it.
-
-    Raises:
-        ForkedChainError: The announced or the held version differs from the one in the store.
-        StoreWentBackError: The held version is gone.
-    """
+    """Return whether the held version, not older than an announced one, is or descends from it."""
     if held.version == version and held.manifest == manifest:
         return True
     there = chain.find(version)
@@ -238,20 +226,7 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
 def require(
     chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
-    """Read the manifest of a version or of the head; pass on one that was read already.
-
-    Args:
-        chain: The chain.
-        version: The version, its manifest, or ``None`` for the head.
-        held: The version held, which must be in the same chain; ``None`` for nothing.
-
-    Raises:
-        ObjectNotFoundError: The whole chain is gone.
-        BrokenChainError: The manifest is missing, although later ones exist.
-        StoreWentBackError: The held version is gone as well.
-        StaleChainError: The head is older than the reader allows.
-        ChainError: The version is not committed.
-    """
+    """Read the manifest of a version or of the head; pass on one that was read already."""
     if isinstance(version, Committed):
         return version
     committed = chain.head() if version is None else chain.find(whole("version", version))

@@ -20,15 +20,10 @@ class Cause(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect of a plan on the live bits.
+    """Effect of a plan on the live bits."""
 
-    Attributes:
-        change: Change of the state digest.
-        written: State digest of the bits written by a plan from nothing; zero for other plans.
-        nnz: Number of written elements.
-    """
-
-    change: StateDigest = field(default_factory=StateDigest)
+    change: StateDigest = field(default_factory=StateDigest)  # change of the state digest
+    # State digest of the bits written by a plan from nothing; zero for other plans.
     written: StateDigest = field(default_factory=StateDigest)
     nnz: int = 0
 
@@ -54,18 +49,8 @@ def judge(
 ) -> bool:
     """Prove that a plan's effect leads to the state digest of the version.
 
-    Args:
-        fetched: The fetched plan.
-        effect: Effect of the plan, summed over all tensors and ranks.
-        base: State digest that the target holds; unused for a plan from nothing.
-        state: State digest of the version, from its manifest.
-        suspect: Called on failure; returns the probable cause.
-
     Returns:
         Whether the overwritten bits are proven as well, so that the apply can be undone.
-
-    Raises:
-        BaseMismatchError: The target does not hold the base bits of the plan.
     """
     changed = None if base is None else base + effect.change
     total = effect.written if fetched.from_nothing else changed

@@ -89,31 +89,18 @@ class ApplyReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A proven apply, ready to swap.
+    """A proven apply, ready to swap."""
 
-    Attributes:
-        held: The version held when it was staged; ``None`` for nothing.
-        to: The version held after the swap.
-        manifest: Its manifest.
-        generation: Number of swaps of the subscriber; another swap invalidates this apply.
-        fetched: The fetched objects.
-        prepared: The prepared writes of the target.
-        head: The newest version when staging ended.
-        look_s: Seconds from the commit until staging began, by both clocks.
-        fetch_s: Seconds of planning and fetching, until the last object arrived.
-        stage_s: Seconds of decoding and verification after that; before it, they overlap.
-    """
-
-    held: HeldVersion | None
-    to: HeldVersion
+    held: HeldVersion | None  # the version held when it was staged; None for nothing
+    to: HeldVersion  # the version held after the swap
     manifest: Manifest
-    generation: int
+    generation: int  # number of swaps of the subscriber; another swap invalidates this apply
     fetched: Fetched
     prepared: Prepared
-    head: int
-    look_s: float
-    fetch_s: float
-    stage_s: float
+    head: int  # the newest version when staging ended
+    look_s: float  # seconds from the commit until staging began, by both clocks
+    fetch_s: float  # seconds of planning and fetching, until the last object arrived
+    stage_s: float  # seconds of decoding and verification after that; before it, they overlap
 
     def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
         return ApplyReceipt(

@@ -52,15 +52,6 @@ def repeat(
     """Yield the results of rounds until ``stop`` is set.
 
     Errors are logged once and retried with back-off, except ``NEEDS_A_PERSON``.
-
-    Args:
-        round_: Called with the number of failures since the last round without one; calls
-            ``looked(None)`` itself once the store has answered.
-        stop: Ends the loop.
-        poll_s: Seconds between two rounds.
-        looked: Called with each error that is retried.
-        doing: What the rounds do, for the log.
-        told: Ends a pause; cleared before each round. ``stop`` if ``None``.
     """
     failures, logged = 0, ""
     while not stop.is_set():

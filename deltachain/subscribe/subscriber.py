@@ -108,8 +108,7 @@ def status_of(subscriber: Subscriber) -> Status:
     return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
 
 
-LOOK_BACK: Final = 8
-"""Poll intervals between two checks of the held version in the store."""
+LOOK_BACK: Final = 8  # poll intervals between two checks of the held version in the store
 
 
 def _follow(
@@ -224,12 +223,7 @@ KEPT: Final = 64
 
 
 class Times:
-    """Times of a subscriber, in seconds since 1970, ``None`` before; thread-safe.
-
-    Args:
-        unanswered_since: Start of the store's first request without an answer since the last one
-            with an answer, by ``time.monotonic()``; ``None`` for none.
-    """
+    """Times of a subscriber, in seconds since 1970, ``None`` before; thread-safe."""
 
     def __init__(self, unanswered_since: Callable[[], float | None] = lambda: None) -> None:
         self._unanswered_since = unanswered_since

@@ -10,8 +10,7 @@ from typing import TypeAlias
 from deltachain.errors import AlreadyExistsError
 from deltachain.store.base import Store
 
-Reopen: TypeAlias = Callable[[], Store]
-"""Opens another handle of the same store."""
+Reopen: TypeAlias = Callable[[], Store]  # opens another handle of the same store
 
 
 class RaceContract:

@@ -171,16 +171,12 @@ def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
 
 @dataclass(slots=True)
 class Weights:
-    """Bits of all tensors, and their contributions to the state digest.
-
-    Attributes:
-        specs: Specs of all tensors, by name.
-        bits: Flat bits by tensor name, updated in place.
-        digests: Contributions to the state digest, by tensor name.
-    """
+    """Bits of all tensors, and their contributions to the state digest."""
 
     specs: Mapping[str, TensorSpec]
+    # Flat bits by tensor name, updated in place.
     bits: dict[str, Bits] = field(default_factory=dict)
+    # Contributions to the state digest, by tensor name.
     digests: dict[str, StateDigest] = field(default_factory=dict)
 
     @property
@@ -188,12 +184,7 @@ class Weights:
         return sum(self.digests.values(), StateDigest())
 
     def prove(self, fetched: Fetched, expected: StateDigest, *, write: bool) -> None:
-        """Verify that an edge from these weights, or from nothing, leads to a state.
-
-        Raises:
-            BrokenChainError: The edge starts from nothing and does not contain every tensor whole.
-            DigestMismatchError: The edge leads to another state, or a row contradicts its digest.
-        """
+        """Verify that an edge from these weights, or from nothing, leads to a state."""
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
@@ -250,34 +241,21 @@ def _rows(fetched: Fetched, bits: Mapping[str, Bits]) -> Iterator[tuple[str, lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeProof:
-    """Result for one edge, all of whose objects were read and decoded.
-
-    Attributes:
-        kind: Kind of the edge.
-        base: The version it starts from; ``None`` for nothing.
-        key: Key of its edge record or manifest.
-        nbytes: Size of its parts, in bytes.
-        parts: Number of its parts.
-        frames: Number of frames in them, each with a digest of its own.
-        nnz: Number of decoded elements.
-        proven: Whether it leads to the state of its version. An edge from before the first verified
-            version, or from an expired one, can only be read.
-        expired: Key of a missing part that a later anchor makes unnecessary; empty for none.
-        pruned: Whether it expired because a prune record names the edge.
-        refetched: Keys of objects that were corrupt on the first read.
-    """
+    """Result for one edge, all of whose objects were read and decoded."""
 
     kind: str
-    base: Version | None
-    key: str
-    nbytes: int
-    parts: int
-    frames: int
+    base: Version | None  # the version it starts from; None for nothing
+    key: str  # key of its edge record or manifest
+    nbytes: int  # size of its parts, in bytes
+    parts: int  # number of its parts
+    frames: int  # number of frames in them, each with a digest of its own
     nnz: int
+    # Whether it leads to the state of its version. An edge from before the first verified version,
+    # or from an expired one, can only be read.
     proven: bool
-    refetched: tuple[str, ...]
-    expired: str = ""
-    pruned: bool = False
+    refetched: tuple[str, ...]  # keys of objects that were corrupt on the first read
+    expired: str = ""  # key of a missing part that a later anchor makes unnecessary; empty for none
+    pruned: bool = False  # whether it expired because a prune record names the edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,10 +263,6 @@ class VersionProof:
     """Result for one version: its manifest follows its parent, its weights have its state.
 
     If its payload has expired, the weights cannot be checked, and ``rebuilt`` is false.
-
-    Attributes:
-        signatures: Ids of the keys in the manifest's signatures.
-        signed_by: Those that are trusted, and whose signature is true; empty without trusted keys.
     """
 
     version: Version
@@ -297,7 +271,8 @@ class VersionProof:
     state: StateDigest
     edges: tuple[EdgeProof, ...]
     rebuilt: bool = True
-    signatures: tuple[str, ...] = ()
+    signatures: tuple[str, ...] = ()  # ids of the keys in the manifest's signatures
+    # Those that are trusted, and whose signature is true; empty without trusted keys.
     signed_by: tuple[str, ...] = ()
 
 
@@ -308,18 +283,6 @@ def verify(
 
     A missing part is an error only if later versions cannot be rebuilt without it. Otherwise it
     counts as expired, as lifecycle rules delete parts of old versions.
-
-    Args:
-        chain: An open chain.
-        first: The first version, rebuilt from nothing by the cheapest plan.
-        last: The last version; the newest in the store if ``None``.
-        base: Local folder of the base checkpoint, if the chain starts from one.
-
-    Raises:
-        ConfigError: ``first`` is greater than ``last``.
-        StoreError: An object cannot be read, or is gone and no later anchor replaces it.
-        ChainError: The versions do not form one chain.
-        FormatError: An object has another digest, or leads to another state.
     """
     head = newest(chain)
     end = head if last is None else last
@@ -349,13 +312,6 @@ def verify(
 
 class _Walk:
     """Carries the weights from version to version and verifies each edge.
-
-    Args:
-        chain: The chain.
-        base: Local folder of the base checkpoint.
-        first: The first version.
-        last: The last version.
-        records: Edge records of these versions.
 
     Attributes:
         lost: Error for the missing part, or the pruned first version, since which no version can

@@ -14,30 +14,25 @@ from typing import Final, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promises:
-    """Guarantees of one file system.
+    """Guarantees of one file system."""
 
-    Attributes:
-        writes: Method that makes an object visible whole: ``put`` if ``pipe_file`` does so by
-            itself, ``rename`` if a file must be written under another name and renamed over the
-            old one, ``swap`` if a rename refuses an existing name, so that the old object is
-            removed first and readers may find none for a moment, ``none`` if no method is known.
-        create: Arguments that make ``pipe_file`` fail if the object exists, by a decision of the
-            storage itself; None if there are none. The default of fsspec checks first and then
-            writes, which does not count.
-        list_consistent: Whether a listing shows every object whose write returned before it began.
-        threads: Whether several threads may use the file system at once, or it has its own loop.
-        package: Package to install for it, as pip takes it.
-    """
-
+    # Method that makes an object visible whole: put if pipe_file does so by itself,
+    # rename if a file must be written under another name and renamed over the old one, swap
+    # if a rename refuses an existing name, so that the old object is removed first and readers may
+    # find none for a moment, none if no method is known.
     writes: Literal["put", "rename", "swap", "none"] = "none"
+    # Arguments that make pipe_file fail if the object exists, by a decision of the storage
+    # itself; None if there are none. The default of fsspec checks first and then writes, which does
+    # not count.
     create: Mapping[str, object] | None = None
+    # Whether a listing shows every object whose write returned before it began.
     list_consistent: bool = False
+    # Whether several threads may use the file system at once, or it has its own loop.
     threads: bool = True
-    package: str = ""
+    package: str = ""  # package to install for it, as pip takes it
 
 
-UNKNOWN: Final = Promises(threads=False)
-"""Guarantees of a protocol without a row."""
+UNKNOWN: Final = Promises(threads=False)  # guarantees of a protocol without a row
 
 # ifGenerationMatch=0 on single and resumable uploads. Zonal buckets ignore it, and are refused.
 _GCS: Final = Promises(

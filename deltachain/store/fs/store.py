@@ -51,8 +51,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_PIECE: Final = 16 << 20
-"""Size of one ranged read of a large object, in bytes."""
+_PIECE: Final = 16 << 20  # size of one ranged read of a large object, in bytes
 
 _TOGETHER: Final = 8
 """Concurrent ranged reads; their bytes are copied into the result before the next ones begin."""
@@ -72,12 +71,6 @@ class FsspecStore(SimpleStore):
 
     Listing caches are turned off in the file system object: do not share it with code that needs
     them.
-
-    Args:
-        filesystem: Any fsspec file system that is synchronous for its caller.
-        root: Path of the folder of all objects, as the file system takes it.
-        promises: Guarantees of the file system; by default those known of its protocol.
-        url: URL for ``open_store``, without credentials; by default from the file system.
     """
 
     def __init__(
@@ -354,19 +347,7 @@ def open_fsspec(
     *,
     writer: bool = False,  # noqa: ARG001 - as every opener
 ) -> FsspecStore:
-    """Open the store at a URL supported by fsspec.
-
-    Args:
-        url: URL, as fsspec takes it.
-        options: The ``storage_options`` of fsspec; prefer credentials that the storage's library
-            finds by itself.
-        writer: Ignored.
-
-    Raises:
-        ConfigError: The scheme is unknown, its package is not installed, or the URL or the options
-            are invalid.
-        StoreError: The storage could not be reached.
-    """
+    """Open the store at a URL supported by fsspec."""
     filesystem, path, shown = locate(url, options)
     return FsspecStore(filesystem, path, url=shown)
 

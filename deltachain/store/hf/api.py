@@ -29,11 +29,8 @@ from deltachain.retry import Backoff, Deadline, shortly_after
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.store.calls import Calls, RetryError, within
 
-_TRY_S: Final = 20.0
-"""Seconds without a byte after which one attempt ends."""
-
-_REDIRECTS: Final = 4
-"""Largest number of requests in a chain of redirects, the first one included."""
+_TRY_S: Final = 20.0  # seconds without a byte after which one attempt ends
+_REDIRECTS: Final = 4  # largest number of requests in a chain of redirects, the first one included
 
 PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
 """Pauses between attempts: the Hub counts attempts, so none follows immediately."""
@@ -65,28 +62,16 @@ _RATE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply.
-
-    Attributes:
-        status: HTTP status.
-        headers: Headers by case-insensitive name.
-        words: Error message of the Hub, verbatim; never contains the token.
-        body: The whole body.
-        following: URL of a listing's next page; empty on the last page.
-    """
+    """One reply."""
 
     status: int
-    headers: Mapping[str, str]
-    words: str
+    headers: Mapping[str, str]  # headers by case-insensitive name
+    words: str  # error message of the Hub, verbatim; never contains the token
     body: bytes
-    following: str = ""
+    following: str = ""  # URL of a listing's next page; empty on the last page
 
     def document(self) -> Any:  # noqa: ANN401 - JSON
-        """Parse the body as JSON.
-
-        Raises:
-            RetryError: It is not JSON: a proxy or a captive portal answered instead.
-        """
+        """Parse the body as JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as exc:
@@ -119,9 +104,6 @@ class Budget:
     def take(self, within_s: float) -> float:
         """Wait until one more request is allowed, and count it.
 
-        Args:
-            within_s: Longest wait, in seconds.
-
         Returns:
             0, or the seconds until a request is allowed if that is longer; then none was counted.
         """
@@ -153,21 +135,14 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """Address of a bucket, and the token for it.
-
-    Attributes:
-        endpoint: URL of the Hub.
-        bucket: Namespace and name of the bucket.
-        url: URL of the store, for messages.
-        token: Access token; None for the default of ``huggingface_hub``.
-        named_by: Where the endpoint was given, for messages; empty for the Hub's own.
-    """
+    """Address of a bucket, and the token for it."""
 
     endpoint: str
-    bucket: str
-    url: str
+    bucket: str  # namespace and name of the bucket
+    url: str  # URL of the store, for messages
+    # Access token; None for the default of huggingface_hub.
     token: str | None = field(repr=False)
-    named_by: str = ""
+    named_by: str = ""  # where the endpoint was given, for messages; empty for the Hub's own
 
     @property
     def endpoint_words(self) -> str:
@@ -205,11 +180,7 @@ class Hub:
         return Deadline(key, self.place.url, self.deadline_s, nbytes)
 
     def admit(self, deadline: Deadline, key: str = "") -> None:
-        """Wait until the rate limit allows one more request.
-
-        Raises:
-            StoreUnavailableError: The limit allows none before the deadline.
-        """
+        """Wait until the rate limit allows one more request."""
         wait_s = self._budget.take(deadline.left_s)
         if wait_s:
             raise StoreUnavailableError(
@@ -238,22 +209,8 @@ class Hub:
 
         Every request must be idempotent: a response may be lost after the request was served.
 
-        Args:
-            method: HTTP method.
-            route: Path after the bucket's name, or the full URL of a listing's next page.
-            wanted: Expected JSON type of a successful response, ``dict`` or ``list``. Any other
-                document comes from a proxy or a captive portal.
-            key: Key of the object, for errors.
-            body: Body of the request.
-            media: Media type of the body.
-
         Returns:
             A successful reply, one with status 422, or one with 404 for an entry.
-
-        Raises:
-            ConfigError: The bucket does not exist, or the Hub rejected the request as invalid.
-            StorePermissionError: The token does not permit the request.
-            StoreUnavailableError: No attempt succeeded before the deadline.
         """
         from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
 
@@ -276,9 +233,6 @@ class Hub:
         """Send one request to the Xet storage; return its status and document.
 
         The request does not count towards the rate limit.
-
-        Raises:
-            StoreUnavailableError: The storage did not answer.
         """
         headers = {"Authorization": f"Bearer {token}"}
         try:
@@ -288,11 +242,7 @@ class Hub:
             raise StoreUnavailableError(f"{self.place.url}: {exc}", url=self.place.url) from exc
 
     def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> Reply:
-        """Send a request; follow redirects to other paths of the same server.
-
-        Raises:
-            RetryError: There was no answer, it cannot be read, or it redirects elsewhere.
-        """
+        """Send a request; follow redirects to other paths of the same server."""
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
         from huggingface_hub.utils import get_session  # noqa: PLC0415
 
@@ -342,12 +292,7 @@ class Hub:
             raise _redirected(status, f"{where.scheme}://{host}")
 
     def _check(self, reply: Reply, wanted: type, key: str) -> None:
-        """Check that a reply is the Hub's, and no error.
-
-        Raises:
-            RetryError: Another attempt may get such a reply.
-            DeltaChainError: None will.
-        """
+        """Check that a reply is the Hub's, and no error."""
         if reply.status == 422 or (
             reply.status == 404 and reply.headers.get("X-Error-Code") == "EntryNotFound"
         ):

@@ -53,8 +53,7 @@ from deltachain.store.hf.api import IN_BETWEEN, Hub
 from deltachain.store.hf.xet import Xet
 from deltachain.types import Buffer
 
-_PROBES: Final = 1000
-"""Number of paths in one lookup request, as in ``huggingface_hub``."""
+_PROBES: Final = 1000  # number of paths in one lookup request, as in huggingface_hub
 
 _POLL_S: Final = 5.0
 
@@ -314,9 +313,6 @@ def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> Store:
     """Open the bucket through the Hub's S3 gateway, for conditional writes alone.
 
     It routes every byte through one region.
-
-    Raises:
-        ConfigError: boto3 is not installed.
     """
     try:
         import boto3  # noqa: F401, PLC0415 - an extra

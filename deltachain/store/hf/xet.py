@@ -26,8 +26,7 @@ from deltachain.types import Buffer
 
 _Kind: TypeAlias = Literal["read", "write"]
 
-EMPTY: Final = "0" * 64
-"""Hash of the empty content, which is never requested from the storage."""
+EMPTY: Final = "0" * 64  # hash of the empty content, which is never requested from the storage
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
@@ -79,14 +78,7 @@ class Xet:
         self._held: dict[_Kind, _Access] = {}
 
     def read(self, content: str, *, nbytes: int, key: str) -> bytearray:
-        """Read a whole content of ``nbytes`` bytes; keep received bytes when an attempt fails.
-
-        Raises:
-            ObjectNotFoundError: The storage has no such content.
-            MalformedError: The content has another size (memory was allocated for received bytes
-                only), or ``content`` is not a hash.
-            StoreUnavailableError: No further byte arrived within the deadline.
-        """
+        """Read a whole content of ``nbytes`` bytes; keep received bytes when an attempt fails."""
         if _HASH.fullmatch(content) is None:
             raise MalformedError(f"object {key!r}: {content[:80]!r} is not a Xet hash", key=key)
         # One byte more than expected is requested, to detect longer content. A separate stream
@@ -102,11 +94,7 @@ class Xet:
         return self._collect(content, start, start + length, length, key)
 
     def write(self, data: Buffer, *, key: str) -> str:
-        """Upload content, which stays invisible until a path refers to it; return its hash.
-
-        Raises:
-            StoreUnavailableError: The upload did not finish before the deadline.
-        """
+        """Upload content, which stays invisible until a path refers to it; return its hash."""
         view = bytes_view(data)
         deadline, tries = self._hub.deadline(key), 0
         while True:

@@ -23,8 +23,7 @@ from deltachain.retry import DEADLINE_S
 from deltachain.store.s3.errors import is_aws
 from deltachain.tls import TlsFiles
 
-Client: TypeAlias = Any
-"""An S3 client of boto3, whose methods are created at run time."""
+Client: TypeAlias = Any  # an S3 client of boto3, whose methods are created at run time
 
 _CONNECTIONS: Final = 64
 _CONNECT_S: Final = 5.0
@@ -50,11 +49,7 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def options_of(given: Mapping[str, Any]) -> _Options:
-    """Return the options of a store.
-
-    Raises:
-        ConfigError: One is unknown or of a wrong type; its value is not shown.
-    """
+    """Return the options of a store."""
     try:
         options = msgspec.convert(dict(given), _Options)
     except msgspec.ValidationError as exc:
@@ -72,9 +67,6 @@ def make_client(given: Mapping[str, Any], *, attempts: int = 1) -> tuple[Client,
 
     Returns:
         The client, and whether its endpoint is the user's own.
-
-    Raises:
-        ConfigError: The options, the environment or the profile are invalid.
     """
     options = options_of(given)
     of_client = {
@@ -199,11 +191,7 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 def _trusted(
     core: botocore.session.Session, tls: TlsFiles, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the argument for the CAs, unless boto3's own settings name some.
-
-    Raises:
-        ConfigError: They name a file that does not exist.
-    """
+    """Return the argument for the CAs, unless boto3's own settings name some."""
     bundle = core.get_config_variable("ca_bundle")
     if not bundle:
         return {} if tls.ca_file is None else {"verify": str(tls.ca_file)}

@@ -62,11 +62,8 @@ _THREADS: Final = 16
 _TRANSFER: Final = TransferConfig(
     multipart_threshold=PART_NBYTES, multipart_chunksize=PART_NBYTES, max_concurrency=8
 )
-_PART_ATTEMPTS: Final = 5
-"""Attempts of each part of a large object, by boto3."""
-
-_SMALL: Final = 1 << 20
-"""Largest body that is sent in one socket call, in bytes."""
+_PART_ATTEMPTS: Final = 5  # attempts of each part of a large object, by boto3
+_SMALL: Final = 1 << 20  # largest body that is sent in one socket call, in bytes
 
 _CHUNK_NBYTES: Final = 64 << 10
 _PAUSES: Final = Backoff(0.1, 5.0)
@@ -101,15 +98,6 @@ class S3Store(Store):
     A failed large upload is aborted. If the server does not answer the abort either, or its
     response to the start of the upload was lost, the uploaded parts stay, invisible, until a
     lifecycle rule of the bucket removes them.
-
-    Args:
-        bucket: Name of the bucket, which must exist.
-        prefix: Prefix of every key, without leading or trailing slash; may be empty.
-        options: Options of ``open_s3``.
-        conditions_hold: Whether the server is known to heed conditions, as AWS is.
-
-    Raises:
-        ConfigError: The options, the environment or the profile are invalid.
     """
 
     capabilities: Final = Capabilities(conditional_put=True, list_consistent=True)
@@ -220,9 +208,6 @@ class S3Store(Store):
 
         An existing object counts as written by this call if it has the same bytes and an earlier
         attempt of this call got no response.
-
-        Raises:
-            ConfigError: The server ignores the condition.
         """
         view = bytes_view(data)
         deadline = self._deadline(check_key(key), view.nbytes)
@@ -250,11 +235,7 @@ class S3Store(Store):
 
     @override
     def find(self, key: str) -> ObjectInfo | None:
-        """Look up an object without reading it; see ``Store``.
-
-        Raises:
-            ConfigError: The bucket does not exist.
-        """
+        """Look up an object without reading it; see ``Store``."""
         return self._find(key, self._deadline(check_key(key)))
 
     @override
@@ -310,11 +291,7 @@ class S3Store(Store):
         return {"Bucket": self._bucket, "Key": f"{self._prefix}{key}"}
 
     def _send(self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int) -> _T:
-        """Send a request until it is answered, in the time of the deadline.
-
-        Raises:
-            _StatusError: The status is one of ``answers``.
-        """
+        """Send a request until it is answered, in the time of the deadline."""
 
         def attempt() -> _T:
             try:
@@ -497,12 +474,7 @@ class S3Store(Store):
 
 
 class _Source(io.RawIOBase):
-    """A memory view as a file, which ends with the call that it was given to.
-
-    Args:
-        view: Flat bytes.
-        deadline: Time limit of the call; later reads raise, as the bytes may be used again.
-    """
+    """A memory view as a file, which ends with the call that it was given to."""
 
     def __init__(self, view: memoryview, deadline: Deadline) -> None:
         super().__init__()

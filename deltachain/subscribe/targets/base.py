@@ -17,20 +17,12 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 
 class HeldVersion(Struct, frozen=True, kw_only=True):
-    """The version that a target holds.
-
-    Attributes:
-        chain: Id of the chain.
-        version: Number of the version.
-        epoch: Epoch of the version's manifest.
-        manifest: blake3 of the manifest's exact bytes.
-        state: State digest of the version.
-    """
+    """The version that a target holds."""
 
     chain: str
     version: int
     epoch: int
-    manifest: str
+    manifest: str  # blake3 of the manifest's exact bytes
     state: str
 
 
@@ -144,11 +136,7 @@ class StagedWrite(Protocol):
         """Write into live bits; after an interruption, ``undo().run()`` restores them."""
 
     def undo(self) -> StagedWrite:
-        """Return the write that undoes this one.
-
-        Raises:
-            ValueError: The old bits were not kept.
-        """
+        """Return the write that undoes this one."""
 
     def without_old(self) -> StagedWrite:
         """Return the same write, which cannot be undone; before it is run only."""
@@ -193,17 +181,8 @@ class Write(StagedWrite):
 def write_all(writes: Iterable[StagedWrite], version: Version) -> list[StagedWrite]:
     """Write patches into live bits; if one fails, undo all that were begun.
 
-    Args:
-        writes: Writes, consumed once; one that is computed on demand must be of another tensor than
-            all before it.
-        version: Version to write, for error messages.
-
     Returns:
         The completed writes, for :func:`take_back`.
-
-    Raises:
-        PartialApplyError: A write failed, and the old bits are restored.
-        PoisonedError: A write failed, and the undo failed as well.
     """
     begun: list[StagedWrite] = []
     try:

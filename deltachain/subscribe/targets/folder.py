@@ -578,14 +578,6 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
     Existing files are left alone, since a user may have edited them; a warning names files whose
     content differs. The configuration of an adapter is written beside one only: loaders that see it
     load the base it names instead of the weights.
-
-    Args:
-        chain: The chain.
-        folder: Folder to write to.
-        trusted: Whether the assets may refer to remote code.
-
-    Raises:
-        ApplyError: The folder cannot be written now.
     """
     written, kept = [], list[str]()
     refused = _refused(chain, folder)

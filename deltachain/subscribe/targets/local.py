@@ -24,8 +24,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 
 _T = TypeVar("_T")
 
-SMALL: Final = 1 << 18
-"""Elements below which the calling thread stages a tensor itself."""
+SMALL: Final = 1 << 18  # elements below which the calling thread stages a tensor itself
 
 _DAMAGED: Final = (
     "an object of the version is damaged: deltachain verify tells which; put it back from a backup"
@@ -34,19 +33,14 @@ _DAMAGED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches(Prepared):
-    """Patches of one apply, whose result is proven.
-
-    Attributes:
-        patches: Patches within the budget.
-        deferred: Tensors beyond the budget, decoded again from ``fetched`` while they are written.
-        base_too: Whether the overwritten bits are proven as well.
-    """
+    """Patches of one apply, whose result is proven."""
 
     patches: tuple[Patch, ...]
+    # Tensors beyond the budget, decoded again from fetched while they are written.
     deferred: tuple[str, ...]
     fetched: Fetched | None
     nnz: int
-    base_too: bool
+    base_too: bool  # whether the overwritten bits are proven as well
 
     @property
     @override

@@ -48,9 +48,6 @@ class Exchange:
     second exchange restores them. An exception at any point, also between two copies of a block,
     loses no bit: :meth:`run` continues or reverts from there. Compiled code on the host exchanges a
     tensor in one call, in which no exception is raised.
-
-    Args:
-        staged: ``(n,)`` bits in memory of their own, which this exchange writes into.
     """
 
     def __init__(self, staged: LiveBits) -> None:
@@ -130,12 +127,7 @@ class LiveElements(Protocol):
         """
 
     def take(self, full: LiveBits, start: int = 0) -> LiveBits:
-        """Return the ``n`` elements of flat bits on this device, in the view's shape.
-
-        Args:
-            full: Bits of consecutive elements of the tensor, these among them.
-            start: Flat index of the first of them.
-        """
+        """Return the ``n`` elements of flat bits on this device, in the view's shape."""
 
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
         """Return the state digest that the elements would have with these bits, in view shape."""
@@ -143,13 +135,9 @@ class LiveElements(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeTensor(LiveElements):
-    """All elements of a tensor, in order.
+    """All elements of a tensor, in order."""
 
-    Attributes:
-        bits: ``(numel,)`` live bits.
-    """
-
-    bits: LiveBits
+    bits: LiveBits  # (numel,) live bits
 
     @property
     @override
@@ -200,28 +188,21 @@ PEEK: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Patch:
-    """New and old bits of the changed elements of one tensor.
-
-    Attributes:
-        spec: Spec of the tensor.
-        indices: ``(nnz,)`` int64 positions in the live storage, in any order, which for a whole
-            tensor are its flat indices; ``None`` if every element of the view is written.
-        old: Bits before, to undo the write; ``None`` if they are not kept, or with ``exchange``.
-        new: Bits after; with ``exchange``, the bits before once the patch is written.
-        change: Change of the state digest; zero if that of the old bits was not computed.
-        written: State digest of the new bits if every element is written; zero otherwise.
-        exchange: Exchange of the new bits with the old ones, which needs no copy of these.
-        back: Whether the patch takes the exchange back.
-    """
+    """New and old bits of the changed elements of one tensor."""
 
     spec: TensorSpec
+    # (nnz,) int64 positions in the live storage, in any order, which for a whole tensor are its
+    # flat indices; None if every element of the view is written.
     indices: LiveBits | None
+    # Bits before, to undo the write; None if they are not kept, or with exchange.
     old: LiveBits | None
-    new: LiveBits
-    change: StateDigest
+    new: LiveBits  # bits after; with exchange, the bits before once the patch is written
+    change: StateDigest  # change of the state digest; zero if that of the old bits was not computed
+    # State digest of the new bits if every element is written; zero otherwise.
     written: StateDigest = field(default_factory=StateDigest)
+    # Exchange of the new bits with the old ones, which needs no copy of these.
     exchange: Exchange | None = None
-    back: bool = False
+    back: bool = False  # whether the patch takes the exchange back
 
     @property
     def can_undo(self) -> bool:
@@ -251,11 +232,7 @@ class Patch:
         return Effect(self.change, self.written, self.nnz)
 
     def undo(self) -> Patch:
-        """Return the patch that undoes this one.
-
-        Raises:
-            ValueError: The old bits were not kept.
-        """
+        """Return the patch that undoes this one."""
         change = StateDigest() - self.change
         if self.exchange is not None:
             return replace(self, change=change, written=StateDigest(), back=not self.back)
@@ -312,16 +289,6 @@ def prepare_steps(live: LiveElements, reader: TensorReader) -> Patch:
     """Compute a patch straight from the streams of a tensor; nothing is written.
 
     Equals :func:`prepare` of the decoded delta, in one pass over the changes.
-
-    Args:
-        live: Live elements on the host.
-        reader: Reader of all segments with elements that are in ``live``, in an encoding that
-            ``stages``, with the bits before the change if it needs them.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: The streams contradict the directory, or the bits before.
-        OldBitsError: The encoding needs other bits before the change than those at hand.
     """
     storage: Any = live.storage
     encoding = ENCODINGS.get(reader.row.encoding)

@@ -110,9 +110,6 @@ class TensorTarget(PatchedTarget):
     replaced, cast or moved since are bound anew. While they are bound, torch cannot resize the
     storage of those on the host.
 
-    Args:
-        tensors: Contiguous tensors, or a module.
-
     Attributes:
         source: These tensors, or the module.
     """
