@@ -16,15 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deltachain.control.server import LOOPBACK, host_of
-from deltachain.dashboard.documents import (
-    PAGE,
-    chain_document,
-    chart_document,
-    overview_document,
-    page_document,
-    track_document,
-    version_document,
-)
+from deltachain.dashboard import documents
 from deltachain.dashboard.watcher import LARGEST, Watcher
 from deltachain.tokens import Tokens
 
@@ -174,32 +166,36 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 
     @router.get("/overview")
     def overview() -> JSONResponse:
-        return JSONResponse(overview_document(watcher.overview()))
+        return JSONResponse(documents.overview_document(watcher.overview()))
 
     @router.get("/chain")
     def chain() -> JSONResponse:
-        return JSONResponse(chain_document(watcher.view))
+        return JSONResponse(documents.chain_document(watcher.view))
 
     @router.get("/chart")
     def chart(first: Number = 0, last: Number = LARGEST) -> JSONResponse:
-        return JSONResponse(chart_document(watcher.view, watcher.phases.middles(), first, last))
+        return JSONResponse(
+            documents.chart_document(watcher.view, watcher.phases.middles(), first, last)
+        )
 
     @router.get("/versions")
     def versions(
-        before: Number = LARGEST, count: Annotated[int, Query(ge=1, le=PAGE)] = 20
+        before: Number = LARGEST, count: Annotated[int, Query(ge=1, le=documents.PAGE)] = 20
     ) -> JSONResponse:
-        return JSONResponse(page_document(watcher.view, before, count))
+        return JSONResponse(documents.page_document(watcher.view, before, count))
 
     @router.get("/versions/{number}")
     def version(number: Annotated[int, Segment(ge=0, le=LARGEST)]) -> JSONResponse:
-        found = version_document(watcher.view, watcher.phases.of, number)
+        found = documents.version_document(watcher.view, watcher.phases.of, number)
         if found is None:
             raise HTTPException(404, f"version {number} is not known")
         return JSONResponse(found)
 
     @router.get("/track")
     def track() -> JSONResponse:
-        return JSONResponse(track_document(watcher.track.moments(MOMENTS), watcher.engines))
+        return JSONResponse(
+            documents.track_document(watcher.track.moments(MOMENTS), watcher.engines)
+        )
 
     return router
 

@@ -8,16 +8,10 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Final
 
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    DeltaChainError,
-    FormatError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import EdgeSummary, PruneRecord, Tag, phases_of, reverted_to
 from deltachain.maintain.survey import Survey
 from deltachain.redact import LONGEST, printable
@@ -168,9 +162,11 @@ class ChainIndex:
         with self._changing:
             try:
                 self._look(now)
-            except DeltaChainError as exc:
+            except errors.DeltaChainError as exc:
                 trouble = printable(str(exc.args[0]) if exc.args else type(exc).__name__)
-                if not isinstance(exc, FormatError | ChainError | ObjectNotFoundError):
+                if not isinstance(
+                    exc, errors.FormatError | errors.ChainError | errors.ObjectNotFoundError
+                ):
                     self._change(trouble=trouble)
                 else:
                     self._change(trouble=trouble, looked_at=now)
@@ -218,9 +214,9 @@ class ChainIndex:
         )
         try:
             self._watch.look(chain, held)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             return False  # a gap after the head, which reading shows
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             if self._watch.doubt is None:
                 raise
             doubt = printable(str(exc.args[0]))
@@ -239,11 +235,11 @@ class ChainIndex:
                     if len(rows) % PUBLISHED == 0:
                         self._change(rows=(*self._view.rows, *rows))
                         first, rows = first + len(rows), []
-            except (BrokenChainError, FormatError, ObjectNotFoundError) as exc:
+            except (errors.BrokenChainError, errors.FormatError, errors.ObjectNotFoundError) as exc:
                 logger.warning("version %s cannot be shown: %s", first + len(rows), exc)
                 if first + len(rows) == start:
                     rows.append(None)
-            except DeltaChainError:
+            except errors.DeltaChainError:
                 self._change(rows=(*self._view.rows, *rows))
                 raise
         self._change(rows=(*self._view.rows, *rows))

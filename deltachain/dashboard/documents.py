@@ -16,17 +16,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.dashboard import watcher
 from deltachain.dashboard.chain_index import ChainView, VersionSummary
-from deltachain.dashboard.watcher import (
-    REPLICA_PHASES,
-    Moment,
-    Overview,
-    PhaseTimes,
-    ReplicaReport,
-    changes,
-    middle,
-    spread,
-)
 from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
@@ -55,7 +46,7 @@ def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
 
 
 def thinned_versions(
-    rows: Sequence[VersionSummary], times: Sequence[PhaseTimes], most: int = POINTS
+    rows: Sequence[VersionSummary], times: Sequence[watcher.PhaseTimes], most: int = POINTS
 ) -> list[int]:
     """Choose positions of versions such that charts of them look like those of all."""
     if len(rows) <= most:
@@ -68,13 +59,13 @@ def thinned_versions(
 
 MARKS: Final = 500  # marks of one kind in a chart, and ranges in a list
 
-PHASES: Final = (*publish_phases.NAMES, *REPLICA_PHASES)
+PHASES: Final = (*publish_phases.NAMES, *watcher.REPLICA_PHASES)
 """Phases of a version in their order, from the diff to the swap."""
 
 PAGE: Final = 50  # largest number of versions in a page of the table
 
 
-def overview_document(found: Overview) -> dict[str, Any]:
+def overview_document(found: watcher.Overview) -> dict[str, Any]:
     return {
         "time": found.time,
         "newest": found.newest,
@@ -86,7 +77,7 @@ def overview_document(found: Overview) -> dict[str, Any]:
 
 
 def chart_document(
-    view: ChainView, applied: Mapping[str, PhaseTimes], first: Version, last: Version
+    view: ChainView, applied: Mapping[str, watcher.PhaseTimes], first: Version, last: Version
 ) -> dict[str, Any]:
     """Return the columns of charts over a range of versions, and marks in it."""
     rows = [row for row in view.rows[first : last + 1] if row is not None]
@@ -104,7 +95,7 @@ def chart_document(
     }
 
 
-def _column(name: str, times: Iterable[PhaseTimes]) -> list[float | None]:
+def _column(name: str, times: Iterable[watcher.PhaseTimes]) -> list[float | None]:
     """Return the times of one phase, to a tenth of a millisecond; empty if there is none."""
     found = [None if (value := one.get(name)) is None else round(value, 4) for one in times]
     return found if any(value is not None for value in found) else []
@@ -136,7 +127,7 @@ def _tags_of(view: ChainView, version: Version) -> list[str]:
 
 
 def version_document(
-    view: ChainView, applied: Callable[[str], Mapping[str, PhaseTimes]], version: Version
+    view: ChainView, applied: Callable[[str], Mapping[str, watcher.PhaseTimes]], version: Version
 ) -> dict[str, Any] | None:
     """Return one version with all ways to it; ``None`` if it is not known."""
     row = view.at(version)
@@ -164,10 +155,10 @@ def version_document(
     }
 
 
-def _phases(row: VersionSummary, applied: Mapping[str, PhaseTimes]) -> list[dict[str, Any]]:
+def _phases(row: VersionSummary, applied: Mapping[str, watcher.PhaseTimes]) -> list[dict[str, Any]]:
     """Return the known phases of a version; of replicas the median time, and the slowest one."""
     published = [{"name": name, "seconds": seconds} for name, seconds in row.phases.items()]
-    median = middle(applied)
+    median = watcher.middle(applied)
     slowest = {
         name: max((times[name], engine) for engine, times in applied.items() if name in times)
         for name in median
@@ -184,12 +175,12 @@ def _phases(row: VersionSummary, applied: Mapping[str, PhaseTimes]) -> list[dict
     ]
 
 
-def track_document(moments: Sequence[Moment], engines: Iterable[str]) -> dict[str, Any]:
+def track_document(moments: Sequence[watcher.Moment], engines: Iterable[str]) -> dict[str, Any]:
     """Return the versions of replicas over time: for each, only where its version changed."""
     return {
         "times": [round(moment.time, 3) for moment in moments],
         "newest": [moment.newest for moment in moments],
-        "held": {engine: changes(moments, engine) for engine in engines},
+        "held": {engine: watcher.changes(moments, engine) for engine in engines},
     }
 
 
@@ -256,11 +247,13 @@ def _marks(view: ChainView, rows: Sequence[VersionSummary]) -> dict[str, list[An
     epochs = [later.version for earlier, later in pairwise(rows) if later.epoch != earlier.epoch]
     tags = [_tag(t.name, t.version) for t in view.tags if t.version in range(first, last + 1)]
     return {
-        "anchors": spread([e.version for e in edges if e.kind == "anchor"], MARKS),
-        "skips": spread([e.version for e in edges if e.kind == "skip"], MARKS),
-        "epochs": spread(epochs, MARKS),
-        "reverts": spread([row.version for row in rows if row.reverted_to is not None], MARKS),
-        "tags": spread(tags, MARKS),
+        "anchors": watcher.spread([e.version for e in edges if e.kind == "anchor"], MARKS),
+        "skips": watcher.spread([e.version for e in edges if e.kind == "skip"], MARKS),
+        "epochs": watcher.spread(epochs, MARKS),
+        "reverts": watcher.spread(
+            [row.version for row in rows if row.reverted_to is not None], MARKS
+        ),
+        "tags": watcher.spread(tags, MARKS),
     }
 
 
@@ -281,7 +274,7 @@ def _version(row: VersionSummary) -> dict[str, Any]:
     }
 
 
-def _replica(report: ReplicaReport, newest: Version | None) -> dict[str, Any]:
+def _replica(report: watcher.ReplicaReport, newest: Version | None) -> dict[str, Any]:
     status = report.status
     version = status.version
     return {

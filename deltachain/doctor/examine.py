@@ -14,27 +14,13 @@ from threading import Barrier
 from typing import Any, Final
 from uuid import uuid4
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.identity import refuse_mirror
 from deltachain.chain.plan import Plan
 from deltachain.chain.trust import Trust
-from deltachain.doctor import Finding, Grade, Role, failed, fault, note, ok
-from deltachain.doctor.machine import (
-    check_engines,
-    check_files,
-    check_names,
-    check_packages,
-    check_transport,
-)
+from deltachain.doctor import Finding, Grade, Role, failed, fault, machine, note, ok
 from deltachain.environment import mistakes, read
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    DeltaChainError,
-    ObjectNotFoundError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
 from deltachain.format.keys import CHAIN_KEY, manifest_key, trial_key
 from deltachain.presence.writer import interval_s
 from deltachain.redact import redacted_url
@@ -74,15 +60,15 @@ def examine(
     Only a publisher's store is written to, and the place for presences, under keys of their own
     that are removed.
     """
-    yield from check_names(environment)
+    yield from machine.check_names(environment)
     for name in dict(mistakes(environment)):
         environment.pop(name)
-    yield from check_packages(role)
-    transport = [*check_files(environment), *check_transport(environment)]
+    yield from machine.check_packages(role)
+    transport = [*machine.check_files(environment), *machine.check_transport(environment)]
     yield from transport
     url = url or environment.get("DELTACHAIN_URL", "")
     if role is Role.FOLLOWER:
-        yield from check_engines(environment)
+        yield from machine.check_engines(environment)
         yield from check_server(environment)
         yield from check_presence(environment, url)
     if not url:
@@ -107,7 +93,7 @@ def _examine_store(
             else:
                 yield from check_silence(store, environment)
             yield from check_chain(store, role, environment)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(STORE, exc)
 
 
@@ -120,7 +106,7 @@ def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Findi
         if chain:
             check_apart(url, chain)
         store = open_store(url)
-    except ConfigError as exc:
+    except errors.ConfigError as exc:
         yield failed(PRESENCE, exc)
         return
     key = f"trial-{uuid4().hex}"
@@ -128,7 +114,7 @@ def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Findi
         try:
             store.put(key, b"trial")
             store.delete(key)
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             hint = exc.hint or "name a place where this machine may write and delete"
             yield fault(PRESENCE, f"no presence can be written: {exc.args[0]}", hint)
         else:
@@ -159,9 +145,9 @@ def probe_writes(store: Store, now: Callable[[], float] = time.time) -> Iterator
         yield from found
         if all(one.check != WRITES for one in found):  # else it is known not to decide
             yield _probe_race(store, raced)
-    except StorePermissionError as exc:
+    except errors.StorePermissionError as exc:
         yield fault(WRITES, f"nothing can be written: {exc.args[0]}", _READS)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(WRITES, exc)
     finally:
         left = [key for key in (single, raced) if not _removed(store, key)]
@@ -177,7 +163,7 @@ def _probe_single(store: Store, key: str, now: Callable[[], float]) -> Iterator[
     info = store.find(key)
     try:
         store.put_if_absent(key, b"second")
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         pass
     else:
         yield _overwrites(store)
@@ -241,7 +227,7 @@ def _probe_race(store: Store, key: str) -> Finding:
             start.wait(5)
         try:
             store.put_if_absent(key, str(number).encode())
-        except (AlreadyExistsError, StoreUnavailableError):
+        except (errors.AlreadyExistsError, errors.StoreUnavailableError):
             return False
         return True
 
@@ -265,7 +251,7 @@ def _removed(store: Store, key: str) -> bool:
     try:
         store.delete(key)
         return store.find(key) is None
-    except DeltaChainError:
+    except errors.DeltaChainError:
         return False
 
 
@@ -283,10 +269,10 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
             trust = Trust.of_reader(environment=environment)
         chain = Chain.open(store, trust)
         head = require(chain, None)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         yield _no_chain(store, role)
         return
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(CHAIN, exc)
         return
     yield _newest(chain, head)
@@ -347,7 +333,7 @@ def _publisher_clock(head: Committed, stored: ObjectInfo | None) -> Iterator[Fin
 def _newcomer(chain: Chain, head: Committed, environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
         plan = plan_present(chain, None, head)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(START, exc)
         return
     size = f"{plan.nbytes / 1e6:,.1f} MB in {plan.requests} objects"
@@ -388,7 +374,7 @@ def check_server(environment: Mapping[str, str]) -> Iterator[Finding]:
             yield note(START, "a server would follow no chain: DELTACHAIN_URL is not set")
             return
         tokens = Tokens(settings.token)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(START, exc)
         return
     exits = "ends at its start" if settings.strict else "serves what it loaded"

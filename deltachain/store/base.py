@@ -18,14 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from typing_extensions import override
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    DeltaChainError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.types import Buffer
 
 _S = TypeVar("_S", bound=type)
@@ -88,12 +81,12 @@ def _guarded_rows(store: Any, prefix: str, rows: Iterator[Any]) -> Iterator[Any]
 def _errors_named(store: Any, key: object) -> Iterator[None]:  # noqa: ANN401
     try:
         yield
-    except (DeltaChainError, AssertionError):
+    except (errors.DeltaChainError, AssertionError):
         raise
     except Exception as exc:
         named = key if isinstance(key, str) else ""
         about = f"object {named!r} in {store.url}" if named else str(store.url)
-        raise StoreUnavailableError(
+        raise errors.StoreUnavailableError(
             f"{about}: unexpected {type(exc).__name__}", key=named, url=store.url, hint=_HINT
         ) from exc
 
@@ -304,9 +297,9 @@ def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
     parts = urlsplit(url)
     if options:
         names = ", ".join(sorted(options))
-        raise ConfigError(f"{parts.scheme}:// stores take no options: {names}")
+        raise errors.ConfigError(f"{parts.scheme}:// stores take no options: {names}")
     if parts.query or parts.fragment:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{parts.scheme}:// store URLs have no query and no fragment",
             hint="write ? as %3F and # as %23 in a URL, or give a plain path",
         )
@@ -329,12 +322,12 @@ def check_key(key: str) -> str:
         ConfigError: The key is invalid or too long.
     """
     if len(key) > MAX_KEY_LENGTH:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"key {key[:40]!r}... has {len(key)} characters, more than {MAX_KEY_LENGTH}"
         )
     for segment in key.split("/"):
         if not is_segment(segment):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"key {key!r}: {segment!r} is not a name of 1 to {MAX_SEGMENT_LENGTH} characters "
                 "from A-Z a-z 0-9 . _ - that does not begin with a dot"
             )
@@ -351,7 +344,9 @@ def check_prefix(prefix: str) -> str:
 def check_range(start: int, length: int) -> None:
     """Refuse a range that no object can have."""
     if start < 0 or length < 0:
-        raise ConfigError(f"range of {length} bytes from byte {start}: neither may be negative")
+        raise errors.ConfigError(
+            f"range of {length} bytes from byte {start}: neither may be negative"
+        )
 
 
 def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
@@ -363,7 +358,7 @@ def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
 def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
     """Refuse an object of an unexpected size."""
     if actual != expected:
-        raise MalformedError(
+        raise errors.MalformedError(
             f"object {key!r} in {url}: expected {expected} bytes, found {actual}", key=key
         )
 
@@ -371,7 +366,7 @@ def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
 def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
     """Refuse an object of unknown size that is larger than ``limit`` bytes."""
     if nbytes > limit:
-        raise MalformedError(
+        raise errors.MalformedError(
             f"object {key!r} in {url}: expected at most {limit} bytes, found {nbytes}", key=key
         )
 
@@ -384,19 +379,19 @@ def bytes_view(data: Buffer) -> memoryview:
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
-def not_found(key: str, url: str) -> ObjectNotFoundError:
+def not_found(key: str, url: str) -> errors.ObjectNotFoundError:
     """Build the error for a key without an object."""
-    return ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
+    return errors.ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
 
 
-def already_exists(key: str, url: str) -> AlreadyExistsError:
+def already_exists(key: str, url: str) -> errors.AlreadyExistsError:
     """Build the error for a key that already has an object."""
-    return AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
+    return errors.AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
 
 
-def too_short(key: str, url: str, *, nbytes: int, end: int) -> MalformedError:
+def too_short(key: str, url: str, *, nbytes: int, end: int) -> errors.MalformedError:
     """Build the error for a range that ends at byte ``end`` of an object of ``nbytes`` bytes."""
-    return MalformedError(
+    return errors.MalformedError(
         f"object {key!r} in {url}: expected at least {end} bytes, found {nbytes}", key=key
     )
 

@@ -31,22 +31,7 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store.base import (
-    Capabilities,
-    Choose,
-    ObjectInfo,
-    SimpleStore,
-    already_exists,
-    bytes_view,
-    check_key,
-    check_nbytes,
-    check_prefix,
-    guarded,
-    is_segment,
-    not_found,
-    split_url,
-    too_short,
-)
+from deltachain.store import base
 from deltachain.threads import Pool, cores
 from deltachain.types import Buffer
 
@@ -193,7 +178,7 @@ def _scan(folder: int, prefix: str = "") -> list[tuple[str, int, float]]:
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not (entry.name.startswith(prefix) and is_segment(entry.name)):
+            if not (entry.name.startswith(prefix) and base.is_segment(entry.name)):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 found.append((f"{entry.name}/", 0, 0.0))
@@ -215,7 +200,9 @@ def _fsync_folder(folder: int) -> None:
 
 _T = TypeVar("_T")
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, cheap_ranges=True)
+_CAPABILITIES: Final = base.Capabilities(
+    conditional_put=True, list_consistent=True, cheap_ranges=True
+)
 
 _SWEPT: Final = 256
 """Folders written to last that are not swept again: every version has one of its own."""
@@ -244,8 +231,8 @@ _HINTS: Final = {
 }
 
 
-@guarded
-class FileStore(SimpleStore):
+@base.guarded
+class FileStore(base.SimpleStore):
     """Objects as files below ``root``, shared by all processes and machines with access to it.
 
     The first write creates the root. A killed writer leaves a file ``.tmp-*`` behind that no method
@@ -271,13 +258,13 @@ class FileStore(SimpleStore):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """All guarantees; see the class for NFS."""
         return _CAPABILITIES
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        with self._errors_named(check_key(key)):
+        with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=False)
         return ""
 
@@ -289,23 +276,23 @@ class FileStore(SimpleStore):
             ConfigError: The file system has no hard links. A check followed by a write would let
                 two publishers win, so it is not done.
         """
-        with self._errors_named(check_key(key)):
+        with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=True)
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
-        folders, leaf = _split(check_key(key))
+    def find(self, key: str) -> base.ObjectInfo | None:
+        folders, leaf = _split(base.check_key(key))
         with self._errors_named(key):
             try:
                 with self._folder(folders) as folder:
                     status = _stat_file(leaf, folder)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
+        return base.ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._walk(*_split(check_prefix(prefix)))
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
+        return self._walk(*_split(base.check_prefix(prefix)))
 
     @override
     def clock(self) -> float:
@@ -318,7 +305,7 @@ class FileStore(SimpleStore):
 
         A deleted object may reappear after a power failure.
         """
-        folders, leaf = _split(check_key(key))
+        folders, leaf = _split(base.check_key(key))
         with self._errors_named(key):
             try:
                 with _open_folder(self._root, folders) as folder:
@@ -329,7 +316,7 @@ class FileStore(SimpleStore):
             self._prune(folders)
 
     def _write(self, key: str, data: Buffer, *, if_absent: bool) -> None:
-        view = bytes_view(data)
+        view = base.bytes_view(data)
         folders, leaf = _split(key)
         for _ in range(_MAX_PRUNE_RACES):
             try:
@@ -377,7 +364,7 @@ class FileStore(SimpleStore):
             if _is_same_file(temporary, _leaf(key), folder):
                 return
             if exc.errno == errno.EEXIST:
-                raise already_exists(key, self.url) from exc
+                raise base.already_exists(key, self.url) from exc
             if exc.errno in _NO_LINKS:
                 raise ConfigError(
                     f"the file system of {self.url} has no hard links, which putting an object "
@@ -390,10 +377,10 @@ class FileStore(SimpleStore):
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         if nbytes <= _PIECE:
             return super().read(key, nbytes=nbytes, pin=pin)
-        return self._again(check_key(key), partial(self._read_large, nbytes=nbytes))
+        return self._again(base.check_key(key), partial(self._read_large, nbytes=nbytes))
 
     @override
-    def _read(self, key: str, choose: Choose) -> bytes:
+    def _read(self, key: str, choose: base.Choose) -> bytes:
         return self._again(key, partial(self._read_once, choose=choose))
 
     def _again(self, key: str, read: Callable[[str], _T]) -> _T:
@@ -406,14 +393,14 @@ class FileStore(SimpleStore):
                     raise
             return read(key)
 
-    def _read_once(self, key: str, choose: Choose) -> bytes:
+    def _read_once(self, key: str, choose: base.Choose) -> bytes:
         with self._open_object(key) as (file, nbytes):
             return self._pread(key, file, *choose(nbytes))
 
     def _read_large(self, key: str, nbytes: int) -> memoryview:
         """Read a whole object in threads into one array, for which numpy asks for large pages."""
         with self._open_object(key) as (file, actual):
-            check_nbytes(key, self.url, expected=nbytes, actual=actual)
+            base.check_nbytes(key, self.url, expected=nbytes, actual=actual)
             view = np.empty(nbytes, np.uint8).data
 
             def fill(at: int) -> None:
@@ -421,7 +408,7 @@ class FileStore(SimpleStore):
                 while at < end:
                     count = os.preadv(file, [view[at:end]], at)
                     if not count:
-                        raise too_short(key, self.url, nbytes=at, end=end)
+                        raise base.too_short(key, self.url, nbytes=at, end=end)
                     at += count
 
             with Pool(cores()) as pool:
@@ -456,7 +443,7 @@ class FileStore(SimpleStore):
             with self._folder(folders) as folder:
                 file, status = _open_file(leaf, folder)
         except (FileNotFoundError, NotADirectoryError) as exc:
-            raise not_found(key, self.url) from exc
+            raise base.not_found(key, self.url) from exc
         try:
             yield file, status.st_size
         finally:
@@ -469,12 +456,12 @@ class FileStore(SimpleStore):
         while start < end:
             part = os.pread(file, end - start, start)
             if not part:
-                raise too_short(key, self.url, nbytes=start, end=end)
+                raise base.too_short(key, self.url, nbytes=start, end=end)
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[ObjectInfo]:
+    def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[base.ObjectInfo]:
         """Yield the objects of a folder whose names begin with a prefix, and all of subfolders."""
         with self._errors_named("/".join(folders)):
             try:
@@ -487,7 +474,7 @@ class FileStore(SimpleStore):
                 yield from self._walk((*folders, name[:-1]), "")
             else:
                 key = "/".join((*folders, name))
-                yield ObjectInfo(key=key, nbytes=nbytes, modified=modified)
+                yield base.ObjectInfo(key=key, nbytes=nbytes, modified=modified)
 
     def _prune(self, folders: Sequence[str]) -> None:
         """Remove a folder and its parents while they are empty."""
@@ -513,7 +500,7 @@ class FileStore(SimpleStore):
 
 def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001
     """Open ``file:///absolute/folder``."""
-    parts = split_url(url, options)
+    parts = base.split_url(url, options)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
         raise ConfigError(
             "file:// store URLs name a folder of this machine",

@@ -7,25 +7,16 @@ from collections.abc import Callable, Generator, Iterator
 from threading import Event
 from typing import Final, TypeAlias, TypeVar
 
-from deltachain.errors import (
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    ForkedChainError,
-    LeaderReplacedError,
-    StoreUnavailableError,
-    TensorMismatchError,
-    UnsupportedFormatError,
-)
+from deltachain import errors
 from deltachain.retry import between_polls
 
 NEEDS_A_PERSON: Final = (
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    LeaderReplacedError,
-    TensorMismatchError,
-    UnsupportedFormatError,
+    errors.ChainMismatchError,
+    errors.ConfigError,
+    errors.ForkedChainError,
+    errors.LeaderReplacedError,
+    errors.TensorMismatchError,
+    errors.UnsupportedFormatError,
 )
 """Errors that need an operator; they end the loop."""
 
@@ -34,7 +25,7 @@ _T = TypeVar("_T")
 Round: TypeAlias = Generator[_T, None, bool]
 """Results of one round; returns whether the next one is due at once."""
 
-Looked: TypeAlias = Callable[[DeltaChainError | None], None]
+Looked: TypeAlias = Callable[[errors.DeltaChainError | None], None]
 """Called after a round with the error to be retried, or ``None``."""
 
 logger = logging.getLogger(__name__)
@@ -63,11 +54,11 @@ def repeat(
             failures, logged = 0, ""
         except NEEDS_A_PERSON:
             raise
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             failures += 1
             looked(exc)
             # A store that is down fails with any of its objects.
-            said = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
+            said = type(exc).__name__ if isinstance(exc, errors.StoreUnavailableError) else str(exc)
             if said != logged:
                 logged = said
                 logger.warning("%s: %s", doing, exc)

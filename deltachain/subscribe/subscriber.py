@@ -13,23 +13,10 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from typing_extensions import override
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
-from deltachain.errors import (
-    BaseMismatchError,
-    BrokenChainError,
-    ChainError,
-    ChainMismatchError,
-    DeltaChainError,
-    ForkedChainError,
-    FormatError,
-    MirrorLagsError,
-    ObjectNotFoundError,
-    PartialApplyError,
-    StoreWentBackError,
-    TensorMismatchError,
-)
 from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.redact import redacted_url
 from deltachain.status import HealthLimits, Status, judged, lag
@@ -94,11 +81,13 @@ def status_of(subscriber: Subscriber) -> Status:
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
         if held is not None:
-            with suppress(MirrorLagsError):  # it was proven from a store that is ahead of this one
+            with suppress(
+                errors.MirrorLagsError
+            ):  # it was proven from a store that is ahead of this one
                 check_standing(chain, held)
         if head is not None:
             check_age(chain, head)
-    except (ChainError, ObjectNotFoundError) as exc:
+    except (errors.ChainError, errors.ObjectNotFoundError) as exc:
         doubt = exc
     found = known_status(
         subscriber,
@@ -155,11 +144,11 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
         return None, True
     try:
         is_there = watch.look(chain, held)
-    except MirrorLagsError:
+    except errors.MirrorLagsError:
         if (newest := chain.head()) is not None:
             check_age(chain, newest)
         raise
-    except BrokenChainError as exc:
+    except errors.BrokenChainError as exc:
         receipt = None if subscriber.pinned else _around(subscriber, exc)
         if receipt is None:
             raise
@@ -170,7 +159,7 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
     return None, is_there
 
 
-def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None:
+def _around(subscriber: Subscriber, exc: errors.DeltaChainError) -> ApplyReceipt | None:
     """Update to the head by any plan, and log the reason."""
     receipt = subscriber.update()
     if receipt is not None:
@@ -196,11 +185,11 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         later = chain.find(held.version + 1) if every_version else chain.later(held.version)
         subscriber.times.looked()
         return subscriber.update(later) if later else None
-    except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
+    except (errors.FormatError, errors.ObjectNotFoundError, errors.BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
             raise
         return _around(subscriber, exc)  # a plan may lead to a later version
-    except (ChainError, BaseMismatchError):
+    except (errors.ChainError, errors.BaseMismatchError):
         there = subscriber.version
         if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
             raise
@@ -402,7 +391,7 @@ class Subscriber(Closeable):
         if pinned and last is not None:
             number = version.version if isinstance(version, Committed) else version
             if number not in (None, last.version):
-                raise ChainError(
+                raise errors.ChainError(
                     f"a rollback keeps this target at version {last.version}",
                     version=number,
                     hint="call release() first",
@@ -413,7 +402,7 @@ class Subscriber(Closeable):
         committed = self._require(chain, version, last)
         if last is not None:  # healing a poisoned target does not go back either
             if committed.version < last.version:
-                raise ChainError(
+                raise errors.ChainError(
                     f"version {committed.version} is older than the held {last.version}",
                     version=committed.version,
                     hint="call rollback() to go back",
@@ -433,7 +422,11 @@ class Subscriber(Closeable):
             self.times.committed(committed.digest, committed.manifest.time)
             if last is not None:
                 check_history(chain, last, committed)
-        except (ChainMismatchError, ForkedChainError, StoreWentBackError) as exc:
+        except (
+            errors.ChainMismatchError,
+            errors.ForkedChainError,
+            errors.StoreWentBackError,
+        ) as exc:
             if last is not None:
                 self.watch.note(exc, last)
             raise
@@ -503,7 +496,7 @@ class Subscriber(Closeable):
         goal = newest if version is None else whole("version", version)
         if goal is None or held is None or goal > held.version:
             told = f"cannot roll back from version {self.version} to {goal}"
-            raise ChainError(told, hint="name an older version")
+            raise errors.ChainError(told, hint="name an older version")
         reached = {held.version, *(undo.held.version for undo in self._undo)}
         if self.poisoned or goal not in reached:
             return None, goal
@@ -557,7 +550,7 @@ class Subscriber(Closeable):
                 return held is not None
             try:
                 state = self.target.state()
-            except (FormatError, TensorMismatchError):
+            except (errors.FormatError, errors.TensorMismatchError):
                 self._poison()
                 raise
             if str(state) != held.state:
@@ -593,7 +586,7 @@ class Subscriber(Closeable):
                     state=committed.state,
                     budget=budget,
                 )
-            except BaseMismatchError:
+            except errors.BaseMismatchError:
                 with self._writing:
                     if generation != self._generation:
                         raise overtaken(committed.version) from None
@@ -626,7 +619,7 @@ class Subscriber(Closeable):
         try:
             seconds = self.target.swap(prepared, to)
         except BaseException as exc:
-            if not isinstance(exc, PartialApplyError):
+            if not isinstance(exc, errors.PartialApplyError):
                 self._poison()
             raise
         self._held, self.poisoned = to, False

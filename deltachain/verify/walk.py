@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
@@ -19,18 +20,6 @@ from deltachain.codec.container import TensorRow
 from deltachain.codec.old_bits import OldBits
 from deltachain.codec.row_digests import RowDigests
 from deltachain.delta import TensorDelta, fold_all
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    DigestMismatchError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    SignatureError,
-    no_version,
-)
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import object_digest
@@ -45,7 +34,7 @@ def newest(chain: Chain) -> Version:
     known = [version for version in listed if version is not None]
     known += [head.version] if head else []
     if not known:
-        raise no_version(chain.store.url)
+        raise errors.no_version(chain.store.url)
     return max(known)
 
 
@@ -53,13 +42,13 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
     """Yield manifests in order; the hint of an error names the version to verify from."""
     try:
         yield from chain.history(first, last)
-    except BrokenChainError as exc:
+    except errors.BrokenChainError as exc:
         version = first if exc.version is None else exc.version
         lost = version if chain.find(version) is None else version - 1
         back = f"restore {keys.manifest_key(lost)} from a backup"
         exc.hint = way_behind(chain, back, lost, last)
         raise
-    except FormatError as exc:
+    except errors.FormatError as exc:
         at = keys.version_of(exc.key)
         if at is not None:
             exc.hint = way_behind(chain, exc.hint, at, last)
@@ -69,7 +58,7 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
 def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
     """Return the hint for a lost document."""
     for version in range(lost + 1, last + 1):
-        with suppress(BrokenChainError, FormatError, ObjectNotFoundError):
+        with suppress(errors.BrokenChainError, errors.FormatError, errors.ObjectNotFoundError):
             plan_from_nothing(chain, chain.read(version), [])
             url = chain.store.url
             return f"{back}; `deltachain verify {url} --from {version}` verifies later versions"
@@ -89,7 +78,7 @@ def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummar
 def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
     try:
         chain.edge(edge)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         return False
     return True
 
@@ -108,7 +97,9 @@ def edge_records(
         edge = record.edge
         place = keys.edge_key(record.version, edge.kind, edge.base)
         if record.chain != chain.identity.chain or place != info.key:
-            raise MalformedError(f"{info.key}: is {place} of chain {record.chain}", key=info.key)
+            raise errors.MalformedError(
+                f"{info.key}: is {place} of chain {record.chain}", key=info.key
+            )
         digest = object_digest(data)
         _check_signed(chain, data, info.key, version)
         summary = summarise(version, edge, record.state, record=info.key, digest=digest)
@@ -120,7 +111,7 @@ def _check_signed(chain: Chain, data: bytes, key: str, version: Version) -> None
     """Raise unless a record is signed, or a later manifest lists it; these are read if needed."""
     try:
         chain.check_listed(data, key)
-    except SignatureError:
+    except errors.SignatureError:
         digest, later = object_digest(data), version + 1
         while (committed := chain.find(later)) is not None:
             if any(edge.digest == digest for edge in committed.manifest.recent):
@@ -133,15 +124,17 @@ def check_manifest(chain: Chain, committed: Committed, before: Committed | None)
     manifest, key = committed.manifest, keys.manifest_key(committed.version)
     numel = sum(spec.numel for spec in chain.table.specs())
     if manifest.numel != numel:
-        raise MalformedError(f"{key}: {manifest.numel} elements, the table has {numel}", key=key)
+        raise errors.MalformedError(
+            f"{key}: {manifest.numel} elements, the table has {numel}", key=key
+        )
     if manifest.edge.kind == "delta" and manifest.edge.base != committed.version - 1:
-        raise MalformedError(f"{key}: its delta starts from {manifest.edge.base}", key=key)
+        raise errors.MalformedError(f"{key}: its delta starts from {manifest.edge.base}", key=key)
     if committed.version == 0 and (manifest.parent or manifest.base_state):
-        raise MalformedError(f"{key}: version 0 has a parent", key=key)
+        raise errors.MalformedError(f"{key}: version 0 has a parent", key=key)
     if before is None:
         return
     if manifest.epoch < before.manifest.epoch:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"{key}: epoch {manifest.epoch} after epoch {before.manifest.epoch}",
             version=committed.version,
         )
@@ -156,8 +149,8 @@ def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
         raise another(f"{key}: state", committed.state, record.state, key=key)
 
 
-def another(what: str, expected: object, actual: object, *, key: str) -> DigestMismatchError:
-    return DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)
+def another(what: str, expected: object, actual: object, *, key: str) -> errors.DigestMismatchError:
+    return errors.DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)
 
 
 _Row: TypeAlias = tuple[RowDigests | None, TensorRow | None, TensorDelta]
@@ -191,15 +184,17 @@ class Weights:
         for name, rows in _rows(fetched, self.bits):
             delta = fold_all(given for *_, given in rows)
             if delta.nnz < sum(given.nnz for *_, given in rows):
-                raise MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
+                raise errors.MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
             if not delta.is_dense and name not in after:
-                raise BrokenChainError(f"{key}: does not give all of {name!r}")
+                raise errors.BrokenChainError(f"{key}: does not give all of {name!r}")
             total = _moved(self.bits.get(name, delta.values), delta, rows, key)
             after[name] = total.added if delta.is_dense else after[name] + total.change
             if write:
                 self._write(delta, total)
         if absent := self.specs.keys() - after.keys():
-            raise BrokenChainError(f"{key}: does not give {min(absent)!r}", version=edge.version)
+            raise errors.BrokenChainError(
+                f"{key}: does not give {min(absent)!r}", version=edge.version
+            )
         actual = sum(after.values(), StateDigest())
         if actual != expected:
             what = f"{key}: the {edge.kind} leads to another state than version {edge.version}"
@@ -287,12 +282,12 @@ def verify(
     head = newest(chain)
     end = head if last is None else last
     if end < first <= head:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"version {first}, the first to verify, is after version {end}, the last one",
             hint="swap the two",
         )
     if first > end:
-        raise ChainError(
+        raise errors.ChainError(
             f"version {first} is not committed, head is {head}",
             version=head,
             hint="name a version up to the head, or wait until it is committed",
@@ -333,7 +328,7 @@ class _Walk:
         self._records = records
         self._specs = {spec.name: spec for spec in chain.table.specs()}
         self._weights = Weights(self._specs)
-        self.lost: ObjectNotFoundError | BrokenChainError | None = None
+        self.lost: errors.ObjectNotFoundError | errors.BrokenChainError | None = None
         self._at: Version | None = None  # of the weights
         self._known: dict[tuple[Version, str], EdgeSummary] = {}
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
@@ -380,7 +375,7 @@ class _Walk:
         while True:
             try:
                 edges = plan_from_nothing(self._chain, committed, gone).edges
-            except BrokenChainError as exc:
+            except errors.BrokenChainError as exc:
                 if self.lost is None:
                     if not self._chain.prunes.is_pruned(own):
                         raise
@@ -399,7 +394,7 @@ class _Walk:
         """Rebuild a version from nothing, if a skip leads on where the line of deltas ended."""
         try:
             plan = plan_present(self._chain, None, committed)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             return
         if all(not self._prove(edge, write=True).expired for edge in plan.edges):
             self._check_state(committed)
@@ -432,7 +427,7 @@ class _Walk:
             return self._read(edge)
         try:
             fetched = self._fetch(edge)
-        except ObjectNotFoundError as exc:
+        except errors.ObjectNotFoundError as exc:
             proof = self._expired(edge, exc)
             if write and self.lost is None:
                 self.lost = exc
@@ -445,7 +440,7 @@ class _Walk:
     def _read(self, edge: EdgeSummary) -> EdgeProof:
         try:
             return _proof(self._fetch(edge), proven=False)
-        except ObjectNotFoundError as exc:
+        except errors.ObjectNotFoundError as exc:
             return self._expired(edge, exc)
 
     def _fetch(self, edge: EdgeSummary) -> Fetched:
@@ -457,7 +452,7 @@ class _Walk:
         if found != set(edge.encodings):
             key = edge.record or keys.manifest_key(edge.version)
             listed = ", ".join(edge.encodings) or "none"
-            raise MalformedError(
+            raise errors.MalformedError(
                 f"{key}: lists encodings {listed}, its parts have {', '.join(sorted(found))}",
                 key=key,
             )
@@ -471,7 +466,7 @@ class _Walk:
         for place, edge in listed.items():
             if edge.version >= self._first and self._known.get(place) != edge:
                 self._check_there(edge, key)
-                raise MalformedError(
+                raise errors.MalformedError(
                     f"{key}: lists a {edge.kind} to version {edge.version} that differs from the "
                     "stored record",
                     key=key,
@@ -479,7 +474,7 @@ class _Walk:
         reach = max(self._first, manifest.window_from)
         absent = [v for v in range(reach, version) if (v, "") not in listed]
         if absent:
-            raise MalformedError(
+            raise errors.MalformedError(
                 f"{key}: its window from {manifest.window_from} lacks version {absent[0]}",
                 key=key,
             )
@@ -487,14 +482,14 @@ class _Walk:
     def _check_there(self, edge: EdgeSummary, key: str) -> None:
         if edge.record and self._chain.store.find(edge.record) is None:
             back = f"restore {edge.record} from a backup"
-            raise ObjectNotFoundError(
+            raise errors.ObjectNotFoundError(
                 f"{edge.record} is gone, although {key} lists it",
                 key=edge.record,
                 url=self._chain.store.url,
                 hint=way_behind(self._chain, back, edge.version, self._last),
             )
 
-    def _expired(self, edge: EdgeSummary, gone: ObjectNotFoundError) -> EdgeProof:
+    def _expired(self, edge: EdgeSummary, gone: errors.ObjectNotFoundError) -> EdgeProof:
         """Build the result of an edge whose payload is gone; re-raise for a document."""
         if not gone.key.startswith(keys.PAYLOADS):
             raise gone

@@ -25,21 +25,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.redact import redacted_url
-from deltachain.store.base import (
-    Capabilities,
-    Choose,
-    ObjectInfo,
-    SimpleStore,
-    already_exists,
-    bytes_view,
-    check_key,
-    check_nbytes,
-    check_prefix,
-    guarded,
-    is_segment,
-    not_found,
-    too_short,
-)
+from deltachain.store import base
 from deltachain.store.fs.errors import failures, modified, store_error, unanswered
 from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS, Promises, promises_of
 from deltachain.store.registry import schemes
@@ -60,8 +46,8 @@ _NO_OBJECT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)
 
 
-@guarded
-class FsspecStore(SimpleStore):
+@base.guarded
+class FsspecStore(base.SimpleStore):
     """Objects below one path of an fsspec file system.
 
     Its guarantees depend on the protocol. If no atomic write is known for a protocol, the store can
@@ -103,9 +89,9 @@ class FsspecStore(SimpleStore):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """Known guarantees of the protocol."""
-        return Capabilities(
+        return base.Capabilities(
             conditional_put=self._promises.create is not None,
             list_consistent=self._promises.list_consistent,
         )
@@ -123,11 +109,11 @@ class FsspecStore(SimpleStore):
             return super().read(key, nbytes=nbytes, pin=pin)
         path = self._path(key)
         with self._reading(key):
-            check_nbytes(key, self.url, expected=nbytes, actual=self._nbytes(key, path))
+            base.check_nbytes(key, self.url, expected=nbytes, actual=self._nbytes(key, path))
             return self._read_in_pieces(key, path, nbytes)
 
     @override
-    def _read(self, key: str, choose: Choose) -> bytes:
+    def _read(self, key: str, choose: base.Choose) -> bytes:
         path = self._path(key)
         with self._reading(key):
             nbytes = self._nbytes(key, path)
@@ -139,7 +125,7 @@ class FsspecStore(SimpleStore):
             start, length = choose(len(data))  # of another object, if it was replaced meanwhile
             return data[start : start + length]
         if len(data) != length:
-            raise too_short(key, self.url, nbytes=start + len(data), end=end)
+            raise base.too_short(key, self.url, nbytes=start + len(data), end=end)
         return data
 
     @override
@@ -157,7 +143,7 @@ class FsspecStore(SimpleStore):
         path = self._path(key)
         if self._create is None:
             if self.find(key) is not None:
-                raise already_exists(key, self.url)
+                raise base.already_exists(key, self.url)
             self._write(path, key, _as_bytes(data))
             return
         self._check_writable(key)
@@ -165,10 +151,10 @@ class FsspecStore(SimpleStore):
             try:
                 self._call(self._fs.pipe_file, path, _as_bytes(data), **self._create)
             except FileExistsError as exc:
-                raise already_exists(key, self.url) from exc
+                raise base.already_exists(key, self.url) from exc
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
+    def find(self, key: str) -> base.ObjectInfo | None:
         path = self._path(key)
         try:
             with self._reading(key):
@@ -177,8 +163,8 @@ class FsspecStore(SimpleStore):
             return None
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        folder = check_prefix(prefix).rpartition("/")[0]
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
+        folder = base.check_prefix(prefix).rpartition("/")[0]
         # By default, a walk silently omits folders that it cannot list.
         walks = {} if self._promises.writes == "put" else {"on_error": _raise_unless_gone}
         try:
@@ -197,7 +183,7 @@ class FsspecStore(SimpleStore):
                 for key in sorted(keyed)
                 if key.startswith(prefix)
                 and keyed[key].get("type") == "file"
-                and all(is_segment(name) for name in key.split("/"))
+                and all(base.is_segment(name) for name in key.split("/"))
             ]
         )
 
@@ -208,7 +194,7 @@ class FsspecStore(SimpleStore):
             self._call(self._fs.rm_file, path)
 
     def _path(self, key: str) -> str:
-        return f"{self._root}/{check_key(key)}"
+        return f"{self._root}/{base.check_key(key)}"
 
     def _call(self, method: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
         with self._counting:
@@ -226,12 +212,12 @@ class FsspecStore(SimpleStore):
     def _nbytes(self, key: str, path: str) -> int:
         return self._described(key, self._info(path)).nbytes
 
-    def _described(self, key: str, info: Mapping[str, Any]) -> ObjectInfo:
+    def _described(self, key: str, info: Mapping[str, Any]) -> base.ObjectInfo:
         if info.get("size") is None:
             raise StoreUnavailableError(
                 f"{self.url} does not tell how large {key!r} is", key=key, url=self.url
             )
-        return ObjectInfo(key=key, nbytes=int(info["size"]), modified=modified(info))
+        return base.ObjectInfo(key=key, nbytes=int(info["size"]), modified=modified(info))
 
     def _read_in_pieces(self, key: str, path: str, nbytes: int) -> memoryview:
         whole = memoryview(bytearray(nbytes))
@@ -243,7 +229,7 @@ class FsspecStore(SimpleStore):
             pieces = self._call(self._fs.cat_ranges, paths, starts, ends, on_error="raise")
             for start, end, piece in zip(starts, ends, pieces, strict=True):
                 if len(piece) != end - start:
-                    raise too_short(key, self.url, nbytes=start + len(piece), end=end)
+                    raise base.too_short(key, self.url, nbytes=start + len(piece), end=end)
                 whole[start:end] = piece
         return whole
 
@@ -305,7 +291,7 @@ class FsspecStore(SimpleStore):
         except _NO_OBJECT as exc:
             if (failure := unanswered(exc)) is not None:
                 raise store_error(failure, key, self.url) from failure
-            raise not_found(key, self.url) from exc
+            raise base.not_found(key, self.url) from exc
         except self._failures as exc:
             raise store_error(exc, key, self.url) from exc
 
@@ -333,7 +319,7 @@ class FsspecStore(SimpleStore):
 
 def _as_bytes(data: Buffer) -> bytes:
     # Not a view: some libraries treat anything but bytes as a sequence of numbers.
-    return data if isinstance(data, bytes) else bytes(bytes_view(data))
+    return data if isinstance(data, bytes) else bytes(base.bytes_view(data))
 
 
 def _raise_unless_gone(error: Exception) -> None:

@@ -17,13 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.redact import redacted_url
 from deltachain.retry import Backoff, Deadline, shortly_after
 from deltachain.store.base import MAX_DOCUMENT
@@ -161,7 +155,7 @@ class Hub:
         try:
             import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
         except ImportError as exc:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "hf:// stores need huggingface_hub and hf-xet",
                 hint="pip install 'deltachain[hf]'",
             ) from exc
@@ -183,7 +177,7 @@ class Hub:
         """Wait until the rate limit allows one more request."""
         wait_s = self._budget.take(deadline.left_s)
         if wait_s:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"{self.place.url}: {self._budget.calls} requests in {self._budget.window_s:g} s "
                 f"are spent; the next may leave in {wait_s:.0f} s",
                 key=key,
@@ -239,7 +233,9 @@ class Hub:
             reply = within(lambda: self._send("GET", url, None, headers), self.deadline())
             return reply.status, reply.document()
         except (RetryError, TimeoutError) as exc:
-            raise StoreUnavailableError(f"{self.place.url}: {exc}", url=self.place.url) from exc
+            raise errors.StoreUnavailableError(
+                f"{self.place.url}: {exc}", url=self.place.url
+            ) from exc
 
     def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> Reply:
         """Send a request; follow redirects to other paths of the same server."""
@@ -268,10 +264,10 @@ class Hub:
                     response.close()
                 self._check_redirect(response.status_code, request.url, following)
                 request = following
-        except (RetryError, DeltaChainError):
+        except (RetryError, errors.DeltaChainError):
             raise
         except OfflineModeIsEnabled as exc:
-            raise ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
+            raise errors.ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
         except Exception as exc:
             # No answer, or an unreadable one. Since 2.0, huggingface_hub uses another library than
             # httpx, and closes the session of all threads when one of them cannot connect.
@@ -309,20 +305,20 @@ class Hub:
         else:
             raise self._refusal(reply, key)
 
-    def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
+    def _refusal(self, reply: Reply, key: str) -> errors.DeltaChainError:
         """Build the error for a reply that a retry would not change."""
         url, words = self.place.url, reply.words
         if reply.status == 401:
-            return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
+            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
         if reply.status == 403:
-            return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
+            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
         if reply.status == 404:
             # Not ObjectNotFoundError: followers wait for a chain that does not exist yet.
-            return ConfigError(
+            return errors.ConfigError(
                 f"{url}: there is no bucket {self.place.bucket}, or the token may not see it",
                 hint=f"make it: hf buckets create {self.place.bucket}",
             )
-        return StoreError(f"{url}: {words}", key=key, url=url)
+        return errors.StoreError(f"{url}: {words}", key=key, url=url)
 
 
 def _reply(response: Any) -> Reply:  # noqa: ANN401 - of httpx or httpx2

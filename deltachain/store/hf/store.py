@@ -27,28 +27,8 @@ from urllib.parse import quote
 
 from typing_extensions import override
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
-from deltachain.store.base import (
-    MAX_DOCUMENT,
-    Capabilities,
-    ObjectInfo,
-    Store,
-    already_exists,
-    check_key,
-    check_limit,
-    check_nbytes,
-    check_prefix,
-    check_range,
-    guarded,
-    not_found,
-    too_short,
-)
+from deltachain import errors
+from deltachain.store import base
 from deltachain.store.hf.api import IN_BETWEEN, Hub
 from deltachain.store.hf.xet import Xet
 from deltachain.types import Buffer
@@ -60,8 +40,8 @@ _POLL_S: Final = 5.0
 _HINT_KEYS: Final = "check HF_S3_ACCESS_KEY_ID and HF_S3_SECRET_ACCESS_KEY, and what they may do"
 
 
-@guarded
-class HfStore(Store):
+@base.guarded
+class HfStore(base.Store):
     """Objects below a prefix of one bucket.
 
     *Single writer.* The Hub's API has no conditional write, so ``put_if_absent`` checks first: two
@@ -85,9 +65,9 @@ class HfStore(Store):
     ) -> None:
         self._hub = hub
         self._xet = Xet(hub)
-        self._folder = f"{check_key(prefix)}/" if prefix else ""
+        self._folder = f"{base.check_key(prefix)}/" if prefix else ""
         self._gateway = None if gateway is None else _through_s3(hub, prefix, gateway)
-        self._capabilities = Capabilities(
+        self._capabilities = base.Capabilities(
             conditional_put=gateway is not None,
             list_consistent=False,
             probes=_PROBES,
@@ -102,7 +82,7 @@ class HfStore(Store):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         return self._capabilities
 
     @property
@@ -117,28 +97,28 @@ class HfStore(Store):
         return self._hub.calls.since
 
     @override
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+    def get(self, key: str, *, limit: int = base.MAX_DOCUMENT) -> bytes:
         found = self._find(key)
-        check_limit(key, self.url, nbytes=found.nbytes, limit=limit)
+        base.check_limit(key, self.url, nbytes=found.nbytes, limit=limit)
         return bytes(self._xet.read(found.pin, nbytes=found.nbytes, key=key))
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         """Read a whole object of known size, by its hash if known; see ``Store``."""
-        check_range(0, nbytes)
-        check_key(key)
+        base.check_range(0, nbytes)
+        base.check_key(key)
         if not pin:
             found = self._find(key)
-            check_nbytes(key, self.url, expected=nbytes, actual=found.nbytes)
+            base.check_nbytes(key, self.url, expected=nbytes, actual=found.nbytes)
             pin = found.pin
         return self._xet.read(pin, nbytes=nbytes, key=key)
 
     @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        check_range(start, length)
+        base.check_range(start, length)
         found = self._find(key)
         if start + length > found.nbytes:
-            raise too_short(key, self.url, nbytes=found.nbytes, end=start + length)
+            raise base.too_short(key, self.url, nbytes=found.nbytes, end=start + length)
         return bytes(self._xet.read_range(found.pin, start, length, key=key))
 
     @override
@@ -154,12 +134,12 @@ class HfStore(Store):
     @override
     def upload(self, key: str, data: Buffer) -> str:
         """Upload content, which no path refers to before ``reveal``; takes no counted request."""
-        return self._xet.write(data, key=check_key(key))
+        return self._xet.write(data, key=base.check_key(key))
 
     @override
     def reveal(self, uploads: Mapping[str, str]) -> None:
         """Let paths refer to uploaded content, 1,000 in a request; see ``Store``."""
-        keys = [check_key(key) for key in uploads]
+        keys = [base.check_key(key) for key in uploads]
         for first in range(0, len(keys), _PROBES):
             some = {key: uploads[key] for key in keys[first : first + _PROBES]}
             failed = self._batch([self._added(*one) for one in some.items()], next(iter(some)))
@@ -167,7 +147,7 @@ class HfStore(Store):
                 failed = f"a success that wrote nothing; {IN_BETWEEN}"
             if failed:
                 named = next(iter(some)) if len(some) == 1 else f"{next(iter(some))} and others"
-                raise StoreUnavailableError(
+                raise errors.StoreUnavailableError(
                     f"object {named!r} in {self.url}: {failed}",
                     key=next(iter(some)),
                     url=self.url,
@@ -176,28 +156,28 @@ class HfStore(Store):
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none; see ``Store`` and the class."""
-        check_key(key)
+        base.check_key(key)
         if self._gateway is None:
             if self.find(key) is not None:
-                raise already_exists(key, self.url)
+                raise base.already_exists(key, self.url)
             self.put(key, data)
             return
         self._hub.admit(self._hub.deadline(key), key)
         before = self._gateway.requests
         try:
             self._gateway.put_if_absent(key, data)
-        except AlreadyExistsError as exc:
-            raise already_exists(key, self.url) from exc
-        except StoreError as exc:
-            refused = isinstance(exc, StorePermissionError)
+        except errors.AlreadyExistsError as exc:
+            raise base.already_exists(key, self.url) from exc
+        except errors.StoreError as exc:
+            refused = isinstance(exc, errors.StorePermissionError)
             raise type(exc)(
                 f"{self.url}: S3 gateway: {exc.args[0]}",
                 key=key,
                 url=self.url,
                 hint=_HINT_KEYS if refused else exc.hint,
             ) from exc
-        except ConfigError as exc:
-            raise ConfigError(
+        except errors.ConfigError as exc:
+            raise errors.ConfigError(
                 f"{self.url}: S3 gateway: {exc.args[0]}",
                 hint="check the bucket and the option s3_endpoint",
             ) from exc
@@ -205,14 +185,14 @@ class HfStore(Store):
             self._hub.charge(max(0, self._gateway.requests - before - 1))
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
+    def find(self, key: str) -> base.ObjectInfo | None:
         return self.find_all([key]).get(key)
 
     @override
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
         """Look up several objects, 1,000 in a request; see ``Store``."""
-        asked = [check_key(key) for key in keys]
-        found: dict[str, ObjectInfo] = {}
+        asked = [base.check_key(key) for key in keys]
+        found: dict[str, base.ObjectInfo] = {}
         for first in range(0, len(asked), _PROBES):
             some = asked[first : first + _PROBES]
             body = json.dumps({"paths": [self._path(key) for key in some]}).encode()
@@ -221,12 +201,12 @@ class HfStore(Store):
         return found
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Iterate over objects whose key begins with ``prefix``, in order; see ``Store``.
 
         The Hub guarantees no order, so the whole listing is read before the first object.
         """
-        return self._list(check_prefix(prefix))
+        return self._list(base.check_prefix(prefix))
 
     @override
     def clock(self) -> float | None:
@@ -235,11 +215,11 @@ class HfStore(Store):
     @override
     def delete(self, key: str) -> None:
         """Delete an object if it exists; see ``Store``. Its content stays in the storage."""
-        check_key(key)
+        base.check_key(key)
         failed = self._batch([{"type": "deleteFile", "path": self._path(key)}], key)
         # The Hub reports an absent object as a failure, with an undocumented message.
         if failed != "" and self.find(key) is not None:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"object {key!r} in {self.url}: {failed or 'it was not deleted'}",
                 key=key,
                 url=self.url,
@@ -254,17 +234,17 @@ class HfStore(Store):
     def _path(self, key: str) -> str:
         return f"{self._folder}{key}"
 
-    def _find(self, key: str) -> ObjectInfo:
+    def _find(self, key: str) -> base.ObjectInfo:
         found = self.find(key)
         if found is None:
-            raise not_found(key, self.url)
+            raise base.not_found(key, self.url)
         return found
 
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[base.ObjectInfo]:
         folder = self._path(prefix).rpartition("/")[0]
         route = f"tree/{quote(folder, safe='')}" if folder else "tree"
         following = f"{route}?recursive=true"
-        found: dict[str, ObjectInfo] = {}
+        found: dict[str, base.ObjectInfo] = {}
         while following:
             reply = self._hub.call("GET", following, list)
             if reply.status == 404:  # no such folder
@@ -296,12 +276,12 @@ class HfStore(Store):
         """Return whether paths refer to this content."""
         return uploads == {key: found.pin for key, found in self.find_all(uploads).items()}
 
-    def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[ObjectInfo]:
+    def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[base.ObjectInfo]:
         """Yield the objects below the prefix among the rows of a reply."""
         for row in rows:
             path = row["path"]  # fails unless a string; the store's boundary converts the error
             if row["type"] == "file" and path.startswith(self._folder):
-                yield ObjectInfo(
+                yield base.ObjectInfo(
                     key=path.removeprefix(self._folder),
                     nbytes=int(row["size"]),
                     modified=_seconds(row.get("uploadedAt") or row.get("mtime")),
@@ -309,7 +289,7 @@ class HfStore(Store):
                 )
 
 
-def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> Store:
+def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> base.Store:
     """Open the bucket through the Hub's S3 gateway, for conditional writes alone.
 
     It routes every byte through one region.
@@ -319,7 +299,7 @@ def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> Store:
 
         from deltachain.store.s3.store import S3Store  # noqa: PLC0415 - needs boto3
     except ImportError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             "the S3 gateway of the Hub needs boto3", hint="pip install 'deltachain[s3]'"
         ) from exc
     options = {
