@@ -6,6 +6,7 @@ and each map holds a descriptor. Here a file is opened for each read.
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Final
@@ -97,3 +98,15 @@ class FileReader:
 def _mark(status: os.stat_result) -> tuple[int, ...]:
     """Return what differs once a file has other bytes, or another file has its name."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def map_file(path: Path) -> memoryview:
+    """Map a file into memory, read-only; pages are read on access."""
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError as exc:  # mmap's error for an empty file
+        raise MalformedError(f"{path} is empty", key=str(path)) from exc
+    except OSError as exc:
+        hint = "check the path, and who may read it"
+        raise ConfigError(f"{path}: {exc.strerror}", hint=hint) from exc

@@ -34,9 +34,9 @@ from deltachain.errors import (
     MalformedError,
     StageAbandonedError,
 )
+from deltachain.file_reader import map_file
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
-from deltachain.mapped import map_file
 from deltachain.replica.spool import (
     FAILED,
     SpooledObject,

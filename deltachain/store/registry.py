@@ -43,13 +43,13 @@ class Opener(Protocol):
 
 _BUILT_IN: Final[Mapping[str, tuple[str, str]]] = {
     "file": ("file", "open_file_store"),
-    "hf": ("hf.url", "open_hf"),
+    "hf": ("hf.store", "open_hf"),
     "memory": ("memory", "open_memory"),
     "s3": ("s3.store", "open_s3"),
 }
 """Module and name of each built-in opener, imported on first use."""
 
-_FSSPEC: Final = ("fs.store", "open_fsspec")
+_FSSPEC: Final = ("fs", "open_fsspec")
 
 _registered: Final[dict[str, Opener]] = {}
 

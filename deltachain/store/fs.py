@@ -7,13 +7,18 @@ write lets both win.
 
 from __future__ import annotations
 
+import re
 import secrets
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib import import_module
+from socket import gaierror
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from typing_extensions import override
@@ -22,14 +27,172 @@ from deltachain.errors import (
     ConfigError,
     DeltaChainError,
     ObjectNotFoundError,
+    StoreError,
+    StorePermissionError,
     StoreUnavailableError,
 )
 from deltachain.redact import redacted_url
 from deltachain.store import base
-from deltachain.store.fs.errors import failures, modified, store_error, unanswered
-from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS, Promises, promises_of
 from deltachain.store.registry import schemes
 from deltachain.types import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promises:
+    """Guarantees of one file system; of unknown ones the first is ``none``."""
+
+    # What makes an object visible whole: put if pipe_file does; rename if a file under another name
+    # must be renamed over the old one; swap if a rename refuses an existing name, so that the old
+    # object is removed first and readers may find none for a moment.
+    writes: Literal["put", "rename", "swap", "none"] = "none"
+    # Arguments that make pipe_file fail if the object exists, decided by the storage itself.
+    create: Mapping[str, object] | None = None
+    list_consistent: bool = False  # see Capabilities
+    threads: bool = True  # whether several may use the file system at once, or it has its own loop
+    package: str = ""  # package to install for it, as pip takes it
+
+
+UNKNOWN: Final = Promises(threads=False)  # of a protocol without a row: read, but not written
+
+# ifGenerationMatch=0 on single and resumable uploads. Zonal buckets ignore it, and are refused.
+_GCS: Final = Promises(
+    writes="put", create={"mode": "create"}, list_consistent=True, package="deltachain[gcs]"
+)
+# If-None-Match: * on Put Blob and Put Block List. Not mode="create": old releases pass it through.
+_AZURE: Final = Promises(
+    writes="put", create={"overwrite": False}, list_consistent=True, package="deltachain[azure]"
+)
+# s3fs sends If-None-Match, documented as known to work on AWS only; s3:// tests the server itself.
+_S3: Final = Promises(writes="put", list_consistent=True, package="s3fs")
+# Opening with "xb" would create the name before its bytes: not a whole object.
+_LOCAL: Final = Promises(writes="rename", list_consistent=True)
+# posix-rename@openssh.com replaces atomically; two clients that check first may both find nothing.
+_SFTP: Final = Promises(writes="rename", list_consistent=True, threads=False, package="paramiko")
+
+PROMISES: Final[Mapping[str, Promises]] = {
+    "abfs": _AZURE,
+    "abfss": _AZURE,
+    "az": _AZURE,
+    "file": _LOCAL,
+    "gcs": _GCS,
+    "gs": _GCS,
+    # HDFS and Windows shares refuse to rename onto an existing name.
+    "hdfs": Promises(writes="swap", list_consistent=True, package="pyarrow"),
+    "local": _LOCAL,
+    # "create" checks a dict and then writes, without a lock around both.
+    "memory": Promises(writes="put", list_consistent=True),
+    # Object stores whose file systems have no exclusive create; listing guarantees are unknown.
+    "oci": Promises(writes="put", package="ocifs"),
+    "oss": Promises(writes="put", package="ossfs"),
+    "s3a": _S3,
+    "sftp": _SFTP,
+    "smb": Promises(writes="swap", list_consistent=True, threads=False, package="smbprotocol"),
+    "ssh": _SFTP,
+    "tos": Promises(writes="put", package="tosfs"),
+}
+"""Known guarantees, by protocol."""
+
+WRAPPERS: Final = frozenset(
+    {
+        "async_wrapper",
+        "asyncwrapper",
+        "blockcache",
+        "cached",
+        "dask",
+        "data",
+        "dir",
+        "filecache",
+        "generic",
+        "libarchive",
+        "reference",
+        "simplecache",
+        "tar",
+        "zip",
+    }
+)
+"""Protocols that wrap another file system, through a cache or as one file."""
+
+
+def promises_of(protocol: str | Sequence[str]) -> Promises:
+    """Return the known guarantees of a file system with one or more protocol names."""
+    names = (protocol,) if isinstance(protocol, str) else protocol
+    return next((PROMISES[name] for name in names if name in PROMISES), UNKNOWN)
+
+
+_FOREIGN: Final = (
+    ("aiohttp", "ClientError"),
+    ("azure.core.exceptions", "AzureError"),
+    ("botocore.exceptions", "BotoCoreError"),
+    ("gcsfs.retry", "ChecksumError"),
+    ("gcsfs.retry", "HttpError"),
+    ("google.api_core.exceptions", "GoogleAPIError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("paramiko.ssh_exception", "SSHException"),
+    ("smbprotocol.exceptions", "SMBException"),
+)
+_REFUSALS: Final = frozenset({"AuthenticationException", "DefaultCredentialsError"})
+_BUSY: Final = frozenset({408, 425, 429})
+_NO_HOST: Final = "there is no such host, or no name server: check the host in the URL"
+_CODES: Final = ("status_code", "status", "code")
+_TIMES: Final = ("mtime", "last_modified", "LastModified", "updated", "modified", "created")
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """Return all error classes by which the loaded file systems report storage failures."""
+    found = (getattr(sys.modules.get(module), name, None) for module, name in _FOREIGN)
+    return (OSError, *(kind for kind in found if kind is not None))
+
+
+def store_error(error: BaseException, key: str, url: str) -> StoreError:
+    """Build the error for a failure, access denied or unavailable, without credentials in it."""
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    words = _CREDENTIALS.sub("", str(words).partition("\n")[0])
+    message = f"object {key!r} in {url}: {words}" if key else f"{url}: {words}"
+    if _is_refusal(error):
+        return StorePermissionError(message, key=key, url=url)
+    hint = _NO_HOST if isinstance(getattr(error, "os_error", error), gaierror) else ""
+    return StoreUnavailableError(message, key=key, url=url, hint=hint)
+
+
+def unanswered(absence: BaseException) -> BaseException | None:
+    """Return the failure that a file system took for an absent object; ``None`` if it is absent.
+
+    fsspec's HTTP raises ``FileNotFoundError`` for whatever fails, from the failure itself. Servers
+    that answer 403 for what is absent are believed.
+    """
+    cause, kinds = absence.__cause__, failures()
+    while cause is not None and (
+        isinstance(cause, FileNotFoundError) or not isinstance(cause, kinds)
+    ):
+        cause = cause.__cause__
+    status = getattr(cause, "status", None)
+    is_answer = isinstance(status, int) and 400 <= status < 500 and status not in _BUSY
+    return None if is_answer else cause
+
+
+def _is_refusal(error: BaseException) -> bool:
+    codes = {str(getattr(error, name, "")) for name in _CODES}
+    return (
+        isinstance(error, PermissionError)
+        or type(error).__name__ in _REFUSALS
+        or not codes.isdisjoint({"401", "403"})
+        or str(error).startswith("Forbidden: ")  # the only sign of a 403 from gcsfs
+    )
+
+
+def modified(info: Mapping[str, Any]) -> float | None:
+    """Return the time of an object's write, from any field and format that fsspec uses."""
+    value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
+    if isinstance(value, str):
+        try:
+            value = datetime.fromisoformat(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    return float(value) if isinstance(value, int | float) else None
+
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
