@@ -58,7 +58,6 @@ class WeightFiles:
 
 
 def find_weights(path: Path) -> WeightFiles:
-    """Find the files of a checkpoint's weights, of a folder or of one safetensors file."""
     if path.is_file():
         return WeightFiles([path])
     there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
@@ -99,15 +98,11 @@ def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def _is_stale(index: Path, there: Sequence[str]) -> bool:
-    """Return whether an index is of an earlier save: ``from_pretrained`` prefers the whole file.
-
-    A save into one file leaves the index of an earlier one in shards.
-    """
+    """Return whether an earlier save left the index: ``from_pretrained`` reads the file."""
     return WEIGHTS_FILE in there and set(_read_index(index).values()) != {WEIGHTS_FILE}
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an index."""
     try:
         places = dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
@@ -130,7 +125,6 @@ def _sets(there: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _whole_set(path: Path, there: Sequence[str]) -> list[str]:
-    """Return the weight files of a folder without an index."""
     sets = _sets(there)
     for own in (WEIGHTS_FILE, _MODEL_SHARDS, ADAPTER_FILE):
         if own in sets:
@@ -226,7 +220,6 @@ ASSET_NBYTES: Final = 64 << 20  # size limit of an asset, in bytes
 
 
 def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
-    """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache."""
     folder = Path(named)
     if folder.is_dir():
         return folder
@@ -247,13 +240,7 @@ class Checkpoint:
 
     Of several sets of weights in a folder, ``model.safetensors`` counts, else the files of
     ``model.safetensors.index.json``, the shards ``model-i-of-n``, the adapter, or the files of the
-    only other index, in this order. Files that are left out are named in a warning. Nothing is
-    mapped or kept open: files are read by calls.
-
-    Attributes:
-        specs: Specs of all tensors, sorted by name.
-        index: Name of the index that names the files; empty without one.
-        unnamed: Tensors in the files that the index does not name.
+    only other index. Others are named in a warning. Files are read by calls, none stays open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -286,7 +273,6 @@ class Checkpoint:
         )
 
     def bits(self, name: str) -> Bits:
-        """Read the flat bits of one tensor, into new memory."""
         file, entry = self._entries[name]
         return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
 
@@ -295,7 +281,6 @@ class Checkpoint:
         return tuple(self._files)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """Return the file of a tensor and the offset of its first byte."""
         file, entry = self._entries[name]
         return next(path for path in self._files if path.name == file), entry.start
 
@@ -347,10 +332,7 @@ def read_assets(
 
 
 def left_out(folder: Path) -> list[str]:
-    """Return the paths of a checkpoint folder's small files that are no assets.
-
-    Folders without assets are named instead of their files, with a ``/`` at the end.
-    """
+    """Return the paths of small files that are no assets, and folders without any."""
     left = (name for name in _names(folder) if not _is_carried(folder, name))
     return [name for name in left if not _APART.fullmatch(name) and not _NO_ASSET.fullmatch(name)]
 
@@ -384,11 +366,7 @@ def is_asset(name: str) -> bool:
 
 
 def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
-    """Return the file name of the weights: PEFT's if they belong to an adapter.
-
-    Names of tensors differ by the method of the adapter, so that its configuration counts, unless
-    there is that of a whole model among the assets too.
-    """
+    """Return the file name of the weights: PEFT's if configuration or names say so."""
     is_adapter = ADAPTER_CONFIG in assets and _CONFIG not in assets
     is_adapter = is_adapter or all(name.startswith(PEFT_PREFIX) for name in names)
     return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
@@ -397,7 +375,6 @@ def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
 def write_weights(
     file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]
 ) -> None:
-    """Write a safetensors file durably and atomically, with one tensor in memory at a time."""
     with creating(file) as partial:
         ordered = allocate(partial, specs)
         with partial.open("r+b") as out:
@@ -423,8 +400,7 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 def creating(file: Path) -> Iterator[Path]:
     """Yield a new, empty file that atomically and durably replaces ``file`` on success.
 
-    Its name is random and it is made exclusively: a link that another user of the folder planted is
-    not followed.
+    Its name is random: a link that another user of the folder planted is not followed.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -447,7 +423,6 @@ def remove_partials(folder: Path, *patterns: str) -> None:
 
 
 def write_atomic(file: Path, data: Buffer) -> None:
-    """Write a small file durably and atomically."""
     with creating(file) as partial:
         partial.touch()
         reserve(partial, len(data))
@@ -460,7 +435,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

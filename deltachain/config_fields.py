@@ -67,7 +67,6 @@ def _without(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def settings_of(settings: object) -> dict[str, Any]:
-    """Return the fields of a configuration of transformers; none of anything else."""
     told = getattr(settings, "to_dict", None)
     found = fields(json.dumps(told(), default=str).encode()) if callable(told) else None
     return found if isinstance(found, dict) else {}

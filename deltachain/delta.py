@@ -25,8 +25,6 @@ ABSOLUTE: Mask = np.array(True)  # a 0-d mask: every element is absolute
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorDelta:
-    """The changed elements of one tensor."""
-
     spec: TensorSpec  # name, dtype and shape of the tensor in the Hugging Face checkpoint
     # Flat, strictly increasing indices, int64 of shape (nnz,); None if the values are of
     # consecutive elements, all of the tensor unless it was read in part.
@@ -38,12 +36,10 @@ class TensorDelta:
 
     @classmethod
     def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
-        """Create a delta of all elements, absolute."""
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE)
 
     @classmethod
     def run(cls, spec: TensorSpec, start: int, bits: Bits) -> TensorDelta:
-        """Create a delta of consecutive elements from flat index ``start`` on, absolute."""
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE, start=start)
 
     @property
@@ -61,11 +57,9 @@ class TensorDelta:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays, in bytes."""
         return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
 
     def validate(self, *, in_part: bool = False) -> TensorDelta:
-        """Check every guarantee of the class and return self."""
         name, spec = self.spec.name, self.spec
         if self.values.dtype != spec.bits_dtype or self.values.ndim != 1:
             raise MalformedError(
@@ -87,7 +81,6 @@ class TensorDelta:
         return self
 
     def new_bits(self, old: Bits) -> Bits:
-        """Compute the new bits of the changed elements from the old (same shape as ``values``)."""
         found: Bits = new_bits(old, self.values, self.absolute)
         return found
 
@@ -205,7 +198,6 @@ def _joined_windows(deltas: Sequence[TensorDelta], low: int, high: int) -> Bits 
 
 
 def _set(bits: Bits, delta: TensorDelta, low: int, high: int) -> None:
-    """Apply a delta to the bits of the elements ``[low, high)``."""
     if delta.indices is None:
         first, last = max(delta.start, low), min(delta.start + delta.nnz, high)
         if first < last:
@@ -230,11 +222,9 @@ def _sparse(delta: TensorDelta) -> TensorDelta:
 
 
 def density(nnz: int, numel: int) -> float:
-    """Return changed over all elements, in [0, 1]; 0 for an empty tensor."""
     return nnz / numel if numel else 0.0
 
 
 def changes(spec: TensorSpec, old: npt.NDArray[Any], new: npt.NDArray[Any]) -> TensorDelta:
-    """Compute the steps from ``old`` to ``new``, two flat bit arrays of all elements."""
     indices = np.flatnonzero(old != new)
     return TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])

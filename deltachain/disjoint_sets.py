@@ -9,10 +9,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 def join_sets(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
-    """Join groups that share members, also over others; return the sets, by their first members.
-
-    Takes about as long as it takes to read the groups.
-    """
+    """Join groups that share members, also over others; return the sets, by their first members."""
     leader: dict[T, T] = {}
 
     def find(member: T) -> T:

@@ -38,7 +38,6 @@ class Variable(NamedTuple):
 
 
 def read(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Parse every variable that is set and not empty, by name without prefix."""
     for _, mistake in mistakes(environment):
         raise mistake
     ours = _ours(environment)
@@ -69,30 +68,20 @@ def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 
 
 
 def read_secret(environment: Mapping[str, str], name: str) -> str | Path:
-    """Return the value of a secret (``TOKEN``, ``ENGINE_KEY``), or the file that holds it.
-
-    Empty if neither is set; raises as :func:`read`.
-    """
+    """Return a secret (``TOKEN``, ``ENGINE_KEY``), the file that holds it, or nothing."""
     given = read(environment)
     found: str | Path = given.get(f"{name}_FILE") or given.get(name, "")
     return found
 
 
 def is_strict(environment: Mapping[str, str]) -> bool:
-    """Return whether a server that cannot follow its chain must exit at startup.
-
-    True if ``URL`` is set and ``STRICT`` is not false; other variables are not parsed, so that the
-    answer is known even when they are invalid.
-    """
+    """Return whether a server that cannot follow must exit; others may be invalid."""
     strict = environment.get(f"{PREFIX}STRICT", "").lower() not in FALSE
     return bool(environment.get(f"{PREFIX}URL")) and strict
 
 
 def refused(exc: DeltaChainError) -> SystemExit:
-    """Log why a server cannot follow its chain; return the exception that ends it.
-
-    Otherwise it would serve the weights it loaded, and only a line in its log would tell.
-    """
+    """Log why a server cannot follow its chain, rather than let it serve; return its exit."""
     told = f"deltachain cannot follow the chain, so this server exits: {exc}"
     if not isinstance(exc, EngineDamagedError):
         told += f"\n  set {PREFIX}STRICT=0 to serve the loaded weights instead"

@@ -55,20 +55,16 @@ COUNTERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number."""
-
     name: str  # name of the metric, in GAUGES or COUNTERS
     value: float
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_counter(self) -> bool:
-        """Whether it only grows while the process lives."""
         return self.name in COUNTERS
 
     @property
     def about(self) -> str:
-        """Meaning of the metric."""
         return COUNTERS[self.name] if self.is_counter else GAUGES[self.name]
 
 
@@ -82,11 +78,9 @@ def figures(values: Mapping[str, float | None]) -> Iterator[Figure]:
 
 
 def info(*, engine: str, chain: str | None) -> Figure:
-    """Return the figure that says which software serves which chain."""
     labels = {"version": __version__, "engine": engine, "chain": chain or ""}
     return Figure("info", 1, labels)
 
 
 def phases(seconds: Mapping[str, float]) -> Iterator[Figure]:
-    """Yield the time of each phase of the newest version, in seconds, by the phase's name."""
     return (Figure("phase_seconds", value, {"phase": name}) for name, value in seconds.items())

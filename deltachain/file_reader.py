@@ -23,8 +23,6 @@ _CHANGED_HINT: Final = (
 
 
 class FileRange:
-    """Bytes of a file, from an offset on."""
-
     def __init__(self, file: Path, offset: int = 0) -> None:
         self.file, self.offset = file, offset
 
@@ -48,11 +46,7 @@ class FileRange:
 
 
 class FileReader:
-    """A file whose bytes must stay as they are while it is read.
-
-    Attributes:
-        nbytes: Its length in bytes.
-    """
+    """A file whose ``nbytes`` must stay as they are while it is read."""
 
     def __init__(self, file: Path) -> None:
         self._range = FileRange(file)
@@ -68,7 +62,6 @@ class FileReader:
             raise MalformedError(f"{file} is empty", key=str(file))
 
     def read_at(self, start: int, length: int) -> memoryview:
-        """Read a range of the bytes."""
         out = np.empty(max(0, min(length, self.nbytes - start)), np.uint8)
         self._fill(start, out)
         return out.data

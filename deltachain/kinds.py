@@ -65,7 +65,6 @@ def whole(name: str, value: SupportsIndex, *, hint: str = "for example 3") -> in
 
 
 def fields_of(settings: type) -> dict[str, str]:
-    """Return the name of a dataclass by each of its fields, for :func:`names_checked`."""
     return {field.name: settings.__name__ for field in fields(settings)}
 
 

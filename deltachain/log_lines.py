@@ -15,7 +15,6 @@ LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
 
 
 def show(through: logging.Logger, level: int) -> None:
-    """Send our log messages through another logger; leave loggers with handlers alone."""
     for name in LOGGERS:
         ours = logging.getLogger(name)
         if not ours.handlers:

@@ -41,7 +41,6 @@ class FigureCollector:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric that has a number now."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for figure in self._source():
             if figure.name not in families:
@@ -62,7 +61,6 @@ def _family(figure: Figure) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def exposition(source: FigureSource) -> bytes:
-    """Return the figures in Prometheus' text format, version 0.0.4."""
     from prometheus_client import generate_latest  # noqa: PLC0415 - an extra
 
     found: bytes = generate_latest(_registry(source))
@@ -101,14 +99,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsServer(Closeable):
-    """Server of ``/metrics``, ``/healthz`` and ``/readyz``, in threads of its own.
+    """Server of ``/metrics``, ``/healthz`` and ``/readyz`` at its ``url``, in threads of its own.
 
-    ``/healthz`` answers 200 while the process works; ``/readyz`` 503 and the reason if it is not
-    ready. None needs a token, and none changes anything. A failure to answer one request does not
-    end the server, and never what it reports on.
-
-    Attributes:
-        url: Address of the server.
+    ``/readyz`` answers 503 and the reason unless the process is ready. No request needs a token,
+    changes anything, or ends what is reported on.
     """
 
     def __init__(
@@ -144,7 +138,6 @@ class MetricsServer(Closeable):
 
     @override
     def close(self) -> None:
-        """End the server and free its port."""
         if self._is_started:
             self._is_started = False
             self._server.shutdown()
@@ -164,13 +157,11 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def _all(source: FigureSource, unready: Callable[[], str]) -> Iterator[Figure]:
-    """Yield the figures of a source, and readiness, for alerts."""
     yield from source()
     yield from figures({"ready": not unready()})
 
 
 def _server_class(host: str) -> type[WSGIServer]:
-    """Return the class of a server for IPv4, or for IPv6."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return type("_FamilyServer", (_Server,), {"address_family": family})
 

@@ -46,7 +46,6 @@ class NameRegistry(Generic[_T]):
 
     @property
     def known(self) -> Mapping[str, _T]:
-        """Built-in objects, and those of packages that were imported."""
         return self._known
 
     def names(self) -> Iterator[str]:
@@ -84,7 +83,6 @@ class NameRegistry(Generic[_T]):
         return self._known.get(name)
 
     def failure(self, name: str) -> str | None:
-        """Return why the object of a name could not be imported; None if it was not tried."""
         return self._failures.get(name)
 
     def _installed(self) -> Mapping[str, tuple[EntryPoint, ...]]:

@@ -26,8 +26,7 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
 def redacted_url(url: str) -> str:
     """Return a URL without user, password, query and fragment; a path is returned as it is.
 
-    Of a URL whose parts cannot be told apart, such as one with a slash in its password, only the
-    scheme is shown.
+    Of a URL whose parts cannot be told apart, only the scheme is shown.
     """
     match = _SCHEME.match(url)
     if match is None:
@@ -57,7 +56,6 @@ SHORTEST: Final = 4  # characters of the shortest part that is hidden wherever i
 
 
 def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
-    """Return a text with its URLs as :func:`redacted_url` shows them."""
     if ":/" in text:
         text = _IN_TEXT.sub(lambda found: _shown(found[0]), text)
     if secrets:
@@ -73,10 +71,7 @@ def _shown(url: str) -> str:
 
 
 def hidden_parts(texts: Iterable[str]) -> set[str]:
-    """Return the parts of URLs that :func:`redacted_url` leaves out.
-
-    Libraries name some of them alone, such as a password that they take for a port.
-    """
+    """Return the parts that :func:`redacted_url` leaves out, which libraries may name alone."""
     parts: set[str] = set()
     for text in texts:
         shown = set(_BETWEEN.split(redacted_text(redacted_url(text))))

@@ -54,12 +54,8 @@ _MARKS: Final = (b"--", b"auto_map", b"_implementation", b"\\u", b"\0")
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes | None:
     """Remove references to remote code from an asset; return equal bytes if there are none.
 
-    ``_name_or_path`` is removed beside an ``auto_map``: loaders look there for a module that the
-    map names without a repository. Of a field that occurs twice, only the last is kept.
-
-    Returns:
-        The bytes to use, or ``None`` for a file that must be left out, since it may have pickled
-        objects or cannot be examined.
+    ``None`` if it must be left out: it may have pickled objects, or cannot be examined.
+    ``_name_or_path`` goes with an ``auto_map``, which may name a module without its repository.
     """
     if name.endswith(_ARRAY) and not trusted and _is_pickled(data):
         logger.warning(
@@ -164,7 +160,6 @@ def _names_code(text: str, mark: str) -> bool:
 
 
 def _is_void(value: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether a value contains nothing but nulls and empty containers."""
     if isinstance(value, dict | list):
         return all(_is_void(one) for one in (value.values() if isinstance(value, dict) else value))
     return value is None

@@ -22,8 +22,6 @@ _MOST_DOUBLINGS: Final = 32
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses that double with each consecutive failure."""
-
     first_s: float  # longest first pause, in seconds
     longest_s: float
     random_share: float = 1.0  # random fraction of a pause, from 0 to 1; at 1 a pause may be zero
@@ -44,7 +42,6 @@ def between_polls(poll_s: float) -> Backoff:
 
 
 def shortly_after(seconds: float) -> float:
-    """Return a random wait slightly longer than ``seconds``, as many callers may wait for it."""
     return seconds + random.uniform(0.1, 0.6)  # noqa: S311
 
 
@@ -83,7 +80,6 @@ class Deadline:
         return True
 
     def error(self, reason: str) -> StoreUnavailableError:
-        """Return the error of a failed call."""
         after = time.monotonic() - self._began
         return StoreUnavailableError(
             f"object {self._key!r} in {self._url}: {reason}; given up after {after:.1f} s",

@@ -17,8 +17,6 @@ _CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.
 
 
 class NoRoomError(OSError):
-    """A file does not fit on the disk; ``missing`` is the number of missing bytes."""
-
     def __init__(self, cause: OSError, file: Path, nbytes: int, free: int) -> None:
         why = os.strerror(cause.errno or errno.ENOSPC)
         super().__init__(cause.errno, f"{why}: {nbytes:,} bytes were needed", str(file))
@@ -26,11 +24,9 @@ class NoRoomError(OSError):
 
 
 def reserve(file: Path, nbytes: int) -> None:
-    """Extend a file to ``nbytes`` with zeros and allocate its blocks.
+    """Extend a file to ``nbytes`` with zeros and allocate its blocks, so that writes find space.
 
-    Later writes, even through a memory map, cannot run out of space. On file systems without
-    preallocation only the free space is checked; there a write may still fail, so ``pwrite`` must
-    be used instead of a map.
+    Without preallocation (old NFS) only free space is checked: use ``pwrite``, which can fail.
     """
     with file.open("r+b", buffering=0) as out:
         there = os.fstat(out.fileno()).st_blocks * 512

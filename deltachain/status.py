@@ -17,8 +17,6 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Status(Answer, frozen=True, kw_only=True):
-    """Status of a replica, a follower, an agent or a mirror."""
-
     url: str
     chain: str | None  # id of the chain; null before the chain exists
     version: int | None  # version held; null if none can be proven
@@ -97,8 +95,6 @@ MAX_SILENCE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """Limits beyond which a replica is not healthy."""
-
     lag: int | None = None  # largest lag, in versions; None for any
     # Largest time without an answer of the store, or of the replica itself, in seconds; None
     # for any.
@@ -112,13 +108,10 @@ def complaints(
     newest: Version | None = None,
     doubts: Iterable[str] = (),
 ) -> list[tuple[Health, str]]:
-    """Return everything that speaks against a replica, the worst first; empty for a healthy one.
+    """Return health and reason of everything that speaks against a replica, the worst first.
 
     The only rule of health: readiness, ``fleet`` and the dashboard ask it, and the alert rules of
     Prometheus are tested against it.
-
-    Returns:
-        Pairs of health and reason; a reason may be empty if the health says it all.
     """
     known = status.head if newest is None else newest
     behind = 0 if status.pinned else lag(known, status.version) or 0
@@ -149,7 +142,6 @@ def _silence(status: Status, most_s: float | None) -> str:
 
 
 def judged(status: Status, limits: HealthLimits, waits: str) -> Status:
-    """Return a status with its readiness."""
     waiting = msgspec.structs.replace(status, ready=not waits, reason=waits)
     found = [one for one in complaints(waiting, limits) if one[0] not in SERVING]
     # What delays a replica says more than how far it is behind meanwhile.

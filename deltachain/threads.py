@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 
 class Closeable(Protocol):
-    """An object that is closed at the end of its ``with`` block."""
-
     def close(self) -> None:
         """Release all resources."""
 
@@ -110,7 +108,6 @@ class Pool:
         self._starting = Lock()
 
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:  # noqa: ANN401
-        """Schedule a call; run it in the caller if no thread can be started."""
         future: Future[_T] = Future()
         job = future, partial(function, *arguments)
         if self._has_thread():
@@ -120,7 +117,6 @@ class Pool:
         return future
 
     def map(self, function: Callable[..., _T], *arguments: Iterable[Any]) -> Iterator[_T]:
-        """Schedule all calls at once and return their results in the order of the arguments."""
         futures = [self.submit(function, *each) for each in zip(*arguments, strict=False)]
         return (future.result() for future in futures)
 
@@ -132,7 +128,6 @@ class Pool:
         ahead: int,
         small: Callable[[_A], bool] = lambda _: False,
     ) -> Iterator[_T]:
-        """Yield the results of calls in the order of the items."""
         begun: deque[Callable[[], _T]] = deque()
         for item in items:
             mine = partial(function, item)
@@ -143,7 +138,6 @@ class Pool:
             yield begun.popleft()()
 
     def shutdown(self) -> None:
-        """Wait for all work and join the threads; may be called again."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)

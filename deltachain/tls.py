@@ -20,8 +20,6 @@ from deltachain.redact import redacted_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Files for TLS."""
-
     ca_file: Path | None = None  # SSL_CERT_FILE; None for the public CAs
     # SSL_CERT_DIR, named by hashes as OpenSSL does; used if there is no file.
     ca_folder: Path | None = None
@@ -31,7 +29,6 @@ class TlsFiles:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TlsFiles:
-        """Read the names of the files."""
         given = read(environment)
         ca_file, ca_folder = environment.get("SSL_CERT_FILE"), environment.get("SSL_CERT_DIR")
         found = cls(
@@ -65,7 +62,6 @@ class TlsFiles:
         return str(self.client_cert), str(self.client_key)
 
     def context(self) -> ssl.SSLContext:
-        """Return a context that checks servers and, if asked by one, identifies this client."""
         files = [file for file in (self.ca_file, self.client_cert, self.client_key) if file]
         return _context(self, tuple(file.stat().st_mtime_ns for file in files))
 

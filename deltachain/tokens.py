@@ -44,7 +44,6 @@ class Tokens:
 
     @property
     def current(self) -> tuple[str, ...]:
-        """The tokens as of now; empty only if none were given."""
         if self._file is None:
             return self._tokens
         with self._lock:
@@ -57,7 +56,6 @@ class Tokens:
         return any(equal)
 
     def __bool__(self) -> bool:
-        """Return whether tokens were given."""
         return bool(self._tokens)
 
     def _refresh(self, file: Path) -> None:

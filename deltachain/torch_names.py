@@ -61,17 +61,13 @@ def _wrapped(module: nn.Module) -> str | None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers, most of which do not forward its attributes."""
     while (name := _wrapped(model)) is not None:
         model = getattr(model, name)
     return model
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield all modules with their paths in the model and in a checkpoint, without wrappers.
-
-    Paths end with a point, and that of the model is empty; a shared module has several.
-    """
+    """Yield all modules with their paths in the model and in a checkpoint, ending with a point."""
     paths = {"": ""}
     wrapped: dict[str, str | None] = {}
     for at, module in model.named_modules(remove_duplicate=False):

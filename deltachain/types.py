@@ -78,22 +78,18 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
         return WIRE_DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
     def bits_dtype(self) -> np.dtype[Any]:
-        """Numpy dtype of its bits."""
         return BITS_DTYPES[self.itemsize]
 
 
@@ -116,7 +112,6 @@ def check_spec(
     *,
     hint: str = "",
 ) -> None:
-    """Check that a tensor has the same dtype and shape in two places; see :func:`mismatch`."""
     message = mismatch(name, found, where, expected, there)
     if message:
         raise TensorMismatchError(message, tensor=name, hint=hint)

@@ -95,8 +95,6 @@ MEANT: Final = {name: use for names, use in _MEANT.items() for name in names.spl
 
 
 class Commands(TyperGroup):
-    """Command group that prints library errors with their hints and exits with their exit codes."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own
         """Accept ``--debug`` at any position, since users append it after a failure."""
         end = args.index("--") if "--" in args else len(args)
@@ -147,7 +145,6 @@ class Command(TyperCommand):
 
 
 def _plain(piece: str) -> str:
-    """Return a part of typer's usage line without its braces and second brackets."""
     name, repeated = piece.strip("[]{}."), "..." if "..." in piece else ""
     if piece.startswith("{"):
         return f"{name.upper()}{repeated}"
@@ -174,7 +171,6 @@ def explain(error: Exception) -> DeltaChainError | None:
 
 
 def _places_of(variables: Mapping[str, str]) -> list[str]:
-    """Return what environment variables say that may be a URL, ours without a scheme too."""
     ours = environment.PREFIX
     return [one for name, one in variables.items() if "://" in one or name.startswith(ours)]
 
@@ -247,10 +243,7 @@ _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that refuses URLs in place of paths, and expands ``~`` in those.
-
-    No shell expands the ``~`` of ``--out=~/x``.
-    """
+    """Return a command that refuses URLs for paths, and expands ``~``, as of ``--out=~/x``."""
 
     @wraps(command)
     def run(**values: object) -> None:

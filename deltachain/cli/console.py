@@ -70,7 +70,6 @@ def write_json(document: Mapping[str, Any]) -> None:
 
 
 def fields(thing: object, *names: str) -> dict[str, Any]:
-    """Return attributes of a value as JSON fields of the same names."""
     return {name: getattr(thing, name) for name in names}
 
 
@@ -85,7 +84,6 @@ def done(words: str, state: str = "") -> None:
 
 
 def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
-    """Print an error, hint and page on stderr; with ``as_json``, as one JSON object on one line."""
     row = error_row(error)
     if as_json:
         sys.stderr.write(json.dumps({"error": row}) + "\n")
@@ -215,7 +213,6 @@ def moment(seconds: float) -> str:
 
 
 def bits_per_change(stored: int, nnz: int) -> float | None:
-    """Return the stored bits for each changed element; ``None`` if nothing changed."""
     return round(8 * stored / nnz, 3) if nnz else None
 
 

@@ -58,8 +58,6 @@ def replica_table(
 
 
 class _Fitted:
-    """A table whose last lines give way to a summary below it, in a number of lines."""
-
     def __init__(self, table: RenderableType, summary: RenderableType, height: int) -> None:
         self._table, self._summary, self._height = table, summary, height
 
@@ -165,7 +163,6 @@ def _number(value: int | None) -> str:
 
 
 def _ago(seconds: float | None) -> str:
-    """Format seconds: ``7 s``, ``12 min``, ``3 h``, ``2 d``."""
     if seconds is None:
         return "-"
     for unit, size, most in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 172_800)):
@@ -304,10 +301,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
 def _entries(
     engines: Sequence[str], inventory: Path | None, presence: Sequence[str]
 ) -> Sequence[str]:
-    """Return the addresses: of the command line, else of a file, else of the environment.
-
-    Where URLs of presences are given, the environment is not asked.
-    """
+    """Return the addresses of the command line, a file, or without presences the environment."""
     from deltachain.control.roster import parse_inventory, read_inventory
 
     if engines and inventory is not None:
@@ -340,7 +334,6 @@ def _round(
     *,
     as_json: bool,
 ) -> list[ReplicaRow]:
-    """Ask all replicas once; draw rows as they come, or write one JSON object at the end."""
     from deltachain.control.comparison import compare
 
     answers: dict[str, ReplicaAnswer] = {}
@@ -378,7 +371,6 @@ def _live() -> Iterator[Live]:
 def _watch(
     round_: Callable[..., list[ReplicaRow]], every_s: float, *, as_json: bool
 ) -> list[ReplicaRow]:
-    """Ask round after round until Ctrl-C or SIGTERM; return the last rows."""
     stop, rows = Event(), []
     with stopping(stop) as by, nullcontext() if as_json else _live() as live:
         while not stop.is_set():

@@ -138,7 +138,6 @@ def _table(chain: Chain) -> dict[str, Any]:
 
 
 def _contents(parts: Sequence[Part], nbytes: int) -> dict[str, Any]:
-    """Verify the parts of an edge, and sum up what they hold."""
     for part in parts:
         part.verify()
     rows = [row for part in parts for row in part.rows.values()]
@@ -213,7 +212,6 @@ def _show(report: Mapping[str, Any], limit: int | None) -> None:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> object:
-    """Draw tensors, changed ones or all of a table, or the files of a base reference."""
     shown: dict[str, Callable[[Any], str]] = {
         "~name": c.clean,
         "dtype": str,

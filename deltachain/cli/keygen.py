@@ -115,7 +115,6 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
 
 
 def signers(committed: Committed) -> dict[str, list[str]]:
-    """Return the keys in a manifest's signatures, and those that are trusted and whose are true."""
     ids = dict.fromkeys(signature.key_id for signature in committed.signatures)
     return {"signatures": list(ids), "signed_by": list(committed.signed_by)}
 

@@ -103,7 +103,6 @@ def log(  # noqa: PLR0913 - one argument an option
 
 
 def _read_present(chain: Chain, first: int, last: int) -> tuple[list[Committed], list[int]]:
-    """Read the manifests of a range, oldest first; return them, and versions without one."""
     present: list[Committed] = []
     missing: list[int] = []
     while first <= last:
@@ -215,7 +214,6 @@ def _show(report: Mapping[str, Any], head: Committed) -> None:
 
 
 def _rows(version: Mapping[str, Any]) -> Iterator[dict[str, Text | str]]:
-    """Yield the cells of a version, of its tags and of the edges added to it, by column."""
     bits, is_delta = version["bits_per_change"], version["kind"] == "delta"
     back = version["reverted_to"]
     kind = Text(version["kind"], "" if is_delta else "cyan")
@@ -245,6 +243,5 @@ def _rows(version: Mapping[str, Any]) -> Iterator[dict[str, Text | str]]:
 
 
 def _stored(edge: Mapping[str, Any]) -> str:
-    """Format the size of an edge, and its number of objects if above 1."""
     parts = f" in {edge['parts']}" if edge["parts"] > 1 else ""
     return c.nbytes(edge["nbytes"]) + parts

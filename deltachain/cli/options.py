@@ -19,10 +19,7 @@ if TYPE_CHECKING:
 
 
 def secret(name: str, file: Path | None) -> str | Path:
-    """Return a file of secrets, or by default what the variable ``DELTACHAIN_<name>`` says.
-
-    Never an option's value, since lists of processes show those.
-    """
+    """Return a file of secrets, or what the variable ``DELTACHAIN_<name>`` says."""
     return file or environment.read_secret(os.environ, name)
 
 
@@ -137,7 +134,6 @@ def choice_of(
 
 
 def seconds(text: str) -> float:
-    """Parse a time, as ISO 8601 or in seconds since 1970."""
     time = math.nan
     with suppress(ValueError, OverflowError, OSError):
         time = datetime.fromisoformat(text).timestamp()

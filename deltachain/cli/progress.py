@@ -34,7 +34,6 @@ def _progress(*columns: ProgressColumn) -> Progress:
 
 @contextmanager
 def watching(store: Store, doing: str) -> Iterator[Store]:
-    """Yield a store whose traffic is shown as a progress bar."""
     with _progress(FileSizeColumn(), TransferSpeedColumn()) as progress:
         task = progress.add_task(doing, total=None)
         yield _metered(store, lambda nbytes: progress.advance(task, nbytes))
@@ -55,7 +54,6 @@ def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], No
 
 
 def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
-    """Yield ``things`` and show how many of ``total`` are done."""
     with _progress(BarColumn(), MofNCompleteColumn()) as progress:
         yield from progress.track(things, total=total, description=doing)
 
@@ -65,8 +63,6 @@ def _metered(store: Store, moved: Callable[[int], None]) -> Store:
 
 
 class _Metered:
-    """Store that reports the size of every object it reads or writes."""
-
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
         self._store, self._moved = store, moved
 

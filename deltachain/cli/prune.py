@@ -129,7 +129,6 @@ def seconds(text: str) -> float:
 
 
 def open_for_writing(url: str) -> Chain:
-    """Open a chain as those do who write to it."""
     from deltachain.chain.chain import Chain
     from deltachain.chain.trust import Trust
     from deltachain.store import open_store
@@ -173,7 +172,6 @@ def pruned(plan: PrunePlan) -> dict[str, Any]:
 
 
 def words_of(report: dict[str, Any]) -> tuple[str, str, str]:
-    """Describe the result of :func:`pruned`: what was retired, what deleted, and what waits."""
     deleted, waiting = report["deleted"], report["waiting"]
     orphans = f", {deleted['orphans']:,} of them orphans" if deleted["orphans"] else ""
     return (

@@ -47,9 +47,6 @@ def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[l
 
 
 def end(by: Sequence[int]) -> None:
-    """End a command with the exit code for the signals that stopped it: 130 for Ctrl-C.
-
-    SIGTERM is how a service is told to end, and it did: 0, as after any work that is done.
-    """
+    """End a command: with 130 after Ctrl-C, with 0 after SIGTERM, as a service ends."""
     if signal.SIGINT in by:
         raise typer.Exit(INTERRUPTED)

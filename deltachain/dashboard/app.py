@@ -35,13 +35,10 @@ frames this one."""
 
 
 class Access:
-    """Decides who may read the dashboard: without a token, only this machine."""
-
     def __init__(self, token: str | Path) -> None:
         self._tokens = Tokens(token)
 
     def check(self, request: Request) -> None:
-        """Check a request for data."""
         host = host_of(request)
         if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -76,19 +73,16 @@ class LimitedHttp(_Http):  # type: ignore[misc]
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin a request, and make place for it."""
         super().connection_made(transport)
         self._begin()
         if len(self.connections) > self.most:
             next(iter(self.waiting)).end()
 
     def on_response_complete(self) -> None:
-        """Begin the next request."""
         super().on_response_complete()
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._forget()
         super().connection_lost(exc)
 
@@ -112,8 +106,7 @@ class LimitedHttp(_Http):  # type: ignore[misc]
 def limited(*, request_s: float = REQUEST_S, most: int = CONNECTIONS) -> type[asyncio.Protocol]:
     """Return a protocol for ``uvicorn.Config(http=...)`` that closes late connections.
 
-    uvicorn waits for ever for the rest of a request, and for a client to read its answer. When all
-    places are taken, the connection whose request has lasted longest gives its place to a new one.
+    uvicorn itself waits for ever. When all places are taken, the longest request gives up its own.
     """
     members = {"request_s": request_s, "most": most, "waiting": OrderedDict()}
     return type("LimitedHttp", (LimitedHttp,), members)
@@ -143,10 +136,7 @@ Number = Annotated[int, Query(ge=0, le=LARGEST)]
 
 
 def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
-    """Create the web app of a dashboard.
-
-    Files of the page need no token, since they hold no data; everything below ``/api`` does.
-    """
+    """Create the web app of a dashboard; only what is below ``/api`` needs the token."""
     app = FastAPI(title="deltachain dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
     app.middleware("http")(_with_headers)

@@ -23,8 +23,6 @@ from deltachain.types import Version
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """One version, as its manifest describes it; kind, encodings and bytes are its edge's."""
-
     version: Version
     epoch: int
     kind: str
@@ -44,7 +42,6 @@ class VersionSummary:
 
     @property
     def density(self) -> float:
-        """Changed elements over all elements, in [0, 1]."""
         return min(self.nnz / self.numel, 1.0) if self.numel else 0.0
 
 
@@ -76,8 +73,6 @@ def version_summary(committed: Committed) -> VersionSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainModel:
-    """Numbers of a model's tensors, elements and bytes."""
-
     tensors: int
     numel: int
     nbytes: int
@@ -85,8 +80,6 @@ class ChainModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainView:
-    """What is known of a chain."""
-
     url: str
     chain: str = ""  # id of the chain; empty before it is found
     model: ChainModel | None = None  # its model; None before it is found
@@ -113,7 +106,6 @@ class ChainView:
 
     @property
     def lost(self) -> tuple[Version, ...]:
-        """Versions whose manifests are gone or damaged."""
         return tuple(version for version, row in enumerate(self.rows) if row is None)
 
     def at(self, version: Version | None) -> VersionSummary | None:
@@ -201,10 +193,7 @@ class ChainIndex:
         return chain
 
     def _is_replaced(self, chain: Chain, head: VersionSummary) -> bool:
-        """Return whether the store no longer has the history that was read, and forget it then.
-
-        An error says that it may be so; the next look decides.
-        """
+        """Return whether two looks found another history, and forget the old one."""
         held = HeldVersion(
             chain=chain.identity.chain,
             version=head.version,

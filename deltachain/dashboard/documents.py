@@ -26,11 +26,9 @@ POINTS: Final = 2000  # largest number of versions in one chart
 
 
 def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
-    """Choose ascending positions of long columns such that a chart of them looks like one of all.
+    """Choose ascending positions such that a chart of them looks like one of all.
 
-    The first and the last position are chosen, and of each of equal ranges between them the
-    smallest and the largest value of each column. All are chosen if they are not more than
-    ``most``, which is at least 2 and twice the number of columns.
+    The first and the last one, and of each of equal ranges the extremes of each column.
     """
     length = len(columns[0])
     if length <= most:
@@ -79,7 +77,6 @@ def overview_document(found: watcher.Overview) -> dict[str, Any]:
 def chart_document(
     view: ChainView, applied: Mapping[str, watcher.PhaseTimes], first: Version, last: Version
 ) -> dict[str, Any]:
-    """Return the columns of charts over a range of versions, and marks in it."""
     rows = [row for row in view.rows[first : last + 1] if row is not None]
     times = [{**row.phases, **applied.get(row.manifest, {})} for row in rows]
     places = thinned_versions(rows, times)
@@ -102,7 +99,6 @@ def _column(name: str, times: Iterable[watcher.PhaseTimes]) -> list[float | None
 
 
 def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any]:
-    """Return up to ``count`` versions before one, newest first, for the table."""
     end = max(min(before, len(view.rows)), 0)
     start = max(end - min(count, PAGE), 0)
     rows = [row for row in view.rows[start:end] if row is not None]
@@ -129,7 +125,6 @@ def _tags_of(view: ChainView, version: Version) -> list[str]:
 def version_document(
     view: ChainView, applied: Callable[[str], Mapping[str, watcher.PhaseTimes]], version: Version
 ) -> dict[str, Any] | None:
-    """Return one version with all ways to it; ``None`` if it is not known."""
     row = view.at(version)
     if row is None:
         return None
@@ -156,7 +151,6 @@ def version_document(
 
 
 def _phases(row: VersionSummary, applied: Mapping[str, watcher.PhaseTimes]) -> list[dict[str, Any]]:
-    """Return the known phases of a version; of replicas the median time, and the slowest one."""
     published = [{"name": name, "seconds": seconds} for name, seconds in row.phases.items()]
     median = watcher.middle(applied)
     slowest = {
@@ -239,7 +233,6 @@ def _prunes(view: ChainView) -> dict[str, Any] | None:
 
 
 def _marks(view: ChainView, rows: Sequence[VersionSummary]) -> dict[str, list[Any]]:
-    """Return versions that charts mark, by kind; at most ``MARKS`` of each."""
     if not rows:
         return {}
     first, last = rows[0].version, rows[-1].version

@@ -37,7 +37,6 @@ PhaseTimes = Mapping[str, float]  # seconds of phases, by name
 
 
 def replica_phases(given: Mapping[str, object]) -> dict[str, float]:
-    """Return the phases after the commit that a replica names; without invalid ones."""
     return valid_times(given, REPLICA_PHASES)
 
 
@@ -54,8 +53,7 @@ def middle(applies: Mapping[str, PhaseTimes]) -> dict[str, float]:
 class PhaseTrack:
     """Phase times of each version in the replicas that applied it, by manifest; thread-safe.
 
-    Beyond ``KEPT`` applies, those of the version that was first seen the longest ago are forgotten.
-    A manifest means one version of one history, also after the store went back.
+    Beyond ``KEPT`` applies, those of the version that was seen first are forgotten.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -90,7 +88,6 @@ class PhaseTrack:
             return dict(self._applies.get(manifest, {}))
 
     def middles(self) -> dict[str, PhaseTimes]:
-        """Return the median times of the phases of all versions that are kept, by manifest."""
         with self._changing:
             for manifest in self._applies.keys() - self._middles.keys():
                 self._middles[manifest] = middle(self._applies[manifest])
@@ -107,8 +104,6 @@ UNKNOWN: Final = Status(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """What is known of one replica."""
-
     engine: str  # its address, or the URL of its record on a board
     # Time of its last answer or record, in seconds since 1970 on the dashboard's clock; None
     # before the first.
@@ -177,10 +172,7 @@ class Moment:
 
 @dataclass(slots=True)
 class FleetTrack:
-    """Moments of a fleet, at equal distances; thread-safe.
-
-    The whole time is covered: once the memory is full, the distances double.
-    """
+    """Moments of a fleet, at distances that double when the memory is full; thread-safe."""
 
     _moments: list[Moment] = field(default_factory=list)
     _skipped: int = 0
@@ -199,7 +191,6 @@ class FleetTrack:
                 self._stride *= 2
 
     def moments(self, most: int) -> list[Moment]:
-        """Return at most ``most`` moments, oldest first, the newest one always."""
         with self._changing:
             return spread(self._moments, most)
 
@@ -235,8 +226,6 @@ class AlertKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing that is wrong, with a replica or, without ``engine``, the chain."""
-
     kind: AlertKind
     engine: str
     message: str
@@ -256,10 +245,7 @@ MAX_LAG: Final = 8  # largest lag without an alert, in versions, by default
 
 
 def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version | None:
-    """Return the newest version that the store or a replica has shown; ``None`` for none.
-
-    A replica counts only until the store was asked after its answer: what it names must be there.
-    """
+    """Return the newest version that the store, or a replica since it was asked, has shown."""
     heads = [view.newest, *(report.status.head for report in reports if _counts(view, report))]
     return max((head for head in heads if head is not None), default=None)
 
@@ -267,7 +253,6 @@ def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version |
 def alerts(
     view: ChainView, reports: Iterable[ReplicaReport], limits: HealthLimits, now: float
 ) -> tuple[Alert, ...]:
-    """Return all alerts, most urgent first."""
     reports = tuple(reports)
     newest = newest_known(view, reports)
     found = list(_of_chain(view))
@@ -320,7 +305,6 @@ def _of_replica(
 
 
 def _another_chain(view: ChainView, report: ReplicaReport) -> str:
-    """Return how a replica's history differs from the chain's; empty if it does not."""
     if view.chain and report.status.chain and report.status.chain != view.chain:
         return f"follows chain {report.status.chain}, expected {view.chain}"
     version, manifest = report.status.version, report.status.manifest
@@ -408,7 +392,6 @@ class Watcher(Closeable):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Addresses of the replicas, and URLs of their records on boards."""
         return tuple(report.engine for report in self._every())
 
     def overview(self) -> Overview:
@@ -475,10 +458,7 @@ class Watcher(Closeable):
         self._show(name, found, is_whole=name not in found)
 
     def _show(self, source: str, found: Mapping[str, ReplicaAnswer], *, is_whole: bool) -> None:
-        """Show what a board or a name has now.
-
-        Unless these are all, those of before stay, as old as they are.
-        """
+        """Show what a board or a name has; others stay, as old as they are, unless it is all."""
         before, now = self._present.get(source, {}), time.time()
         reports = {} if is_whole else dict(before)
         for name, answer in found.items():

@@ -22,8 +22,6 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding."""
-
     check: str  # name of the check that made it
     grade: Grade  # a fault keeps the role from working as it is set up; a note may be intended
     said: str  # what was found; contains no secret
@@ -35,7 +33,6 @@ def ok(check: str, said: str) -> Finding:
 
 
 def note(check: str, said: str, hint: str = "") -> Finding:
-    """Return a finding of something that may be intended."""
     return Finding(check=check, grade=Grade.NOTE, said=said, hint=hint)
 
 
@@ -44,7 +41,6 @@ def fault(check: str, said: str, hint: str = "") -> Finding:
 
 
 def failed(check: str, exc: DeltaChainError) -> Finding:
-    """Return the fault that an error tells."""
     return fault(check, str(exc.args[0]) if exc.args else type(exc).__name__, exc.hint)
 
 

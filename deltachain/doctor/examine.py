@@ -55,10 +55,10 @@ _READS: Final = "enough to follow; a publisher needs credentials that may write 
 def examine(
     url: str, role: Role = Role.FOLLOWER, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Examine this machine for one role; yield findings as they are made.
+    """Examine this machine for one role.
 
-    Only a publisher's store is written to, and the place for presences, under keys of their own
-    that are removed.
+    Only a publisher's store and the place for presences are written to, under keys that are removed
+    again. Variables with mistakes are removed from the environment once they are reported.
     """
     yield from machine.check_names(environment)
     for name in dict(mistakes(environment)):
@@ -98,7 +98,6 @@ def _examine_store(
 
 
 def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Finding]:
-    """Write an object where a replica would write its presence, and remove it."""
     url = read(environment).get("PRESENCE_URL", "")
     if not url:
         return
@@ -183,10 +182,7 @@ def _probe_single(store: Store, key: str, now: Callable[[], float]) -> Iterator[
 def compare_clocks(
     store: Store, newest: ObjectInfo | None, now: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
-    """Compare this machine's clock with the store's, without a write; yield a difference.
-
-    The store's clock cannot be behind the newest manifest.
-    """
+    """Yield how this machine's clock differs from the store's, which no manifest is ahead of."""
     told = store.clock()
     ahead_s = 0.0 if told is None else _distance(told, now() - 2.0, now() + 1.0)
     if newest is not None and newest.modified is not None and newest.modified > now() + 1.0:
@@ -196,10 +192,7 @@ def compare_clocks(
 
 
 def _distance(moment: float, first: float, last: float) -> float:
-    """Return how far a moment is after ``last`` or, below 0, before ``first``; else 0.
-
-    Stores tell times in whole seconds, hence the second on both sides.
-    """
+    """Return how far a moment is after ``last`` or, below 0, before ``first``."""
     return max(0.0, moment - last) or min(0.0, moment - first)
 
 
@@ -260,7 +253,6 @@ START: Final = "start"
 
 
 def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Read the chain as a start would."""
     try:
         if role is Role.PUBLISHER:
             trust = Trust.of_writer(environment=environment)
@@ -286,7 +278,6 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
 
 
 def check_silence(store: Store, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that a follower polls before its store counts as silent."""
     given = read(environment)
     most_s = given.get("MAX_SILENCE_S")
     poll_s = given.get("POLL_S") or store.capabilities.poll_s
@@ -367,7 +358,6 @@ def _spool(plan: Plan, spool: Path) -> Iterator[Finding]:
 
 
 def check_server(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Tell what a vLLM or SGLang server would do that starts with this environment."""
     try:
         settings = ReplicaSettings.of(environment)
         if settings is None:

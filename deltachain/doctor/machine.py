@@ -43,10 +43,7 @@ _REQUIREMENT: Final = re.compile(
 
 
 class StartCheck(Protocol):
-    """Function ``check`` in the module ``start_check`` of an engine's plugin.
-
-    It yields what a server would refuse at its start, and imports no engine.
-    """
+    """``start_check.check`` of an engine's plugin: yields what a server refuses at its start."""
 
     def __call__(self, installed: str, environment: Mapping[str, str], /) -> Iterator[ConfigError]:
         """Yield the errors, given the engine's version and the environment variables."""
@@ -146,7 +143,6 @@ def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - as it is parsed
 
 
 def check_files(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the files and folders that environment variables without mistakes name."""
     given = read(environment)
     for name in FROM_FILE:
         if (file := given.get(f"{name}_FILE")) is not None:

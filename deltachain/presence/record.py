@@ -59,18 +59,13 @@ class PresenceRecord(Answer, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class PresenceFound:
-    """A presence record that was read."""
-
     status: Status
     age_s: float
     ended: str | None = None
 
 
 def encode_record(record: PresenceRecord) -> bytes:
-    """Return a record as JSON of at most ``LARGEST`` bytes.
-
-    If it would be larger, replies of ranks, lists of tensors and the last receipt are left out.
-    """
+    """Return a record as JSON, without lists and receipt if it would be above ``LARGEST`` bytes."""
     data = msgspec.json.encode(record)
     if len(data) <= LARGEST:
         return data
@@ -82,7 +77,6 @@ def encode_record(record: PresenceRecord) -> bytes:
 
 
 def parse_record(data: bytes, key: str) -> PresenceRecord:
-    """Parse a record, whoever wrote it; long texts are cut."""
     check_values(data, key)
     try:
         record = decode(data, PresenceRecord)
@@ -115,12 +109,8 @@ Presence: TypeAlias = PresenceFound | DeltaChainError  # what a record says, or 
 class PresenceBoard(Closeable):
     """Reader of all presence records at one URL; for one thread at a time.
 
-    A look costs one listing, and one read for each record that changed since the look before; on
-    the Hub, whose contents have names, the listing alone counts. A look sooner than the store's
-    poll interval after another one has the same answers, which are older by then.
-
-    Attributes:
-        url: URL of the records, without credentials.
+    A look costs one listing, and one read for each record that changed; on the Hub, whose contents
+    have names, the listing alone counts. One within the store's poll interval costs nothing.
     """
 
     def __init__(self, url: str) -> None:
@@ -131,10 +121,9 @@ class PresenceBoard(Closeable):
         self._answers: Mapping[str, Presence] = {}
 
     def look(self) -> Mapping[str, Presence]:
-        """Read all records; return what each says, by its URL.
+        """Read all records; return by URL what each says, or what is wrong with it.
 
-        Records of replicas that ended as they were told to are left out. What is wrong with one of
-        them is in its place; what is wrong with the board is under its URL.
+        Records of replicas that ended as they were told to are left out.
         """
         since_s = time.monotonic() - self._looked_at
         if since_s < self._store.capabilities.poll_s:

@@ -46,7 +46,6 @@ def follower_status(
     trouble: DeltaChainError | None,
     unready: str = "",
 ) -> Status:
-    """Return the status of a follower, from memory and a look at its folder."""
     status = known_status(subscriber, engine=engine, trouble=str(trouble) if trouble else "")
     folder, waits = getattr(subscriber.target, "folder", None), unready
     if status.version is None:
@@ -61,7 +60,6 @@ def follower_status(
 def mirror_status(
     mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
 ) -> Status:
-    """Return the status of a mirror, from memory."""
     version, head, trouble = totals.version_of(mirror), totals.head_of(mirror), totals.trouble
     # A source that does not answer is a matter of silence; all else keeps versions from readers.
     is_away = isinstance(trouble, StoreUnavailableError) and trouble.url != mirror.destination.url
@@ -103,10 +101,7 @@ def interval_s(capabilities: Capabilities) -> float:
 
 
 def record_key(engine: str, place: str) -> str:
-    """Return the key of a replica's record, the same whenever it starts again.
-
-    Two replicas of one host name, kind and place have the same key; see :class:`PresenceWriter`.
-    """
+    """Return the key of a replica's record, the same whenever it starts again."""
     names = (socket.gethostname(), engine.partition("/")[0])
     host, kind = (re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-")[:100] for name in names)
     return f"{host or 'host'}-{kind or 'replica'}-{object_digest(place.encode())[:8]}.json"
@@ -115,16 +110,9 @@ def record_key(engine: str, place: str) -> str:
 class PresenceWriter(Closeable):
     """Renews the presence of a replica until it is closed; never raises, and never delays it.
 
-    A failed write is counted, logged once, and tried again when the next one is due. A clean end
-    removes the record, or marks it where nothing may be deleted. An end by an error leaves the
-    reason in it.
-
-    If another running replica writes the same record, this one renews another record from then on,
-    and logs a warning. Without the right to read the record it cannot notice that.
-
-    Attributes:
-        key: Key of its record; changes if another replica writes the same record.
-        every_s: Seconds between two writes, on average.
+    A clean end removes the record, or marks it where nothing may be deleted. An end by an error
+    leaves the reason in it. If another running replica writes the same record, this one renews
+    another from then on. Without the right to read the record it cannot notice that.
     """
 
     def __init__(

@@ -34,7 +34,6 @@ def check_apart(url: str, chain: str) -> None:
 
 
 def _place(url: str) -> tuple[str, ...]:
-    """Return scheme and segments of a URL, or of a path."""
     match = _URL.match(url)
     scheme = match["scheme"].lower() if match else "file"
     if scheme == "file":

@@ -23,18 +23,8 @@ from deltachain.types import Buffer
 
 _S = TypeVar("_S", bound=type)
 
-_CALLS: Final = (
-    "get",
-    "read",
-    "get_range",
-    "put",
-    "upload",
-    "reveal",
-    "put_if_absent",
-    "find",
-    "find_all",
-    "delete",
-)
+_READS: Final = ("get", "read", "get_range", "find", "find_all", "list")
+_WRITES: Final = ("put", "upload", "reveal", "put_if_absent", "delete")
 _HINT: Final = (
     "the library of this store or what answered it is at fault; if it happens again, report it "
     "with the traceback"
@@ -42,38 +32,29 @@ _HINT: Final = (
 
 
 def guarded(store: _S) -> _S:
-    """Decorate a store class so that its methods raise only a ``DeltaChainError``.
+    """Decorate a store class: what it does not convert itself becomes a ``StoreUnavailableError``.
 
-    A store converts expected errors itself; this covers unexpected ones: endless recursion in a
-    library, a response that crashes its parser, thread exhaustion. A failed assertion is a bug of
-    deltachain and passes through.
+    Endless recursion in a library, a response that crashes its parser, no thread left. A failed
+    assertion is a bug and passes through.
     """
-    for name in _CALLS:
+    for name in (*_READS, *_WRITES):
         setattr(store, name, _guarded_call(getattr(store, name)))
-    setattr(store, "list", _guarded_list(getattr(store, "list")))  # noqa: B009, B010 - as above
     return store
 
 
 def _guarded_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def guarding(store: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        with _errors_named(store, args[0] if args else ""):
-            return call(store, *args, **kwargs)
+        key = args[0] if args else ""
+        with _errors_named(store, key):
+            found = call(store, *args, **kwargs)
+            return _guarded_rows(store, key, found) if isinstance(found, Iterator) else found
 
     return guarding
 
 
-def _guarded_list(call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    @wraps(call)
-    def guarding(store: Any, prefix: str = "") -> Iterator[Any]:  # noqa: ANN401
-        with _errors_named(store, prefix):
-            return _guarded_rows(store, prefix, call(store, prefix))
-
-    return guarding
-
-
-def _guarded_rows(store: Any, prefix: str, rows: Iterator[Any]) -> Iterator[Any]:  # noqa: ANN401
-    with _errors_named(store, prefix):
+def _guarded_rows(store: Any, key: object, rows: Iterator[Any]) -> Iterator[Any]:  # noqa: ANN401
+    with _errors_named(store, key):
         yield from rows
 
 
@@ -307,7 +288,6 @@ def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
 
 
 def is_segment(name: str) -> bool:
-    """Return whether a name is a valid segment of a key."""
     return len(name) <= MAX_SEGMENT_LENGTH and _SEGMENT.fullmatch(name) is not None
 
 
@@ -342,7 +322,6 @@ def check_prefix(prefix: str) -> str:
 
 
 def check_range(start: int, length: int) -> None:
-    """Refuse a range that no object can have."""
     if start < 0 or length < 0:
         raise errors.ConfigError(
             f"range of {length} bytes from byte {start}: neither may be negative"
@@ -350,13 +329,11 @@ def check_range(start: int, length: int) -> None:
 
 
 def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-    """Implement ``find_all`` for a store that looks up one key at a time."""
     found = {key: store.find(key) for key in keys}
     return {key: info for key, info in found.items() if info is not None}
 
 
 def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
-    """Refuse an object of an unexpected size."""
     if actual != expected:
         raise errors.MalformedError(
             f"object {key!r} in {url}: expected {expected} bytes, found {actual}", key=key
@@ -364,7 +341,6 @@ def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
 
 
 def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
-    """Refuse an object of unknown size that is larger than ``limit`` bytes."""
     if nbytes > limit:
         raise errors.MalformedError(
             f"object {key!r} in {url}: expected at most {limit} bytes, found {nbytes}", key=key
@@ -380,17 +356,14 @@ def bytes_view(data: Buffer) -> memoryview:
 
 
 def not_found(key: str, url: str) -> errors.ObjectNotFoundError:
-    """Build the error for a key without an object."""
     return errors.ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
 
 
 def already_exists(key: str, url: str) -> errors.AlreadyExistsError:
-    """Build the error for a key that already has an object."""
     return errors.AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
 
 
 def too_short(key: str, url: str, *, nbytes: int, end: int) -> errors.MalformedError:
-    """Build the error for a range that ends at byte ``end`` of an object of ``nbytes`` bytes."""
     return errors.MalformedError(
         f"object {key!r} in {url}: expected at least {end} bytes, found {nbytes}", key=key
     )
@@ -401,11 +374,7 @@ Choose: TypeAlias = Callable[[int], tuple[int, int]]
 
 
 class SimpleStore(Store):
-    """A store that reads a range of an object at once, and looks up objects one by one.
-
-    A subclass implements ``url``, ``capabilities``, ``put``, ``put_if_absent``, ``find``, ``list``,
-    ``delete`` and ``_read``.
-    """
+    """A store that reads a range of an object by ``_read``, and looks up objects one by one."""
 
     @abstractmethod
     def _read(self, key: str, choose: Choose) -> bytes:

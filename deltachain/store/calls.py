@@ -41,8 +41,7 @@ class RetryError(Exception):
 def within(call: Callable[[], _T], deadline: Deadline) -> _T:
     """Return the result of a call, which is given up at the deadline, whatever it waits for.
 
-    The timeout of a socket restarts with every byte, so a server that sends one byte a second would
-    block its reader for hours. A call that was given up ends by its own timeouts, in its thread.
+    The timeout of a socket restarts with every byte. A call that was given up ends by its own.
     """
     outcome: Future[_T] = Future()
     least = time.monotonic() + _LEAST_S
@@ -67,13 +66,7 @@ def within(call: Callable[[], _T], deadline: Deadline) -> _T:
 
 
 class Calls:
-    """Requests of one client; thread-safe.
-
-    Attributes:
-        requests: Number of requests so far, retries included.
-        since: Start of the first request without an answer since the last answer, by
-            ``time.monotonic()``; ``None`` while requests are answered, be it with an error.
-    """
+    """Requests of one client; thread-safe."""
 
     def __init__(self, url: str, pauses: Backoff) -> None:
         self.requests = 0
@@ -85,7 +78,6 @@ class Calls:
         self._heard: tuple[float, float] | None = None
 
     def count(self, requests: int = 1) -> None:
-        """Count requests that are sent."""
         with self._lock:
             self.requests += requests
 
@@ -106,10 +98,7 @@ class Calls:
         return told + time.monotonic() - at
 
     def repeat(self, attempt: Callable[[], _T], deadline: Deadline, key: str = "") -> _T:
-        """Send a request until it succeeds, or the deadline passes.
-
-        A client whose requests were never answered gives up soon: its settings may be wrong.
-        """
+        """Send a request until it succeeds; one whose server was never heard gives up soon."""
         began, tries = time.monotonic(), 0
         answer: RetryError | None = None
         while True:

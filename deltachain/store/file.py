@@ -172,8 +172,7 @@ def _sweep(folder: int) -> None:
 def _scan(folder: int, prefix: str = "") -> list[tuple[str, int, float]]:
     """List name, size and time of files and folders that begin with a prefix, in the order of keys.
 
-    Names of folders end in a slash: "a.b" comes before "a/b". Names that no key can have are left
-    out.
+    Names of folders end in a slash: "a.b" comes before "a/b".
     """
     found = []
     with os.scandir(folder) as entries:
@@ -418,11 +417,7 @@ class FileStore(base.SimpleStore):
 
     @contextmanager
     def _folder(self, folders: Sequence[str]) -> Iterator[int]:
-        """Open a folder for reading.
-
-        A root that was there and is gone is an outage, not an empty store: a shared file system
-        that is not mounted any more.
-        """
+        """Open a folder; a root that is gone is an outage: a file system that is not mounted."""
         try:
             with _open_folder(self._root, folders) as folder:
                 self._was_there = True
@@ -486,7 +481,6 @@ class FileStore(base.SimpleStore):
 
     @contextmanager
     def _errors_named(self, key: str) -> Iterator[None]:
-        """Turn errors of the operating system into errors of deltachain."""
         try:
             yield
         except DeltaChainError:  # some of them are an OSError too
@@ -499,7 +493,6 @@ class FileStore(base.SimpleStore):
 
 
 def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001
-    """Open ``file:///absolute/folder``."""
     parts = base.split_url(url, options)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
         raise ConfigError(

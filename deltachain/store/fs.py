@@ -114,7 +114,6 @@ WRAPPERS: Final = frozenset(
 
 
 def promises_of(protocol: str | Sequence[str]) -> Promises:
-    """Return the known guarantees of a file system with one or more protocol names."""
     names = (protocol,) if isinstance(protocol, str) else protocol
     return next((PROMISES[name] for name in names if name in PROMISES), UNKNOWN)
 
@@ -158,8 +157,7 @@ def store_error(error: BaseException, key: str, url: str) -> StoreError:
 def unanswered(absence: BaseException) -> BaseException | None:
     """Return the failure that a file system took for an absent object; ``None`` if it is absent.
 
-    fsspec's HTTP raises ``FileNotFoundError`` for whatever fails, from the failure itself. Servers
-    that answer 403 for what is absent are believed.
+    fsspec's HTTP raises ``FileNotFoundError`` for whatever fails. 403 is believed.
     """
     cause, kinds = absence.__cause__, failures()
     while cause is not None and (
@@ -182,7 +180,6 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def modified(info: Mapping[str, Any]) -> float | None:
-    """Return the time of an object's write, from any field and format that fsspec uses."""
     value = next((info[name] for name in _TIMES if info.get(name) is not None), None)
     if isinstance(value, str):
         try:
@@ -253,7 +250,6 @@ class FsspecStore(base.SimpleStore):
     @property
     @override
     def capabilities(self) -> base.Capabilities:
-        """Known guarantees of the protocol."""
         return base.Capabilities(
             conditional_put=self._promises.create is not None,
             list_consistent=self._promises.list_consistent,
@@ -298,11 +294,6 @@ class FsspecStore(base.SimpleStore):
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object if the key has none; see ``Store``.
-
-        Without ``capabilities.conditional_put`` this checks first: two concurrent callers may both
-        return.
-        """
         path = self._path(key)
         if self._create is None:
             if self.find(key) is not None:
@@ -496,16 +487,12 @@ def open_fsspec(
     *,
     writer: bool = False,  # noqa: ARG001 - as every opener
 ) -> FsspecStore:
-    """Open the store at a URL supported by fsspec."""
     filesystem, path, shown = locate(url, options)
     return FsspecStore(filesystem, path, url=shown)
 
 
 def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
-    """Return a new file system of a URL, the path on it, and the URL without credentials.
-
-    Raises as :func:`open_fsspec`.
-    """
+    """Return a new file system of a URL, the path on it, and the URL without credentials."""
     scheme = url.partition(":")[0].lower()
     fsspec = _fsspec(scheme)
     if scheme not in fsspec.available_protocols():

@@ -116,6 +116,5 @@ class MemoryStore(base.SimpleStore):
 
 
 def open_memory(url: str, options: Mapping[str, Any], *, writer: bool) -> MemoryStore:  # noqa: ARG001
-    """Open ``memory://name``: the store of that name in this process."""
     parts = base.split_url(url, options)
     return MemoryStore.named(f"{parts.netloc}{parts.path}".rstrip("/"))

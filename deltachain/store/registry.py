@@ -86,7 +86,6 @@ def opener_of(scheme: str) -> Opener:
 
 
 def schemes() -> frozenset[str]:
-    """Return all schemes with a store, except those of fsspec."""
     return frozenset({*_BUILT_IN, *_registered, *(found.name for found in _entry_points())})
 
 

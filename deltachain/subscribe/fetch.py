@@ -31,11 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class UsablePlans:
-    """What the plans of a target may be made of.
-
-    Not of encodings in ``without``: they need old bits that the target turned out not to hold, as
-    the error ``lack`` says.
-    """
+    """Base of plans, and encodings ``without`` which they are: their old bits ``lack``."""
 
     base: Path | None
     without: frozenset[str] = frozenset()
@@ -60,11 +56,7 @@ def fetch_around(
     usable: UsablePlans,
     hold: bool = True,
 ) -> tuple[Fetched, _T]:
-    """Use the cheapest plan while it is fetched; again without an edge that has an unusable object.
-
-    Returns:
-        The plan, whose objects have all arrived, and the result of ``use``.
-    """
+    """Use the cheapest plan while it is fetched; again around edges of unusable objects."""
     avoid: list[EdgeSummary] = []
     failure: errors.DeltaChainError | None = usable.lack
     have = held.version if held else None
@@ -98,10 +90,7 @@ def _plan(
     without: Collection[str],
     avoid: Collection[EdgeSummary],
 ) -> Plan:
-    """Find the cheapest plan; with pruned edges whose objects are there if no other leads on.
-
-    A prune record only advises readers: on a chain without signatures anybody may have forged it.
-    """
+    """Find the cheapest plan; without one, over pruned edges: a record may be forged."""
     try:
         return chain.plan(held, committed, without=without, avoid=avoid)
     except errors.BrokenChainError as broken:
@@ -116,7 +105,6 @@ def _plan(
 
 
 def _named(failure: errors.DeltaChainError, committed: Committed) -> errors.DeltaChainError:
-    """Replace the error for a missing manifest by one that names the gap."""
     key = failure.key if isinstance(failure, errors.ObjectNotFoundError) else ""
     version = version_of(key)
     if version is None or key != manifest_key(version):
@@ -130,7 +118,6 @@ def _named(failure: errors.DeltaChainError, committed: Committed) -> errors.Delt
 
 
 def _unusable(plan: Plan, exc: errors.DeltaChainError) -> list[EdgeSummary]:
-    """Return the edges of a plan that an error concerns."""
     if isinstance(exc, errors.ConfigError):
         return [edge for edge in plan.edges if edge.kind == "base"]
     key = exc.key if isinstance(exc, errors.FormatError | errors.ObjectNotFoundError) else ""

@@ -19,7 +19,6 @@ def subscriber_figures(
     newest: Version | None = None,
     follows: bool = True,
 ) -> Iterator[Figure]:
-    """Yield the figures of a subscriber, from memory."""
     chain, held, last = subscriber.opened, subscriber.held, subscriber.last
     times, version = subscriber.times, held.version if held else None
     head = newest if newest is not None else chain.latest if chain else None

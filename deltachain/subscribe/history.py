@@ -19,7 +19,6 @@ from deltachain.types import Version
 
 
 def judge(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainError | None:
-    """Return the error for the state of the held version in a store; ``None`` if it is intact."""
     if found.chain is None:
         return lost_chain(url)
     if found.chain != held.chain:
@@ -74,7 +73,6 @@ class Watch:
         self._suspected = ""
 
     def proved(self, held: HeldVersion) -> None:
-        """Record that the held version was just found in the chain."""
         self.doubt, self._proven, self._suspected = None, held.manifest, ""
 
     def is_open(self, held: HeldVersion) -> bool:
@@ -117,7 +115,6 @@ logger = logging.getLogger(__name__)
 
 
 def held_by(chain: Chain, committed: Committed) -> HeldVersion:
-    """Describe a target that holds a committed version."""
     manifest = committed.manifest
     return HeldVersion(
         chain=chain.identity.chain,
@@ -149,7 +146,6 @@ def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | Non
 
 
 def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None:
-    """Raise if a version does not descend from the held one."""
     manifest = committed.manifest
     version = manifest.version
     if version < held.version:
@@ -189,7 +185,6 @@ def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) ->
 
 
 def check_standing(chain: Chain, held: HeldVersion) -> None:
-    """Raise the error of :func:`judge` if the held version is not committed in the store."""
     finding = judge(held, chain.look_back(held.version), chain.store.url)
     if isinstance(finding, errors.BrokenChainError) and finding.version != held.version:
         return  # the held version is in the store

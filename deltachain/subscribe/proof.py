@@ -12,16 +12,12 @@ from deltachain.types import StateDigest
 
 
 class Cause(NamedTuple):
-    """Probable cause of a failed proof, as text behind its message and as a hint of its own."""
-
     text: str = ""
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect of a plan on the live bits."""
-
     change: StateDigest = field(default_factory=StateDigest)  # change of the state digest
     # State digest of the bits written by a plan from nothing; zero for other plans.
     written: StateDigest = field(default_factory=StateDigest)
@@ -34,7 +30,6 @@ class Effect:
 
 
 def check_whole(fetched: Fetched) -> None:
-    """Raise a ``BrokenChainError`` if a plan from nothing does not contain every tensor."""
     if fetched.from_nothing and len(fetched.names) != len(fetched.specs):
         raise BrokenChainError("the plan from nothing does not contain every tensor")
 
@@ -47,11 +42,7 @@ def judge(
     state: StateDigest,
     suspect: Callable[[], Cause] = Cause,
 ) -> bool:
-    """Prove that a plan's effect leads to the state digest of the version.
-
-    Returns:
-        Whether the overwritten bits are proven as well, so that the apply can be undone.
-    """
+    """Prove that an effect leads to ``state``; return whether the old bits are proven too."""
     changed = None if base is None else base + effect.change
     total = effect.written if fetched.from_nothing else changed
     if total != state:

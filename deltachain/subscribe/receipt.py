@@ -89,8 +89,6 @@ class ApplyReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A proven apply, ready to swap."""
-
     held: HeldVersion | None  # the version held when it was staged; None for nothing
     to: HeldVersion  # the version held after the swap
     manifest: Manifest
@@ -125,15 +123,12 @@ class Staged:
 
 
 def overtaken(version: Version) -> BaseMismatchError:
-    """Return the error of a staged version that another swap has overtaken."""
     message = f"version {version} was staged before another swap"
     return BaseMismatchError(message, version=version, hint="stage again")
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over all applies of this process; failed looks, updates and rollbacks are failures."""
-
     applies: int = 0
     failures: int = 0
     nbytes: int = 0

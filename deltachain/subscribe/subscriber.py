@@ -135,10 +135,7 @@ def _follow(
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
-    """Check the held version in the store if a check is due; plan around a gap after it.
-
-    Returns the receipt of an apply, if any, and whether the held version was found in the store.
-    """
+    """Check the held version if due; return any receipt, and whether the store has it."""
     held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
     if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
         return None, True
@@ -160,7 +157,6 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
 
 
 def _around(subscriber: Subscriber, exc: errors.DeltaChainError) -> ApplyReceipt | None:
-    """Update to the head by any plan, and log the reason."""
     receipt = subscriber.update()
     if receipt is not None:
         logger.warning("%s; reached version %d by another plan", exc.args[0], receipt.version)
@@ -201,8 +197,6 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
 
 
 class Undo(NamedTuple):
-    """Undo of one apply: the version held before, and the writes that restore it."""
-
     held: HeldVersion
     prepared: Prepared
 
@@ -241,7 +235,6 @@ class Times:
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Record that objects are fetched and decoded inside the context."""
         with self._lock:
             self._stages += 1
         try:
@@ -415,7 +408,6 @@ class Subscriber(Closeable):
     def _require(
         self, chain: Chain, version: Version | Committed | None, last: HeldVersion | None
     ) -> Committed:
-        """Read the manifest of a version that descends from the last held one."""
         try:
             committed = require(chain, version, last)
             self.times.looked()
@@ -626,7 +618,6 @@ class Subscriber(Closeable):
         return seconds
 
     def _poison(self) -> None:
-        """Mark the target's state as unknown; invalidate stages and the undo log."""
         self.poisoned = True
         self._generation += 1
         self._undo.clear()

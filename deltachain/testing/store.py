@@ -412,5 +412,4 @@ class StoreContract(RaceContract):
 
 
 def pattern(nbytes: int) -> bytes:
-    """Return ``nbytes`` bytes without repeated windows of a few hundred bytes."""
     return np.arange(nbytes // 4 + 1, dtype="<u4").tobytes()[:nbytes]

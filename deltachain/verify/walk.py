@@ -56,7 +56,6 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
 
 
 def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
-    """Return the hint for a lost document."""
     for version in range(lost + 1, last + 1):
         with suppress(errors.BrokenChainError, errors.FormatError, errors.ObjectNotFoundError):
             plan_from_nothing(chain, chain.read(version), [])
@@ -164,8 +163,6 @@ def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
 
 @dataclass(slots=True)
 class Weights:
-    """Bits of all tensors, and their contributions to the state digest."""
-
     specs: Mapping[str, TensorSpec]
     # Flat bits by tensor name, updated in place.
     bits: dict[str, Bits] = field(default_factory=dict)
@@ -210,7 +207,6 @@ class Weights:
 
 
 def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move[Any]:
-    """Compute the effect of an edge on a tensor; compare each row with its digest."""
     moved = [move(old, given) for *_, given in rows]
     for (digests, row, _), one in zip(rows, moved, strict=True):
         if digests is None or row is None:
@@ -276,8 +272,7 @@ def verify(
 ) -> Iterator[VersionProof]:
     """Verify versions one by one; stop at the first error.
 
-    A missing part is an error only if later versions cannot be rebuilt without it. Otherwise it
-    counts as expired, as lifecycle rules delete parts of old versions.
+    A missing part that later versions do not need counts as expired.
     """
     head = newest(chain)
     end = head if last is None else last
@@ -308,10 +303,7 @@ def verify(
 class _Walk:
     """Carries the weights from version to version and verifies each edge.
 
-    Attributes:
-        lost: Error for the missing part, or the pruned first version, since which no version can
-            be rebuilt; ``None`` for none. The weights are then those of an earlier version, from
-            which a skip may lead on.
+    ``lost``: why no version could be rebuilt since the weights' own; a skip may lead on.
     """
 
     def __init__(
@@ -419,10 +411,7 @@ class _Walk:
                 self._skips[summary.version].append(proof)
 
     def _prove(self, edge: EdgeSummary, *, write: bool = False) -> EdgeProof:
-        """Verify that an edge leads to its state; with ``write``, apply it to the weights.
-
-        An edge with expired parts or an unknown base is only read.
-        """
+        """Verify that an edge leads to its state, or just read it; with ``write``, apply it."""
         if edge.base is not None and self.lost is not None and edge.base != self._at:
             return self._read(edge)
         try:
@@ -459,7 +448,6 @@ class _Walk:
         return fetched
 
     def _check_window(self, committed: Committed) -> None:
-        """Check that the listed recent edges equal the stored ones and are complete."""
         version, manifest = committed.version, committed.manifest
         key = keys.manifest_key(version)
         listed = {(edge.version, edge.record): edge for edge in manifest.recent}

@@ -56,8 +56,6 @@ _RATE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply."""
-
     status: int
     headers: Mapping[str, str]  # headers by case-insensitive name
     words: str  # error message of the Hub, verbatim; never contains the token
@@ -65,7 +63,6 @@ class Reply:
     following: str = ""  # URL of a listing's next page; empty on the last page
 
     def document(self) -> Any:  # noqa: ANN401 - JSON
-        """Parse the body as JSON."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as exc:
@@ -76,8 +73,7 @@ class Reply:
 class Budget:
     """Limit of ``calls`` requests in any period of ``window_s`` seconds, over all threads.
 
-    The period slides, so the limit also holds in every fixed window of the same length, wherever it
-    begins: apart from network delays, a server with the same limit refuses no request.
+    The period slides, so the limit holds in every fixed window of a server too.
     """
 
     def __init__(
@@ -96,11 +92,7 @@ class Budget:
         self._sent: deque[float] = deque()
 
     def take(self, within_s: float) -> float:
-        """Wait until one more request is allowed, and count it.
-
-        Returns:
-            0, or the seconds until a request is allowed if that is longer; then none was counted.
-        """
+        """Wait to count one more request; return the seconds until one is allowed if longer."""
         deadline = self._clock() + within_s
         while True:
             wait_s = self._try_take()
@@ -129,8 +121,6 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """Address of a bucket, and the token for it."""
-
     endpoint: str
     bucket: str  # namespace and name of the bucket
     url: str  # URL of the store, for messages
@@ -145,11 +135,7 @@ class BucketLocation:
 
 
 class Hub:
-    """Client of the API of one bucket; thread-safe.
-
-    Attributes:
-        calls: Its requests, the times of their answers, and the Hub's clock.
-    """
+    """Client of the API of one bucket; thread-safe."""
 
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
@@ -166,11 +152,9 @@ class Hub:
 
     @property
     def root(self) -> str:
-        """URL of the bucket's routes."""
         return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
     def deadline(self, key: str = "", nbytes: int = 0) -> Deadline:
-        """Begin the time limit of one call."""
         return Deadline(key, self.place.url, self.deadline_s, nbytes)
 
     def admit(self, deadline: Deadline, key: str = "") -> None:
@@ -199,12 +183,9 @@ class Hub:
         body: bytes | None = None,
         media: str = "application/json",
     ) -> Reply:
-        """Send a request with retries; raise for an error status.
+        """Send an idempotent request with retries.
 
-        Every request must be idempotent: a response may be lost after the request was served.
-
-        Returns:
-            A successful reply, one with status 422, or one with 404 for an entry.
+        Returns a successful reply, of JSON type ``wanted``, or one with 422, or 404 of an entry.
         """
         from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
 
@@ -224,10 +205,7 @@ class Hub:
         return self.calls.repeat(attempt, deadline, key)
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
-        """Send one request to the Xet storage; return its status and document.
-
-        The request does not count towards the rate limit.
-        """
+        """Send one request to the Xet storage, which the rate limit does not count."""
         headers = {"Authorization": f"Bearer {token}"}
         try:
             reply = within(lambda: self._send("GET", url, None, headers), self.deadline())
@@ -238,7 +216,6 @@ class Hub:
             ) from exc
 
     def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> Reply:
-        """Send a request; follow redirects to other paths of the same server."""
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
         from huggingface_hub.utils import get_session  # noqa: PLC0415
 
@@ -306,7 +283,6 @@ class Hub:
             raise self._refusal(reply, key)
 
     def _refusal(self, reply: Reply, key: str) -> errors.DeltaChainError:
-        """Build the error for a reply that a retry would not change."""
         url, words = self.place.url, reply.words
         if reply.status == 401:
             return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)

@@ -81,7 +81,6 @@ class HfStore(base.Store):
     @property
     @override
     def url(self) -> str:
-        """URL of the store: ``hf://buckets/``, the bucket and the prefix."""
         return self._hub.place.url
 
     @property
@@ -127,10 +126,7 @@ class HfStore(base.Store):
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object, replace an existing one, and return its content hash; see ``Store``.
-
-        The content is uploaded before the path refers to it, so partial objects are never visible.
-        """
+        """Write an object; its content is uploaded before the path refers to it."""
         content = self.upload(key, data)
         self.reveal({key: content})
         return content
@@ -159,7 +155,6 @@ class HfStore(base.Store):
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        """Write an object if the key has none; see ``Store`` and the class."""
         base.check_key(key)
         if self._gateway is None:
             if self.find(key) is not None:
@@ -194,7 +189,6 @@ class HfStore(base.Store):
 
     @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
-        """Look up several objects, 1,000 in a request; see ``Store``."""
         asked = [base.check_key(key) for key in keys]
         found: dict[str, base.ObjectInfo] = {}
         for first in range(0, len(asked), _PROBES):
@@ -206,10 +200,7 @@ class HfStore(base.Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
-        """Iterate over objects whose key begins with ``prefix``, in order; see ``Store``.
-
-        The Hub guarantees no order, so the whole listing is read before the first object.
-        """
+        """Read the whole listing before the first object, as the Hub guarantees no order."""
         return self._list(base.check_prefix(prefix))
 
     @override
@@ -277,11 +268,9 @@ class HfStore(base.Store):
         return "" if document.get("success") is True else None
 
     def _names(self, uploads: Mapping[str, str]) -> bool:
-        """Return whether paths refer to this content."""
         return uploads == {key: found.pin for key, found in self.find_all(uploads).items()}
 
     def _parse(self, rows: Sequence[Mapping[str, Any]]) -> Iterator[base.ObjectInfo]:
-        """Yield the objects below the prefix among the rows of a reply."""
         for row in rows:
             path = row["path"]  # fails unless a string; the store's boundary converts the error
             if row["type"] == "file" and path.startswith(self._folder):
@@ -294,10 +283,7 @@ class HfStore(base.Store):
 
 
 def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> base.Store:
-    """Open the bucket through the Hub's S3 gateway, for conditional writes alone.
-
-    It routes every byte through one region.
-    """
+    """Open the bucket's S3 gateway, in one region, for conditional writes alone."""
     try:
         import boto3  # noqa: F401, PLC0415 - an extra
 
@@ -410,7 +396,6 @@ def _named_by(options: _Options) -> str:
 
 
 def _gateway(options: _Options, bucket: str) -> dict[str, str] | None:
-    """Return options of an S3 store for the gateway; ``None`` without keys."""
     key = _or_variable(options.s3_key, "HF_S3_ACCESS_KEY_ID")
     secret = _or_variable(options.s3_secret, "HF_S3_SECRET_ACCESS_KEY")
     if not key and not secret:

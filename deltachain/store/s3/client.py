@@ -49,7 +49,6 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def options_of(given: Mapping[str, Any]) -> _Options:
-    """Return the options of a store."""
     try:
         options = msgspec.convert(dict(given), _Options)
     except msgspec.ValidationError as exc:
@@ -63,11 +62,7 @@ def options_of(given: Mapping[str, Any]) -> _Options:
 
 
 def make_client(given: Mapping[str, Any], *, attempts: int = 1) -> tuple[Client, bool]:
-    """Create a client that sends a request up to ``attempts`` times.
-
-    Returns:
-        The client, and whether its endpoint is the user's own.
-    """
+    """Create a client of a number of attempts; return whether its endpoint is not AWS's."""
     options = options_of(given)
     of_client = {
         "aws_access_key_id": options.key,
@@ -151,11 +146,9 @@ class _RereadCredentials(Credentials):  # type: ignore[misc]
         self._read = self._stamps()
 
     def load_credentials(self) -> Credentials:
-        """Return itself, as botocore's chain of providers would."""
         return self
 
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        """Return the credentials to sign one request with."""
         with self._lock:
             now = self._stamps()
             if now != self._read:

@@ -50,8 +50,6 @@ _T = TypeVar("_T")
 
 
 class _StatusError(Exception):
-    """An HTTP status that the caller handles."""
-
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
@@ -98,13 +96,11 @@ class S3Store(base.Store):
     @property
     @override
     def url(self) -> str:
-        """URL of the store: ``s3://``, the bucket and the prefix."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
     @override
     def requests(self) -> int:
-        """Number of HTTP requests so far, retries included."""
         return self._calls.requests
 
     @property
@@ -180,8 +176,7 @@ class S3Store(base.Store):
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none; see ``Store``.
 
-        An existing object counts as written by this call if it has the same bytes and an earlier
-        attempt of this call got no response.
+        One with the same bytes is this call's own if an earlier attempt got no response.
         """
         view = base.bytes_view(data)
         deadline = self._deadline(base.check_key(key), view.nbytes)
@@ -209,12 +204,10 @@ class S3Store(base.Store):
 
     @override
     def find(self, key: str) -> base.ObjectInfo | None:
-        """Look up an object without reading it; see ``Store``."""
         return self._find(key, self._deadline(base.check_key(key)))
 
     @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
-        """Look up several objects concurrently; see ``Store``."""
         wanted = [base.check_key(key) for key in dict.fromkeys(keys)]
         with Pool(_THREADS, "deltachain-s3") as pool:
             found = [info for info in pool.map(self.find, wanted) if info is not None]
@@ -222,10 +215,6 @@ class S3Store(base.Store):
 
     @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
-        """Iterate over objects whose key begins with ``prefix``, in order; see ``Store``.
-
-        Names in the bucket that are not valid keys are omitted.
-        """
         return self._list(base.check_prefix(prefix))
 
     @override
@@ -235,7 +224,6 @@ class S3Store(base.Store):
 
     @override
     def close(self) -> None:
-        """Close connections."""
         self._client.close()
         if "_transfers" in vars(self):
             self._transfers.close()
@@ -334,18 +322,10 @@ class S3Store(base.Store):
         into: memoryview | None = None,
         most: int = 0,
     ) -> tuple[str, memoryview, int]:
-        """Read a range of an object; return its ETag, the bytes, and its size.
+        """Read a range, cut at the object's end; return its ETag, the bytes, and its size.
 
-        Args:
-            key: Key of the object.
-            span: First byte, and the end, exclusive; the bytes end with the object.
-            deadline: Deadline of the call.
-            etag: Content that the object must have, if known.
-            into: Memory for the bytes; by default new memory.
-            most: Size of the object, if known; nothing is read of another one.
-
-        Raises:
-            _StatusError: Status 412: the object has another content than ``etag``.
+        Nothing is read of an object of another size than ``most``; raises ``_StatusError`` (412)
+        for another content than ``etag``.
         """
         pinned = {"IfMatch": etag} if etag else {}
 

@@ -17,8 +17,6 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 
 class HeldVersion(Struct, frozen=True, kw_only=True):
-    """The version that a target holds."""
-
     chain: str
     version: int
     epoch: int
@@ -144,8 +142,6 @@ class StagedWrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Write(StagedWrite):
-    """A patch, and all places to write it to."""
-
     patch: Patch
     places: Sequence[LiveElements]
 
@@ -179,11 +175,7 @@ class Write(StagedWrite):
 
 
 def write_all(writes: Iterable[StagedWrite], version: Version) -> list[StagedWrite]:
-    """Write patches into live bits; if one fails, undo all that were begun.
-
-    Returns:
-        The completed writes, for :func:`take_back`.
-    """
+    """Write patches, computed on demand; if one fails, undo all. Returns the writes."""
     begun: list[StagedWrite] = []
     try:
         for write in writes:

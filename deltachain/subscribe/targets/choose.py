@@ -21,7 +21,6 @@ TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.Pa
 
 
 def as_target(thing: TargetLike) -> Target:
-    """Return the target for a module, a dict of tensors or a path; return a target unchanged."""
     if isinstance(thing, str | os.PathLike):
         return FolderTarget(Path(thing).expanduser())
     torch = sys.modules.get("torch")  # if there is a module, torch is imported already
@@ -38,10 +37,7 @@ def as_target(thing: TargetLike) -> Target:
 
 
 def bind(target: Target, chain: Chain) -> None:
-    """Bind a target to the tensors of a chain; see :meth:`Target.bind`.
-
-    A module whose configuration is not the chain's is told in a warning.
-    """
+    """Bind a target to a chain's tensors; warn if a module has another configuration."""
     if isinstance(target, FolderTarget):
         target.assets = asset_paths(chain.identity)
     target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)

@@ -82,7 +82,6 @@ class Journal:
         return parse(file.read_bytes(), Seal, key=str(file))
 
     def read(self, seal: Seal) -> Iterator[TensorDelta]:
-        """Yield the journal's tensors, verified."""
         for ref in seal.parts:
             data = (self._folder / ref.key).read_bytes()
             actual = object_digest(data)
@@ -121,7 +120,6 @@ def _groups(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
 
 
 def _absolute(patch: Patch) -> TensorDelta:
-    """Return the patch's new bits as a delta that needs no base."""
     new = np.asarray(patch.new)
     if patch.indices is None:
         return TensorDelta.dense(patch.spec, new)
@@ -134,7 +132,6 @@ Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]
 
 
 def stamps_of(files: Iterable[Path]) -> Stamps:
-    """Return the stamps of files that exist."""
     stamps = {}
     for file in files:
         with suppress(FileNotFoundError):
@@ -258,14 +255,10 @@ class FolderTarget(PatchedTarget):
             self._stamps = self._stamped()
 
     def close(self) -> None:
-        """Release the folder for other processes; closing twice is allowed.
-
-        A folder that was never filled is left in its original state.
-        """
+        """Release the folder; one that was never filled is left in its original state."""
         self._lock.release()
 
     def held(self) -> HeldVersion | None:
-        """Return the version of the last complete swap, by any process."""
         file = self.folder / checkpoints.HELD_FILE
         with explained(self.folder):
             if not self._live or not file.is_file():
@@ -314,7 +307,6 @@ class FolderTarget(PatchedTarget):
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
-        """Stage a plan, and fail early if the disk is too small; see :class:`Target`."""
         if base is None:
             with explained(self.folder):
                 self._map_if_altered()
@@ -369,7 +361,6 @@ class FolderTarget(PatchedTarget):
             raise _stopped(self.folder, exc) from exc
 
     def _refuse_altered(self, held: HeldVersion) -> None:
-        """Raise if another process changed the files since the last look."""
         if self._map_if_altered():
             self._journal.clear()
             raise errors.PoisonedError(
@@ -400,7 +391,6 @@ class FolderTarget(PatchedTarget):
         return {self.folder / file: made}
 
     def _recover(self) -> None:
-        """Finish an interrupted swap; remove an incomplete journal."""
         try:
             seal = self._journal.pending()
             if seal is not None:
@@ -484,11 +474,7 @@ def _is_shared(file: Path) -> bool:
 
 
 def _unshare(file: Path) -> None:
-    """Copy a file that has other names, so that a swap changes this folder alone.
-
-    Backups by hard links (``cp -al``, ``rsync --link-dest``) and caches by symbolic links share
-    their files with the folder.
-    """
+    """Copy a file that backups by hard links (``cp -al``) or caches by symbolic links share."""
     if _is_shared(file):
         check_room(file.parent, file.stat().st_size)
         with checkpoints.creating(file) as copy:
@@ -516,10 +502,7 @@ def _stopped(folder: Path, cause: Exception) -> errors.PoisonedError:
 
 
 class OwnFolder(FolderTarget):
-    """A checkpoint folder that only its own chain may write to."""
-
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match tensors by name in a folder filled by a chain; refuse others."""
         with explained(self.folder):
             within = chain_around(self.folder)
             if within is not None:
@@ -541,7 +524,6 @@ class OwnFolder(FolderTarget):
         super().write(patches, held)
 
     def refuse_other(self, chain: str) -> None:
-        """Refuse a chain if the folder is another chain's."""
         file = self.folder / checkpoints.HELD_FILE
         with explained(self.folder):
             if not file.is_file():
@@ -584,7 +566,6 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
 
 
 def _refused(chain: Chain, folder: Path) -> set[str]:
-    """Return the names that loaders of the folder must not find."""
     paths = asset_paths(chain.identity)
     if (
         checkpoints.weights_file((name for name, *_ in chain.table.tensors), paths)

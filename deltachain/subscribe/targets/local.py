@@ -33,8 +33,6 @@ _DAMAGED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches(Prepared):
-    """Patches of one apply, whose result is proven."""
-
     patches: tuple[Patch, ...]
     # Tensors beyond the budget, decoded again from fetched while they are written.
     deferred: tuple[str, ...]
@@ -54,7 +52,6 @@ class Patches(Prepared):
 
     @override
     def undo(self) -> Patches:
-        """Return the patches that undo these."""
         if self.deferred:
             raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
         undone = tuple(patch.undo() for patch in self.patches)
@@ -62,8 +59,6 @@ class Patches(Prepared):
 
 
 class PatchedTarget(Target, ABC):
-    """A target whose bits this process can read and write, tensor by tensor."""
-
     @abstractmethod
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
         """Compute the patch of a delta, which it may write into, from live bits; thread-safe.
@@ -151,10 +146,7 @@ def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bo
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> Cause:
-    """Name tensors whose change differs from that of their rows, if that can be determined.
-
-    If the changes of all elements are those of the rows, the target had the base bits of all.
-    """
+    """Name tensors whose change differs from that of their rows, if that can be determined."""
     rows = Counter(row.name for part in fetched.parts for row in part.directory.tensors)
     changes = {
         patch.spec.name: patch.written if patch.indices is None else patch.change

@@ -81,7 +81,6 @@ class Exchange:
             self._block = None
 
     def _next(self, live: Any, at: int, end: int) -> _Block:  # noqa: ANN401
-        """Copy both versions of the next block on the way to ``end``."""
         copy = kernels_for(live).copy
         size = HOST_BLOCK if isinstance(live, np.ndarray) else DEVICE_BLOCK
         start, stop = (at, min(at + size, end)) if at < end else (max(at - size, end), at)
@@ -168,7 +167,6 @@ class WholeTensor(LiveElements):
 
 
 def state_of(spec: TensorSpec, live: LiveElements) -> StateDigest:
-    """Return the state digest of live elements of a tensor."""
     return live.digest(digest_key(spec), live.view)
 
 
@@ -188,8 +186,6 @@ PEEK: Final = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Patch:
-    """New and old bits of the changed elements of one tensor."""
-
     spec: TensorSpec
     # (nnz,) int64 positions in the live storage, in any order, which for a whole tensor are its
     # flat indices; None if every element of the view is written.
@@ -206,17 +202,14 @@ class Patch:
 
     @property
     def can_undo(self) -> bool:
-        """Whether the old bits are kept, or will be."""
         return self.old is not None or self.exchange is not None
 
     @property
     def nnz(self) -> int:
-        """Number of elements written."""
         return int(np.prod(self.new.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the arrays."""
         arrays = (self.indices, self.old, self.new)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
@@ -228,11 +221,9 @@ class Patch:
 
     @property
     def effect(self) -> Effect:
-        """Effect of the write on the state digest."""
         return Effect(self.change, self.written, self.nnz)
 
     def undo(self) -> Patch:
-        """Return the patch that undoes this one."""
         change = StateDigest() - self.change
         if self.exchange is not None:
             return replace(self, change=change, written=StateDigest(), back=not self.back)
@@ -326,7 +317,6 @@ def varied(bits: LiveBits) -> bool:
 
 
 def warm_up(specs: Iterable[TensorSpec]) -> None:
-    """Compile the host kernels for the widths of some tensors, ahead of the first pause."""
     for dtype in {spec.dtype for spec in specs}:
         spec = TensorSpec("", dtype, (2,))
         bits = np.zeros(2, spec.bits_dtype)
