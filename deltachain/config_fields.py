@@ -29,13 +29,7 @@ LIBRARY: Final = "quantization_config"
 
 
 RUNTIME: Final = frozenset(
-    {
-        "architectures",
-        "problem_type",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
+    {"architectures", "problem_type", "output_attentions", "output_hidden_states", "return_dict"}
 )
 """Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
 

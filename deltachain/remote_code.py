@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 ELSEWHERE: Final = "--"  # separator between repository and class
 _KERNEL: Final = "/"  # part of each name of a kernel on the Hub, and of no other implementation
 
-POINTERS: Final = {
-    "auto_map": ELSEWHERE,
-    "custom_pipelines": ELSEWHERE,
-}
+POINTERS: Final = {"auto_map": ELSEWHERE, "custom_pipelines": ELSEWHERE}
 """Fields, at any depth, whose values refer to code, and what the texts have that do."""
 
 _IMPLEMENTATION: Final = re.compile(r"\w*_implementation(_\w+)?")

@@ -53,11 +53,7 @@ def agent(  # noqa: PLR0913 - one argument an option
     from deltachain.subscribe import SubscribeConfig
 
     config = SubscribeConfig(
-        url=url,
-        base=base,
-        poll_s=poll,
-        undo_applies=0,
-        trust_remote_code=trust_remote_code,
+        url=url, base=base, poll_s=poll, undo_applies=0, trust_remote_code=trust_remote_code
     )
     key = options.secret("ENGINE_KEY", key_file)
     folder, stop = out / "head" if adapter else out, Event()

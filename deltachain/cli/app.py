@@ -216,8 +216,7 @@ def options(
     context: typer.Context,
     *,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_show_version),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:

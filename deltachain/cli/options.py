@@ -108,8 +108,7 @@ MetricsAddress: TypeAlias = Annotated[
     ),
 ]
 AtStep: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="S", help="The newest version of this step of the trainer."),
+    int | None, typer.Option(metavar="S", help="The newest version of this step of the trainer.")
 ]
 TagName: TypeAlias = Annotated[
     str, typer.Option("--tag", metavar="NAME", help="The version that this tag stands for.")

@@ -21,8 +21,7 @@ def revert(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     version: Annotated[
-        int | None,
-        typer.Option("--version", "--to", min=0, metavar="N", help="The older version."),
+        int | None, typer.Option("--version", "--to", min=0, metavar="N", help="The older version.")
     ] = None,
     step: AtStep = None,
     tag: TagName = "",

@@ -79,12 +79,7 @@ def _dry_prune(
 
 def _show(report: dict[str, Any]) -> None:
     out, most = c.out(), max(report["nbytes"], 1)
-    out.print(
-        c.facts(
-            chain=f"{report['chain']}  at {report['url']}",
-            head=f"{report['head']}",
-        )
-    )
+    out.print(c.facts(chain=f"{report['chain']}  at {report['url']}", head=f"{report['head']}"))
     kinds = (
         (k["kind"], f"{k['objects']:,}", c.nbytes(k["nbytes"]), c.bar(k["nbytes"] / most))
         for k in report["kinds"]

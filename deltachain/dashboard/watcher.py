@@ -274,11 +274,7 @@ def _of_chain(view: ChainView) -> Iterator[Alert]:
 
 
 def _of_replica(
-    view: ChainView,
-    report: ReplicaReport,
-    limits: HealthLimits,
-    newest: Version | None,
-    now: float,
+    view: ChainView, report: ReplicaReport, limits: HealthLimits, newest: Version | None, now: float
 ) -> Iterator[Alert]:
     engine = report.engine
     since_s = now - report.answered_at if report.answered_at is not None else None

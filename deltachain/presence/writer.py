@@ -144,10 +144,7 @@ class PresenceWriter(Closeable):
 
     def figures(self) -> Iterator[Figure]:
         yield from figures(
-            {
-                "presence_timestamp_seconds": self._written_at,
-                "presence_failures": self._failures,
-            }
+            {"presence_timestamp_seconds": self._written_at, "presence_failures": self._failures}
         )
 
     @override

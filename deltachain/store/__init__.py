@@ -48,10 +48,7 @@ def location_of(url: object) -> str:
 
 
 def open_store(
-    url: Location,
-    options: Mapping[str, Any] | None = None,
-    *,
-    writer: bool = False,
+    url: Location, options: Mapping[str, Any] | None = None, *, writer: bool = False
 ) -> Store:
     """Open the store at a URL, or in the folder of a path.
 

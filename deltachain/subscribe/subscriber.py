@@ -90,9 +90,7 @@ def status_of(subscriber: Subscriber) -> Status:
     except (errors.ChainError, errors.ObjectNotFoundError) as exc:
         doubt = exc
     found = known_status(
-        subscriber,
-        head=head.version if head else None,
-        doubt=str(doubt.args[0]) if doubt else "",
+        subscriber, head=head.version if head else None, doubt=str(doubt.args[0]) if doubt else ""
     )
     return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
 

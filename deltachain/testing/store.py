@@ -24,12 +24,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    MalformedError,
-    ObjectNotFoundError,
-)
+from deltachain.errors import AlreadyExistsError, ConfigError, MalformedError, ObjectNotFoundError
 from deltachain.store.base import MAX_KEY_LENGTH, MAX_SEGMENT_LENGTH, Store
 from deltachain.types import Buffer
 

@@ -7,11 +7,4 @@ version.
 
 from deltachain.verify.walk import EdgeProof, VersionProof, counted, edge_records, newest, verify
 
-__all__ = [
-    "EdgeProof",
-    "VersionProof",
-    "counted",
-    "edge_records",
-    "newest",
-    "verify",
-]
+__all__ = ["EdgeProof", "VersionProof", "counted", "edge_records", "newest", "verify"]

@@ -463,8 +463,7 @@ class _Walk:
         absent = [v for v in range(reach, version) if (v, "") not in listed]
         if absent:
             raise errors.MalformedError(
-                f"{key}: its window from {manifest.window_from} lacks version {absent[0]}",
-                key=key,
+                f"{key}: its window from {manifest.window_from} lacks version {absent[0]}", key=key
             )
 
     def _check_there(self, edge: EdgeSummary, key: str) -> None:

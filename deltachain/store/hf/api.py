@@ -142,8 +142,7 @@ class Hub:
             import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
         except ImportError as exc:
             raise errors.ConfigError(
-                "hf:// stores need huggingface_hub and hf-xet",
-                hint="pip install 'deltachain[hf]'",
+                "hf:// stores need huggingface_hub and hf-xet", hint="pip install 'deltachain[hf]'"
             ) from exc
         self.place = place
         self.deadline_s = deadline_s

@@ -148,9 +148,7 @@ class HfStore(base.Store):
             if failed:
                 named = next(iter(some)) if len(some) == 1 else f"{next(iter(some))} and others"
                 raise errors.StoreUnavailableError(
-                    f"object {named!r} in {self.url}: {failed}",
-                    key=next(iter(some)),
-                    url=self.url,
+                    f"object {named!r} in {self.url}: {failed}", key=next(iter(some)), url=self.url
                 )
 
     @override

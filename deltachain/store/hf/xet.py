@@ -68,8 +68,7 @@ class Xet:
             import hf_xet  # noqa: PLC0415 - an extra
         except ImportError as exc:
             raise ConfigError(
-                "hf:// stores need huggingface_hub and hf-xet",
-                hint="pip install 'deltachain[hf]'",
+                "hf:// stores need huggingface_hub and hf-xet", hint="pip install 'deltachain[hf]'"
             ) from exc
         self._lib: Any = hf_xet
         self._hub = hub

@@ -186,8 +186,7 @@ class FolderLock:
         nearest = next((one for one in (folder, *folder.parents) if one.exists()), None)
         if nearest is not None and not nearest.is_dir():
             raise errors.ConfigError(
-                f"{nearest} is not a folder",
-                hint="name a new folder, or one that this chain fills",
+                f"{nearest} is not a folder", hint="name a new folder, or one that this chain fills"
             )
 
     def _try(self) -> None:

@@ -20,12 +20,7 @@ from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
 from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    BaseMismatchError,
-    ConfigError,
-    PartialApplyError,
-    TensorMismatchError,
-)
+from deltachain.errors import BaseMismatchError, ConfigError, PartialApplyError, TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
@@ -222,8 +217,7 @@ class TensorTarget(PatchedTarget):
         for (device, _, stop, one), (near, start, _, other) in pairwise(ranges):
             if device == near and start < stop:
                 raise TensorMismatchError(
-                    f"{one!r} and {other!r} are tied in the target, not in the chain",
-                    tensor=other,
+                    f"{one!r} and {other!r} are tied in the target, not in the chain", tensor=other
                 )
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
