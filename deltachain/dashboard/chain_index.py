@@ -51,17 +51,13 @@ def version_summary(committed: Committed) -> VersionSummary:
     metadata = tuple(
         (printable(name), printable(value)) for name, value in manifest.metadata.items()
     )
+    own = ("version", "epoch", "step", "time", "nnz", "numel", "state")
+    fields: dict[str, Any] = {name: getattr(manifest, name) for name in own}
     return VersionSummary(
-        version=manifest.version,
-        epoch=manifest.epoch,
+        **fields,
         kind=manifest.edge.kind,
         encodings=tuple(printable(name) for name in manifest.edge.encodings),
         nbytes=manifest.edge.nbytes,
-        step=manifest.step,
-        time=manifest.time,
-        nnz=manifest.nnz,
-        numel=manifest.numel,
-        state=manifest.state,
         manifest=committed.digest,
         reverted_to=reverted_to(manifest),
         signers=tuple(signers),

@@ -65,9 +65,7 @@ PAGE: Final = 50  # largest number of versions in a page of the table
 
 def overview_document(found: watcher.Overview) -> dict[str, Any]:
     return {
-        "time": found.time,
-        "newest": found.newest,
-        "phases": found.phases,
+        **_fields(found, "time newest phases"),
         "chain": _chain(found.view),
         "alerts": [asdict(alert) for alert in found.alerts],
         "replicas": [_replica(report, found.newest) for report in found.reports],
@@ -130,18 +128,13 @@ def version_document(
         return None
     edges = [edge for edge in view.edges if edge.version == version]
     return _version(row) | {
-        "state": row.state,
-        "manifest": row.manifest,
-        "numel": row.numel,
+        **_fields(row, "state manifest numel"),
         "metadata": dict(row.metadata),
         "phases": _phases(row, applied(row.manifest)),
         "tags": _tags_of(view, version),
         "edges": [
             {
-                "kind": edge.kind,
-                "base": edge.base,
-                "nbytes": edge.nbytes,
-                "parts": edge.parts,
+                **_fields(edge, "kind base nbytes parts"),
                 "encodings": [printable(name) for name in edge.encodings],
                 "pruned": view.prunes is not None and view.prunes.covers(edge),
             }
@@ -224,10 +217,7 @@ def _prunes(view: ChainView) -> dict[str, Any] | None:
     record = view.prunes
     if record is None:
         return None
-    ranges = [
-        {"kind": one.kind, "span": one.span, "first": one.first, "last": one.last}
-        for one in record.pruned[-MARKS:]
-    ]
+    ranges = [_fields(one, "kind span first last") for one in record.pruned[-MARKS:]]
     pruned = sum(1 for edge in view.edges if record.covers(edge))
     return {"number": record.number, "time": _time(record.time), "edges": pruned, "ranges": ranges}
 
@@ -250,45 +240,28 @@ def _marks(view: ChainView, rows: Sequence[VersionSummary]) -> dict[str, list[An
     }
 
 
+def _fields(value: object, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
+
+
 def _version(row: VersionSummary) -> dict[str, Any]:
-    return {
-        "version": row.version,
-        "epoch": row.epoch,
-        "kind": row.kind,
-        "encodings": row.encodings,
-        "nbytes": row.nbytes,
-        "step": row.step,
-        "time": _time(row.time),
-        "nnz": row.nnz,
-        "density": row.density,
-        "reverted_to": row.reverted_to,
-        "signers": row.signers,
-        "signed_by": row.signed_by,
-    }
+    own = "version epoch kind encodings nbytes step nnz density reverted_to signers signed_by"
+    return _fields(row, own) | {"time": _time(row.time)}
 
 
 def _replica(report: watcher.ReplicaReport, newest: Version | None) -> dict[str, Any]:
     status = report.status
     version = status.version
     return {
-        "engine": report.engine,
-        "answered_at": report.answered_at,
-        "trouble": report.trouble,
-        "url": status.url,
+        **_fields(report, "engine answered_at trouble"),
+        **_fields(
+            status, "url version head ready reason pinned following silence_s deltachain phases"
+        ),
         "chain": status.chain or "",
-        "version": version,
         "manifest": status.manifest or "",
-        "head": status.head,
         "lag": None if newest is None or version is None else max(newest - version, 0),
-        "ready": status.ready,
-        "reason": status.reason,
         "error": status.doubt or status.trouble,
-        "pinned": status.pinned,
-        "following": status.following,
-        "silence_s": status.silence_s,
-        "deltachain": status.deltachain,
         "software": status.engine,
-        "phases": status.phases,
     }
 
 

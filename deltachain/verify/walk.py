@@ -424,11 +424,11 @@ class _Walk:
         self._weights.prove(fetched, StateDigest.parse(edge.state), write=write)
         if write:
             self.lost, self._at = None, edge.version
-        return _proof(fetched, proven=True)
+        return _proof(edge, fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
         try:
-            return _proof(self._fetch(edge), proven=False)
+            return _proof(edge, self._fetch(edge), proven=False)
         except errors.ObjectNotFoundError as exc:
             return self._expired(edge, exc)
 
@@ -483,32 +483,20 @@ class _Walk:
         prunes = self._chain.prunes
         if not prunes.is_pruned(edge):
             prunes.refresh()  # it may have been pruned since the verification began
-        return EdgeProof(
-            kind=edge.kind,
-            base=edge.base,
-            key=edge.record or keys.manifest_key(edge.version),
-            nbytes=0,
-            parts=0,
-            frames=0,
-            nnz=0,
-            proven=False,
-            refetched=(),
-            expired=gone.key,
-            pruned=prunes.is_pruned(edge),
-        )
+        pruned = prunes.is_pruned(edge)
+        return _proof(edge, None, proven=False, expired=gone.key, pruned=pruned)
 
 
-def _proof(fetched: Fetched, *, proven: bool) -> EdgeProof:
-    edge = fetched.plan.edges[0]
-    streams = (row for part in fetched.parts for row in part.directory.streams)
+def _proof(edge: EdgeSummary, fetched: Fetched | None, **found: Any) -> EdgeProof:  # noqa: ANN401
+    parts = fetched.parts if fetched else ()
     return EdgeProof(
         kind=edge.kind,
         base=edge.base,
         key=edge.record or keys.manifest_key(edge.version),
-        nbytes=fetched.nbytes,
-        parts=len(fetched.parts),
-        frames=sum(len(row.stored) for row in streams),
-        nnz=sum(part.nnz for part in fetched.parts),
-        proven=proven,
-        refetched=fetched.refetched,
+        nbytes=fetched.nbytes if fetched else 0,
+        parts=len(parts),
+        frames=sum(len(row.stored) for part in parts for row in part.directory.streams),
+        nnz=sum(part.nnz for part in parts),
+        refetched=fetched.refetched if fetched else (),
+        **found,
     )

@@ -39,9 +39,10 @@ from deltachain.types import Buffer
 
 _PROBES: Final = 1000  # number of paths in one lookup request, as in huggingface_hub
 
-_POLL_S: Final = 5.0
-
-_HINT_KEYS: Final = "check HF_S3_ACCESS_KEY_ID and HF_S3_SECRET_ACCESS_KEY, and what they may do"
+_HINT_GATEWAY: Final = (
+    "check HF_S3_ACCESS_KEY_ID and HF_S3_SECRET_ACCESS_KEY, what they may do, the bucket, and the "
+    "option s3_endpoint"
+)
 
 
 @base.guarded
@@ -75,7 +76,7 @@ class HfStore(base.Store):
             conditional_put=gateway is not None,
             list_consistent=False,
             probes=_PROBES,
-            poll_s=_POLL_S,
+            poll_s=5.0,
         )
 
     @property
@@ -165,19 +166,13 @@ class HfStore(base.Store):
             self._gateway.put_if_absent(key, data)
         except errors.AlreadyExistsError as exc:
             raise base.already_exists(key, self.url) from exc
-        except errors.StoreError as exc:
-            refused = isinstance(exc, errors.StorePermissionError)
-            raise type(exc)(
-                f"{self.url}: S3 gateway: {exc.args[0]}",
-                key=key,
-                url=self.url,
-                hint=_HINT_KEYS if refused else exc.hint,
-            ) from exc
-        except errors.ConfigError as exc:
-            raise errors.ConfigError(
-                f"{self.url}: S3 gateway: {exc.args[0]}",
-                hint="check the bucket and the option s3_endpoint",
-            ) from exc
+        except (errors.StoreError, errors.ConfigError) as exc:
+            exc.args = (f"{self.url}: S3 gateway: {exc.args[0]}",)
+            if isinstance(exc, errors.StoreError):
+                exc.url = self.url
+            if isinstance(exc, errors.StorePermissionError | errors.ConfigError):
+                exc.hint = _HINT_GATEWAY
+            raise
         finally:
             self._hub.charge(max(0, self._gateway.requests - before - 1))
 
