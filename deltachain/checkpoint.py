@@ -36,8 +36,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 _SHARD: Final = re.compile(r"(.*\D|)(\d+)([-_]of[-_])(\d+)(.*)")
 """Name of a shard: what is before its number, the number, and how many shards there are."""
 
-_MODEL_SHARDS: Final = "model-{}.safetensors"
-"""Key of the set of shards that ``save_pretrained`` writes."""
+_MODEL_SHARDS: Final = "model-{}.safetensors"  # as save_pretrained writes
 
 _OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)[-_.]).*")
 """Names of files with tensors in another form, or with tensors of an optimizer."""
@@ -164,15 +163,12 @@ _HASHED_NBYTES: Final = 16 << 20  # bytes of a file that are read and hashed at 
 
 logger = logging.getLogger(__name__)
 
-PEFT_PREFIX: Final = "base_model.model."
-"""Begin of the names of an adapter's tensors, by most methods."""
-
+PEFT_PREFIX: Final = "base_model.model."  # of the names of an adapter's tensors, by most methods
 ADAPTER_CONFIG: Final = "adapter_config.json"  # configuration of an adapter of PEFT
 
 _CONFIG: Final = "config.json"
 
-HELD_FILE: Final = "deltachain.json"
-"""Status file of a folder that follows a chain; not an asset of the checkpoint."""
+HELD_FILE: Final = "deltachain.json"  # status of a folder that follows a chain
 
 _ASSET: Final = re.compile(
     r".*\.(json|txt|model|jinja|spm|tiktoken|bpe|codes|tokenizer|npy)|tokenizer\.model\.v\w+",

@@ -22,10 +22,8 @@ fp32 masters of bf16 weights, and switch the cache off."""
 
 
 _OF_TRAINING: Final = re.compile("drop(out|path|_prob|_rate)|layerdrop|_loss_|^initializer_")
-"""Names of fields that only training reads."""
 
-LIBRARY: Final = "quantization_config"
-"""Field of a configuration with its own check, which knows releases of libraries."""
+LIBRARY: Final = "quantization_config"  # has a check of its own, which knows releases of libraries
 
 
 RUNTIME: Final = frozenset(
@@ -33,8 +31,7 @@ RUNTIME: Final = frozenset(
 )
 """Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
 
-ID_END: Final = "_token_id"
-"""End of the names of token ids, which trainers align with the tokenizer."""
+ID_END: Final = "_token_id"  # of ids that trainers align with the tokenizer
 
 
 def fields(data: bytes) -> Any:  # noqa: ANN401 - JSON

@@ -210,11 +210,7 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),
 }
 
-_SHOWN: Final = 5
-"""Characters of a wrong value that are shown: a longer one may be a secret of another variable."""
-
-PLACES: Final = ("host", "device")
-"""Values of ``DECODE``; by default, changes are decoded where the weights are."""
-
+_SHOWN: Final = 5  # characters of a wrong value: a longer one may be the secret of another variable
+PLACES: Final = ("host", "device")  # of DECODE; by default, where the weights are
 SECRETS: Final = ("TOKEN", "ENGINE_KEY")  # variables whose values are never printed
 FROM_FILE: Final = SECRETS  # variables that exclude another one, of the same name and _FILE

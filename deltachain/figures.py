@@ -68,8 +68,7 @@ class Figure:
         return COUNTERS[self.name] if self.is_counter else GAUGES[self.name]
 
 
-FigureSource: TypeAlias = Callable[[], Iterable[Figure]]
-"""Returns the figures of now; may be called from any thread, and makes no request."""
+FigureSource: TypeAlias = Callable[[], Iterable[Figure]]  # from any thread
 
 
 def figures(values: Mapping[str, float | None]) -> Iterator[Figure]:

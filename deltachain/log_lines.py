@@ -11,7 +11,6 @@ from typing_extensions import override
 NAME: Final = "deltachain"
 
 LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
-"""Loggers above all others of this distribution."""
 
 
 def show(through: logging.Logger, level: int) -> None:

@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 
 _SILENCE_S: Final = 10.0  # seconds without a byte of a client after which its connection is closed
-
-_REGISTERED: Final[list[Any]] = []
-"""What :func:`register_figures` has added to the default registry of this process."""
+_REGISTERED: Final[list[Any]] = []  # by register_figures
 
 
 class FigureCollector:

@@ -12,9 +12,7 @@ _PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"}
 """Schemes with a container or a user name before an ``@`` in the URL, neither of them secret."""
 
 _REVISIONS: Final = frozenset({"hf", "s3"})  # schemes in whose paths an @ is nothing special
-
-_HOSTS: Final = frozenset({"http", "https", "dns"})
-"""Schemes of replicas, after which there are a host and a port."""
+_HOSTS: Final = frozenset({"http", "https", "dns"})  # of replicas: a host and a port follow
 
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.%]*\]|[^:%]*)(:[0-9]*)?")
 

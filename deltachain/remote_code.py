@@ -36,9 +36,7 @@ _HEADERS: Final = {
 }
 """Readers of the header of an array's file, by version."""
 
-ORIGINS: Final = ("_name_or_path", "name_or_path")
-"""Fields with the repository that an ``auto_map`` without one refers to."""
-
+ORIGINS: Final = ("_name_or_path", "name_or_path")  # say where an auto_map points
 DEEPEST: Final = 100  # levels of nesting that are examined; a file with more is left out
 
 CLASS_ELSEWHERE: Final = re.compile(r"(?!.*--.*--)[^\s]*/[^\s]*--[^\s.]+\.\w+")

@@ -13,9 +13,7 @@ from typing import Final
 from deltachain.errors import StoreUnavailableError
 
 DEADLINE_S: Final = 60.0  # default stall limit: seconds without progress after which a call fails
-
-SLOWEST: Final = 1 << 20
-"""Least throughput of a large transfer, in bytes a second; a slower one fails despite progress."""
+SLOWEST: Final = 1 << 20  # bytes a second, below which a large transfer fails despite progress
 
 _MOST_DOUBLINGS: Final = 32
 
@@ -32,8 +30,7 @@ class Backoff:
         return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
 
 
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off of a follow loop after repeated failures, in poll intervals."""
+MOST_POLLS: Final = 32  # poll intervals: longest pause of a follow loop after failures
 
 
 def between_polls(poll_s: float) -> Backoff:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Final
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors for lack of space: disk full, quota exceeded, or file size limit exceeded."""
 
 _CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 """Errors of file systems without preallocation, such as NFS before 4.2."""

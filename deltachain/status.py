@@ -21,51 +21,33 @@ class Status(Answer, frozen=True, kw_only=True):
     chain: str | None  # id of the chain; null before the chain exists
     version: int | None  # version held; null if none can be proven
     head: int | None  # newest version seen in the store or announced by a publisher
-    # head - version; null if the head seen is older than the held version.
-    lag_versions: int | None
+    lag_versions: int | None  # null if the head seen is older than the held version
     ready: bool
     reason: str  # reason for not being ready; empty if ready
-    # blake3 of the held version's manifest. Two replicas with equal versions and different
-    # manifests follow different histories.
-    manifest: str | None = None
+    manifest: str | None = None  # blake3; it differs where replicas follow different histories
     state: str | None = None  # state digest of the held version
     following: bool = True  # whether it applies versions automatically
     paused: bool = False  # whether a caller, or another client of its engine, paused it
     pinned: bool = False  # whether a rollback keeps it at its version
-    # Whether it cannot prove the version it holds; an engine then generates nothing.
-    poisoned: bool = False
+    poisoned: bool = False  # it cannot prove its version; an engine then generates nothing
     trouble: str = ""  # error since the last apply; empty for none
-    # Reason why the held version may no longer be the chain's: the store went back, has another
-    # history, or is lost.
-    doubt: str = ""
-    # Reason why it needs an operator: its engine is dead or does not answer, another leader has
-    # attached, or following has ended; empty for none.
-    fault: str = ""
-    # Staged version, which an update to it swaps at once; null for none.
-    staged: int | None = None
+    doubt: str = ""  # why the held version may no longer be the chain's
+    fault: str = ""  # why it needs an operator: its engine is dead, following has ended...
+    staged: int | None = None  # version that an update swaps at once
     classes: dict[str, dict[str, int]] = {}  # numbers of tensors and bytes, by class
-    # Some of the tensors that are not written in place, with the reasons.
-    on_host: dict[str, str] = {}
+    on_host: dict[str, str] = {}  # reasons why some tensors are not written in place
     ranks: list[dict[str, Any]] = []  # replies of the ranks to the last swap
     last: dict[str, Any] | None = None  # receipt of the last apply
-    # Seconds of each phase of the version applied last, by name: diff, encode and
-    # upload (a part of it) of the publisher; look from the commit on, fetch, stage,
-    # pause and swap (a part of it) here.
+    # Seconds of phases of the last version: diff, encode and upload (a part of it) of the
+    # publisher; here look, from the commit on, fetch, stage, pause and swap (a part of it).
     phases: dict[str, float] = {}
-    # Version of deltachain; empty from replicas without this field, as are the next.
-    deltachain: str = ""
+    deltachain: str = ""  # its version
     engine: str = ""  # name and version of the engine, such as vllm/0.32.0
-    # Time at which the store last answered, in seconds since 1970, on its own clock; null before.
-    looked_at: float | None = None
+    looked_at: float | None = None  # last answer of the store, in seconds since 1970, here
     applied_at: float | None = None  # time of the last swap, likewise; null before
-    # Time of the held version's commit, likewise, on the publisher's clock; null if it is not
-    # known.
-    committed_at: float | None = None
-    # Seconds since the store last answered, whatever the clock was set to meanwhile; 0 while
-    # objects are fetched and requests for them are answered.
-    silence_s: float | None = None
-    # Seconds since the held version's commit; the difference of both clocks is part of it.
-    age_s: float | None = None
+    committed_at: float | None = None  # of the held version, on the publisher's clock
+    silence_s: float | None = None  # since the store's last answer; 0 while it sends objects
+    age_s: float | None = None  # since the held version's commit, by both clocks
 
 
 def lag(head: Version | None, held: Version | None) -> int | None:
@@ -96,9 +78,7 @@ MAX_SILENCE_S: Final = 60.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
     lag: int | None = None  # largest lag, in versions; None for any
-    # Largest time without an answer of the store, or of the replica itself, in seconds; None
-    # for any.
-    silence_s: float | None = MAX_SILENCE_S
+    silence_s: float | None = MAX_SILENCE_S  # of the store, or of the replica; None for any
 
 
 def complaints(

@@ -44,9 +44,7 @@ class Closeable(Protocol):
 
 
 NBYTES: Final = 1 << 25  # bytes of a piece of memory
-
-SMALL: Final = 1 << 16
-"""Bytes below which an array has memory of its own, as it has above a quarter of a piece."""
+SMALL: Final = 1 << 16  # bytes below which an array has memory of its own, as above NBYTES // 4
 
 REUSES: Final = sys.version_info < (3, 14)
 """Whether references are counted as expected below: later Pythons borrow some."""

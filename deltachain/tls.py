@@ -21,11 +21,9 @@ from deltachain.redact import redacted_path
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
     ca_file: Path | None = None  # SSL_CERT_FILE; None for the public CAs
-    # SSL_CERT_DIR, named by hashes as OpenSSL does; used if there is no file.
-    ca_folder: Path | None = None
+    ca_folder: Path | None = None  # SSL_CERT_DIR, with hashes for names; if there is no file
     client_cert: Path | None = None  # DELTACHAIN_CLIENT_CERT
-    # DELTACHAIN_CLIENT_KEY, if the key is not in the file of the certificate.
-    client_key: Path | None = None
+    client_key: Path | None = None  # DELTACHAIN_CLIENT_KEY, if it is not in the same file
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TlsFiles:

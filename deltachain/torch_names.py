@@ -35,7 +35,6 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
-"""torch dtype by wire dtype."""
 
 WIRE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 

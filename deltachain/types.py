@@ -43,7 +43,6 @@ WIRE_DTYPES: Final[dict[str, int]] = {
     "I64": 8,
     "F64": 8,
 }
-"""Bytes an element, by safetensors dtype name."""
 
 BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("<u1"),
@@ -51,13 +50,9 @@ BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
-"""Unsigned integer dtype, by bytes an element."""
 
-MAX_DIMS: Final = 64
-"""Upper bound of dimensions a tensor, so that computing the product of a shape is cheap."""
-
-MAX_NUMEL: Final = 1 << 48
-"""Upper bound of elements a tensor, so that flat indices and byte counts fit into int64."""
+MAX_DIMS: Final = 64  # so that computing the product of a shape is cheap
+MAX_NUMEL: Final = 1 << 48  # elements: flat indices and byte counts fit into int64
 
 
 @dataclass(frozen=True, slots=True)

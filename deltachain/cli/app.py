@@ -56,7 +56,6 @@ EXTRAS: Final = {
     "uvicorn": "server",
     "prometheus_client": "server",
 }
-"""Extra of deltachain, by package."""
 
 
 _FILE_HINTS: Final = {
@@ -68,7 +67,6 @@ _FILE_HINTS: Final = {
     errno.EISDIR: "name a file, not a folder",
     errno.ENOTDIR: "name a folder, not a file",
 }
-"""Hints for errors of the file system."""
 
 
 _MEANT: Final = {
@@ -199,16 +197,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_WORDS: Final = "deltachain.words"
-"""Name in the context's ``meta`` of the words of the command line, up to ``--``."""
-
-_SECRETS: Final = "deltachain.secrets"
-"""Name in the context's ``meta`` of the parts of all words that are not shown."""
-
+_WORDS: Final = "deltachain.words"  # in the context's meta: words of the command line, up to --
+_SECRETS: Final = "deltachain.secrets"  # in the context's meta: parts of words that are not shown
 _USAGE: Final = typer.BadParameter.__mro__[2]  # the class of errors that typer shows itself
-
-UNCHECKED: Final = {"doctor", "-h", "--help"}
-"""Words with which mistakes in the environment end no command: ``doctor`` tells all of them."""
+UNCHECKED: Final = {"doctor", "-h", "--help"}  # with which mistakes in the environment end nothing
 
 
 @app.callback()
@@ -234,11 +226,9 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent, dashboard),
 }
-"""Commands by panel of ``--help``."""
 
 
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""How a URL begins, also one that was taken for a path."""
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also of one taken for a path
 
 
 def local(command: Callable[..., None]) -> Callable[..., None]:

@@ -25,9 +25,7 @@ from deltachain.errors import DeltaChainError
 
 _BETWEEN: Final = 2  # spaces between two columns of a table
 _FOLDED: Final = 12  # least width of a column that is folded, if its cells are longer
-
-_PIPE_WIDTH: Final = 140
-"""Width of output that is not a terminal, so that no line is truncated in a file."""
+_PIPE_WIDTH: Final = 140  # of output that is not a terminal: no line is truncated in a file
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _PLAIN: Final = {"✓": "ok", "…": "~", "━": "-", **dict.fromkeys(_EIGHTHS[1:] + "█", "#")}

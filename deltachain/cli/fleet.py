@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from deltachain.status import Health, HealthLimits, Status
 
 
+# Others are red.
 STYLES: Final[dict[Health, str]] = {
     "ready": "green",
     "pinned": "cyan",
     "behind": "yellow",
     "not ready": "yellow",
 }
-"""Style of each health; of all others red."""
 
 NARROW: Final = 60  # width below which a replica takes several lines, so that no number is cut off
 WIDE: Final = 110  # width from which on there is room for times and software
@@ -140,7 +140,6 @@ _SHOWN: Final = (
     "age_s",
     "deltachain",
 )
-"""Fields of a status that ``--json`` shows under the same names."""
 
 
 def replica_json(row: ReplicaRow) -> dict[str, Any]:
@@ -190,7 +189,6 @@ ACTIONS: Final = (
     "`update` swaps it in; `rollback` goes to an older version and stays there until `release`; "
     "`pause` and `resume` hold requests and take them again; `scrub` proves what is served."
 )
-"""Help of the actions."""
 
 VERSIONED = (Verb.STAGE, Verb.UPDATE, Verb.ROLLBACK)
 

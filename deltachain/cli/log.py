@@ -32,7 +32,6 @@ COLUMNS: Final = (
 """Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
 
 GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state", "signed by")
-"""Columns that are left out where the terminal is too narrow, in this order."""
 
 READS: Final = 16  # manifests read at a time
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from deltachain.maintain import KeepRule, PrunePlan, Pruner
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-"""Seconds of a unit of time on the command line."""
 
 KeepLast: TypeAlias = Annotated[
     int,

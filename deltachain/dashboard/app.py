@@ -56,9 +56,7 @@ def _is_of_another_site(request: Request) -> bool:
     return request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
-REQUEST_S: Final = 30.0
-"""Seconds from the start of a connection, or the answer before, to the end of the next answer."""
-
+REQUEST_S: Final = 30.0  # from the start of a connection, or the last answer, to the next one
 CONNECTIONS: Final = 256  # limit of open connections
 
 _Http: Any = AutoHTTPProtocol
@@ -128,7 +126,6 @@ FILES: Final = {
     "uPlot.esm.js": "vendor/uplot/uPlot.esm.js",
     "uPlot.min.css": "vendor/uplot/uPlot.min.css",
 }
-"""Files of the page, by path."""
 
 MOMENTS: Final = 240  # moments in a chart of the fleet
 

@@ -79,15 +79,12 @@ class ChainView:
     url: str
     chain: str = ""  # id of the chain; empty before it is found
     model: ChainModel | None = None  # its model; None before it is found
-    # Its versions from 0, up to the newest that was read; None for a version whose manifest is
-    # gone or damaged.
-    rows: tuple[VersionSummary | None, ...] = ()
+    rows: tuple[VersionSummary | None, ...] = ()  # from version 0; None: gone or damaged
     newest: Version | None = None  # newest version found in the store; None before the first
     edges: tuple[EdgeSummary, ...] = ()  # edges of all versions, by version, pruned ones too
     tags: tuple[Tag, ...] = ()
     prunes: PruneRecord | None = None
-    # Time of the last answer of the store, in seconds since 1970; None before.
-    looked_at: float | None = None
+    looked_at: float | None = None  # time of the store's last answer, in seconds since 1970
     revision: int = 0  # grows with every change of anything but looked_at
     trouble: str = ""  # why the last look failed; empty if it did not
     doubt: str = ""  # why the history that was shown before was given up; empty if it never was
@@ -112,15 +109,11 @@ logger = logging.getLogger(__name__)
 
 READS: Final = 16  # manifests read at a time
 PUBLISHED: Final = 512  # versions after which a view shows what was read meanwhile
-
-DETAILS_S: Final = 30.0
-"""Seconds between two listings of edges, tags and prune records, if no version was committed."""
-
+DETAILS_S: Final = 30.0  # between two listings of edges, tags and prunes, without a new version
 LISTED_S: Final = 5.0  # seconds between two such listings while versions are committed
 
 
-CHECKED_S: Final = 5.0
-"""Seconds between two looks at whether the newest version that was read is still in the store."""
+CHECKED_S: Final = 5.0  # between two looks whether the newest version is still in the store
 
 
 class ChainIndex:

@@ -105,12 +105,9 @@ UNKNOWN: Final = Status(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
     engine: str  # its address, or the URL of its record on a board
-    # Time of its last answer or record, in seconds since 1970 on the dashboard's clock; None
-    # before the first.
-    answered_at: float | None = None
+    answered_at: float | None = None  # seconds since 1970 on the dashboard's clock
     trouble: str = ""  # why it did not answer the last time; empty if it did
-    # Its last answer. Texts are cut; numbers out of range count as unknown.
-    status: Status = UNKNOWN
+    status: Status = UNKNOWN  # with texts cut, and without numbers out of range
 
 
 def answered(engine: str, status: Status, now: float) -> ReplicaReport:
@@ -157,8 +154,7 @@ def _number(value: int | None) -> Version | None:
 
 _T = TypeVar("_T")
 
-MOMENTS: Final = 2048
-"""Moments that are kept: when there are more, every second one of all is forgotten."""
+MOMENTS: Final = 2048  # above that, every second moment is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +235,6 @@ KINDS: Final[dict[Health, AlertKind]] = {
     "cut off": AlertKind.CUT_OFF,
     "stale": AlertKind.BEHIND,
 }
-"""Alerts by the health that they tell."""
 
 MAX_LAG: Final = 8  # largest lag without an alert, in versions, by default
 
@@ -342,8 +337,7 @@ class Overview:
     time: float
     view: ChainView
     reports: tuple[ReplicaReport, ...]
-    # The newest version that the store or a replica has shown; None for none.
-    newest: int | None
+    newest: int | None  # that the store or a replica has shown
     alerts: tuple[Alert, ...]  # what is wrong, most urgent first
     phases: int  # revision of the phase times of replicas
 

@@ -33,8 +33,7 @@ from deltachain.subscribe.history import require
 from deltachain.threads import Pool
 from deltachain.tokens import Tokens
 
-DEADLINE_S: Final = 8.0
-"""Time limit of one request to the store, in seconds: a diagnosis does not wait for a store."""
+DEADLINE_S: Final = 8.0  # of a request to the store: a diagnosis does not wait
 
 PRESENCE: Final = "presence"
 STORE: Final = "store"
@@ -44,10 +43,7 @@ CLOCK: Final = "clock"
 LOOKS: Final = 5  # requests of which the median latency is told
 RACERS: Final = 8  # concurrent conditional writes of one key
 SLOW_S: Final = 2.0  # latency beyond which a request is told to be slow, in seconds
-
-SKEW_S: Final = 60.0
-"""Difference of clocks that is a fault, in seconds: ages of heartbeats and times of prunes are
-compared across machines."""
+SKEW_S: Final = 60.0  # a fault: ages of heartbeats and times of prunes are compared across machines
 
 _READS: Final = "enough to follow; a publisher needs credentials that may write here"
 

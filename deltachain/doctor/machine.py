@@ -30,11 +30,9 @@ ENVIRONMENT: Final = "environment"
 FILES: Final = "files"
 TRANSPORT: Final = "transport"
 
-NEEDED: Final = {Role.PUBLISHER: ("torch",), Role.FOLLOWER: ()}
-"""Extras that a role needs whatever its URL; the store names its own."""
+NEEDED: Final = {Role.PUBLISHER: ("torch",), Role.FOLLOWER: ()}  # extras, whatever the URL
 
 ENGINES: Final = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
-"""Group of entry points for plugins, by package of an engine."""
 
 _REQUIREMENT: Final = re.compile(
     r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?>=(?P<floor>[0-9.]+)"

@@ -47,14 +47,10 @@ class PresenceRecord(Answer, frozen=True, kw_only=True):
     """The presence of one replica; nobody signs it, and a reader believes it no more than that."""
 
     presence: Literal[1] = 1  # number of this format
-    # When it was written, in seconds since 1970, on the replica's clock. Its age is taken from the
-    # store's clock instead.
-    time: float
+    time: float  # seconds since 1970, on the replica's clock; its age is by the store's
     status: Status  # the status of the replica, as its status route would answer
-    # Versions, by name of the software.
     software: dict[str, str] = msgspec.field(default_factory=dict)
-    # Why the replica has ended; empty if it ended as it was told to, and null if it lives.
-    ended: str | None = None
+    ended: str | None = None  # why; empty if it ended as it was told to, and null if it lives
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,10 +87,7 @@ def _limits(given: Mapping[str, Any]) -> HealthLimits:
 
 
 LEAST_S: Final = 10.0  # least seconds between two writes
-
-POLLS: Final = 6
-"""Poll intervals of the store between two writes: a sixth of the requests of a reader's polls."""
-
+POLLS: Final = 6  # of the store, between two writes: a sixth of a reader's requests
 CLOSE_S: Final = 5.0  # seconds for which the end of a replica waits for its last write
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ from deltachain.redact import redacted_url
 
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^?#]*)", re.DOTALL)
 
-_WHOLE: Final = {"hf": 3}
-"""Segments after which rights are not divided: those of a Hub bucket hold for all of it."""
+_WHOLE: Final = {"hf": 3}  # rights to a Hub bucket hold for all of it
 
 
 def check_apart(url: str, chain: str) -> None:

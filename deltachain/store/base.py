@@ -75,11 +75,8 @@ def _errors_named(store: Any, key: object) -> Iterator[None]:  # noqa: ANN401
 MAX_KEY_LENGTH: Final = 512
 """Longest key, in characters: leaves room for a bucket prefix within the 1,024 bytes of S3."""
 
-MAX_SEGMENT_LENGTH: Final = 255
-"""Longest segment between two slashes, in characters: the limit of file systems for one name."""
-
-MAX_DOCUMENT: Final = 64 << 20
-"""Largest object of unknown size that is read, in bytes: fits a table of half a million tensors."""
+MAX_SEGMENT_LENGTH: Final = 255  # of file systems for one name, in characters
+MAX_DOCUMENT: Final = 64 << 20  # bytes: fits a table of half a million tensors
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -369,8 +366,7 @@ def too_short(key: str, url: str, *, nbytes: int, end: int) -> errors.MalformedE
     )
 
 
-Choose: TypeAlias = Callable[[int], tuple[int, int]]
-"""Function from an object's size to the first byte and the length to read; raises to refuse."""
+Choose: TypeAlias = Callable[[int], tuple[int, int]]  # from size to start and length
 
 
 class SimpleStore(Store):

@@ -14,14 +14,9 @@ from deltachain.errors import StoreUnavailableError
 from deltachain.retry import Backoff, Deadline
 from deltachain.threads import started
 
-FIRST_S: Final = 20.0
-"""Seconds after which a call ends if no request of its client has ever been answered."""
-
-REPORT_S: Final = 5.0
-"""Seconds of retries after which a store is reported to be waited for, the first time."""
-
-_LEAST_S: Final = 0.5
-"""Least time for a request, in seconds: the last request of a call begins at its deadline."""
+FIRST_S: Final = 20.0  # of a call, if no request of its client has ever been answered
+REPORT_S: Final = 5.0  # of retries, after which a store is first reported to be waited for
+_LEAST_S: Final = 0.5  # of a request: the last one of a call begins at its deadline
 
 _T = TypeVar("_T")
 

@@ -203,12 +203,8 @@ _CAPABILITIES: Final = base.Capabilities(
     conditional_put=True, list_consistent=True, cheap_ranges=True
 )
 
-_SWEPT: Final = 256
-"""Folders written to last that are not swept again: every version has one of its own."""
-
-_MAX_PRUNE_RACES: Final = 32
-"""Attempts of one write whose folder other processes remove; each failure needs a delete."""
-
+_SWEPT: Final = 256  # folders written to last, not swept again: every version has its own
+_MAX_PRUNE_RACES: Final = 32  # attempts of a write whose folder others remove; each needs a delete
 _PIECE: Final = 1 << 25  # bytes of a large object that a thread reads at a time
 
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})

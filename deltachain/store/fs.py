@@ -90,8 +90,8 @@ PROMISES: Final[Mapping[str, Promises]] = {
     "ssh": _SFTP,
     "tos": Promises(writes="put", package="tosfs"),
 }
-"""Known guarantees, by protocol."""
 
+# Protocols that show another file system, as a cache or one file does.
 WRAPPERS: Final = frozenset(
     {
         "async_wrapper",
@@ -110,7 +110,6 @@ WRAPPERS: Final = frozenset(
         "zip",
     }
 )
-"""Protocols that wrap another file system, through a cache or as one file."""
 
 
 def promises_of(protocol: str | Sequence[str]) -> Promises:
@@ -198,9 +197,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _PIECE: Final = 16 << 20  # size of one ranged read of a large object, in bytes
-
-_TOGETHER: Final = 8
-"""Concurrent ranged reads; their bytes are copied into the result before the next ones begin."""
+_TOGETHER: Final = 8  # concurrent ranged reads; their bytes are copied before the next
 
 _NO_OBJECT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _IN_THE_WAY: Final = (FileExistsError, NotADirectoryError, IsADirectoryError)

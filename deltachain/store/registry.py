@@ -19,8 +19,7 @@ from typing import Any, Final, Protocol, cast
 from deltachain.errors import ConfigError
 from deltachain.store.base import Store
 
-GROUP: Final = "deltachain.stores"
-"""Entry point group of stores: the name is a scheme, the object an :class:`Opener`."""
+GROUP: Final = "deltachain.stores"  # group of entry points: scheme, and Opener
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]+")
 
@@ -47,7 +46,6 @@ _BUILT_IN: Final[Mapping[str, tuple[str, str]]] = {
     "memory": ("memory", "open_memory"),
     "s3": ("s3.store", "open_s3"),
 }
-"""Module and name of each built-in opener, imported on first use."""
 
 _FSSPEC: Final = ("fs", "open_fsspec")
 

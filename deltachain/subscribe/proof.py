@@ -19,8 +19,7 @@ class Cause(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Effect:
     change: StateDigest = field(default_factory=StateDigest)  # change of the state digest
-    # State digest of the bits written by a plan from nothing; zero for other plans.
-    written: StateDigest = field(default_factory=StateDigest)
+    written: StateDigest = field(default_factory=StateDigest)  # of a plan from nothing, or zero
     nnz: int = 0
 
     def __add__(self, other: Effect) -> Effect:

@@ -18,15 +18,12 @@ NEEDS_A_PERSON: Final = (
     errors.TensorMismatchError,
     errors.UnsupportedFormatError,
 )
-"""Errors that need an operator; they end the loop."""
 
 _T = TypeVar("_T")
 
-Round: TypeAlias = Generator[_T, None, bool]
-"""Results of one round; returns whether the next one is due at once."""
+Round: TypeAlias = Generator[_T, None, bool]  # returns whether the next is due
 
-Looked: TypeAlias = Callable[[errors.DeltaChainError | None], None]
-"""Called after a round with the error to be retried, or ``None``."""
+Looked: TypeAlias = Callable[[errors.DeltaChainError | None], None]  # after a round
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,6 @@ from deltachain.types import StateDigest, Version
 from deltachain.version import __version__
 
 NOTHING_HELD = "it holds no version of the chain"
-"""Why something that follows a chain is not ready before its first version."""
 
 
 def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN401 - its fields
@@ -192,8 +191,7 @@ class Undo(NamedTuple):
     prepared: Prepared
 
 
-KEPT: Final = 64
-"""Number of versions whose time of commit is remembered; a rollback may hold one of them again."""
+KEPT: Final = 64  # versions whose time of commit is remembered: a rollback may hold one again
 
 
 class Times:

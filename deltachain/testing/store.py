@@ -123,7 +123,6 @@ BAD_KEYS = (
     "x" * (MAX_SEGMENT_LENGTH + 1),
     "/".join("x" * 100 for _ in range(6)),
 )
-"""Invalid keys, which every store must refuse."""
 
 GOOD_KEYS = (
     "a",
@@ -137,7 +136,6 @@ GOOD_KEYS = (
     "x" * MAX_SEGMENT_LENGTH,
     "/".join(["y" * 127] * 4) + "z",
 )
-"""Valid keys; the last has the maximum length."""
 
 
 class StoreContract(RaceContract):

@@ -164,9 +164,7 @@ def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
 @dataclass(slots=True)
 class Weights:
     specs: Mapping[str, TensorSpec]
-    # Flat bits by tensor name, updated in place.
     bits: dict[str, Bits] = field(default_factory=dict)
-    # Contributions to the state digest, by tensor name.
     digests: dict[str, StateDigest] = field(default_factory=dict)
 
     @property
@@ -241,9 +239,7 @@ class EdgeProof:
     parts: int  # number of its parts
     frames: int  # number of frames in them, each with a digest of its own
     nnz: int
-    # Whether it leads to the state of its version. An edge from before the first verified version,
-    # or from an expired one, can only be read.
-    proven: bool
+    proven: bool  # whether it leads to its state; one from an unverified version is only read
     refetched: tuple[str, ...]  # keys of objects that were corrupt on the first read
     expired: str = ""  # key of a missing part that a later anchor makes unnecessary; empty for none
     pruned: bool = False  # whether it expired because a prune record names the edge
@@ -263,8 +259,7 @@ class VersionProof:
     edges: tuple[EdgeProof, ...]
     rebuilt: bool = True
     signatures: tuple[str, ...] = ()  # ids of the keys in the manifest's signatures
-    # Those that are trusted, and whose signature is true; empty without trusted keys.
-    signed_by: tuple[str, ...] = ()
+    signed_by: tuple[str, ...] = ()  # those that are trusted, with true signatures
 
 
 def verify(

@@ -25,9 +25,7 @@ from deltachain.store.calls import Calls, RetryError, within
 
 _TRY_S: Final = 20.0  # seconds without a byte after which one attempt ends
 _REDIRECTS: Final = 4  # largest number of requests in a chain of redirects, the first one included
-
-PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
-"""Pauses between attempts: the Hub counts attempts, so none follows immediately."""
+PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)  # the Hub counts attempts: none follows at once
 
 _SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
 """Match in a RateLimit header: no requests left, and seconds until the reset."""
@@ -41,8 +39,7 @@ IN_BETWEEN: Final = (
     "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
     "HF_ENDPOINT, or the option endpoint"
 )
-_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})
-"""Errors of a request that reached no server, of httpx and of its successor."""
+_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})  # of httpx and its successor
 
 _ENDPOINT: Final = (
     "check host and port of the endpoint, the network, its proxy, and whether the server runs; it "
@@ -124,8 +121,7 @@ class BucketLocation:
     endpoint: str
     bucket: str  # namespace and name of the bucket
     url: str  # URL of the store, for messages
-    # Access token; None for the default of huggingface_hub.
-    token: str | None = field(repr=False)
+    token: str | None = field(repr=False)  # None: huggingface_hub's own
     named_by: str = ""  # where the endpoint was given, for messages; empty for the Hub's own
 
     @property

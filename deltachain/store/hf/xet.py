@@ -30,15 +30,9 @@ EMPTY: Final = "0" * 64  # hash of the empty content, which is never requested f
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
-_BLOCK: Final = 8 << 20
-"""Bytes passed to ``hf_xet`` at once: it handles single buffers of many gigabytes poorly."""
-
-_SPARE_S: Final = 60.0
-"""Seconds before expiry from which a token is not used for new work; ``hf_xet`` also refuses a
-token about to expire."""
-
-_ERRORS: Final = (OSError, RuntimeError, ValueError)
-"""All errors of ``hf_xet``: its own classes derive from PermissionError and FileNotFoundError."""
+_BLOCK: Final = 8 << 20  # given to hf_xet at once: it handles larger buffers poorly
+_SPARE_S: Final = 60.0  # before expiry, from which on a token is not used; hf_xet does the same
+_ERRORS: Final = (OSError, RuntimeError, ValueError)  # hf_xet's derive from two OSErrors
 
 _sessions: dict[tuple[int, float], Any] = {}
 _sessions_lock = threading.Lock()

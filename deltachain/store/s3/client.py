@@ -30,7 +30,6 @@ _CONNECT_S: Final = 5.0
 _READ_S: Final = 30.0
 
 _CREDENTIAL_FILES: Final = ("credentials_file", "config_file")
-"""Settings of botocore that name the files with credentials."""
 
 _CHECKSUMS: Final = ("request_checksum_calculation", "response_checksum_validation")
 

@@ -24,14 +24,9 @@ from deltachain.store.s3.client import Client, make_client, options_of
 from deltachain.threads import Pool
 from deltachain.types import Buffer
 
-PART_NBYTES: Final = 16 << 20
-"""Size of one part, and of the largest object put by one request, in bytes."""
-
-RANGE_NBYTES: Final = 8 << 20
-"""Size of one range, in bytes: a few of them saturate a link, and a cut costs little."""
-
-_THREADS: Final = 16
-"""Concurrent requests of one store, in addition to those of its callers' threads."""
+PART_NBYTES: Final = 16 << 20  # of a part, and of the largest object put by one request
+RANGE_NBYTES: Final = 8 << 20  # of a range: a few saturate a link, and a cut costs little
+_THREADS: Final = 16  # concurrent requests, in addition to those of its callers' threads
 
 _TRANSFER: Final = TransferConfig(
     multipart_threshold=PART_NBYTES, multipart_chunksize=PART_NBYTES, max_concurrency=8

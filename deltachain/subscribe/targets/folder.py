@@ -47,8 +47,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 FOLDER: Final = ".deltachain-journal"
 SEAL: Final = "seal.json"
-PART_NBYTES: Final = 256 << 20
-"""Bytes of patches in one part, which bounds the memory used to write the journal."""
+PART_NBYTES: Final = 256 << 20  # bounds the memory used to write the journal
 
 
 class Seal(Document, frozen=True, kw_only=True):
@@ -127,8 +126,7 @@ def _absolute(patch: Patch) -> TensorDelta:
     return TensorDelta(spec=patch.spec, indices=indices, values=new, absolute=ABSOLUTE)
 
 
-Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]
-"""Inode, size in bytes and time of change in nanoseconds, by file."""
+Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]  # inode, bytes, ns
 
 
 def stamps_of(files: Iterable[Path]) -> Stamps:

@@ -34,8 +34,7 @@ _DAMAGED: Final = (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches(Prepared):
     patches: tuple[Patch, ...]
-    # Tensors beyond the budget, decoded again from fetched while they are written.
-    deferred: tuple[str, ...]
+    deferred: tuple[str, ...]  # tensors beyond the budget, decoded again while they are written
     fetched: Fetched | None
     nnz: int
     base_too: bool  # whether the overwritten bits are proven as well

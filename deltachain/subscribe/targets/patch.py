@@ -24,8 +24,7 @@ from deltachain.kernels.reference import WindowPlace
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 
-HOST_BLOCK: Final = 1 << 17
-"""Elements of a block on the host: twice as many took four times as long."""
+HOST_BLOCK: Final = 1 << 17  # elements; twice as many took four times as long
 
 DEVICE_BLOCK: Final = 1 << 23
 """Elements of a block on a device: enough for its memory bandwidth, at most 128 MiB of copies."""
@@ -180,8 +179,7 @@ def sum_states(states: Iterable[StateDigest | None]) -> StateDigest | None:
     return total
 
 
-PEEK: Final = 4096
-"""Number of elements to compare first in the search for two that differ; nearly always enough."""
+PEEK: Final = 4096  # elements that are first searched for two that differ; nearly always enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -190,14 +188,11 @@ class Patch:
     # (nnz,) int64 positions in the live storage, in any order, which for a whole tensor are its
     # flat indices; None if every element of the view is written.
     indices: LiveBits | None
-    # Bits before, to undo the write; None if they are not kept, or with exchange.
-    old: LiveBits | None
+    old: LiveBits | None  # bits before; None if they are not kept, or with exchange
     new: LiveBits  # bits after; with exchange, the bits before once the patch is written
     change: StateDigest  # change of the state digest; zero if that of the old bits was not computed
-    # State digest of the new bits if every element is written; zero otherwise.
-    written: StateDigest = field(default_factory=StateDigest)
-    # Exchange of the new bits with the old ones, which needs no copy of these.
-    exchange: Exchange | None = None
+    written: StateDigest = field(default_factory=StateDigest)  # of the new bits if they are all
+    exchange: Exchange | None = None  # of new bits with old ones, which needs no copy of these
     back: bool = False  # whether the patch takes the exchange back
 
     @property
