@@ -11,8 +11,7 @@ import typer
 from deltachain.cli import console as c
 from deltachain.cli import options
 from deltachain.cli.follow import held, show_version
-from deltachain.cli.serving import shown_follower
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, shown_follower, stopping
 
 
 def agent(  # noqa: PLR0913 - one argument an option

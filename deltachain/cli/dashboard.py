@@ -14,7 +14,7 @@ import typer
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.options import BoardUrls, KeyFile, Poll, TokenFile, Url, secret
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, stopping
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:

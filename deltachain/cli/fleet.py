@@ -24,7 +24,7 @@ from rich.text import Text
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, BoardUrls, KeyFile, TokenFile, secret
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, stopping
 from deltachain.errors import ConfigError, ControlPlaneError
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli import options
-from deltachain.cli.serving import shown_follower
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, shown_follower, stopping
 
 if TYPE_CHECKING:
     from deltachain.errors import DeltaChainError

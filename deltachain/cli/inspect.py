@@ -12,7 +12,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.keygen import signed, signers
-from deltachain.cli.options import AsJson, At, AtStep, TagName, choice_of
+from deltachain.cli.options import AsJson, At, AtStep, TagName, choice_of, opened
 from deltachain.errors import BrokenChainError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -71,11 +71,9 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
-    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import choose
-    from deltachain.store import open_store
 
-    chain = Chain.open(open_store(url))
+    chain = opened(url)
     if tensor_table:
         return _table(chain)
     committed = choose(chain, choice)

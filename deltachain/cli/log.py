@@ -13,7 +13,7 @@ from rich.text import Text
 
 from deltachain.cli import console as c
 from deltachain.cli.keygen import SHOWN_DIGITS, signed, signers
-from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
+from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of, opened
 from deltachain.errors import BrokenChainError, ChainError, FormatError, ObjectNotFoundError
 
 COLUMNS: Final = (
@@ -68,13 +68,11 @@ def log(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain log /mnt/policy --at 2026-11-23T09:00`
     """
-    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import VersionChoice, choose
-    from deltachain.store import open_store
     from deltachain.verify import edge_records
 
     choice = choice_of(version, step=step, tag=tag, at=at)
-    chain = Chain.open(open_store(url))
+    chain = opened(url)
     head = choose(chain, VersionChoice())
     last = head.version if choice == VersionChoice() else choose(chain, choice).version
     first = max(0, last - limit + 1)

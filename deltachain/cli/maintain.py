@@ -10,8 +10,8 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli import prune as pruning
-from deltachain.cli.options import AsJsonLines, Base, Once, Url
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.options import AsJsonLines, Base, Once, Url, opened
+from deltachain.cli.serving import end, stopping
 from deltachain.errors import DeltaChainError, ObjectNotFoundError, no_version
 
 if TYPE_CHECKING:
@@ -50,17 +50,17 @@ def maintain(  # noqa: PLR0913 - one argument an option
     stop, pause, grace_s = Event(), pruning.seconds(every), pruning.seconds(grace)
     maintainer: Maintainer | None = None
 
-    def opened() -> Maintainer:
+    def begun() -> Maintainer:
         from deltachain.maintain import Maintainer
 
-        chain = pruning.open_for_writing(url)
+        chain = opened(url, writing=True)
         pruner = pruning.pruner_of(chain, rule, grace_s) if delete else None
         return Maintainer(chain, pruner, base=base)
 
     with stopping(stop) as by:
         while not stop.is_set():
             try:
-                maintainer = maintainer or opened()
+                maintainer = maintainer or begun()
                 found = maintainer.round()
                 if found is not None:
                     _tell(found, as_json=as_json, once=once)

@@ -1,5 +1,7 @@
 """Command-line options shared by several commands."""
 
+# ruff: noqa: PLC0415 - dependencies are imported when a command runs
+
 from __future__ import annotations
 
 import math
@@ -15,6 +17,7 @@ from deltachain import environment
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import VersionChoice
 
 
@@ -124,10 +127,18 @@ At: TypeAlias = Annotated[
 ]
 
 
+def opened(url: str, *, writing: bool = False) -> Chain:
+    from deltachain.chain.chain import Chain
+    from deltachain.chain.trust import Trust
+    from deltachain.store import open_store
+
+    return Chain.open(open_store(url, writer=writing), Trust.of_writer() if writing else None)
+
+
 def choice_of(
     version: int | None = None, *, step: int | None = None, tag: str = "", at: str = ""
 ) -> VersionChoice:
-    from deltachain.chain.tags import VersionChoice  # noqa: PLC0415 - when a command runs
+    from deltachain.chain.tags import VersionChoice
 
     return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)
 

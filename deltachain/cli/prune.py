@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Base, Url
+from deltachain.cli.options import AsJson, Base, Url, opened
 from deltachain.errors import ChainError, ConfigError, no_version
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def prune(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain prune /mnt/policy --keep-last 200 --keep-every 1000 --dry-run`
     """
-    chain = open_for_writing(url)
+    chain = opened(url, writing=True)
     rule = rule_of(keep_last, keep_within, keep_every, tags=keep_tags)
     pruner = pruner_of(chain, rule, seconds(grace))
     plan = pruner.plan(dry=True) if dry_run else pruner.run()
@@ -102,7 +102,7 @@ def anchor(
     from deltachain.maintain import Maintainer
     from deltachain.maintain.added_edges import add_anchor
 
-    chain = open_for_writing(url)
+    chain = opened(url, writing=True)
     head = chain.head()
     if head is None:
         raise no_version(url)
@@ -125,14 +125,6 @@ def seconds(text: str) -> float:
     if span is None:
         raise ConfigError(f"{text!r} is not a span of time", hint="write 90s, 30m, 12h, 7d or 2w")
     return float(span[1]) * UNITS[span[2] or "s"]
-
-
-def open_for_writing(url: str) -> Chain:
-    from deltachain.chain.chain import Chain
-    from deltachain.chain.trust import Trust
-    from deltachain.store import open_store
-
-    return Chain.open(open_store(url, writer=True), Trust.of_writer())
 
 
 def rule_of(last: int, within: str | None, every: int | None, *, tags: bool = True) -> KeepRule:

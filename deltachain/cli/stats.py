@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Url
+from deltachain.cli.options import AsJson, Url, opened
 from deltachain.cli.prune import KeepEvery, KeepLast, KeepWithin, pruned, rule_of
 from deltachain.errors import BrokenChainError, no_version
 
@@ -28,11 +28,9 @@ def stats(
 
     Example: `deltachain stats s3://bucket/run-1`
     """
-    from deltachain.chain.chain import Chain
     from deltachain.maintain.survey import Survey, reader_plans, totals
-    from deltachain.store import open_store
 
-    chain = Chain.open(open_store(url))
+    chain = opened(url)
     head = chain.head()
     if head is None:
         raise no_version(url)

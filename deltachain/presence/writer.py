@@ -25,8 +25,7 @@ from deltachain.format.keys import object_digest
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.status import HealthLimits, Status, judged, lag
-from deltachain.store import Capabilities, open_store
-from deltachain.store.apart import check_apart
+from deltachain.store import Capabilities, check_apart, open_store
 from deltachain.subscribe.subscriber import NOTHING_HELD, known_status
 from deltachain.threads import Closeable, started
 from deltachain.version import __version__

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from deltachain.environment import is_strict, read, read_secret
-from deltachain.store import Location
-from deltachain.store.apart import check_apart
+from deltachain.store import Location, check_apart
 from deltachain.subscribe.config import SubscribeConfig
 
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from threading import Event, Lock, RLock
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
+from deltachain.figures import Figure, figures, info, phases
 from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.redact import redacted_url
 from deltachain.status import HealthLimits, Status, judged, lag
@@ -31,14 +36,86 @@ from deltachain.subscribe.history import (
     identify,
     require,
 )
-from deltachain.subscribe.receipt import ApplyReceipt, Staged, overtaken
+from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
 from deltachain.subscribe.rounds import NEEDS_A_PERSON, Looked, Round, repeat
-from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
+from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
+from deltachain.subscribe.targets.folder import FolderTarget
 from deltachain.subscribe.targets.local import decodes_once
 from deltachain.threads import Closeable
 from deltachain.types import StateDigest, Version
 from deltachain.version import __version__
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]"
+
+
+def as_target(thing: TargetLike) -> Target:
+    if isinstance(thing, str | os.PathLike):
+        return FolderTarget(Path(thing).expanduser())
+    torch = sys.modules.get("torch")  # if there is a module, torch is imported already
+    if isinstance(thing, Mapping) or (torch is not None and isinstance(thing, torch.nn.Module)):
+        from deltachain.subscribe.targets.tensors import TensorTarget  # noqa: PLC0415
+
+        return TensorTarget(thing)
+    if not hasattr(thing, "bind"):
+        raise errors.ConfigError(
+            f"a {type(thing).__name__} is no target",
+            hint="give a torch module, a dict of tensors by name, or the path of a folder",
+        )
+    return cast("Target", thing)
+
+
+def bind(target: Target, chain: Chain) -> None:
+    """Bind a target to a chain's tensors; warn if a module has another configuration."""
+    if isinstance(target, FolderTarget):
+        target.assets = asset_paths(chain.identity)
+    target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(module := getattr(target, "source", None), torch.nn.Module):
+        from deltachain.subscribe.targets.tensors import say_other_config  # noqa: PLC0415
+
+        say_other_config(module, chain)
+
+
+def subscriber_figures(
+    subscriber: Subscriber,
+    tally: Tally,
+    *,
+    engine: str,
+    newest: Version | None = None,
+    follows: bool = True,
+) -> Iterator[Figure]:
+    chain, held, last = subscriber.opened, subscriber.held, subscriber.last
+    times, version = subscriber.times, held.version if held else None
+    head = newest if newest is not None else chain.latest if chain else None
+    yield info(engine=engine, chain=chain.identity.chain if chain else None)
+    yield from figures(
+        {
+            "version": version,
+            "head_version": head,
+            "lag_versions": lag(head, version),
+            "pinned": subscriber.pinned,
+            "poisoned": subscriber.poisoned,
+            "last_look_timestamp_seconds": times.looked_at,
+            "last_apply_timestamp_seconds": times.applied_at,
+            "commit_timestamp_seconds": times.commit_of(held.manifest) if held else None,
+            "silence_seconds": times.silence_s if follows else None,
+            "applies": tally.applies,
+            "failures": tally.failures,
+            "fetched_bytes": tally.nbytes,
+            "written_elements": tally.nnz,
+            "fetch_seconds": tally.fetch_s,
+            "stage_seconds": tally.stage_s,
+            "swap_seconds": tally.swap_s,
+            "pause_seconds": tally.pause_s,
+            "store_requests": chain.store.requests if chain else 0,
+        }
+    )
+    yield from phases(last.phases if last else {})
+
 
 NOTHING_HELD = "it holds no version of the chain"
 

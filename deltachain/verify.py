@@ -1,4 +1,9 @@
-"""Verification of a chain, version by version."""
+"""Verification of a chain in its store: every document, object and state.
+
+No statement of the chain is trusted. The weights are rebuilt from nothing and carried from version
+to version; each edge (delta, anchor, skip) must lead from the state of its base to the state of its
+version.
+"""
 
 from __future__ import annotations
 
