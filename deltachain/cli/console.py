@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from rich.cells import cell_len
@@ -67,6 +67,11 @@ def write_json(document: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def show(report: dict[str, Any], draw: Callable[[dict[str, Any]], None], *, as_json: bool) -> None:
+    """Print the result of a command, as JSON or drawn."""
+    (write_json if as_json else draw)(report)
+
+
 def fields(thing: object, *names: str) -> dict[str, Any]:
     return {name: getattr(thing, name) for name in names}
 
@@ -96,10 +101,7 @@ def error_row(error: DeltaChainError) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error.args[0]) if error.args else "",
-        "hint": error.hint,
-        "page": error.page,
-        "exit_code": error.exit_code,
-        "retryable": error.retryable,
+        **fields(error, "hint", "page", "exit_code", "retryable"),
     }
 
 

@@ -12,7 +12,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.keygen import signed, signers
-from deltachain.cli.options import AsJson, At, AtStep, TagName, choice_of, opened
+from deltachain.cli.options import AsJson, At, AtStep, AtVersion, TagName, choice_of, opened
 from deltachain.errors import BrokenChainError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
         str, typer.Argument(metavar="FILE|URL", help="An object's file, or the URL of a chain.")
     ],
     *,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: AtVersion = None,
     step: AtStep = None,
     tag: TagName = "",
     at: At = "",
@@ -55,10 +53,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
     else:
         choice = choice_of(version, step=step, tag=tag, at=at)
         report = _chain(place, choice, anchor=anchor, tensor_table=tensor_table)
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report, None if everything else SHOWN)
+    c.show(report, lambda found: _show(found, None if everything else SHOWN), as_json=as_json)
 
 
 def _file(path: Path) -> dict[str, Any]:

@@ -91,10 +91,7 @@ def log(  # noqa: PLR0913 - one argument an option
         ],
         "missing": missing,
     }
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report, head)
+    c.show(report, lambda found: _show(found, head), as_json=as_json)
     if missing:
         raise _gone(missing)
 

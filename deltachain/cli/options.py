@@ -110,6 +110,9 @@ MetricsAddress: TypeAlias = Annotated[
         "machine alone.",
     ),
 ]
+AtVersion: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
+]
 AtStep: TypeAlias = Annotated[
     int | None, typer.Option(metavar="S", help="The newest version of this step of the trainer.")
 ]

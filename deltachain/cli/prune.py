@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Base, Url, opened
+from deltachain.cli.options import AsJson, AtVersion, Base, Url, opened
 from deltachain.errors import ChainError, ConfigError, no_version
 
 if TYPE_CHECKING:
@@ -87,9 +87,7 @@ def prune(  # noqa: PLR0913 - one argument an option
 def anchor(
     url: Url,
     *,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: AtVersion = None,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:

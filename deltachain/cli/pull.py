@@ -3,10 +3,6 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from deltachain.cli import console as c
 from deltachain.cli import options
 from deltachain.cli.follow import receipt_row
@@ -16,9 +12,7 @@ def pull(  # noqa: PLR0913 - one argument an option
     url: options.Url,
     *,
     out: options.Out,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: options.AtVersion = None,
     step: options.AtStep = None,
     tag: options.TagName = "",
     at: options.At = "",

@@ -57,10 +57,7 @@ def revert(  # noqa: PLR0913 - one argument an option
         goal = choose(chain, choice)
         done = go_back(chain, goal, encoding=encoding, base=base, dry_run=dry_run)
     report = _report(chain, done, time.perf_counter() - start)
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report)
+    c.show(report, _show, as_json=as_json)
 
 
 def _report(chain: Chain, done: Reverted, seconds: float) -> dict[str, Any]:

@@ -46,10 +46,7 @@ def stats(
         "readers": [_reader(one) for one in reader_plans(chain, head)],
         "prune": _dry_prune(survey, keep_last, keep_within, keep_every),
     }
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report)
+    c.show(report, _show, as_json=as_json)
 
 
 def _reader(one: ReaderPlan) -> dict[str, Any]:

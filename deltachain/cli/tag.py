@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, At, AtStep, Url, choice_of, opened
+from deltachain.cli.options import AsJson, At, AtStep, AtVersion, Url, choice_of, opened
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ def tag(  # noqa: PLR0913 - one argument an option
         str, typer.Argument(metavar="NAME", help="The tag to set or delete. Default: list all.")
     ] = "",
     *,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: AtVersion = None,
     step: AtStep = None,
     at: At = "",
     delete: Annotated[bool, typer.Option("--delete", help="Remove the tag.")] = False,

@@ -13,12 +13,7 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from deltachain.errors import (
-    ControlPlaneError,
-    DeltaChainError,
-    MalformedError,
-    ObjectNotFoundError,
-)
+from deltachain import errors
 from deltachain.format.documents import check_values, decode
 from deltachain.status import Answer, Status
 from deltachain.store import ObjectInfo, Store, open_store
@@ -77,16 +72,16 @@ def parse_record(data: bytes, key: str) -> PresenceRecord:
     try:
         record = decode(data, PresenceRecord)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise MalformedError(f"no presence record: {str(exc)[:200]}", key=key) from exc
+        raise errors.MalformedError(f"no presence record: {str(exc)[:200]}", key=key) from exc
     status = record.status
     for name in _NUMBERS:
         number = getattr(status, name)
         if number is not None and not 0 <= number <= _MOST:
-            raise MalformedError(f"no presence record: {name} is out of range", key=key)
+            raise errors.MalformedError(f"no presence record: {name} is out of range", key=key)
     for name in _TIMES:
         seconds = getattr(status, name)
         if seconds is not None and not (isfinite(seconds) and 0 <= seconds <= _MOST):
-            raise MalformedError(f"no presence record: {name} is out of range", key=key)
+            raise errors.MalformedError(f"no presence record: {name} is out of range", key=key)
     texts = {name: getattr(status, name) for name in (*_TEXTS, "deltachain")}
     cut = {name: text[:TEXT] for name, text in texts.items() if text and len(text) > TEXT}
     ended = record.ended[:TEXT] if record.ended else record.ended
@@ -99,7 +94,9 @@ LISTED: Final = 10 * MOST  # number of objects that are listed
 
 READERS: Final = 16
 
-Presence: TypeAlias = PresenceFound | DeltaChainError  # what a record says, or why it says nothing
+Presence: TypeAlias = (
+    PresenceFound | errors.DeltaChainError
+)  # what a record says, or why it says nothing
 
 
 class PresenceBoard(Closeable):
@@ -112,7 +109,7 @@ class PresenceBoard(Closeable):
     def __init__(self, url: str) -> None:
         self._store = open_store(url)
         self.url = self._store.url
-        self._known: dict[ObjectInfo, PresenceRecord | DeltaChainError] = {}
+        self._known: dict[ObjectInfo, PresenceRecord | errors.DeltaChainError] = {}
         self._looked_at = -math.inf
         self._answers: Mapping[str, Presence] = {}
 
@@ -136,7 +133,7 @@ class PresenceBoard(Closeable):
         listed = list(islice(self._store.list(), LISTED))
         infos = [info for info in listed if "/" not in info.key and info.key.endswith(".json")]
         if not infos:
-            raise ControlPlaneError(
+            raise errors.ControlPlaneError(
                 f"{self.url} has no presence of a replica",
                 hint="set DELTACHAIN_PRESENCE_URL to this URL where replicas start",
             )
@@ -144,13 +141,13 @@ class PresenceBoard(Closeable):
         now = _clock(self._store, listed)
         answers: dict[str, Presence] = {}
         if len(infos) > MOST or len(listed) == LISTED:
-            answers[self.url] = ControlPlaneError(
+            answers[self.url] = errors.ControlPlaneError(
                 f"{self.url} has more than {MOST} records, of which others are not read",
                 hint="remove those of replicas that are gone: a rule of the bucket can do so",
             )
         for info, record in found.items():
             name = f"{self.url}/{info.key.removesuffix('.json')}"
-            if isinstance(record, DeltaChainError):
+            if isinstance(record, errors.DeltaChainError):
                 answers[name] = record
             elif record.ended != "":
                 written = record.time if info.modified is None else info.modified
@@ -159,7 +156,7 @@ class PresenceBoard(Closeable):
 
     def _records(
         self, infos: Iterable[ObjectInfo]
-    ) -> Mapping[ObjectInfo, PresenceRecord | DeltaChainError]:
+    ) -> Mapping[ObjectInfo, PresenceRecord | errors.DeltaChainError]:
         wanted = list(infos)
         changed = [info for info in wanted if info not in self._known]
         with Pool(min(READERS, max(1, len(changed))), "deltachain-presence") as pool:
@@ -169,10 +166,10 @@ class PresenceBoard(Closeable):
         self._known = {info: record for info, record in found.items() if _is_final(info, record)}
         return found
 
-    def _read(self, info: ObjectInfo) -> PresenceRecord | DeltaChainError | None:
+    def _read(self, info: ObjectInfo) -> PresenceRecord | errors.DeltaChainError | None:
         try:
             if info.nbytes > LARGEST:
-                raise MalformedError(
+                raise errors.MalformedError(
                     f"no presence record: {info.nbytes} bytes, more than {LARGEST}", key=info.key
                 )
             if info.pin:
@@ -180,9 +177,9 @@ class PresenceBoard(Closeable):
             else:
                 data = self._store.get(info.key, limit=LARGEST)
             return parse_record(data, info.key)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return None
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             return exc
 
 
@@ -192,9 +189,9 @@ def _older(answer: Presence, seconds: float) -> Presence:
     return answer
 
 
-def _is_final(info: ObjectInfo, record: PresenceRecord | DeltaChainError) -> bool:
-    if isinstance(record, DeltaChainError):
-        return isinstance(record, MalformedError) and info.modified is not None
+def _is_final(info: ObjectInfo, record: PresenceRecord | errors.DeltaChainError) -> bool:
+    if isinstance(record, errors.DeltaChainError):
+        return isinstance(record, errors.MalformedError) and info.modified is not None
     return info.modified is not None
 
 

@@ -25,12 +25,7 @@ from urllib.parse import unquote
 import numpy as np
 from typing_extensions import override
 
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.store import base
 from deltachain.threads import Pool, cores
 from deltachain.types import Buffer
@@ -98,7 +93,7 @@ def _open_root(root: Path, *, create: bool) -> int:
         if not create:
             raise
     except NotADirectoryError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{root} cannot hold a store: it is not a folder",
             hint="a chain is in a folder: name that which has, or will have, chain.json",
         ) from exc
@@ -327,7 +322,7 @@ class FileStore(base.SimpleStore):
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
             except (NotADirectoryError, IsADirectoryError) as exc:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"key {key!r} in {self.url}: {exc.filename or leaf!r} is a folder of other "
                     "objects, or an object in the place of a folder"
                 ) from exc
@@ -337,7 +332,7 @@ class FileStore(base.SimpleStore):
             if self._root.exists()
             else ("the folder cannot be created", _HINT_CREATE)
         )
-        raise StoreUnavailableError(f"{self.url}: {said}", key=key, url=self.url, hint=hint)
+        raise errors.StoreUnavailableError(f"{self.url}: {said}", key=key, url=self.url, hint=hint)
 
     def _must_sweep(self, folders: tuple[str, ...]) -> bool:
         """Return whether a folder was not written to before, or long ago."""
@@ -361,7 +356,7 @@ class FileStore(base.SimpleStore):
             if exc.errno == errno.EEXIST:
                 raise base.already_exists(key, self.url) from exc
             if exc.errno in _NO_LINKS:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"the file system of {self.url} has no hard links, which putting an object "
                     "only if it is absent needs",
                     hint="keep the chain on a local Linux file system, on NFS, or in a bucket",
@@ -420,7 +415,7 @@ class FileStore(base.SimpleStore):
                 yield folder
         except FileNotFoundError as exc:
             if self._was_there and not self._root.exists():
-                raise StoreUnavailableError(
+                raise errors.StoreUnavailableError(
                     f"{self.url}: the folder was there, and is not any more",
                     url=self.url,
                     hint="mount its file system again, or put the folder back",
@@ -479,11 +474,15 @@ class FileStore(base.SimpleStore):
     def _errors_named(self, key: str) -> Iterator[None]:
         try:
             yield
-        except DeltaChainError:  # some of them are an OSError too
+        except errors.DeltaChainError:  # some of them are an OSError too
             raise
         except OSError as exc:
             message = f"object {key!r} in {self.url}: {exc.strerror or exc}"
-            kind = StorePermissionError if exc.errno in _REFUSED else StoreUnavailableError
+            kind = (
+                errors.StorePermissionError
+                if exc.errno in _REFUSED
+                else errors.StoreUnavailableError
+            )
             hint = _HINTS.get(exc.errno or 0, "")
             raise kind(message, key=key, url=self.url, hint=hint) from exc
 
@@ -491,13 +490,13 @@ class FileStore(base.SimpleStore):
 def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001
     parts = base.split_url(url, options)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        raise ConfigError(
+        raise errors.ConfigError(
             "file:// store URLs name a folder of this machine",
             hint="three slashes: file:///absolute/folder",
         )
     path = unquote(parts.path)
     if "\0" in path:
-        raise ConfigError("file:// store URLs cannot hold a NUL")
+        raise errors.ConfigError("file:// store URLs cannot hold a NUL")
     return FileStore(path)
 
 

@@ -23,14 +23,7 @@ from urllib.parse import urlsplit
 
 from typing_extensions import override
 
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    ObjectNotFoundError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.redact import redacted_url
 from deltachain.store import base
 from deltachain.store.registry import schemes
@@ -142,15 +135,15 @@ def failures() -> tuple[type[BaseException], ...]:
     return (OSError, *(kind for kind in found if kind is not None))
 
 
-def store_error(error: BaseException, key: str, url: str) -> StoreError:
+def store_error(error: BaseException, key: str, url: str) -> errors.StoreError:
     """Build the error for a failure, access denied or unavailable, without credentials in it."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     words = _CREDENTIALS.sub("", str(words).partition("\n")[0])
     message = f"object {key!r} in {url}: {words}" if key else f"{url}: {words}"
     if _is_refusal(error):
-        return StorePermissionError(message, key=key, url=url)
+        return errors.StorePermissionError(message, key=key, url=url)
     hint = _NO_HOST if isinstance(getattr(error, "os_error", error), gaierror) else ""
-    return StoreUnavailableError(message, key=key, url=url, hint=hint)
+    return errors.StoreUnavailableError(message, key=key, url=url, hint=hint)
 
 
 def unanswered(absence: BaseException) -> BaseException | None:
@@ -228,7 +221,7 @@ class FsspecStore(base.SimpleStore):
         self._fs.dircache.use_listings_cache = False
         self._root = str(filesystem._strip_protocol(root)).rstrip("/")
         if not self._root.strip("/"):
-            raise ConfigError("an fsspec store needs a bucket, or a path below the root")
+            raise errors.ConfigError("an fsspec store needs a bucket, or a path below the root")
         self._promises = promises_of(filesystem.protocol) if promises is None else promises
         self._url = url or filesystem.unstrip_protocol(self._root)
         self._requests = 0
@@ -310,7 +303,7 @@ class FsspecStore(base.SimpleStore):
         try:
             with self._reading(key):
                 return self._described(key, self._info(path))
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return None
 
     @override
@@ -323,7 +316,7 @@ class FsspecStore(base.SimpleStore):
                 self._fs.invalidate_cache()
                 path = f"{self._root}/{folder}" if folder else self._root
                 found = self._call(self._fs.find, path, detail=True, **walks)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             found = {}
         start = len(self._root.strip("/")) + 1
         entries = found.items() if isinstance(found, Mapping) else ()  # a list names the one file
@@ -341,7 +334,7 @@ class FsspecStore(base.SimpleStore):
     @override
     def delete(self, key: str) -> None:
         path = self._path(key)
-        with suppress(ObjectNotFoundError), self._reading(key):
+        with suppress(errors.ObjectNotFoundError), self._reading(key):
             self._call(self._fs.rm_file, path)
 
     def _path(self, key: str) -> str:
@@ -365,7 +358,7 @@ class FsspecStore(base.SimpleStore):
 
     def _described(self, key: str, info: Mapping[str, Any]) -> base.ObjectInfo:
         if info.get("size") is None:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"{self.url} does not tell how large {key!r} is", key=key, url=self.url
             )
         return base.ObjectInfo(key=key, nbytes=int(info["size"]), modified=modified(info))
@@ -417,7 +410,7 @@ class FsspecStore(base.SimpleStore):
 
     def _check_writable(self, key: str) -> None:
         if self._promises.writes == "none":
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{self.url}: deltachain does not know how to write an object whole here",
                 hint="follow from here, and publish where it knows: " + ", ".join(PROMISES),
             )
@@ -428,7 +421,7 @@ class FsspecStore(base.SimpleStore):
 
             with self._writing(key):
                 if sync(self._fs.loop, ask, self._root.partition("/")[0]):
-                    raise ConfigError(
+                    raise errors.ConfigError(
                         f"{self.url} is a zonal bucket, which overwrites what it should create",
                         hint="use a bucket that is not zonal",
                     )
@@ -437,7 +430,7 @@ class FsspecStore(base.SimpleStore):
     def _reading(self, key: str) -> Iterator[None]:
         try:
             yield
-        except DeltaChainError:
+        except errors.DeltaChainError:
             raise
         except _NO_OBJECT as exc:
             if (failure := unanswered(exc)) is not None:
@@ -450,15 +443,15 @@ class FsspecStore(base.SimpleStore):
     def _writing(self, key: str) -> Iterator[None]:
         try:
             yield
-        except DeltaChainError:
+        except errors.DeltaChainError:
             raise
         except _IN_THE_WAY as exc:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"key {key!r} in {self.url}: a folder of other objects has this name, or an "
                 "object is in the place of a folder"
             ) from exc
         except FileNotFoundError as exc:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"object {key!r} in {self.url}: there is no place for it",
                 key=key,
                 url=self.url,
@@ -493,17 +486,17 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
     scheme = url.partition(":")[0].lower()
     fsspec = _fsspec(scheme)
     if scheme not in fsspec.available_protocols():
-        raise ConfigError(
+        raise errors.ConfigError(
             f"store URLs that begin with {scheme}:// are not supported",
             hint=_known(fsspec.available_protocols()),
         )
     if scheme in WRAPPERS or "::" in url:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{scheme}:// shows another file system, whose guarantees are lost on the way",
             hint="give the URL of the storage itself",
         )
     if not url[len(scheme) :].startswith("://") or "?" in url or "#" in url:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{scheme}:// store URLs have two slashes, no query and no fragment",
             hint="give credentials in the environment or as options",
         )
@@ -511,17 +504,17 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
         urlsplit(url)
         shown = redacted_url(url).rstrip("/")
     except ValueError as exc:
-        raise ConfigError(f"{scheme}:// store URL whose host cannot be read") from exc
+        raise errors.ConfigError(f"{scheme}:// store URL whose host cannot be read") from exc
     try:
         filesystem, path = fsspec.core.url_to_fs(
             url, **{**(options or {}), "skip_instance_cache": True}
         )
     except ImportError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{scheme}:// stores need a package that is not installed", hint=_install(scheme, exc)
         ) from exc
     except (TypeError, ValueError) as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{shown}: the file system does not take this URL with these options: "
             f"{', '.join(sorted(options or {})) or 'none'}"
         ) from exc
@@ -534,7 +527,7 @@ def _fsspec(scheme: str) -> ModuleType:
     try:
         return import_module("fsspec")
     except ImportError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"store URLs that begin with {scheme}:// need fsspec, or are not supported",
             hint=f"pip install '{_extra(scheme)}'; without it, {_known(())}",
         ) from exc

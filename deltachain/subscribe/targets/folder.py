@@ -548,14 +548,16 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
         if not checkpoints.is_asset(name) or name.lower() in refused:
             continue
         with explained(folder):
-            if _is_elsewhere(file, folder):
+            if file.parent != folder and file.parent.is_symlink():
                 continue
             if file.exists():
                 kept += _difference(name, file, data)
                 continue
             asset = without_remote_code(name, data, trusted=trusted, where=chain.store.url)
             if asset is not None:
-                _write(file, asset, folder)
+                if file.parent != folder:
+                    file.parent.mkdir(exist_ok=True)
+                checkpoints.write_atomic(file, asset)
                 written.append(name)
     if kept:
         _say_kept(folder, ", ".join(sorted(kept)))
@@ -579,12 +581,6 @@ def _refused(chain: Chain, folder: Path) -> set[str]:
         )
         return {checkpoints.ADAPTER_CONFIG}
     return set()
-
-
-def _write(file: Path, data: bytes, folder: Path) -> None:
-    if file.parent != folder:
-        file.parent.mkdir(exist_ok=True)
-    checkpoints.write_atomic(file, data)
 
 
 def _difference(name: str, file: Path, data: bytes) -> list[str]:
@@ -612,7 +608,3 @@ def _say_kept(folder: Path, names: str) -> None:
         folder,
         names,
     )
-
-
-def _is_elsewhere(file: Path, folder: Path) -> bool:
-    return file.parent != folder and file.parent.is_symlink()
