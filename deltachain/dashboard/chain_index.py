@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Final
@@ -242,19 +242,8 @@ class ChainIndex:
     def _change(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the view
         """Show other values; the revision grows if any of them is not just a time."""
         new = replace(self._view, **changes)
-        same = replace(new, looked_at=self._view.looked_at)
-        is_same = _is_equal(same, self._view, changes)
+        is_same = replace(new, looked_at=self._view.looked_at) == self._view
         self._view = new if is_same else replace(new, revision=self._view.revision + 1)
-
-
-def _is_equal(one: ChainView, other: ChainView, names: Iterable[str]) -> bool:
-    """Return whether two views agree in some fields; rows only ever grow or start anew."""
-    return all(
-        len(one.rows) == len(other.rows)
-        if name == "rows" and one.rows[:1] == other.rows[:1]
-        else getattr(one, name) == getattr(other, name)
-        for name in names
-    )
 
 
 def _newest(chain: Chain) -> Version | None:

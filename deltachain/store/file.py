@@ -313,7 +313,7 @@ class FileStore(base.SimpleStore):
                 with _open_folder(self._root, folders, create=True) as folder:
                     with _temporary_file(view, folder) as temporary:
                         if if_absent:
-                            self._link(key, temporary, folder)
+                            self._link(key, leaf, temporary, folder)
                         else:
                             os.replace(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder)
                     _fsync_folder(folder)
@@ -344,14 +344,14 @@ class FileStore(base.SimpleStore):
                 self._swept.popitem(last=False)
         return is_new
 
-    def _link(self, key: str, temporary: str, folder: int) -> None:
+    def _link(self, key: str, leaf: str, temporary: str, folder: int) -> None:
         try:
-            os.link(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
+            os.link(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as exc:
             # A file server may create the link and lose the reply; the repeated request then finds
             # our own link. The link count cannot tell: a backup may have linked the file too, and
             # an NFS client looks up the new name afresh but may have the old count cached.
-            if _is_same_file(temporary, _leaf(key), folder):
+            if _is_same_file(temporary, leaf, folder):
                 return
             if exc.errno == errno.EEXIST:
                 raise base.already_exists(key, self.url) from exc
@@ -503,7 +503,3 @@ def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> Fi
 def _split(key: str) -> tuple[tuple[str, ...], str]:
     *folders, leaf = key.split("/")
     return tuple(folders), leaf
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition("/")[2]
