@@ -49,8 +49,6 @@ _INCOMPLETE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files of a checkpoint's weights: the file of each tensor too, if an index names them."""
-
     paths: list[Path]
     index: str = ""
     places: dict[str, str] = field(default_factory=dict)
@@ -287,7 +285,6 @@ class Checkpoint:
         return sum((self.digest(name) for name in names), StateDigest())
 
     def files(self) -> Iterator[FileRef]:
-        """Yield name, size and blake3 of each safetensors file; hashed lazily."""
         for name, reader in self._readers.items():
             starts = range(0, reader.nbytes, _HASHED_NBYTES)
             pieces = (reader.read_at(start, _HASHED_NBYTES) for start in starts)
@@ -296,7 +293,6 @@ class Checkpoint:
             )
 
     def assets(self, *, trusted: bool = False) -> dict[str, bytes]:
-        """Return the assets of a folder, empty for a single file; see :func:`read_assets`."""
         return read_assets(self.path, trusted=trusted) if self.path.is_dir() else {}
 
 
@@ -334,7 +330,6 @@ def left_out(folder: Path) -> list[str]:
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the paths of the files in a folder and in its folders of parts, and other folders."""
     found = []
     for one in sorted(folder.iterdir()):
         if one.is_dir() and _INNER.fullmatch(one.name):

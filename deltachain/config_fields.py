@@ -35,7 +35,6 @@ ID_END: Final = "_token_id"  # of ids that trainers align with the tokenizer
 
 
 def fields(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Return a JSON document without the fields of a run; ``None`` if it is none."""
     try:
         return _without(json.loads(data))
     except (ValueError, RecursionError):

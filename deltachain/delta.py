@@ -47,7 +47,6 @@ class TensorDelta:
         return self.indices is None and self.nnz == self.spec.numel
 
     def covers(self, low: int, high: int) -> bool:
-        """Return whether the delta holds every element in ``[low, high)``, in order."""
         inside = self.start <= low and high <= self.start + self.nnz
         return self.indices is None and inside
 
@@ -86,7 +85,6 @@ class TensorDelta:
 
 
 def new_bits(old: Any, values: Any, absolute: Any) -> Any:  # noqa: ANN401 - numpy's or torch's arrays
-    """Compute the bits after a delta, in numpy or torch."""
     if absolute.ndim == 0:
         return values if absolute else old + values
     return values + old * ~absolute
@@ -132,7 +130,6 @@ def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
 
 
 def _side_by_side(indices: Indices, first: TensorDelta, second: TensorDelta) -> TensorDelta:
-    """Concatenate two deltas whose index ranges do not overlap, such as row shards of ranks."""
     values = np.concatenate([first.values, second.values])
     if not first.absolute.any() and not second.absolute.any():
         return TensorDelta(spec=second.spec, indices=indices, values=values)
@@ -214,7 +211,6 @@ def _near(indices: Indices, low: int, high: int) -> slice:
 
 
 def _sparse(delta: TensorDelta) -> TensorDelta:
-    """Return a delta with indices, unless it holds every element."""
     if delta.indices is not None or delta.is_dense:
         return delta
     indices = np.arange(delta.start, delta.start + delta.nnz)

@@ -45,7 +45,6 @@ def read(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield name and error of each variable that is unknown, invalid or excluded by another."""
     ours = _ours(environment)
     for name, text in ours.items():
         if name not in VARIABLES:
@@ -63,7 +62,6 @@ def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]
 
 
 def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 - as it is parsed
-    """Return one variable of :func:`read`, after a check of all; ``None`` if absent or empty."""
     return read(environment).get(name)
 
 
@@ -152,7 +150,6 @@ def _count(text: str, least: int = 0) -> int:
 
 
 def _line(text: str) -> str:
-    """Strip surrounding white space, which comes from files and quoting."""
     line = text.strip()
     if not line or not line.isprintable():
         raise ValueError("one line of text")

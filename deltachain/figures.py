@@ -72,7 +72,6 @@ FigureSource: TypeAlias = Callable[[], Iterable[Figure]]  # from any thread
 
 
 def figures(values: Mapping[str, float | None]) -> Iterator[Figure]:
-    """Yield a figure for each number, by name of the metric; none for ``None``."""
     return (Figure(name, value) for name, value in values.items() if value is not None)
 
 

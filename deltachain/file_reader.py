@@ -67,7 +67,6 @@ class FileReader:
         return out.data
 
     def bits(self, start: int, stop: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-        """Read a range as ``(n,)`` unsigned integers, in new memory; raises as :meth:`read_at`."""
         out = np.empty((stop - start) // dtype.itemsize, dtype)
         self._fill(start, out)
         return out
@@ -94,7 +93,6 @@ def _mark(status: os.stat_result) -> tuple[int, ...]:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file into memory, read-only; pages are read on access."""
     try:
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -69,8 +69,6 @@ def fields_of(settings: type) -> dict[str, str]:
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[_T]], type[_T]]:
-    """Return a decorator of classes, whose constructors then refuse unknown settings by name."""
-
     def decorated(kind: type[_T]) -> type[_T]:
         plain: Callable[..., None] = kind.__init__
         own = dict.fromkeys([*signature(plain).parameters][1:], kind.__name__)

@@ -23,8 +23,6 @@ def show(through: logging.Logger, level: int) -> None:
 
 
 class _Named(logging.Handler):
-    """Handler that passes records on, with our name before their messages."""
-
     def __init__(self, through: logging.Logger) -> None:
         super().__init__()
         self._through = through

@@ -86,7 +86,6 @@ def _registry(source: FigureSource) -> CollectorRegistry:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``PORT`` or ``HOST:PORT``; without a host, of the loopback interface alone."""
     host, _, port = text.strip().rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(

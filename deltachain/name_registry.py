@@ -20,8 +20,6 @@ _OTHERS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)+")
 
 
 class WithName(Protocol):
-    """Object with a name."""
-
     @property
     def name(self) -> str:
         """Its name."""
@@ -65,7 +63,6 @@ class NameRegistry(Generic[_T]):
             raise ConfigError(f"{what} {name!r} is registered already")
 
     def find(self, name: str) -> _T | None:
-        """Return the object of a name, imported if an installed package provides it."""
         found = self._known.get(name)
         if found is not None or name in self._failures:
             return found
@@ -86,7 +83,6 @@ class NameRegistry(Generic[_T]):
         return self._failures.get(name)
 
     def _installed(self) -> Mapping[str, tuple[EntryPoint, ...]]:
-        """Return entry points of installed packages by name, read once and not imported."""
         if self._found is None:
             from importlib.metadata import entry_points  # noqa: PLC0415 - 30 ms, seldom needed
 

@@ -64,7 +64,6 @@ def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
 
 
 def _shown(url: str) -> str:
-    """Return a URL of a text; one without a mark of a secret is returned as it is."""
     return redacted_url(url) if any(mark in url for mark in "@?=") else url
 
 

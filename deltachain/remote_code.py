@@ -114,7 +114,6 @@ def _last(repeated: list[str], fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _strip(document: Any) -> list[str]:  # noqa: ANN401 - JSON
-    """Remove references to remote code in place and return each."""
     found = []
     members = list(_members(document))
     for value, key, inner, mark in members:

@@ -43,7 +43,6 @@ def reserve(file: Path, nbytes: int) -> None:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Raise ``NoRoomError`` if a folder has too little free space for a file."""
     _refuse(folder, nbytes, _free(os.statvfs(folder)))
 
 
@@ -54,7 +53,6 @@ def _refuse(path: Path, nbytes: int, free: int) -> None:
 
 
 def fill_holes(file: Path) -> None:
-    """Allocate the blocks of all holes of a sparse file; raises as :func:`reserve`."""
     with file.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
         has_holes = nbytes and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < nbytes

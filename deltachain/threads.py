@@ -82,7 +82,6 @@ _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 def started(thread: Thread) -> bool:
-    """Start a thread; return ``False`` if the system has none left."""
     try:
         thread.start()
     except RuntimeError:  # "can't start new thread"; Python has no narrower class
@@ -91,13 +90,10 @@ def started(thread: Thread) -> bool:
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """Up to ``most`` threads, started on demand and joined at the end."""
-
     def __init__(self, most: int, name: str = "deltachain") -> None:
         self._most = most
         self._name = name

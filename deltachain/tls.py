@@ -52,7 +52,6 @@ class TlsFiles:
 
     @property
     def client(self) -> tuple[str, str] | str | None:
-        """Certificate and key, or the one file of both; ``None`` without any."""
         if self.client_cert is None:
             return None
         if self.client_key is None:

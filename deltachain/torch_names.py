@@ -54,7 +54,6 @@ _WRAPPED: Final = {
 
 
 def _wrapped(module: nn.Module) -> str | None:
-    """Return the name of the child that a wrapper wraps; ``None`` if the module is no wrapper."""
     kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__)
     return next((_WRAPPED[kind] for kind in kinds if kind in _WRAPPED), None)
 

@@ -144,7 +144,6 @@ class StateDigest:
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:
-        """Parse 32 hexadecimal digits, the form of ``str``."""
         if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
             raise ConfigError(f"{text!r} is not a state digest, expected 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))

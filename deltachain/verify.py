@@ -33,7 +33,6 @@ from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 
 def newest(chain: Chain) -> Version:
-    """Return the newest version with a manifest, even behind a gap."""
     listed = [keys.version_of(info.key) for info in chain.store.list("manifests/")]
     head = chain.head()
     known = [version for version in listed if version is not None]
@@ -70,7 +69,6 @@ def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
 
 
 def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummary]) -> Plan:
-    """Find the cheapest plan from nothing whose documents exist; add other edges to ``avoid``."""
     while True:
         plan = chain.plan(None, committed, avoid=avoid)
         lost = [edge for edge in plan.edges if not _is_there(chain, edge)]
@@ -90,7 +88,6 @@ def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
 def edge_records(
     chain: Chain, first: Version, last: Version
 ) -> tuple[tuple[EdgeRecord, EdgeSummary], ...]:
-    """Read all edge records of a range of versions, oldest first, listed in a manifest or not."""
     found = []
     for info in chain.store.list("edges/"):
         version = keys.version_of(info.key)
@@ -162,7 +159,6 @@ _Row: TypeAlias = tuple[RowDigests | None, TensorRow | None, TensorDelta]
 
 
 def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
-    """Return the digest of a move as the row of its encoding states it."""
     return moved.change if ENCODINGS.get(row.encoding).sparse else moved.added
 
 
@@ -177,7 +173,6 @@ class Weights:
         return sum(self.digests.values(), StateDigest())
 
     def prove(self, fetched: Fetched, expected: StateDigest, *, write: bool) -> None:
-        """Verify that an edge from these weights, or from nothing, leads to a state."""
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
@@ -383,7 +378,6 @@ class _Walk:
                 return proof if own == edges[-1] else self._read(own)
 
     def _rebuild(self, committed: Committed) -> None:
-        """Rebuild a version from nothing, if a skip leads on where the line of deltas ended."""
         try:
             plan = plan_present(self._chain, None, committed)
         except errors.BrokenChainError:
@@ -397,7 +391,6 @@ class _Walk:
             raise another(f"{key}: state", self._weights.state, committed.state, key=key)
 
     def _leave(self, committed: Committed) -> None:
-        """Verify the skips that start here, while the weights are those of their base."""
         for record, summary in self._records:
             if summary.base == committed.version:
                 if record.base_state != committed.manifest.state:
@@ -477,7 +470,6 @@ class _Walk:
             )
 
     def _expired(self, edge: EdgeSummary, gone: errors.ObjectNotFoundError) -> EdgeProof:
-        """Build the result of an edge whose payload is gone; re-raise for a document."""
         if not gone.key.startswith(keys.PAYLOADS):
             raise gone
         prunes = self._chain.prunes

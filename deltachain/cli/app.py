@@ -150,7 +150,6 @@ def _plain(piece: str) -> str:
 
 
 def explain(error: Exception) -> DeltaChainError | None:
-    """Convert an exception to a library error; ``None`` for a bug."""
     if isinstance(error, DeltaChainError):
         return error
     if (package := _broken(error)) is not None:
@@ -174,7 +173,6 @@ def _places_of(variables: Mapping[str, str]) -> list[str]:
 
 
 def _broken(error: Exception) -> str | None:
-    """Return the package of an extra in whose import an error was raised; ``None`` for others."""
     for frame, _ in walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if frame.f_code.co_name == "<module>" and package in EXTRAS:

@@ -68,7 +68,6 @@ def write_json(document: Mapping[str, Any]) -> None:
 
 
 def show(report: dict[str, Any], draw: Callable[[dict[str, Any]], None], *, as_json: bool) -> None:
-    """Print the result of a command, as JSON or drawn."""
     (write_json if as_json else draw)(report)
 
 
@@ -110,7 +109,6 @@ def say_interrupted() -> None:
 
 
 def clean(text: str) -> str:
-    """Remove control characters, since names come from untrusted files."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -172,12 +170,10 @@ def bar(share: float, width: int = 24) -> Text:
 
 
 def nbytes(value: int) -> str:
-    """Format bytes with three digits and powers of 1,000: ``1.52 MB``."""
     return f"{value} B" if value < 1000 else f"{_scaled(value)}B"
 
 
 def count(value: int) -> str:
-    """Format a number with three digits and powers of 1,000: ``1.52 M``."""
     return str(value) if value < 1000 else _scaled(value).strip()
 
 
@@ -191,7 +187,6 @@ def _scaled(value: float) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """Format a number of things: ``1 object``, ``2,000 objects``."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 

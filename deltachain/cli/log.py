@@ -113,7 +113,6 @@ def _read_present(chain: Chain, first: int, last: int) -> tuple[list[Committed],
 
 
 def _records(chain: Chain) -> tuple[tuple[Tag, ...], PruneRecord | None]:
-    """Read tags and the newest prune record; say so where one cannot be used, and go on."""
     from deltachain.chain.tags import read_all
 
     tags: tuple[Tag, ...] = ()

@@ -31,7 +31,6 @@ def watching(store: Store, doing: str) -> Iterator[Store]:
 
 @contextmanager
 def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], None]]]:
-    """Yield a store whose traffic is shown, and a function that adds bytes to the total."""
     with _progress(bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn()) as progress:
         task, total = progress.add_task(doing, total=None), 0
 

@@ -118,7 +118,6 @@ def anchor(
 
 
 def seconds(text: str) -> float:
-    """Parse a span of time such as ``90s``, ``30m``, ``12h`` or ``7d``."""
     span = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", text.strip())
     if span is None:
         raise ConfigError(f"{text!r} is not a span of time", hint="write 90s, 30m, 12h, 7d or 2w")

@@ -76,7 +76,6 @@ def shown_follower(
     follows: bool,
     why_unready: Callable[[], str] = lambda: "",
 ) -> Iterator[Callable[[DeltaChainError | None], None]]:
-    """Show a subscriber as :func:`shown`; yield what must be called after each iteration."""
     from deltachain.presence.writer import follower_status
     from deltachain.subscribe.receipt import Tally
     from deltachain.subscribe.subscriber import subscriber_figures
@@ -112,7 +111,6 @@ def shown(
     chains: Sequence[str],
     follows: bool,
 ) -> Iterator[None]:
-    """Serve figures in a context, and write a presence, as far as either is asked for."""
     if address is not None and not follows:
         raise ConfigError("--metrics is for a command that follows, and this one ends by itself")
     board = environment.read_one(os.environ, "PRESENCE_URL") if follows else None

@@ -139,7 +139,6 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
 
 
 def _unproven(done: Sequence[VersionProof]) -> Iterator[str]:
-    """Say why edges to versions that were rebuilt could only be read."""
     first = done[0].version
     edges = [(proof.version, edge) for proof in done if proof.rebuilt for edge in proof.edges]
     for version, edge in edges:

@@ -63,8 +63,6 @@ _Http: Any = AutoHTTPProtocol
 
 
 class LimitedHttp(_Http):  # type: ignore[misc]
-    """Protocol that closes late connections; see :func:`limited`."""
-
     request_s: float
     most: int
     waiting: OrderedDict[LimitedHttp, None]  # the one that has lasted longest first
@@ -190,7 +188,6 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 async def _with_headers(
     request: Request, follow: Callable[[Request], Awaitable[Response]]
 ) -> Response:
-    """Add the headers of every answer, errors too."""
     response = await follow(request)
     response.headers.update(HEADERS)
     return response

@@ -139,7 +139,6 @@ class ChainIndex:
         return self._view
 
     def refresh(self, now: float) -> ChainView:
-        """Read what is new, and return the view of it; errors of the store are in the view."""
         with self._changing:
             try:
                 self._look(now)

@@ -46,7 +46,6 @@ def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
 def thinned_versions(
     rows: Sequence[VersionSummary], times: Sequence[watcher.PhaseTimes], most: int = POINTS
 ) -> list[int]:
-    """Choose positions of versions such that charts of them look like those of all."""
     if len(rows) <= most:
         return list(range(len(rows)))
     density = np.array([row.density for row in rows])
@@ -91,7 +90,6 @@ def chart_document(
 
 
 def _column(name: str, times: Iterable[watcher.PhaseTimes]) -> list[float | None]:
-    """Return the times of one phase, to a tenth of a millisecond; empty if there is none."""
     found = [None if (value := one.get(name)) is None else round(value, 4) for one in times]
     return found if any(value is not None for value in found) else []
 
@@ -163,7 +161,6 @@ def _phases(row: VersionSummary, applied: Mapping[str, watcher.PhaseTimes]) -> l
 
 
 def track_document(moments: Sequence[watcher.Moment], engines: Iterable[str]) -> dict[str, Any]:
-    """Return the versions of replicas over time: for each, only where its version changed."""
     return {
         "times": [round(moment.time, 3) for moment in moments],
         "newest": [moment.newest for moment in moments],
@@ -185,7 +182,6 @@ def _chain(view: ChainView) -> dict[str, Any]:
 
 
 def chain_document(view: ChainView) -> dict[str, Any]:
-    """Return what is summed up over all versions; changes with the view's revision only."""
     rows = [row for row in view.rows if row is not None]
     encodings = Counter(name for row in rows for name in row.encodings)
     return {

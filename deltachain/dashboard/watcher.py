@@ -41,7 +41,6 @@ def replica_phases(given: Mapping[str, object]) -> dict[str, float]:
 
 
 def middle(applies: Mapping[str, PhaseTimes]) -> dict[str, float]:
-    """Return the median time of each phase of one version, whose times are given by replica."""
     found = {}
     for name in REPLICA_PHASES:
         times = [times[name] for times in applies.values() if name in times]
@@ -69,7 +68,6 @@ class PhaseTrack:
         return self._revision
 
     def add(self, engine: str, manifest: str, times: PhaseTimes) -> None:
-        """Add the last apply of a replica; nothing changes if it was added before."""
         with self._changing:
             if not manifest or not times or self._applies.get(manifest, {}).get(engine) == times:
                 return
@@ -143,7 +141,6 @@ def seen(engine: str, found: ReplicaAnswer, now: float) -> ReplicaReport:
 
 
 def trouble(engine: str, exc: DeltaChainError) -> str:
-    """Return why a replica did not answer, without its address."""
     said = str(exc.args[0]) if exc.args else type(exc).__name__
     return printable(said.removeprefix(engine).strip(": ").removeprefix("did not answer: "))
 
@@ -192,7 +189,6 @@ class FleetTrack:
 
 
 def changes(moments: Iterable[Moment], engine: str) -> list[tuple[int, Version | None]]:
-    """Return the version of a replica where it changed: the place among the moments, and it."""
     found: list[tuple[int, Version | None]] = []
     for place, moment in enumerate(moments):
         version = moment.held.get(engine)
@@ -202,15 +198,12 @@ def changes(moments: Iterable[Moment], engine: str) -> list[tuple[int, Version |
 
 
 def spread(values: Sequence[_T], most: int) -> list[_T]:
-    """Choose at most ``most`` values at equal distances, the last one always."""
     if len(values) <= most:
         return list(values)
     return [values[-1 - place * len(values) // most] for place in range(most)][::-1]
 
 
 class AlertKind(StrEnum):
-    """What an alert is about, most urgent first."""
-
     STORE = "store"
     HISTORY = "history"
     ANOTHER_CHAIN = "another chain"
@@ -332,8 +325,6 @@ ASKED_S: Final = 2.0  # seconds between two questions to a replica
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A chain and its replicas at one moment, in seconds since 1970."""
-
     time: float
     view: ChainView
     reports: tuple[ReplicaReport, ...]
@@ -385,7 +376,6 @@ class Watcher(Closeable):
         return tuple(report.engine for report in self._every())
 
     def overview(self) -> Overview:
-        """Return what is known now, without asking anybody."""
         now, view, reports = time.time(), self._index.view, self._every()
         newest = newest_known(view, reports)
         found = alerts(view, reports, self._limits, now)

@@ -45,7 +45,6 @@ def failed(check: str, exc: DeltaChainError) -> Finding:
 
 
 def tried(check: str, attempt: Callable[[], str]) -> Iterator[Finding]:
-    """Yield what an attempt returns, or the fault that its error tells."""
     try:
         yield ok(check, attempt())
     except DeltaChainError as exc:

@@ -118,7 +118,6 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def check_engines(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check each installed engine: version, plugin, and what a server would refuse at its start."""
     releases = {name: release for name in ENGINES if (release := _installed(name))}
     if not releases:
         yield note(ENGINE, f"neither vLLM nor SGLang is installed for {sys.executable}")
@@ -323,7 +322,6 @@ def probe_latency(store: Store) -> Finding:
 
 
 def probe_writes(store: Store, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Write below ``trials/``, write again conditionally, race, read and remove."""
     name = uuid4().hex
     single, raced = trial_key(f"{name}-single"), trial_key(f"{name}-raced")
     try:
@@ -384,7 +382,6 @@ def _distance(moment: float, first: float, last: float) -> float:
 
 
 def clocks(*, ahead_s: float) -> Finding:
-    """Judge by how many seconds the store's clock is ahead of this machine's."""
     if abs(ahead_s) < 1:
         return ok(CLOCK, "this machine's clock agrees with the store's")
     order = "behind" if ahead_s > 0 else "ahead of"

@@ -97,7 +97,6 @@ def interval_s(capabilities: Capabilities) -> float:
 
 
 def record_key(engine: str, place: str) -> str:
-    """Return the key of a replica's record, the same whenever it starts again."""
     names = (socket.gethostname(), engine.partition("/")[0])
     host, kind = (re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-")[:100] for name in names)
     return f"{host or 'host'}-{kind or 'replica'}-{object_digest(place.encode())[:8]}.json"
@@ -151,7 +150,6 @@ class PresenceWriter(Closeable):
             self._thread.join(CLOSE_S)
 
     def fail(self, reason: str) -> None:
-        """End as :meth:`close` does, and leave the reason in the record."""
         self._reason = reason
         self.close()
 
@@ -203,7 +201,6 @@ class PresenceWriter(Closeable):
         self._written_at = now
 
     def _is_shared(self) -> bool:
-        """Whether another replica has written the record since this one did."""
         if not self._times:
             return False  # it may be of the last start
         try:
@@ -226,7 +223,6 @@ class PresenceWriter(Closeable):
 def replica_presence(
     settings: ReplicaSettings, status: Callable[[], Status], *, engine: str, place: str
 ) -> PresenceWriter | None:
-    """Begin to write the presence of a replica, if its settings name a URL for that."""
     if not settings.presence:
         return None
     chain = settings.subscribe.url

@@ -271,7 +271,6 @@ class Store(Protocol):
 
 
 def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
-    """Split the URL of a store that takes no options, query or fragment."""
     parts = urlsplit(url)
     if options:
         names = ", ".join(sorted(options))

@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 
 class RetryError(Exception):
-    """A request failed, and another attempt may succeed."""
-
     def __init__(
         self, reason: str, hint: str = "", *, wait_s: float = 0.0, answered: bool = False
     ) -> None:
@@ -61,8 +59,6 @@ def within(call: Callable[[], _T], deadline: Deadline) -> _T:
 
 
 class Calls:
-    """Requests of one client; thread-safe."""
-
     def __init__(self, url: str, pauses: Backoff) -> None:
         self.requests = 0
         self.since: float | None = None
@@ -120,7 +116,6 @@ class Calls:
             tries += 1
 
     def _report(self, said: str, began: float, left_s: float) -> None:
-        """Warn once of a call that has waited long and goes on to wait."""
         if time.monotonic() - began > REPORT_S and not self._is_reported:
             self._is_reported = True
             logger.warning("%s: %s; trying again for %.0f s", self._url, said, left_s)

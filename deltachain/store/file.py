@@ -58,7 +58,6 @@ def _open_folder(root: Path, folders: Sequence[str], *, create: bool = False) ->
 
 
 def _open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; any other kind is a ``FileNotFoundError``."""
     file = os.open(name, _READ, dir_fd=folder)
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
@@ -448,7 +447,6 @@ class FileStore(base.SimpleStore):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[base.ObjectInfo]:
-        """Yield the objects of a folder whose names begin with a prefix, and all of subfolders."""
         with self._errors_named("/".join(folders)):
             try:
                 with self._folder(folders) as folder:
@@ -463,7 +461,6 @@ class FileStore(base.SimpleStore):
                 yield base.ObjectInfo(key=key, nbytes=nbytes, modified=modified)
 
     def _prune(self, folders: Sequence[str]) -> None:
-        """Remove a folder and its parents while they are empty."""
         # A failure means that a folder is in use or cannot be removed; an empty folder is harmless.
         with suppress(OSError):
             for depth in range(len(folders) - 1, -1, -1):

@@ -130,13 +130,11 @@ _CREDENTIALS: Final = re.compile(r"(?<=://)[^/@\s]*@|\?[^\s'\"]*")
 
 
 def failures() -> tuple[type[BaseException], ...]:
-    """Return all error classes by which the loaded file systems report storage failures."""
     found = (getattr(sys.modules.get(module), name, None) for module, name in _FOREIGN)
     return (OSError, *(kind for kind in found if kind is not None))
 
 
 def store_error(error: BaseException, key: str, url: str) -> errors.StoreError:
-    """Build the error for a failure, access denied or unavailable, without credentials in it."""
     words = getattr(error, "strerror", None) or str(error) or type(error).__name__
     words = _CREDENTIALS.sub("", str(words).partition("\n")[0])
     message = f"object {key!r} in {url}: {words}" if key else f"{url}: {words}"
@@ -253,7 +251,6 @@ class FsspecStore(base.SimpleStore):
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object of known size, a large remote one in pieces; see ``Store``."""
         if nbytes <= _PIECE or getattr(self._fs, "local_file", False):
             return super().read(key, nbytes=nbytes, pin=pin)
         path = self._path(key)
@@ -482,7 +479,6 @@ def open_fsspec(
 
 
 def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str, str]:
-    """Return a new file system of a URL, the path on it, and the URL without credentials."""
     scheme = url.partition(":")[0].lower()
     fsspec = _fsspec(scheme)
     if scheme not in fsspec.available_protocols():

@@ -98,7 +98,6 @@ def _built_in(module: str, name: str) -> Opener:
 
 
 def _added(scheme: str) -> Opener | None:
-    """Load the opener of another package for a scheme; return None if there is none."""
     found = [entry for entry in _entry_points() if entry.name == scheme]
     names = sorted({entry.value for entry in found})
     if not found:

@@ -38,7 +38,6 @@ class UsablePlans:
     lack: errors.OldBitsError | None = None
 
     def leave_out(self, plan: Plan, exc: errors.OldBitsError) -> bool:
-        """Leave out the encodings of a plan that need old bits; return whether there is one."""
         names = {name for edge in plan.edges for name in edge.encodings}
         lost = {name for name in names - self.without if ENCODINGS.get(name).needs_old}
         if lost:
@@ -152,7 +151,6 @@ def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator
 
 
 def newest_after(chain: Chain, version: Version) -> Version:
-    """Find the newest version from a committed one; this one itself if a gap follows it."""
     try:
         return chain.newest(version)
     except errors.BrokenChainError:  # a gap ahead is reported once it is reached

@@ -76,7 +76,6 @@ class Watch:
         self.doubt, self._proven, self._suspected = None, held.manifest, ""
 
     def is_open(self, held: HeldVersion) -> bool:
-        """Return whether a version was not checked yet, or not found."""
         return self._proven != held.manifest or bool(self._suspected)
 
     def ended(self, exc: errors.DeltaChainError) -> None:
@@ -213,7 +212,6 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
 def require(
     chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
-    """Read the manifest of a version or of the head; pass on one that was read already."""
     if isinstance(version, Committed):
         return version
     committed = chain.head() if version is None else chain.find(whole("version", version))

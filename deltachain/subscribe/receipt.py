@@ -140,7 +140,6 @@ class Tally:
     _last: ApplyReceipt | None = field(default=None, repr=False)
 
     def count(self, receipt: ApplyReceipt | None) -> None:
-        """Add an apply, unless it is the one added last."""
         if receipt is None or receipt is self._last:
             return
         self._last = receipt

@@ -121,7 +121,6 @@ NOTHING_HELD = "it holds no version of the chain"
 
 
 def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN401 - its fields
-    """Return the status of a subscriber from memory; others are fields that its owner knows."""
     chain, held, last = subscriber.opened, subscriber.held, subscriber.last
     times, doubt = subscriber.times, subscriber.watch.doubt
     version, head = held.version if held else None, chain.latest if chain else None
@@ -152,7 +151,6 @@ def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN4
 
 
 def status_of(subscriber: Subscriber) -> Status:
-    """Read the current head of the store, and return the status of a subscriber."""
     chain, held = subscriber.chain, subscriber.held
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
@@ -238,7 +236,6 @@ def _around(subscriber: Subscriber, exc: errors.DeltaChainError) -> ApplyReceipt
 
 
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
-    """Poll once for a new version and apply it; one request to the store if there is none."""
     chain = subscriber.chain
     subscriber.scrub(if_altered=True)
     held = subscriber.held
@@ -536,7 +533,6 @@ class Subscriber(Closeable):
         return done or self._roll_back(version)
 
     def _roll_back(self, version: Version | None) -> HeldVersion:
-        """Go back through the store; no update may run meanwhile."""
         with self._updating:
             while True:
                 with self._writing:
@@ -634,7 +630,6 @@ class Subscriber(Closeable):
         self.store.close()
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
-        """Stage a committed version from the version held at a generation."""
         start, budget, chain = time.perf_counter(), self.config.stage_budget, self.chain
         look_s = max(0.0, time.time() - committed.manifest.time)
         once = decodes_once(self.target, chain.table.specs(), budget)

@@ -131,8 +131,6 @@ class BucketLocation:
 
 
 class Hub:
-    """Client of the API of one bucket; thread-safe."""
-
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
             import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
@@ -153,7 +151,6 @@ class Hub:
         return Deadline(key, self.place.url, self.deadline_s, nbytes)
 
     def admit(self, deadline: Deadline, key: str = "") -> None:
-        """Wait until the rate limit allows one more request."""
         wait_s = self._budget.take(deadline.left_s)
         if wait_s:
             raise errors.StoreUnavailableError(
@@ -165,7 +162,6 @@ class Hub:
             )
 
     def charge(self, requests: int) -> None:
-        """Count requests that left without ``admit``."""
         self._budget.charge(requests)
 
     def call(
@@ -260,7 +256,6 @@ class Hub:
             raise _redirected(status, f"{where.scheme}://{host}")
 
     def _check(self, reply: Reply, wanted: type, key: str) -> None:
-        """Check that a reply is the Hub's, and no error."""
         if reply.status == 422 or (
             reply.status == 404 and reply.headers.get("X-Error-Code") == "EntryNotFound"
         ):
@@ -293,7 +288,6 @@ class Hub:
 
 
 def _reply(response: Any) -> Reply:  # noqa: ANN401 - of httpx or httpx2
-    """Read the body of a response; raise if it is too large for a document."""
     body = bytearray()
     for piece in response.iter_bytes():
         body += piece
@@ -320,7 +314,6 @@ def _redirected(status: int, target: str) -> RetryError:
 
 
 def _told_to_wait(headers: Mapping[str, str]) -> float:
-    """Return the seconds to wait by Retry-After, else by the RateLimit header."""
     after = headers.get("Retry-After", "").strip()
     if after.isdigit():
         return shortly_after(float(after))

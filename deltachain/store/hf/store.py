@@ -108,7 +108,6 @@ class HfStore(base.Store):
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object of known size, by its hash if known; see ``Store``."""
         base.check_range(0, nbytes)
         base.check_key(key)
         if not pin:
@@ -127,7 +126,6 @@ class HfStore(base.Store):
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        """Write an object; its content is uploaded before the path refers to it."""
         content = self.upload(key, data)
         self.reveal({key: content})
         return content
@@ -276,7 +274,6 @@ class HfStore(base.Store):
 
 
 def _through_s3(hub: Hub, prefix: str, key: Mapping[str, Any]) -> base.Store:
-    """Open the bucket's S3 gateway, in one region, for conditional writes alone."""
     try:
         import boto3  # noqa: F401, PLC0415 - an extra
 

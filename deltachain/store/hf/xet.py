@@ -55,8 +55,6 @@ class _Access:
 
 
 class Xet:
-    """Content of one bucket; thread-safe, and usable after a fork."""
-
     def __init__(self, hub: Hub) -> None:
         try:
             import hf_xet  # noqa: PLC0415 - an extra
@@ -83,7 +81,6 @@ class Xet:
         return data
 
     def read_range(self, content: str, start: int, length: int, *, key: str) -> bytearray:
-        """Read a range that is known to exist; raises as ``read``."""
         return self._collect(content, start, start + length, length, key)
 
     def write(self, data: Buffer, *, key: str) -> str:

@@ -164,7 +164,6 @@ class _RereadCredentials(Credentials):  # type: ignore[misc]
 
 
 def _reread_credentials(core: botocore.session.Session) -> None:
-    """Make a session read its credentials again once their files have changed."""
     found = botocore.session.Session(profile=core.profile).get_credentials()
     if found is not None and found.method != "env":
         files = [Path(core.get_config_variable(name)).expanduser() for name in _CREDENTIAL_FILES]
@@ -183,7 +182,6 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 def _trusted(
     core: botocore.session.Session, tls: TlsFiles, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the argument for the CAs, unless boto3's own settings name some."""
     bundle = core.get_config_variable("ca_bundle")
     if not bundle:
         return {} if tls.ca_file is None else {"verify": str(tls.ca_file)}

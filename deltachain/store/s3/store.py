@@ -113,7 +113,6 @@ class S3Store(base.Store):
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object of known size, in concurrent ranges; see ``Store``."""
         base.check_range(0, nbytes)
         deadline = self._deadline(base.check_key(key), nbytes)
         if nbytes == 0:
@@ -225,7 +224,6 @@ class S3Store(base.Store):
 
     @cached_property
     def _transfers(self) -> Client:
-        """Client that uploads large objects, and repeats requests for their parts."""
         made, _ = make_client(self._options, attempts=_PART_ATTEMPTS)
         self._watch(made)
         return made
@@ -248,8 +246,6 @@ class S3Store(base.Store):
         return {"Bucket": self._bucket, "Key": f"{self._prefix}{key}"}
 
     def _send(self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int) -> _T:
-        """Send a request until it is answered, in the time of the deadline."""
-
         def attempt() -> _T:
             try:
                 return call()
@@ -463,7 +459,6 @@ def _body(view: memoryview) -> bytes | io.BytesIO:
 
 
 def _fill(view: memoryview, body: Any, deadline: Deadline) -> None:  # noqa: ANN401 - untyped
-    """Fill memory with the bytes of an answer, as they come; raise if there are fewer."""
     at = 0
     while at < len(view):
         nbytes = body.readinto(view[at : at + _CHUNK_NBYTES])
@@ -474,7 +469,6 @@ def _fill(view: memoryview, body: Any, deadline: Deadline) -> None:  # noqa: ANN
 
 
 def _total(reply: dict[str, Any], span: tuple[int, int]) -> int:
-    """Return the size of the object whose range was asked for; raise if another one came."""
     start, stop = span
     nbytes = int(reply["ContentLength"])
     if reply["ResponseMetadata"]["HTTPStatusCode"] != 206:

@@ -25,8 +25,6 @@ class HeldVersion(Struct, frozen=True, kw_only=True):
 
 
 class Prepared(Protocol):
-    """A staged apply of a target, kept for the swap, and afterwards to undo it."""
-
     @property
     def nnz(self) -> int:
         """Number of elements to write."""
@@ -116,8 +114,6 @@ class Target(Protocol):
 
 
 class StagedWrite(Protocol):
-    """Staged bits of one tensor or of many, and where they go."""
-
     @property
     def names(self) -> Sequence[str]:
         """Names of the tensors, at least one."""

@@ -58,13 +58,10 @@ class Seal(Document, frozen=True, kw_only=True):
 
 
 class Journal:
-    """New bits on their way into a checkpoint folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> Seal:
-        """Write patches durably, and seal them; from then on they will be applied."""
         self.clear()
         self._folder.mkdir()
         refs = [self._put(number, group) for number, group in enumerate(_groups(patches))]
@@ -90,7 +87,6 @@ class Journal:
             yield from Part.from_bytes(data, key=ref.key)
 
     def clear(self) -> None:
-        """Remove the journal, and nothing that a planted link leads to."""
         if self._folder.is_symlink():
             self._folder.unlink()
         (self._folder / SEAL).unlink(missing_ok=True)
@@ -147,8 +143,6 @@ LOCK_FILE: Final = ".deltachain-lock"
 
 
 class FolderLock:
-    """Lock of one folder, which is created with it, for the lifetime of this object."""
-
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / LOCK_FILE
         self._descriptor = -1
@@ -156,7 +150,6 @@ class FolderLock:
         self._made = False
 
     def take(self) -> None:
-        """Lock the folder, also anew after it or its lock file was removed; idempotent."""
         self._refuse_file()
         while not self._is_held():
             self._try()

@@ -57,7 +57,6 @@ def say_other_config(module: nn.Module, chain: Chain) -> None:
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Describe the fields in which two configurations differ; a null is an absent field."""
     own, other = _deciding(mine), _deciding(theirs)
     return [
         f"{name} is {reprlib.repr(own.get(name))}, there {reprlib.repr(other.get(name))}"
@@ -133,7 +132,6 @@ class TensorTarget(PatchedTarget):
         pass
 
     def _current(self) -> dict[str, Tensor]:
-        """Return the present tensors: casting or loading a module may have replaced them."""
         if isinstance(self.source, nn.Module):
             return dict(named_tensors(self.source))
         for name, tensor in self.source.items():
