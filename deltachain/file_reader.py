@@ -93,6 +93,7 @@ def _mark(status: os.stat_result) -> tuple[int, ...]:
 
 
 def map_file(path: Path) -> memoryview:
+    """Map a file of a spool, which no other program writes to; readable after its removal."""
     try:
         with path.open("rb") as file:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

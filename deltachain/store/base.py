@@ -66,10 +66,7 @@ def _errors_named(store: Any, key: object) -> Iterator[None]:  # noqa: ANN401
         raise
     except Exception as exc:
         named = key if isinstance(key, str) else ""
-        about = f"object {named!r} in {store.url}" if named else str(store.url)
-        raise errors.StoreUnavailableError(
-            f"{about}: unexpected {type(exc).__name__}", key=named, url=store.url, hint=_HINT
-        ) from exc
+        raise unavailable(named, store.url, f"unexpected {type(exc).__name__}", _HINT) from exc
 
 
 MAX_KEY_LENGTH: Final = 512
@@ -353,6 +350,11 @@ def bytes_view(data: Buffer) -> memoryview:
 
 def not_found(key: str, url: str) -> errors.ObjectNotFoundError:
     return errors.ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
+
+
+def unavailable(key: str, url: str, why: str, hint: str = "") -> errors.StoreUnavailableError:
+    about = f"object {key!r} in {url}" if key else url
+    return errors.StoreUnavailableError(f"{about}: {why}", key=key, url=url, hint=hint)
 
 
 def already_exists(key: str, url: str) -> errors.AlreadyExistsError:

@@ -10,8 +10,8 @@ from email.utils import parsedate_to_datetime
 from threading import Lock, Thread
 from typing import Final, TypeVar
 
-from deltachain.errors import StoreUnavailableError
 from deltachain.retry import Backoff, Deadline
+from deltachain.store.base import unavailable
 from deltachain.threads import started
 
 FIRST_S: Final = 20.0  # of a call, if no request of its client has ever been answered
@@ -108,10 +108,8 @@ class Calls:
             said = answer or last
             is_lost = not self._is_known and time.monotonic() - began > FIRST_S
             if is_lost or not deadline.pause(self._pauses.pause_s(tries), last.wait_s):
-                about = f"object {key!r} in {self._url}" if key else self._url
-                raise StoreUnavailableError(
-                    f"{about}: {said}", key=key, url=self._url, hint=said.hint
-                ) from (said.__cause__ or said)
+                error = unavailable(key, self._url, str(said), said.hint)
+                raise error from (said.__cause__ or said)
             self._report(str(said), began, deadline.left_s)
             tries += 1
 

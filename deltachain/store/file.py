@@ -414,11 +414,9 @@ class FileStore(base.SimpleStore):
                 yield folder
         except FileNotFoundError as exc:
             if self._was_there and not self._root.exists():
-                raise errors.StoreUnavailableError(
-                    f"{self.url}: the folder was there, and is not any more",
-                    url=self.url,
-                    hint="mount its file system again, or put the folder back",
-                ) from exc
+                why = "the folder was there, and is not any more"
+                hint = "mount its file system again, or put the folder back"
+                raise base.unavailable("", self.url, why, hint) from exc
             raise
 
     @contextmanager

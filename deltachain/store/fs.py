@@ -448,12 +448,8 @@ class FsspecStore(base.SimpleStore):
                 "object is in the place of a folder"
             ) from exc
         except FileNotFoundError as exc:
-            raise errors.StoreUnavailableError(
-                f"object {key!r} in {self.url}: there is no place for it",
-                key=key,
-                url=self.url,
-                hint="make the bucket or the share first; check its name",
-            ) from exc
+            hint = "make the bucket or the share first; check its name"
+            raise base.unavailable(key, self.url, "there is no place for it", hint) from exc
         except self._failures as exc:
             raise store_error(exc, key, self.url) from exc
 

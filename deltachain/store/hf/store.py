@@ -205,11 +205,7 @@ class HfStore(base.Store):
         failed = self._batch([{"type": "deleteFile", "path": self._path(key)}], key)
         # The Hub reports an absent object as a failure, with an undocumented message.
         if failed != "" and self.find(key) is not None:
-            raise errors.StoreUnavailableError(
-                f"object {key!r} in {self.url}: {failed or 'it was not deleted'}",
-                key=key,
-                url=self.url,
-            )
+            raise base.unavailable(key, self.url, failed or "it was not deleted")
 
     @override
     def close(self) -> None:

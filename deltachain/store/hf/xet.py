@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 
 from deltachain.errors import ConfigError, MalformedError, StoreUnavailableError
 from deltachain.retry import Deadline
-from deltachain.store.base import bytes_view, check_nbytes, not_found
+from deltachain.store import base
 from deltachain.store.calls import within
 from deltachain.store.hf.api import PAUSES, Hub
 from deltachain.types import Buffer
@@ -76,7 +76,7 @@ class Xet:
         # for that byte would prove nothing if empty: a failed stream looks the same.
         data = self._collect(content, 0, nbytes + 1, nbytes, key) if nbytes else bytearray()
         if len(data) != nbytes or (not nbytes and content != EMPTY):
-            check_nbytes(key, self._url, expected=nbytes, actual=self._measure(content, key))
+            base.check_nbytes(key, self._url, expected=nbytes, actual=self._measure(content, key))
             raise MalformedError(f"object {key!r} in {self._url}: it has no fixed size", key=key)
         return data
 
@@ -85,7 +85,7 @@ class Xet:
 
     def write(self, data: Buffer, *, key: str) -> str:
         """Upload content, which stays invisible until a path refers to it; return its hash."""
-        view = bytes_view(data)
+        view = base.bytes_view(data)
         deadline, tries = self._hub.deadline(key), 0
         while True:
             access = self._access("write")
@@ -145,7 +145,7 @@ class Xet:
             f"{access.endpoint}/v1/reconstructions/{content}", access.token
         )
         if status == 404:
-            raise not_found(key, self._url)
+            raise base.not_found(key, self._url)
         if status == 401:
             self._forget("read", access)
         try:
@@ -181,9 +181,7 @@ class Xet:
             return
         said = str(trouble) if trouble else "the stream ended early"
         hint = "the disk is full: free some space" if "No space left" in said else ""
-        raise StoreUnavailableError(
-            f"object {key!r} in {self._url}: {said}", key=key, url=self._url, hint=hint
-        ) from trouble
+        raise base.unavailable(key, self._url, said, hint) from trouble
 
     def _access(self, kind: _Kind) -> _Access:
         with self._locks[kind]:
