@@ -95,7 +95,7 @@ def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def _is_stale(index: Path, there: Sequence[str]) -> bool:
-    """Return whether an earlier save left the index: ``from_pretrained`` reads the file."""
+    """Return whether an earlier save left the index: ``from_pretrained`` reads the whole file."""
     return WEIGHTS_FILE in there and set(_read_index(index).values()) != {WEIGHTS_FILE}
 
 

@@ -73,7 +73,7 @@ def read_secret(environment: Mapping[str, str], name: str) -> str | Path:
 
 
 def is_strict(environment: Mapping[str, str]) -> bool:
-    """Return whether a server that cannot follow must exit; others may be invalid."""
+    """Return whether a server that cannot follow must exit; other variables may be invalid."""
     strict = environment.get(f"{PREFIX}STRICT", "").lower() not in FALSE
     return bool(environment.get(f"{PREFIX}URL")) and strict
 

@@ -438,7 +438,7 @@ class Watcher(Closeable):
         self._show(name, found, is_whole=name not in found)
 
     def _show(self, source: str, found: Mapping[str, ReplicaAnswer], *, is_whole: bool) -> None:
-        """Show what a board or a name has; others stay, as old as they are, unless it is all."""
+        """Show the answers of a board or a name; unless these are whole, older ones stay."""
         before, now = self._present.get(source, {}), time.time()
         reports = {} if is_whole else dict(before)
         for name, answer in found.items():

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class UsablePlans:
-    """Base of plans, and encodings ``without`` which they are: their old bits ``lack``."""
+    """Base of plans, and encodings they go ``without``, because their old bits ``lack``."""
 
     base: Path | None
     without: frozenset[str] = frozenset()
