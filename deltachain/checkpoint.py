@@ -36,8 +36,7 @@ INDEX_FILE: Final = "model.safetensors.index.json"
 _SHARD: Final = re.compile(r"(.*\D|)(\d+)([-_]of[-_])(\d+)(.*)")
 """Name of a shard: what is before its number, the number, and how many shards there are."""
 
-_MODEL_SHARDS: Final = "model-{}.safetensors"
-"""Key of the set of shards that ``save_pretrained`` writes."""
+_MODEL_SHARDS: Final = "model-{}.safetensors"  # as save_pretrained writes
 
 _OTHER_SETS: Final = re.compile(r"(consolidated|optimizer|.*\.(ema|fp16|fp32|bf16)[-_.]).*")
 """Names of files with tensors in another form, or with tensors of an optimizer."""
@@ -50,21 +49,12 @@ _INCOMPLETE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
-    """Files of a checkpoint's weights: the file of each tensor too, if an index names them."""
-
     paths: list[Path]
     index: str = ""
     places: dict[str, str] = field(default_factory=dict)
 
 
 def find_weights(path: Path) -> WeightFiles:
-    """Find the files of a checkpoint's weights, of a folder or of one safetensors file.
-
-    Raises:
-        ConfigError: There are none, one is missing, or there are several sets of which none is the
-            model's by its name or by an index.
-        MalformedError: An index is unreadable.
-    """
     if path.is_file():
         return WeightFiles([path])
     there = sorted(file.name for file in path.glob("[!.]*.safetensors")) if path.is_dir() else []
@@ -105,15 +95,11 @@ def _index_of(path: Path, there: Sequence[str]) -> tuple[str, dict[str, str]]:
 
 
 def _is_stale(index: Path, there: Sequence[str]) -> bool:
-    """Return whether an index is of an earlier save: ``from_pretrained`` prefers the whole file.
-
-    A save into one file leaves the index of an earlier one in shards.
-    """
+    """Return whether an earlier save left the index: ``from_pretrained`` reads the whole file."""
     return WEIGHTS_FILE in there and set(_read_index(index).values()) != {WEIGHTS_FILE}
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    """Return the file of each tensor by an index."""
     try:
         places = dict(json.loads(index.read_bytes())["weight_map"])
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as exc:
@@ -136,7 +122,6 @@ def _sets(there: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _whole_set(path: Path, there: Sequence[str]) -> list[str]:
-    """Return the weight files of a folder without an index."""
     sets = _sets(there)
     for own in (WEIGHTS_FILE, _MODEL_SHARDS, ADAPTER_FILE):
         if own in sets:
@@ -172,21 +157,16 @@ def _checked(path: Path, names: list[str]) -> list[str]:
     )
 
 
-_HASHED_NBYTES: Final = 16 << 20
-"""Bytes of a file that are read and hashed at a time."""
+_HASHED_NBYTES: Final = 16 << 20  # bytes of a file that are read and hashed at a time
 
 logger = logging.getLogger(__name__)
 
-PEFT_PREFIX: Final = "base_model.model."
-"""Begin of the names of an adapter's tensors, by most methods."""
-
-ADAPTER_CONFIG: Final = "adapter_config.json"
-"""Configuration of an adapter of PEFT."""
+PEFT_PREFIX: Final = "base_model.model."  # of the names of an adapter's tensors, by most methods
+ADAPTER_CONFIG: Final = "adapter_config.json"  # configuration of an adapter of PEFT
 
 _CONFIG: Final = "config.json"
 
-HELD_FILE: Final = "deltachain.json"
-"""Status file of a folder that follows a chain; not an asset of the checkpoint."""
+HELD_FILE: Final = "deltachain.json"  # status of a folder that follows a chain
 
 _ASSET: Final = re.compile(
     r".*\.(json|txt|model|jinja|spm|tiktoken|bpe|codes|tokenizer|npy)|tokenizer\.model\.v\w+",
@@ -228,22 +208,12 @@ _APART: Final = re.compile(
 )
 """Paths of weights, and of files that no save of a model or a processor writes."""
 
-_NAMED: Final = 8
-"""Most files that a warning names."""
-
-_PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")
-"""Names of unfinished files."""
-
-ASSET_NBYTES: Final = 64 << 20
-"""Size limit of an asset, in bytes."""
+_NAMED: Final = 8  # most files that a warning names
+_PARTIAL: Final = re.compile(r"\..+\.[0-9a-f]{16}")  # names of unfinished files
+ASSET_NBYTES: Final = 64 << 20  # size limit of an asset, in bytes
 
 
 def named_folder(named: str, *, revision: str | None = None, cache: str | None = None) -> Path:
-    """Resolve a checkpoint to a folder: a local path, or a repository in the Hub's local cache.
-
-    Raises:
-        ConfigError: It is neither.
-    """
     folder = Path(named)
     if folder.is_dir():
         return folder
@@ -264,22 +234,7 @@ class Checkpoint:
 
     Of several sets of weights in a folder, ``model.safetensors`` counts, else the files of
     ``model.safetensors.index.json``, the shards ``model-i-of-n``, the adapter, or the files of the
-    only other index, in this order. Files that are left out are named in a warning. Nothing is
-    mapped or kept open: files are read by calls.
-
-    Args:
-        path: The file or the folder.
-
-    Attributes:
-        specs: Specs of all tensors, sorted by name.
-        index: Name of the index that names the files; empty without one.
-        unnamed: Tensors in the files that the index does not name.
-
-    Raises:
-        ConfigError: There is no safetensors file at ``path``, one is missing, two hold the same
-            tensor, the index names a tensor that its file does not hold, or it is unknown which of
-            several sets is the model's.
-        MalformedError: A file does not match its header.
+    only other index. Others are named in a warning. Files are read by calls, none stays open.
     """
 
     def __init__(self, path: Path) -> None:
@@ -312,11 +267,6 @@ class Checkpoint:
         )
 
     def bits(self, name: str) -> Bits:
-        """Read the flat bits of one tensor, into new memory.
-
-        Raises:
-            MalformedError: Its file was cut, written to or replaced since it was opened.
-        """
         file, entry = self._entries[name]
         return self._readers[file].bits(entry.start, entry.stop, self.specs[name].bits_dtype)
 
@@ -325,7 +275,6 @@ class Checkpoint:
         return tuple(self._files)
 
     def place(self, name: str) -> tuple[Path, int]:
-        """Return the file of a tensor and the offset of its first byte."""
         file, entry = self._entries[name]
         return next(path for path in self._files if path.name == file), entry.start
 
@@ -336,7 +285,6 @@ class Checkpoint:
         return sum((self.digest(name) for name in names), StateDigest())
 
     def files(self) -> Iterator[FileRef]:
-        """Yield name, size and blake3 of each safetensors file; hashed lazily."""
         for name, reader in self._readers.items():
             starts = range(0, reader.nbytes, _HASHED_NBYTES)
             pieces = (reader.read_at(start, _HASHED_NBYTES) for start in starts)
@@ -345,7 +293,6 @@ class Checkpoint:
             )
 
     def assets(self, *, trusted: bool = False) -> dict[str, bytes]:
-        """Return the assets of a folder, empty for a single file; see :func:`read_assets`."""
         return read_assets(self.path, trusted=trusted) if self.path.is_dir() else {}
 
 
@@ -354,13 +301,7 @@ def read_assets(
 ) -> dict[str, bytes]:
     """Read the configuration and tokenizer files of a checkpoint folder, by path in it.
 
-    Args:
-        folder: The checkpoint folder.
-        trusted: Whether references to remote code are kept.
-        told: Small files without a warning though they are no assets; ``None`` for no warning.
-
-    Raises:
-        ConfigError: There is no such folder.
+    ``told``: small files without a warning though they are no assets; ``None`` for no warning.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder", hint="name a folder of configuration files")
@@ -383,16 +324,12 @@ def read_assets(
 
 
 def left_out(folder: Path) -> list[str]:
-    """Return the paths of a checkpoint folder's small files that are no assets.
-
-    Folders without assets are named instead of their files, with a ``/`` at the end.
-    """
+    """Return the paths of small files that are no assets, and folders without any."""
     left = (name for name in _names(folder) if not _is_carried(folder, name))
     return [name for name in left if not _APART.fullmatch(name) and not _NO_ASSET.fullmatch(name)]
 
 
 def _names(folder: Path) -> list[str]:
-    """Return the paths of the files in a folder and in its folders of parts, and other folders."""
     found = []
     for one in sorted(folder.iterdir()):
         if one.is_dir() and _INNER.fullmatch(one.name):
@@ -420,11 +357,7 @@ def is_asset(name: str) -> bool:
 
 
 def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
-    """Return the file name of the weights: PEFT's if they belong to an adapter.
-
-    Names of tensors differ by the method of the adapter, so that its configuration counts, unless
-    there is that of a whole model among the assets too.
-    """
+    """Return the file name of the weights: PEFT's if configuration or names say so."""
     is_adapter = ADAPTER_CONFIG in assets and _CONFIG not in assets
     is_adapter = is_adapter or all(name.startswith(PEFT_PREFIX) for name in names)
     return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
@@ -433,7 +366,6 @@ def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
 def write_weights(
     file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]
 ) -> None:
-    """Write a safetensors file durably and atomically, with one tensor in memory at a time."""
     with creating(file) as partial:
         ordered = allocate(partial, specs)
         with partial.open("r+b") as out:
@@ -446,9 +378,6 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Write the header of a safetensors file and allocate its data, filled with zeros.
 
     Wide elements come first, so that every tensor is aligned; returns the tensors in that order.
-
-    Raises:
-        NoRoomError: The disk has too little free space.
     """
     ordered = sorted(specs, key=lambda spec: (-spec.itemsize, spec.name))
     rows = [(spec.name, spec.dtype, spec.shape, spec.nbytes) for spec in ordered]
@@ -462,8 +391,7 @@ def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 def creating(file: Path) -> Iterator[Path]:
     """Yield a new, empty file that atomically and durably replaces ``file`` on success.
 
-    Its name is random and it is made exclusively: a link that another user of the folder planted is
-    not followed.
+    Its name is random: a link that another user of the folder planted is not followed.
     """
     partial = file.with_name(f".{file.name}.{secrets.token_hex(8)}")
     os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -486,7 +414,6 @@ def remove_partials(folder: Path, *patterns: str) -> None:
 
 
 def write_atomic(file: Path, data: Buffer) -> None:
-    """Write a small file durably and atomically."""
     with creating(file) as partial:
         partial.touch()
         reserve(partial, len(data))
@@ -499,7 +426,6 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

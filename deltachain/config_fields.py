@@ -22,29 +22,19 @@ fp32 masters of bf16 weights, and switch the cache off."""
 
 
 _OF_TRAINING: Final = re.compile("drop(out|path|_prob|_rate)|layerdrop|_loss_|^initializer_")
-"""Names of fields that only training reads."""
 
-LIBRARY: Final = "quantization_config"
-"""Field of a configuration with its own check, which knows releases of libraries."""
+LIBRARY: Final = "quantization_config"  # has a check of its own, which knows releases of libraries
 
 
 RUNTIME: Final = frozenset(
-    {
-        "architectures",
-        "problem_type",
-        "output_attentions",
-        "output_hidden_states",
-        "return_dict",
-    }
+    {"architectures", "problem_type", "output_attentions", "output_hidden_states", "return_dict"}
 )
 """Fields that a trainer, ``save_pretrained`` or the model's own forward sets."""
 
-ID_END: Final = "_token_id"
-"""End of the names of token ids, which trainers align with the tokenizer."""
+ID_END: Final = "_token_id"  # of ids that trainers align with the tokenizer
 
 
 def fields(data: bytes) -> Any:  # noqa: ANN401 - JSON
-    """Return a JSON document without the fields of a run; ``None`` if it is none."""
     try:
         return _without(json.loads(data))
     except (ValueError, RecursionError):
@@ -67,7 +57,6 @@ def _without(value: Any) -> Any:  # noqa: ANN401 - JSON
 
 
 def settings_of(settings: object) -> dict[str, Any]:
-    """Return the fields of a configuration of transformers; none of anything else."""
     told = getattr(settings, "to_dict", None)
     found = fields(json.dumps(told(), default=str).encode()) if callable(told) else None
     return found if isinstance(found, dict) else {}

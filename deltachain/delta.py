@@ -19,40 +19,27 @@ from deltachain.types import Bits, Indices, TensorSpec
 
 Mask = npt.NDArray[np.bool_]
 
-STEP: Mask = np.array(False)
-"""A 0-d mask: every element is a step."""
-ABSOLUTE: Mask = np.array(True)
-"""A 0-d mask: every element is absolute."""
+STEP: Mask = np.array(False)  # a 0-d mask: every element is a step
+ABSOLUTE: Mask = np.array(True)  # a 0-d mask: every element is absolute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorDelta:
-    """The changed elements of one tensor.
-
-    Attributes:
-        spec: Name, dtype and shape of the tensor in the Hugging Face checkpoint.
-        indices: Flat, strictly increasing indices, int64 of shape ``(nnz,)``; ``None`` if the
-            values are of consecutive elements, all of the tensor unless it was read in part.
-        values: Unsigned integers of the element's width, shape ``(nnz,)``.
-        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
-            ``(nnz,)``.
-        start: Flat index of the first value where ``indices`` is ``None``; otherwise 0.
-    """
-
-    spec: TensorSpec
+    spec: TensorSpec  # name, dtype and shape of the tensor in the Hugging Face checkpoint
+    # Flat, strictly increasing indices, int64 of shape (nnz,); None if the values are of
+    # consecutive elements, all of the tensor unless it was read in part.
     indices: Indices | None
-    values: Bits
+    values: Bits  # unsigned integers of the element's width, shape (nnz,)
+    # Whether a value is the new bits rather than a step; bool of shape () or (nnz,).
     absolute: Mask = field(default_factory=lambda: STEP)
-    start: int = 0
+    start: int = 0  # flat index of the first value where indices is None; otherwise 0
 
     @classmethod
     def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
-        """Create a delta of all elements, absolute."""
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE)
 
     @classmethod
     def run(cls, spec: TensorSpec, start: int, bits: Bits) -> TensorDelta:
-        """Create a delta of consecutive elements from flat index ``start`` on, absolute."""
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE, start=start)
 
     @property
@@ -60,7 +47,6 @@ class TensorDelta:
         return self.indices is None and self.nnz == self.spec.numel
 
     def covers(self, low: int, high: int) -> bool:
-        """Return whether the delta holds every element in ``[low, high)``, in order."""
         inside = self.start <= low and high <= self.start + self.nnz
         return self.indices is None and inside
 
@@ -70,19 +56,9 @@ class TensorDelta:
 
     @property
     def nbytes(self) -> int:
-        """Memory of the arrays, in bytes."""
         return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
 
     def validate(self, *, in_part: bool = False) -> TensorDelta:
-        """Check every guarantee of the class and return self.
-
-        Args:
-            in_part: Whether consecutive values may be fewer than all of the tensor's.
-
-        Raises:
-            MalformedError: A width or length is wrong, an index is out of range or order, or a step
-                is zero.
-        """
         name, spec = self.spec.name, self.spec
         if self.values.dtype != spec.bits_dtype or self.values.ndim != 1:
             raise MalformedError(
@@ -104,20 +80,11 @@ class TensorDelta:
         return self
 
     def new_bits(self, old: Bits) -> Bits:
-        """Compute the new bits of the changed elements from the old (same shape as ``values``)."""
         found: Bits = new_bits(old, self.values, self.absolute)
         return found
 
 
 def new_bits(old: Any, values: Any, absolute: Any) -> Any:  # noqa: ANN401 - numpy's or torch's arrays
-    """Compute the bits after a delta, in numpy or torch.
-
-    Args:
-        old: Old bits, shape ``(nnz,)``.
-        values: New bits or wrapping steps, shape ``(nnz,)``.
-        absolute: Whether a value is the new bits rather than a step; bool of shape ``()`` or
-            ``(nnz,)``.
-    """
     if absolute.ndim == 0:
         return values if absolute else old + values
     return values + old * ~absolute
@@ -163,7 +130,6 @@ def fold(older: TensorDelta, newer: TensorDelta) -> TensorDelta:
 
 
 def _side_by_side(indices: Indices, first: TensorDelta, second: TensorDelta) -> TensorDelta:
-    """Concatenate two deltas whose index ranges do not overlap, such as row shards of ranks."""
     values = np.concatenate([first.values, second.values])
     if not first.absolute.any() and not second.absolute.any():
         return TensorDelta(spec=second.spec, indices=indices, values=values)
@@ -229,7 +195,6 @@ def _joined_windows(deltas: Sequence[TensorDelta], low: int, high: int) -> Bits 
 
 
 def _set(bits: Bits, delta: TensorDelta, low: int, high: int) -> None:
-    """Apply a delta to the bits of the elements ``[low, high)``."""
     if delta.indices is None:
         first, last = max(delta.start, low), min(delta.start + delta.nnz, high)
         if first < last:
@@ -246,7 +211,6 @@ def _near(indices: Indices, low: int, high: int) -> slice:
 
 
 def _sparse(delta: TensorDelta) -> TensorDelta:
-    """Return a delta with indices, unless it holds every element."""
     if delta.indices is not None or delta.is_dense:
         return delta
     indices = np.arange(delta.start, delta.start + delta.nnz)
@@ -254,12 +218,10 @@ def _sparse(delta: TensorDelta) -> TensorDelta:
 
 
 def density(nnz: int, numel: int) -> float:
-    """Return changed over all elements, in [0, 1]; 0 for an empty tensor."""
     return nnz / numel if numel else 0.0
 
 
 def changes(spec: TensorSpec, old: npt.NDArray[Any], new: npt.NDArray[Any]) -> TensorDelta:
-    """Compute the steps from ``old`` to ``new``, two flat bit arrays of all elements."""
     indices = np.flatnonzero(old != new)
     return TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])
 

@@ -9,27 +9,16 @@ T = TypeVar("T", bound=Hashable)
 
 
 def join_sets(groups: Iterable[Iterable[T]]) -> list[frozenset[T]]:
-    """Join groups that share members, also over others; return the sets, by their first members.
-
-    Takes about as long as it takes to read the groups.
-    """
-    leader: dict[T, T] = {}
-
-    def find(member: T) -> T:
-        while leader[member] != member:
-            leader[member] = leader[leader[member]]
-            member = leader[member]
-        return member
-
+    """Join groups that share members, also over others; return the sets, by their first members."""
+    joined: dict[T, list[T]] = {}
     for group in groups:
-        first: T | None = None
+        first: list[T] | None = None
         for member in group:
-            leader.setdefault(member, member)
-            if first is None:
-                first = find(member)
-            else:
-                leader[find(member)] = first
-    found: dict[T, list[T]] = {}
-    for member in leader:
-        found.setdefault(find(member), []).append(member)
-    return [frozenset(members) for members in found.values()]
+            other = joined.setdefault(member, [member])
+            if first is None or first is other:
+                first = other
+                continue
+            first, less = (first, other) if len(first) >= len(other) else (other, first)
+            first += less
+            joined.update(dict.fromkeys(less, first))
+    return [frozenset(one) for one in {id(one): one for one in joined.values()}.values()]

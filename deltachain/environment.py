@@ -38,11 +38,6 @@ class Variable(NamedTuple):
 
 
 def read(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Parse every variable that is set and not empty, by name without prefix.
-
-    Raises:
-        ConfigError: A name is unknown, a value is invalid, or two variables exclude each other.
-    """
     for _, mistake in mistakes(environment):
         raise mistake
     ours = _ours(environment)
@@ -50,7 +45,6 @@ def read(environment: Mapping[str, str]) -> dict[str, Any]:
 
 
 def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]]:
-    """Yield name and error of each variable that is unknown, invalid or excluded by another."""
     ours = _ours(environment)
     for name, text in ours.items():
         if name not in VARIABLES:
@@ -68,35 +62,24 @@ def mistakes(environment: Mapping[str, str]) -> Iterator[tuple[str, ConfigError]
 
 
 def read_one(environment: Mapping[str, str], name: str) -> Any:  # noqa: ANN401 - as it is parsed
-    """Return one variable of :func:`read`, after a check of all; ``None`` if absent or empty."""
     return read(environment).get(name)
 
 
 def read_secret(environment: Mapping[str, str], name: str) -> str | Path:
-    """Return the value of a secret (``TOKEN``, ``ENGINE_KEY``), or the file that holds it.
-
-    Empty if neither is set; raises as :func:`read`.
-    """
+    """Return a secret (``TOKEN``, ``ENGINE_KEY``), the file that holds it, or nothing."""
     given = read(environment)
     found: str | Path = given.get(f"{name}_FILE") or given.get(name, "")
     return found
 
 
 def is_strict(environment: Mapping[str, str]) -> bool:
-    """Return whether a server that cannot follow its chain must exit at startup.
-
-    True if ``URL`` is set and ``STRICT`` is not false; other variables are not parsed, so that the
-    answer is known even when they are invalid.
-    """
+    """Return whether a server that cannot follow must exit; other variables may be invalid."""
     strict = environment.get(f"{PREFIX}STRICT", "").lower() not in FALSE
     return bool(environment.get(f"{PREFIX}URL")) and strict
 
 
 def refused(exc: DeltaChainError) -> SystemExit:
-    """Log why a server cannot follow its chain; return the exception that ends it.
-
-    Otherwise it would serve the weights it loaded, and only a line in its log would tell.
-    """
+    """Log why a server cannot follow its chain, rather than let it serve; return its exit."""
     told = f"deltachain cannot follow the chain, so this server exits: {exc}"
     if not isinstance(exc, EngineDamagedError):
         told += f"\n  set {PREFIX}STRICT=0 to serve the loaded weights instead"
@@ -167,7 +150,6 @@ def _count(text: str, least: int = 0) -> int:
 
 
 def _line(text: str) -> str:
-    """Strip surrounding white space, which comes from files and quoting."""
     line = text.strip()
     if not line or not line.isprintable():
         raise ValueError("one line of text")
@@ -225,14 +207,7 @@ VARIABLES: Final[Mapping[str, Variable]] = {
     "VENVS": Variable("folder of the virtual environments of engine tests", Path),
 }
 
-_SHOWN: Final = 5
-"""Characters of a wrong value that are shown: a longer one may be a secret of another variable."""
-
-PLACES: Final = ("host", "device")
-"""Values of ``DECODE``; by default, changes are decoded where the weights are."""
-
-SECRETS: Final = ("TOKEN", "ENGINE_KEY")
-"""Variables whose values are never printed."""
-
-FROM_FILE: Final = SECRETS
-"""Variables that exclude another one, of the same name and ``_FILE``."""
+_SHOWN: Final = 5  # characters of a wrong value: a longer one may be the secret of another variable
+PLACES: Final = ("host", "device")  # of DECODE; by default, where the weights are
+SECRETS: Final = ("TOKEN", "ENGINE_KEY")  # variables whose values are never printed
+FROM_FILE: Final = SECRETS  # variables that exclude another one, of the same name and _FILE

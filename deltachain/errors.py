@@ -48,8 +48,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 from deltachain.redact import redacted_text
 
-DOCS: Final = "https://github.com/OWNER/deltachain/tree/HEAD/docs"
-"""Where the documents lie."""
+DOCS: Final = "https://github.com/OWNER/deltachain/tree/HEAD/docs"  # where the documents lie
 
 _EXITS: Final = f"{DOCS}/troubleshooting.md#exit-code"
 """Begin of the places where classes are explained, by exit code and name of the family."""

@@ -55,49 +55,30 @@ COUNTERS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One number.
-
-    Attributes:
-        name: Name of the metric, in ``GAUGES`` or ``COUNTERS``.
-        value: The number.
-        labels: Values of the metric's labels, by name.
-    """
-
-    name: str
+    name: str  # name of the metric, in GAUGES or COUNTERS
     value: float
     labels: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_counter(self) -> bool:
-        """Whether it only grows while the process lives."""
         return self.name in COUNTERS
 
     @property
     def about(self) -> str:
-        """Meaning of the metric."""
         return COUNTERS[self.name] if self.is_counter else GAUGES[self.name]
 
 
-FigureSource: TypeAlias = Callable[[], Iterable[Figure]]
-"""Returns the figures of now; may be called from any thread, and makes no request."""
+FigureSource: TypeAlias = Callable[[], Iterable[Figure]]  # from any thread
 
 
 def figures(values: Mapping[str, float | None]) -> Iterator[Figure]:
-    """Yield a figure for each number, by name of the metric; none for ``None``."""
     return (Figure(name, value) for name, value in values.items() if value is not None)
 
 
 def info(*, engine: str, chain: str | None) -> Figure:
-    """Return the figure that says which software serves which chain.
-
-    Args:
-        engine: What runs: an engine and its version (``vllm/0.32.0``), or a part of deltachain.
-        chain: Id of the chain; ``None`` if it is not known yet.
-    """
     labels = {"version": __version__, "engine": engine, "chain": chain or ""}
     return Figure("info", 1, labels)
 
 
 def phases(seconds: Mapping[str, float]) -> Iterator[Figure]:
-    """Yield the time of each phase of the newest version, in seconds, by the phase's name."""
     return (Figure("phase_seconds", value, {"phase": name}) for name, value in seconds.items())

@@ -6,6 +6,7 @@ and each map holds a descriptor. Here a file is opened for each read.
 
 from __future__ import annotations
 
+import mmap
 import os
 from pathlib import Path
 from typing import Final
@@ -22,18 +23,11 @@ _CHANGED_HINT: Final = (
 
 
 class FileRange:
-    """Bytes of a file, from an offset on."""
-
     def __init__(self, file: Path, offset: int = 0) -> None:
         self.file, self.offset = file, offset
 
     def read_into(self, at: int, out: memoryview) -> os.stat_result:
-        """Fill ``out`` with the bytes from position ``at`` on; return the file's status afterwards.
-
-        Raises:
-            MalformedError: The file ends before.
-            OSError: The file cannot be read.
-        """
+        """Fill ``out`` with the bytes from ``at`` on; return the file's status afterwards."""
         descriptor = os.open(self.file, os.O_RDONLY | os.O_CLOEXEC)
         try:
             where, left = self.offset + at, out
@@ -52,15 +46,7 @@ class FileRange:
 
 
 class FileReader:
-    """A file whose bytes must stay as they are while it is read.
-
-    Attributes:
-        nbytes: Its length in bytes.
-
-    Raises:
-        ConfigError: The file cannot be read.
-        MalformedError: The file is empty.
-    """
+    """A file whose ``nbytes`` must stay as they are while it is read."""
 
     def __init__(self, file: Path) -> None:
         self._range = FileRange(file)
@@ -76,18 +62,11 @@ class FileReader:
             raise MalformedError(f"{file} is empty", key=str(file))
 
     def read_at(self, start: int, length: int) -> memoryview:
-        """Read a range of the bytes.
-
-        Raises:
-            MalformedError: The file was cut, written to or replaced since it was opened.
-            ConfigError: The file cannot be read any more.
-        """
         out = np.empty(max(0, min(length, self.nbytes - start)), np.uint8)
         self._fill(start, out)
         return out.data
 
     def bits(self, start: int, stop: int, dtype: np.dtype[np.unsignedinteger]) -> Bits:
-        """Read a range as ``(n,)`` unsigned integers, in new memory; raises as :meth:`read_at`."""
         out = np.empty((stop - start) // dtype.itemsize, dtype)
         self._fill(start, out)
         return out
@@ -111,3 +90,15 @@ class FileReader:
 def _mark(status: os.stat_result) -> tuple[int, ...]:
     """Return what differs once a file has other bytes, or another file has its name."""
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def map_file(path: Path) -> memoryview:
+    """Map a file of a spool, which no other program writes to; readable after its removal."""
+    try:
+        with path.open("rb") as file:
+            return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except ValueError as exc:  # mmap's error for an empty file
+        raise MalformedError(f"{path} is empty", key=str(path)) from exc
+    except OSError as exc:
+        hint = "check the path, and who may read it"
+        raise ConfigError(f"{path}: {exc.strerror}", hint=hint) from exc

@@ -18,13 +18,10 @@ from deltachain.file_reader import FileRange
 from deltachain.kernels import host
 from deltachain.types import Bits, Indices, TensorSpec
 
-WINDOW_NBYTES: Final = 256 << 10
-"""Bytes of one read-modify-write."""
+WINDOW_NBYTES: Final = 256 << 10  # bytes of one read-modify-write
 
 
 class FileBits:
-    """Flat bits of one tensor in a file, at an offset in bytes."""
-
     def __init__(self, file: Path, offset: int, spec: TensorSpec) -> None:
         self.file = file
         self._inode = file.stat().st_ino
@@ -39,10 +36,7 @@ class FileBits:
         return bits
 
     def bits_near(self, indices: Indices) -> Bits:
-        """Read the bits of elements at increasing indices, and near them; the rest is any bits.
-
-        Memory is taken only for what is read.
-        """
+        """Read the bits of elements at increasing indices, and near them; the rest is any bits."""
         window = WINDOW_NBYTES // self._spec.itemsize
         bits = np.empty(self._spec.numel, self._spec.bits_dtype)
         for start, stop in _runs(np.unique(indices // window)):
@@ -58,11 +52,6 @@ class FileBits:
         return bits
 
     def put(self, indices: Indices | None, new: Bits) -> None:
-        """Write new bits of elements at increasing indices, or of all if ``None``.
-
-        Raises:
-            OSError: The disk is full, gone, or may not be written to, or another file is there.
-        """
         if not new.size:
             return
         descriptor = os.open(self.file, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -89,7 +78,6 @@ class FileBits:
 
 
 def _runs(numbers: Indices) -> Iterator[tuple[int, int]]:
-    """Yield first number and end of each run of consecutive numbers."""
     ends = np.flatnonzero(np.diff(numbers) != 1) + 1
     for run in np.split(numbers, ends):
         if run.size:

@@ -42,9 +42,6 @@ def check_kinds(settings: Any) -> None:  # noqa: ANN401 - any dataclass
 
     Numbers of NumPy are numbers, a whole number is a number too, and ``True`` is neither. Members
     of mappings are not looked at.
-
-    Raises:
-        ConfigError: A value has another type, or is no member of a ``Literal``.
     """
     kinds = get_type_hints(type(settings))
     for field in fields(settings):
@@ -68,17 +65,10 @@ def whole(name: str, value: SupportsIndex, *, hint: str = "for example 3") -> in
 
 
 def fields_of(settings: type) -> dict[str, str]:
-    """Return the name of a dataclass by each of its fields, for :func:`names_checked`."""
     return {field.name: settings.__name__ for field in fields(settings)}
 
 
 def names_checked(elsewhere: Mapping[str, str] | None = None) -> Callable[[type[_T]], type[_T]]:
-    """Return a decorator of classes, whose constructors then refuse unknown settings by name.
-
-    Args:
-        elsewhere: What else a caller may mean, and whose setting that is.
-    """
-
     def decorated(kind: type[_T]) -> type[_T]:
         plain: Callable[..., None] = kind.__init__
         own = dict.fromkeys([*signature(plain).parameters][1:], kind.__name__)

@@ -11,16 +11,9 @@ from typing_extensions import override
 NAME: Final = "deltachain"
 
 LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
-"""Loggers above all others of this distribution."""
 
 
 def show(through: logging.Logger, level: int) -> None:
-    """Send our log messages through another logger; leave loggers with handlers alone.
-
-    Args:
-        through: Logger whose handlers show them.
-        level: Least level that is shown.
-    """
     for name in LOGGERS:
         ours = logging.getLogger(name)
         if not ours.handlers:
@@ -30,8 +23,6 @@ def show(through: logging.Logger, level: int) -> None:
 
 
 class _Named(logging.Handler):
-    """Handler that passes records on, with our name before their messages."""
-
     def __init__(self, through: logging.Logger) -> None:
         super().__init__()
         self._through = through

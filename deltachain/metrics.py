@@ -28,11 +28,8 @@ if TYPE_CHECKING:
 
 LOOPBACK: Final = "127.0.0.1"
 
-_SILENCE_S: Final = 10.0
-"""Seconds without a byte of a client after which its connection is closed."""
-
-_REGISTERED: Final[list[Any]] = []
-"""What :func:`register_figures` has added to the default registry of this process."""
+_SILENCE_S: Final = 10.0  # seconds without a byte of a client after which its connection is closed
+_REGISTERED: Final[list[Any]] = []  # by register_figures
 
 
 class FigureCollector:
@@ -42,7 +39,6 @@ class FigureCollector:
         self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every metric that has a number now."""
         families: dict[str, CounterMetricFamily | GaugeMetricFamily] = {}
         for figure in self._source():
             if figure.name not in families:
@@ -63,7 +59,6 @@ def _family(figure: Figure) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def exposition(source: FigureSource) -> bytes:
-    """Return the figures in Prometheus' text format, version 0.0.4."""
     from prometheus_client import generate_latest  # noqa: PLC0415 - an extra
 
     found: bytes = generate_latest(_registry(source))
@@ -71,11 +66,7 @@ def exposition(source: FigureSource) -> bytes:
 
 
 def register_figures(source: FigureSource) -> None:
-    """Show figures in the default registry of this process, instead of those registered before.
-
-    Raises:
-        ModuleNotFoundError: ``prometheus_client`` is missing.
-    """
+    """Show figures in the default registry of this process, instead of those registered before."""
     from prometheus_client import REGISTRY  # noqa: PLC0415 - an extra
 
     collector: Any = FigureCollector(source)  # a registry asks for no base class
@@ -95,11 +86,6 @@ def _registry(source: FigureSource) -> CollectorRegistry:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Parse ``PORT`` or ``HOST:PORT``; without a host, of the loopback interface alone.
-
-    Raises:
-        ConfigError: It is neither, or the port is none.
-    """
     host, _, port = text.strip().rpartition(":")
     if not (port.isascii() and port.isdecimal() and int(port) < 1 << 16):
         raise ConfigError(
@@ -110,22 +96,10 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class MetricsServer(Closeable):
-    """Server of ``/metrics``, ``/healthz`` and ``/readyz``, in threads of its own.
+    """Server of ``/metrics``, ``/healthz`` and ``/readyz`` at its ``url``, in threads of its own.
 
-    ``/healthz`` answers 200 while the process works; ``/readyz`` 503 and the reason if it is not
-    ready. None needs a token, and none changes anything. A failure to answer one request does not
-    end the server, and never what it reports on.
-
-    Args:
-        address: ``PORT`` or ``HOST:PORT``; port 0 takes a free one.
-        source: Figures to show.
-        unready: Returns why the process is not ready; empty if it is.
-
-    Attributes:
-        url: Address of the server.
-
-    Raises:
-        ConfigError: The address is invalid or cannot be bound, or ``prometheus_client`` is missing.
+    ``/readyz`` answers 503 and the reason unless the process is ready. No request needs a token,
+    changes anything, or ends what is reported on.
     """
 
     def __init__(
@@ -161,7 +135,6 @@ class MetricsServer(Closeable):
 
     @override
     def close(self) -> None:
-        """End the server and free its port."""
         if self._is_started:
             self._is_started = False
             self._server.shutdown()
@@ -181,13 +154,11 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def _all(source: FigureSource, unready: Callable[[], str]) -> Iterator[Figure]:
-    """Yield the figures of a source, and readiness, for alerts."""
     yield from source()
     yield from figures({"ready": not unready()})
 
 
 def _server_class(host: str) -> type[WSGIServer]:
-    """Return the class of a server for IPv4, or for IPv6."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return type("_FamilyServer", (_Server,), {"address_family": family})
 

@@ -14,15 +14,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SHOWN: Final = 80
-"""Largest number of characters of a name, and of an unknown one in an error."""
+SHOWN: Final = 80  # largest number of characters of a name, and of an unknown one in an error
 
 _OTHERS_NAME: Final = re.compile(r"[a-z0-9][a-z0-9_-]*(\.[a-z0-9][a-z0-9_-]*)+")
 
 
 class WithName(Protocol):
-    """Object with a name."""
-
     @property
     def name(self) -> str:
         """Its name."""
@@ -37,12 +34,6 @@ class NameRegistry(Generic[_T]):
     An unknown name is looked up once among the entry points of installed packages. Only the entry
     point of exactly that name is imported, so that a name in untrusted bytes cannot import anything
     not installed as such an object.
-
-    Args:
-        group: Entry point group of other packages' objects.
-        kind: Class of the objects; errors call them by its name in lower case.
-        example: A name of another package's object, for hints.
-        built_in: Built-in objects.
     """
 
     def __init__(self, group: str, kind: type[_T], example: str, built_in: Iterable[_T]) -> None:
@@ -53,7 +44,6 @@ class NameRegistry(Generic[_T]):
 
     @property
     def known(self) -> Mapping[str, _T]:
-        """Built-in objects, and those of packages that were imported."""
         return self._known
 
     def names(self) -> Iterator[str]:
@@ -73,7 +63,6 @@ class NameRegistry(Generic[_T]):
             raise ConfigError(f"{what} {name!r} is registered already")
 
     def find(self, name: str) -> _T | None:
-        """Return the object of a name, imported if an installed package provides it."""
         found = self._known.get(name)
         if found is not None or name in self._failures:
             return found
@@ -91,11 +80,9 @@ class NameRegistry(Generic[_T]):
         return self._known.get(name)
 
     def failure(self, name: str) -> str | None:
-        """Return why the object of a name could not be imported; None if it was not tried."""
         return self._failures.get(name)
 
     def _installed(self) -> Mapping[str, tuple[EntryPoint, ...]]:
-        """Return entry points of installed packages by name, read once and not imported."""
         if self._found is None:
             from importlib.metadata import entry_points  # noqa: PLC0415 - 30 ms, seldom needed
 

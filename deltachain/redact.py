@@ -11,16 +11,12 @@ from urllib.parse import unquote
 _PLACES: Final = frozenset({"abfs", "abfss", "az", "hdfs", "sftp", "smb", "ssh"})
 """Schemes with a container or a user name before an ``@`` in the URL, neither of them secret."""
 
-_REVISIONS: Final = frozenset({"hf", "s3"})
-"""Schemes in whose paths an ``@`` is nothing special."""
-
-_HOSTS: Final = frozenset({"http", "https", "dns"})
-"""Schemes of replicas, after which there are a host and a port."""
+_REVISIONS: Final = frozenset({"hf", "s3"})  # schemes in whose paths an @ is nothing special
+_HOSTS: Final = frozenset({"http", "https", "dns"})  # of replicas: a host and a port follow
 
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.%]*\]|[^:%]*)(:[0-9]*)?")
 
-HIDDEN: Final = "..."
-"""Shown for what may be a secret."""
+HIDDEN: Final = "..."  # shown for what may be a secret
 
 _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
 
@@ -28,8 +24,7 @@ _SCHEME: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+")
 def redacted_url(url: str) -> str:
     """Return a URL without user, password, query and fragment; a path is returned as it is.
 
-    Of a URL whose parts cannot be told apart, such as one with a slash in its password, only the
-    scheme is shown.
+    Of a URL whose parts cannot be told apart, only the scheme is shown.
     """
     match = _SCHEME.match(url)
     if match is None:
@@ -54,20 +49,11 @@ _IN_TEXT: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/+[^\s'\"<>|`]*[^\s'\"<>|
 _NAMES: Final = re.compile(r"(?<=[?&])[\w.-]+=")
 _BETWEEN: Final = re.compile(r"[/:@?#&]")
 
-LONGEST: Final = 300
-"""Longest text from a store or a replica that is shown, in characters."""
-
-SHORTEST: Final = 4
-"""Characters of the shortest part that is hidden wherever it stands."""
+LONGEST: Final = 300  # longest text from a store or a replica that is shown, in characters
+SHORTEST: Final = 4  # characters of the shortest part that is hidden wherever it stands
 
 
 def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
-    """Return a text with its URLs as :func:`redacted_url` shows them.
-
-    Args:
-        text: A message, or a traceback.
-        secrets: What is hidden outside of URLs too, as :func:`hidden_parts` returns it.
-    """
     if ":/" in text:
         text = _IN_TEXT.sub(lambda found: _shown(found[0]), text)
     if secrets:
@@ -78,15 +64,11 @@ def redacted_text(text: str, secrets: Collection[str] = ()) -> str:
 
 
 def _shown(url: str) -> str:
-    """Return a URL of a text; one without a mark of a secret is returned as it is."""
     return redacted_url(url) if any(mark in url for mark in "@?=") else url
 
 
 def hidden_parts(texts: Iterable[str]) -> set[str]:
-    """Return the parts of URLs that :func:`redacted_url` leaves out.
-
-    Libraries name some of them alone, such as a password that they take for a port.
-    """
+    """Return the parts that :func:`redacted_url` leaves out, which libraries may name alone."""
     parts: set[str] = set()
     for text in texts:
         shown = set(_BETWEEN.split(redacted_text(redacted_url(text))))

@@ -19,16 +19,10 @@ import numpy as np
 
 logger = logging.getLogger(__name__)
 
-ELSEWHERE: Final = "--"
-"""Separator between repository and class."""
+ELSEWHERE: Final = "--"  # separator between repository and class
+_KERNEL: Final = "/"  # part of each name of a kernel on the Hub, and of no other implementation
 
-_KERNEL: Final = "/"
-"""Part of each name of a kernel on the Hub, and of no other implementation."""
-
-POINTERS: Final = {
-    "auto_map": ELSEWHERE,
-    "custom_pipelines": ELSEWHERE,
-}
+POINTERS: Final = {"auto_map": ELSEWHERE, "custom_pipelines": ELSEWHERE}
 """Fields, at any depth, whose values refer to code, and what the texts have that do."""
 
 _IMPLEMENTATION: Final = re.compile(r"\w*_implementation(_\w+)?")
@@ -42,11 +36,8 @@ _HEADERS: Final = {
 }
 """Readers of the header of an array's file, by version."""
 
-ORIGINS: Final = ("_name_or_path", "name_or_path")
-"""Fields with the repository that an ``auto_map`` without one refers to."""
-
-DEEPEST: Final = 100
-"""Levels of nesting that are examined; a file with more is left out."""
+ORIGINS: Final = ("_name_or_path", "name_or_path")  # say where an auto_map points
+DEEPEST: Final = 100  # levels of nesting that are examined; a file with more is left out
 
 CLASS_ELSEWHERE: Final = re.compile(r"(?!.*--.*--)[^\s]*/[^\s]*--[^\s.]+\.\w+")
 """A class in a repository or a folder; removed from any field, since a loader may run it."""
@@ -58,12 +49,8 @@ _MARKS: Final = (b"--", b"auto_map", b"_implementation", b"\\u", b"\0")
 def without_remote_code(name: str, data: bytes, *, trusted: bool, where: str) -> bytes | None:
     """Remove references to remote code from an asset; return equal bytes if there are none.
 
-    ``_name_or_path`` is removed beside an ``auto_map``: loaders look there for a module that the
-    map names without a repository. Of a field that occurs twice, only the last is kept.
-
-    Returns:
-        The bytes to use, or ``None`` for a file that must be left out, since it may have pickled
-        objects or cannot be examined.
+    ``None`` if it must be left out: it may have pickled objects, or cannot be examined.
+    ``_name_or_path`` goes with an ``auto_map``, which may name a module without its repository.
     """
     if name.endswith(_ARRAY) and not trusted and _is_pickled(data):
         logger.warning(
@@ -127,7 +114,6 @@ def _last(repeated: list[str], fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _strip(document: Any) -> list[str]:  # noqa: ANN401 - JSON
-    """Remove references to remote code in place and return each."""
     found = []
     members = list(_members(document))
     for value, key, inner, mark in members:
@@ -168,7 +154,6 @@ def _names_code(text: str, mark: str) -> bool:
 
 
 def _is_void(value: Any) -> bool:  # noqa: ANN401 - JSON
-    """Return whether a value contains nothing but nulls and empty containers."""
     if isinstance(value, dict | list):
         return all(_is_void(one) for one in (value.values() if isinstance(value, dict) else value))
     return value is None

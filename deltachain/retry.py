@@ -12,28 +12,17 @@ from typing import Final
 
 from deltachain.errors import StoreUnavailableError
 
-DEADLINE_S: Final = 60.0
-"""Default stall limit: seconds without progress after which a call fails."""
-
-SLOWEST: Final = 1 << 20
-"""Least throughput of a large transfer, in bytes a second; a slower one fails despite progress."""
+DEADLINE_S: Final = 60.0  # default stall limit: seconds without progress after which a call fails
+SLOWEST: Final = 1 << 20  # bytes a second, below which a large transfer fails despite progress
 
 _MOST_DOUBLINGS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Pauses that double with each consecutive failure.
-
-    Attributes:
-        first_s: Longest first pause, in seconds.
-        longest_s: Longest pause, in seconds.
-        random_share: Random fraction of a pause, from 0 to 1; at 1 a pause may be zero.
-    """
-
-    first_s: float
+    first_s: float  # longest first pause, in seconds
     longest_s: float
-    random_share: float = 1.0
+    random_share: float = 1.0  # random fraction of a pause, from 0 to 1; at 1 a pause may be zero
 
     def pause_s(self, failures: int) -> float:
         """Draw the length of a pause, in seconds, after ``failures`` before the latest one."""
@@ -41,8 +30,7 @@ class Backoff:
         return random.uniform(most * (1 - self.random_share), most)  # noqa: S311 - no secret
 
 
-MOST_POLLS: Final = 32
-"""Upper bound of the back-off of a follow loop after repeated failures, in poll intervals."""
+MOST_POLLS: Final = 32  # poll intervals: longest pause of a follow loop after failures
 
 
 def between_polls(poll_s: float) -> Backoff:
@@ -51,7 +39,6 @@ def between_polls(poll_s: float) -> Backoff:
 
 
 def shortly_after(seconds: float) -> float:
-    """Return a random wait slightly longer than ``seconds``, as many callers may wait for it."""
     return seconds + random.uniform(0.1, 0.6)  # noqa: S311
 
 
@@ -60,12 +47,6 @@ class Deadline:
 
     The call ends after ``stall_s`` seconds without progress, and at the latest after ``stall_s``
     plus one second for each MiB of the object.
-
-    Args:
-        key: Key of the object.
-        url: URL of the store.
-        stall_s: Longest time without progress, in seconds.
-        nbytes: Size of the object, in bytes.
     """
 
     def __init__(self, key: str, url: str, stall_s: float, nbytes: int = 0) -> None:
@@ -82,22 +63,13 @@ class Deadline:
         return min(self._began + self._total_s, self._moved + self._stall_s) - now
 
     def moved(self) -> None:
-        """Record progress of the transfer.
-
-        Raises:
-            TimeoutError: The deadline has passed.
-        """
+        """Record progress of the transfer; raise ``TimeoutError`` past the deadline."""
         if self.left_s <= 0:
             raise TimeoutError("the store is too slow")
         self._moved = time.monotonic()
 
     def pause(self, seconds: float, least_s: float = 0.0) -> bool:
-        """Wait before another attempt; return whether there is time for one.
-
-        Args:
-            seconds: Length of the pause, if as much is left.
-            least_s: Seconds without which an attempt is of no use, as a server says.
-        """
+        """Wait before another attempt, which needs ``least_s``; return whether there is time."""
         left_s = self.left_s
         if left_s <= 0 or least_s > left_s:
             return False
@@ -105,7 +77,6 @@ class Deadline:
         return True
 
     def error(self, reason: str) -> StoreUnavailableError:
-        """Return the error of a failed call."""
         after = time.monotonic() - self._began
         return StoreUnavailableError(
             f"object {self._key!r} in {self._url}: {reason}; given up after {after:.1f} s",

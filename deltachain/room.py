@@ -10,15 +10,12 @@ from pathlib import Path
 from typing import Final
 
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Errors for lack of space: disk full, quota exceeded, or file size limit exceeded."""
 
 _CANNOT: Final = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV})
 """Errors of file systems without preallocation, such as NFS before 4.2."""
 
 
 class NoRoomError(OSError):
-    """A file does not fit on the disk; ``missing`` is the number of missing bytes."""
-
     def __init__(self, cause: OSError, file: Path, nbytes: int, free: int) -> None:
         why = os.strerror(cause.errno or errno.ENOSPC)
         super().__init__(cause.errno, f"{why}: {nbytes:,} bytes were needed", str(file))
@@ -26,15 +23,9 @@ class NoRoomError(OSError):
 
 
 def reserve(file: Path, nbytes: int) -> None:
-    """Extend a file to ``nbytes`` with zeros and allocate its blocks.
+    """Extend a file to ``nbytes`` with zeros and allocate its blocks, so that writes find space.
 
-    Later writes, even through a memory map, cannot run out of space. On file systems without
-    preallocation only the free space is checked; there a write may still fail, so ``pwrite`` must
-    be used instead of a map.
-
-    Raises:
-        NoRoomError: Too little free space; the file keeps its length or is longer.
-        OSError: Any other error of the system.
+    Without preallocation (old NFS) only free space is checked: use ``pwrite``, which can fail.
     """
     with file.open("r+b", buffering=0) as out:
         there = os.fstat(out.fileno()).st_blocks * 512
@@ -52,7 +43,6 @@ def reserve(file: Path, nbytes: int) -> None:
 
 
 def check_room(folder: Path, nbytes: int) -> None:
-    """Raise ``NoRoomError`` if a folder has too little free space for a file."""
     _refuse(folder, nbytes, _free(os.statvfs(folder)))
 
 
@@ -63,7 +53,6 @@ def _refuse(path: Path, nbytes: int, free: int) -> None:
 
 
 def fill_holes(file: Path) -> None:
-    """Allocate the blocks of all holes of a sparse file; raises as :func:`reserve`."""
     with file.open("rb") as opened:
         nbytes = os.fstat(opened.fileno()).st_size
         has_holes = nbytes and os.lseek(opened.fileno(), 0, os.SEEK_HOLE) < nbytes

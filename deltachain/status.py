@@ -17,77 +17,37 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Status(Answer, frozen=True, kw_only=True):
-    """Status of a replica, a follower, an agent or a mirror.
-
-    Attributes:
-        url: URL of its chain.
-        chain: Id of the chain; null before the chain exists.
-        version: Version held; null if none can be proven.
-        manifest: blake3 of the held version's manifest. Two replicas with equal versions and
-            different manifests follow different histories.
-        state: State digest of the held version.
-        head: Newest version seen in the store or announced by a publisher.
-        lag_versions: ``head - version``; null if the head seen is older than the held version.
-        ready: Whether it is ready for requests.
-        reason: Reason for not being ready; empty if ready.
-        following: Whether it applies versions automatically.
-        paused: Whether a caller, or another client of its engine, paused it.
-        pinned: Whether a rollback keeps it at its version.
-        poisoned: Whether it cannot prove the version it holds; an engine then generates nothing.
-        trouble: Error since the last apply; empty for none.
-        doubt: Reason why the held version may no longer be the chain's: the store went back, has
-            another history, or is lost.
-        fault: Reason why it needs an operator: its engine is dead or does not answer, another
-            leader has attached, or following has ended; empty for none.
-        staged: Staged version, which an ``update`` to it swaps at once; null for none.
-        classes: Numbers of tensors and bytes, by class.
-        on_host: Some of the tensors that are not written in place, with the reasons.
-        ranks: Replies of the ranks to the last swap.
-        last: Receipt of the last apply.
-        phases: Seconds of each phase of the version applied last, by name: ``diff``, ``encode`` and
-            ``upload`` (a part of it) of the publisher; ``look`` from the commit on, ``fetch``,
-            ``stage``, ``pause`` and ``swap`` (a part of it) here.
-        deltachain: Version of deltachain; empty from replicas without this field, as are the next.
-        engine: Name and version of the engine, such as ``vllm/0.32.0``.
-        looked_at: Time at which the store last answered, in seconds since 1970, on its own clock;
-            null before.
-        applied_at: Time of the last swap, likewise; null before.
-        committed_at: Time of the held version's commit, likewise, on the publisher's clock; null if
-            it is not known.
-        silence_s: Seconds since the store last answered, whatever the clock was set to meanwhile;
-            0 while objects are fetched and requests for them are answered.
-        age_s: Seconds since the held version's commit; the difference of both clocks is part of it.
-    """
-
     url: str
-    chain: str | None
-    version: int | None
-    head: int | None
-    lag_versions: int | None
+    chain: str | None  # id of the chain; null before the chain exists
+    version: int | None  # version held; null if none can be proven
+    head: int | None  # newest version seen in the store or announced by a publisher
+    lag_versions: int | None  # null if the head seen is older than the held version
     ready: bool
-    reason: str
-    manifest: str | None = None
-    state: str | None = None
-    following: bool = True
-    paused: bool = False
-    pinned: bool = False
-    poisoned: bool = False
-    trouble: str = ""
-    doubt: str = ""
-    fault: str = ""
-    staged: int | None = None
-    classes: dict[str, dict[str, int]] = {}
-    on_host: dict[str, str] = {}
-    ranks: list[dict[str, Any]] = []
-    last: dict[str, Any] | None = None
+    reason: str  # reason for not being ready; empty if ready
+    manifest: str | None = None  # blake3; it differs where replicas follow different histories
+    state: str | None = None  # state digest of the held version
+    following: bool = True  # whether it applies versions automatically
+    paused: bool = False  # whether a caller, or another client of its engine, paused it
+    pinned: bool = False  # whether a rollback keeps it at its version
+    poisoned: bool = False  # it cannot prove its version; an engine then generates nothing
+    trouble: str = ""  # error since the last apply; empty for none
+    doubt: str = ""  # why the held version may no longer be the chain's
+    fault: str = ""  # why it needs an operator: its engine is dead, following has ended...
+    staged: int | None = None  # version that an update swaps at once
+    classes: dict[str, dict[str, int]] = {}  # numbers of tensors and bytes, by class
+    on_host: dict[str, str] = {}  # reasons why some tensors are not written in place
+    ranks: list[dict[str, Any]] = []  # replies of the ranks to the last swap
+    last: dict[str, Any] | None = None  # receipt of the last apply
+    # Seconds of phases of the last version: diff, encode and upload (a part of it) of the
+    # publisher; here look, from the commit on, fetch, stage, pause and swap (a part of it).
     phases: dict[str, float] = {}
-    deltachain: str = ""
-    engine: str = ""
-    looked_at: float | None = None
-    applied_at: float | None = None
-    committed_at: float | None = None
-    silence_s: float | None = None
-    age_s: float | None = None
+    deltachain: str = ""  # its version
+    engine: str = ""  # name and version of the engine, such as vllm/0.32.0
+    looked_at: float | None = None  # last answer of the store, in seconds since 1970, here
+    applied_at: float | None = None  # time of the last swap, likewise; null before
+    committed_at: float | None = None  # of the held version, on the publisher's clock
+    silence_s: float | None = None  # since the store's last answer; 0 while it sends objects
+    age_s: float | None = None  # since the held version's commit, by both clocks
 
 
 def lag(head: Version | None, held: Version | None) -> int | None:
@@ -117,16 +77,8 @@ MAX_SILENCE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """Limits beyond which a replica is not healthy.
-
-    Attributes:
-        lag: Largest lag, in versions; ``None`` for any.
-        silence_s: Largest time without an answer of the store, or of the replica itself, in
-            seconds; ``None`` for any.
-    """
-
-    lag: int | None = None
-    silence_s: float | None = MAX_SILENCE_S
+    lag: int | None = None  # largest lag, in versions; None for any
+    silence_s: float | None = MAX_SILENCE_S  # of the store, or of the replica; None for any
 
 
 def complaints(
@@ -136,19 +88,10 @@ def complaints(
     newest: Version | None = None,
     doubts: Iterable[str] = (),
 ) -> list[tuple[Health, str]]:
-    """Return everything that speaks against a replica, the worst first; empty for a healthy one.
+    """Return health and reason of everything that speaks against a replica, the worst first.
 
     The only rule of health: readiness, ``fleet`` and the dashboard ask it, and the alert rules of
     Prometheus are tested against it.
-
-    Args:
-        status: Status of the replica. Where it is not ready, its ``reason`` says what delays it.
-        limits: Limits of a healthy replica.
-        newest: Newest version that is known; by default, the newest that the replica has seen.
-        doubts: What others know against the version that it holds.
-
-    Returns:
-        Pairs of health and reason; a reason may be empty if the health says it all.
     """
     known = status.head if newest is None else newest
     behind = 0 if status.pinned else lag(known, status.version) or 0
@@ -179,13 +122,6 @@ def _silence(status: Status, most_s: float | None) -> str:
 
 
 def judged(status: Status, limits: HealthLimits, waits: str) -> Status:
-    """Return a status with its readiness.
-
-    Args:
-        status: Status of a replica that knows nothing of its own readiness.
-        limits: Its own limits.
-        waits: Why it serves nothing for the time being; empty if it could.
-    """
     waiting = msgspec.structs.replace(status, ready=not waits, reason=waits)
     found = [one for one in complaints(waiting, limits) if one[0] not in SERVING]
     # What delays a replica says more than how far it is behind meanwhile.

@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 
 class Closeable(Protocol):
-    """An object that is closed at the end of its ``with`` block."""
-
     def close(self) -> None:
         """Release all resources."""
 
@@ -45,17 +43,13 @@ class Closeable(Protocol):
 # twice as long. numpy asks for large pages itself, but gets them only inside of large arrays.
 
 
-NBYTES: Final = 1 << 25
-"""Bytes of a piece of memory."""
-
-SMALL: Final = 1 << 16
-"""Bytes below which an array has memory of its own, as it has above a quarter of a piece."""
+NBYTES: Final = 1 << 25  # bytes of a piece of memory
+SMALL: Final = 1 << 16  # bytes below which an array has memory of its own, as above NBYTES // 4
 
 REUSES: Final = sys.version_info < (3, 14)
 """Whether references are counted as expected below: later Pythons borrow some."""
 
-ALIGNMENT: Final = 64
-"""Bytes that the start of an array is a multiple of, within its piece."""
+ALIGNMENT: Final = 64  # bytes that the start of an array is a multiple of, within its piece
 
 _local = threading.local()
 
@@ -88,7 +82,6 @@ _Job: TypeAlias = "tuple[Future[Any], Callable[[], Any]]"
 
 
 def started(thread: Thread) -> bool:
-    """Start a thread; return ``False`` if the system has none left."""
     try:
         thread.start()
     except RuntimeError:  # "can't start new thread"; Python has no narrower class
@@ -97,18 +90,10 @@ def started(thread: Thread) -> bool:
 
 
 def cores() -> int:
-    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class Pool:
-    """Up to ``most`` threads, started on demand and joined at the end.
-
-    Args:
-        most: Largest number of threads; with 0, the caller works.
-        name: Prefix of the thread names.
-    """
-
     def __init__(self, most: int, name: str = "deltachain") -> None:
         self._most = most
         self._name = name
@@ -117,7 +102,6 @@ class Pool:
         self._starting = Lock()
 
     def submit(self, function: Callable[..., _T], *arguments: Any) -> Future[_T]:  # noqa: ANN401
-        """Schedule a call; run it in the caller if no thread can be started."""
         future: Future[_T] = Future()
         job = future, partial(function, *arguments)
         if self._has_thread():
@@ -127,7 +111,6 @@ class Pool:
         return future
 
     def map(self, function: Callable[..., _T], *arguments: Iterable[Any]) -> Iterator[_T]:
-        """Schedule all calls at once and return their results in the order of the arguments."""
         futures = [self.submit(function, *each) for each in zip(*arguments, strict=False)]
         return (future.result() for future in futures)
 
@@ -139,15 +122,6 @@ class Pool:
         ahead: int,
         small: Callable[[_A], bool] = lambda _: False,
     ) -> Iterator[_T]:
-        """Yield the results of calls in the order of the items.
-
-        Args:
-            function: Called with each item.
-            items: Consumed as results are.
-            ahead: Largest number of calls that are begun before their results are consumed.
-            small: Whether the caller's thread makes the call for an item: threads that call short
-                functions wait for the interpreter's lock more than they compute.
-        """
         begun: deque[Callable[[], _T]] = deque()
         for item in items:
             mine = partial(function, item)
@@ -158,7 +132,6 @@ class Pool:
             yield begun.popleft()()
 
     def shutdown(self) -> None:
-        """Wait for all work and join the threads; may be called again."""
         threads, self._threads = self._threads, []
         for _ in threads:
             self._jobs.put(None)

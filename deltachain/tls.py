@@ -20,28 +20,13 @@ from deltachain.redact import redacted_path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """Files for TLS.
-
-    Attributes:
-        ca_file: ``SSL_CERT_FILE``; ``None`` for the public CAs.
-        ca_folder: ``SSL_CERT_DIR``, named by hashes as OpenSSL does; used if there is no file.
-        client_cert: ``DELTACHAIN_CLIENT_CERT``.
-        client_key: ``DELTACHAIN_CLIENT_KEY``, if the key is not in the file of the certificate.
-    """
-
-    ca_file: Path | None = None
-    ca_folder: Path | None = None
-    client_cert: Path | None = None
-    client_key: Path | None = None
+    ca_file: Path | None = None  # SSL_CERT_FILE; None for the public CAs
+    ca_folder: Path | None = None  # SSL_CERT_DIR, with hashes for names; if there is no file
+    client_cert: Path | None = None  # DELTACHAIN_CLIENT_CERT
+    client_key: Path | None = None  # DELTACHAIN_CLIENT_KEY, if it is not in the same file
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> TlsFiles:
-        """Read the names of the files.
-
-        Raises:
-            ConfigError: A ``DELTACHAIN_*`` variable is invalid, a named file does not exist, or a
-                key has no certificate.
-        """
         given = read(environment)
         ca_file, ca_folder = environment.get("SSL_CERT_FILE"), environment.get("SSL_CERT_DIR")
         found = cls(
@@ -67,7 +52,6 @@ class TlsFiles:
 
     @property
     def client(self) -> tuple[str, str] | str | None:
-        """Certificate and key, or the one file of both; ``None`` without any."""
         if self.client_cert is None:
             return None
         if self.client_key is None:
@@ -75,11 +59,6 @@ class TlsFiles:
         return str(self.client_cert), str(self.client_key)
 
     def context(self) -> ssl.SSLContext:
-        """Return a context that checks servers and, if asked by one, identifies this client.
-
-        Raises:
-            ConfigError: A file is not in PEM format, or the key does not belong to the certificate.
-        """
         files = [file for file in (self.ca_file, self.client_cert, self.client_key) if file]
         return _context(self, tuple(file.stat().st_mtime_ns for file in files))
 

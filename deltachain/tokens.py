@@ -16,8 +16,7 @@ from typing import Final
 from deltachain.errors import ConfigError
 from deltachain.redact import redacted_path
 
-LARGEST: Final = 1 << 16
-"""Size limit of a file, in bytes."""
+LARGEST: Final = 1 << 16  # size limit of a file, in bytes
 
 _HINT: Final = "write one token a line, in printable ASCII characters"
 
@@ -29,14 +28,6 @@ class Tokens:
 
     A file that becomes unreadable, empty or invalid is reported once, and its last tokens stay in
     use: a server never becomes open because of a failed write.
-
-    Args:
-        given: One token, or a file with one token a line; empty lines do not count. An empty
-            string means that there are none.
-
-    Raises:
-        ConfigError: The file cannot be read, has no token, or has characters that are invalid in an
-            HTTP header.
     """
 
     def __init__(self, given: str | Path = "") -> None:
@@ -53,7 +44,6 @@ class Tokens:
 
     @property
     def current(self) -> tuple[str, ...]:
-        """The tokens as of now; empty only if none were given."""
         if self._file is None:
             return self._tokens
         with self._lock:
@@ -66,7 +56,6 @@ class Tokens:
         return any(equal)
 
     def __bool__(self) -> bool:
-        """Return whether tokens were given."""
         return bool(self._tokens)
 
     def _refresh(self, file: Path) -> None:

@@ -35,7 +35,6 @@ TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
     "I64": torch.int64,
     "F64": torch.float64,
 }
-"""torch dtype by wire dtype."""
 
 WIRE_NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
@@ -55,23 +54,18 @@ _WRAPPED: Final = {
 
 
 def _wrapped(module: nn.Module) -> str | None:
-    """Return the name of the child that a wrapper wraps; ``None`` if the module is no wrapper."""
     kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(module).__mro__)
     return next((_WRAPPED[kind] for kind in kinds if kind in _WRAPPED), None)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model inside wrappers, most of which do not forward its attributes."""
     while (name := _wrapped(model)) is not None:
         model = getattr(model, name)
     return model
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield all modules with their paths in the model and in a checkpoint, without wrappers.
-
-    Paths end with a point, and that of the model is empty; a shared module has several.
-    """
+    """Yield all modules with their paths in the model and in a checkpoint, ending with a point."""
     paths = {"": ""}
     wrapped: dict[str, str | None] = {}
     for at, module in model.named_modules(remove_duplicate=False):

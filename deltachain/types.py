@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from deltachain.errors import ConfigError, TensorMismatchError
 
-Version: TypeAlias = int
-"""Position in a chain, counted from 0."""
+Version: TypeAlias = int  # position in a chain, counted from 0
 
 Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 """Flat array of uint8, uint16, uint32 or uint64: one unsigned integer an element."""
@@ -24,8 +23,7 @@ Bits: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 Buffer: TypeAlias = bytes | bytearray | memoryview
 """Anything bytes-like; ``collections.abc.Buffer`` once Python 3.12 is the oldest supported."""
 
-Indices: TypeAlias = npt.NDArray[np.int64]
-"""Flat indices into a full tensor, strictly increasing."""
+Indices: TypeAlias = npt.NDArray[np.int64]  # flat indices into a full tensor, strictly increasing
 
 WIRE_DTYPES: Final[dict[str, int]] = {
     "BOOL": 1,
@@ -45,7 +43,6 @@ WIRE_DTYPES: Final[dict[str, int]] = {
     "I64": 8,
     "F64": 8,
 }
-"""Bytes an element, by safetensors dtype name."""
 
 BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
     1: np.dtype("<u1"),
@@ -53,23 +50,14 @@ BITS_DTYPES: Final[dict[int, np.dtype[Any]]] = {
     4: np.dtype("<u4"),
     8: np.dtype("<u8"),
 }
-"""Unsigned integer dtype, by bytes an element."""
 
-MAX_DIMS: Final = 64
-"""Upper bound of dimensions a tensor, so that computing the product of a shape is cheap."""
-
-MAX_NUMEL: Final = 1 << 48
-"""Upper bound of elements a tensor, so that flat indices and byte counts fit into int64."""
+MAX_DIMS: Final = 64  # so that computing the product of a shape is cheap
+MAX_NUMEL: Final = 1 << 48  # elements: flat indices and byte counts fit into int64
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, wire dtype and shape of one tensor, as in the Hugging Face checkpoint.
-
-    Raises:
-        ConfigError: The dtype has no wire form, a dimension is negative or too large, or there are
-            too many.
-    """
+    """Name, wire dtype and shape of one tensor, as in the Hugging Face checkpoint."""
 
     name: str
     dtype: str
@@ -85,22 +73,18 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.shape)
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
         return WIRE_DTYPES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
         return self.numel * self.itemsize
 
     @property
     def bits_dtype(self) -> np.dtype[Any]:
-        """Numpy dtype of its bits."""
         return BITS_DTYPES[self.itemsize]
 
 
@@ -123,11 +107,6 @@ def check_spec(
     *,
     hint: str = "",
 ) -> None:
-    """Check that a tensor has the same dtype and shape in two places; see :func:`mismatch`.
-
-    Raises:
-        TensorMismatchError: It has not, or is missing in one of them.
-    """
     message = mismatch(name, found, where, expected, there)
     if message:
         raise TensorMismatchError(message, tensor=name, hint=hint)
@@ -165,11 +144,6 @@ class StateDigest:
 
     @classmethod
     def parse(cls, text: str) -> StateDigest:
-        """Parse 32 hexadecimal digits, the form of ``str``.
-
-        Raises:
-            ConfigError: ``text`` is anything else.
-        """
         if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
             raise ConfigError(f"{text!r} is not a state digest, expected 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))

@@ -13,7 +13,6 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run ``deltachain`` and exit with 0, or with the exit code of the error."""
     print_in_any_encoding()
     try:
         from deltachain.cli.app import app  # noqa: PLC0415 - handles Ctrl-C during imports too

@@ -9,30 +9,18 @@ from typing import Annotated
 import typer
 
 from deltachain.cli import console as c
+from deltachain.cli import options
 from deltachain.cli.follow import held, show_version
-from deltachain.cli.options import (
-    AsJsonLines,
-    Base,
-    KeyFile,
-    MetricsAddress,
-    Once,
-    Out,
-    Poll,
-    TrustRemoteCode,
-    Url,
-    secret,
-)
-from deltachain.cli.serving import shown_follower
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, shown_follower, stopping
 
 
 def agent(  # noqa: PLR0913 - one argument an option
-    url: Url,
+    url: options.Url,
     *,
     engine: Annotated[
         str, typer.Option(metavar="URL", help="Address of the server, which must see --out.")
     ],
-    out: Out,
+    out: options.Out,
     adapter: Annotated[
         str | None,
         typer.Option(
@@ -41,13 +29,13 @@ def agent(  # noqa: PLR0913 - one argument an option
         ),
     ] = None,
     keep: Annotated[int, typer.Option(min=1, metavar="N", help="Adapters to keep loaded.")] = 2,
-    key_file: KeyFile = None,
-    poll: Poll = None,
-    once: Once = False,
-    base: Base = None,
-    trust_remote_code: TrustRemoteCode = False,
-    metrics: MetricsAddress = None,
-    as_json: AsJsonLines = False,
+    key_file: options.KeyFile = None,
+    poll: options.Poll = None,
+    once: options.Once = False,
+    base: options.Base = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    metrics: options.MetricsAddress = None,
+    as_json: options.AsJsonLines = False,
 ) -> None:
     """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
 
@@ -64,13 +52,9 @@ def agent(  # noqa: PLR0913 - one argument an option
     from deltachain.subscribe import SubscribeConfig
 
     config = SubscribeConfig(
-        url=url,
-        base=base,
-        poll_s=poll,
-        undo_applies=0,
-        trust_remote_code=trust_remote_code,
+        url=url, base=base, poll_s=poll, undo_applies=0, trust_remote_code=trust_remote_code
     )
-    key = secret("ENGINE_KEY", key_file)
+    key = options.secret("ENGINE_KEY", key_file)
     folder, stop = out / "head" if adapter else out, Event()
     server = (
         AdapterServer(engine, name=adapter, folder=out, key=key, keep=keep)

@@ -56,7 +56,6 @@ EXTRAS: Final = {
     "uvicorn": "server",
     "prometheus_client": "server",
 }
-"""Extra of deltachain, by package."""
 
 
 _FILE_HINTS: Final = {
@@ -68,7 +67,6 @@ _FILE_HINTS: Final = {
     errno.EISDIR: "name a file, not a folder",
     errno.ENOTDIR: "name a folder, not a file",
 }
-"""Hints for errors of the file system."""
 
 
 _MEANT: Final = {
@@ -95,8 +93,6 @@ MEANT: Final = {name: use for names, use in _MEANT.items() for name in names.spl
 
 
 class Commands(TyperGroup):
-    """Command group that prints library errors with their hints and exits with their exit codes."""
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - typer's own
         """Accept ``--debug`` at any position, since users append it after a failure."""
         end = args.index("--") if "--" in args else len(args)
@@ -147,7 +143,6 @@ class Command(TyperCommand):
 
 
 def _plain(piece: str) -> str:
-    """Return a part of typer's usage line without its braces and second brackets."""
     name, repeated = piece.strip("[]{}."), "..." if "..." in piece else ""
     if piece.startswith("{"):
         return f"{name.upper()}{repeated}"
@@ -155,7 +150,6 @@ def _plain(piece: str) -> str:
 
 
 def explain(error: Exception) -> DeltaChainError | None:
-    """Convert an exception to a library error; ``None`` for a bug."""
     if isinstance(error, DeltaChainError):
         return error
     if (package := _broken(error)) is not None:
@@ -174,13 +168,11 @@ def explain(error: Exception) -> DeltaChainError | None:
 
 
 def _places_of(variables: Mapping[str, str]) -> list[str]:
-    """Return what environment variables say that may be a URL, ours without a scheme too."""
     ours = environment.PREFIX
     return [one for name, one in variables.items() if "://" in one or name.startswith(ours)]
 
 
 def _broken(error: Exception) -> str | None:
-    """Return the package of an extra in whose import an error was raised; ``None`` for others."""
     for frame, _ in walk_tb(error.__traceback__):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if frame.f_code.co_name == "<module>" and package in EXTRAS:
@@ -203,17 +195,10 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-_WORDS: Final = "deltachain.words"
-"""Name in the context's ``meta`` of the words of the command line, up to ``--``."""
-
-_SECRETS: Final = "deltachain.secrets"
-"""Name in the context's ``meta`` of the parts of all words that are not shown."""
-
-_USAGE: Final = typer.BadParameter.__mro__[2]
-"""The class of errors that typer shows itself."""
-
-UNCHECKED: Final = {"doctor", "-h", "--help"}
-"""Words with which mistakes in the environment end no command: ``doctor`` tells all of them."""
+_WORDS: Final = "deltachain.words"  # in the context's meta: words of the command line, up to --
+_SECRETS: Final = "deltachain.secrets"  # in the context's meta: parts of words that are not shown
+_USAGE: Final = typer.BadParameter.__mro__[2]  # the class of errors that typer shows itself
+UNCHECKED: Final = {"doctor", "-h", "--help"}  # with which mistakes in the environment end nothing
 
 
 @app.callback()
@@ -221,8 +206,7 @@ def options(
     context: typer.Context,
     *,
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version and exit.", callback=_show_version),
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_show_version)
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
@@ -240,18 +224,13 @@ PANELS: Final[dict[str, tuple[Callable[..., None], ...]]] = {
     "Signatures": (keygen, sign),
     "Replicas": (fleet, agent, dashboard),
 }
-"""Commands by panel of ``--help``."""
 
 
-_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-"""How a URL begins, also one that was taken for a path."""
+_URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # also of one taken for a path
 
 
 def local(command: Callable[..., None]) -> Callable[..., None]:
-    """Return a command that refuses URLs in place of paths, and expands ``~`` in those.
-
-    No shell expands the ``~`` of ``--out=~/x``.
-    """
+    """Return a command that refuses URLs for paths, and expands ``~``, as of ``--out=~/x``."""
 
     @wraps(command)
     def run(**values: object) -> None:

@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 from rich.cells import cell_len
@@ -23,14 +23,9 @@ from rich.text import Text
 
 from deltachain.errors import DeltaChainError
 
-_BETWEEN: Final = 2
-"""Spaces between two columns of a table."""
-
-_FOLDED: Final = 12
-"""Least width of a column that is folded, if its cells are longer."""
-
-_PIPE_WIDTH: Final = 140
-"""Width of output that is not a terminal, so that no line is truncated in a file."""
+_BETWEEN: Final = 2  # spaces between two columns of a table
+_FOLDED: Final = 12  # least width of a column that is folded, if its cells are longer
+_PIPE_WIDTH: Final = 140  # of output that is not a terminal: no line is truncated in a file
 
 _EIGHTHS: Final = " ▏▎▍▌▋▊▉"
 _PLAIN: Final = {"✓": "ok", "…": "~", "━": "-", **dict.fromkeys(_EIGHTHS[1:] + "█", "#")}
@@ -72,8 +67,11 @@ def write_json(document: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def show(report: dict[str, Any], draw: Callable[[dict[str, Any]], None], *, as_json: bool) -> None:
+    (write_json if as_json else draw)(report)
+
+
 def fields(thing: object, *names: str) -> dict[str, Any]:
-    """Return attributes of a value as JSON fields of the same names."""
     return {name: getattr(thing, name) for name in names}
 
 
@@ -88,7 +86,6 @@ def done(words: str, state: str = "") -> None:
 
 
 def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
-    """Print an error, hint and page on stderr; with ``as_json``, as one JSON object on one line."""
     row = error_row(error)
     if as_json:
         sys.stderr.write(json.dumps({"error": row}) + "\n")
@@ -103,10 +100,7 @@ def error_row(error: DeltaChainError) -> dict[str, Any]:
     return {
         "type": type(error).__name__,
         "message": str(error.args[0]) if error.args else "",
-        "hint": error.hint,
-        "page": error.page,
-        "exit_code": error.exit_code,
-        "retryable": error.retryable,
+        **fields(error, "hint", "page", "exit_code", "retryable"),
     }
 
 
@@ -115,7 +109,6 @@ def say_interrupted() -> None:
 
 
 def clean(text: str) -> str:
-    """Remove control characters, since names come from untrusted files."""
     return "".join(c if c.isprintable() or c == "\n" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -127,13 +120,6 @@ def table(titles: Sequence[str], rows: Iterable[Cells], *give_way: str, width: i
 
     Bars, the columns without a title, are left out first, then those of ``give_way``, in turn. If
     that is not enough, cells are folded into several lines.
-
-    Args:
-        titles: Titles of the columns: with ``>`` before it, cells are aligned to the right; with
-            ``~``, they are folded first.
-        rows: Cells, by column.
-        give_way: Titles of columns that may be left out, without these marks.
-        width: The width; by default that of stdout.
     """
     width, lines = width or out().width, list(rows)
     columns = [(title, [line[at] for line in lines]) for at, title in enumerate(titles)]
@@ -184,12 +170,10 @@ def bar(share: float, width: int = 24) -> Text:
 
 
 def nbytes(value: int) -> str:
-    """Format bytes with three digits and powers of 1,000: ``1.52 MB``."""
     return f"{value} B" if value < 1000 else f"{_scaled(value)}B"
 
 
 def count(value: int) -> str:
-    """Format a number with three digits and powers of 1,000: ``1.52 M``."""
     return str(value) if value < 1000 else _scaled(value).strip()
 
 
@@ -203,7 +187,6 @@ def _scaled(value: float) -> str:
 
 
 def plural(n: int, noun: str) -> str:
-    """Format a number of things: ``1 object``, ``2,000 objects``."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 
@@ -225,7 +208,6 @@ def moment(seconds: float) -> str:
 
 
 def bits_per_change(stored: int, nnz: int) -> float | None:
-    """Return the stored bits for each changed element; ``None`` if nothing changed."""
     return round(8 * stored / nnz, 3) if nnz else None
 
 

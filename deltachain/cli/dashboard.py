@@ -14,14 +14,13 @@ import typer
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.options import BoardUrls, KeyFile, Poll, TokenFile, Url, secret
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, stopping
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-QUESTION_S = 5.0
-"""Timeout of a question to a replica, in seconds."""
+QUESTION_S = 5.0  # timeout of a question to a replica, in seconds
 
 
 def dashboard(  # noqa: PLR0913 - one argument an option

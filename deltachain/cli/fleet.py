@@ -24,7 +24,7 @@ from rich.text import Text
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJson, BoardUrls, KeyFile, TokenFile, secret
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, stopping
 from deltachain.errors import ConfigError, ControlPlaneError
 
 if TYPE_CHECKING:
@@ -36,41 +36,28 @@ if TYPE_CHECKING:
     from deltachain.status import Health, HealthLimits, Status
 
 
+# Others are red.
 STYLES: Final[dict[Health, str]] = {
     "ready": "green",
     "pinned": "cyan",
     "behind": "yellow",
     "not ready": "yellow",
 }
-"""Style of each health; of all others red."""
 
-NARROW: Final = 60
-"""Width below which a replica takes several lines, so that no number is cut off."""
-
-WIDE: Final = 110
-"""Width from which on there is room for times and software."""
+NARROW: Final = 60  # width below which a replica takes several lines, so that no number is cut off
+WIDE: Final = 110  # width from which on there is room for times and software
 
 
 def replica_table(
     rows: Sequence[ReplicaRow], waiting: int, width: int, height: int | None = None
 ) -> RenderableType:
-    """Draw all replicas; health, version and lag are whole at any width.
-
-    Args:
-        rows: The replicas, worst first.
-        waiting: Number of replicas that have not answered yet.
-        width: Width of the terminal, in columns.
-        height: Lines that there are: the last replicas are left out if they do not fit, and their
-            summary is not. By default all are drawn.
-    """
+    """Draw all replicas; health, version and lag are whole at any width."""
     drawn = _narrow(rows) if width < NARROW else _columns(rows, wide=width >= WIDE)
     summary = Text(_summary(rows, waiting), "dim", overflow="fold")
     return Group(drawn, summary) if height is None else _Fitted(drawn, summary, height)
 
 
 class _Fitted:
-    """A table whose last lines give way to a summary below it, in a number of lines."""
-
     def __init__(self, table: RenderableType, summary: RenderableType, height: int) -> None:
         self._table, self._summary, self._height = table, summary, height
 
@@ -153,7 +140,6 @@ _SHOWN: Final = (
     "age_s",
     "deltachain",
 )
-"""Fields of a status that ``--json`` shows under the same names."""
 
 
 def replica_json(row: ReplicaRow) -> dict[str, Any]:
@@ -176,7 +162,6 @@ def _number(value: int | None) -> str:
 
 
 def _ago(seconds: float | None) -> str:
-    """Format seconds: ``7 s``, ``12 min``, ``3 h``, ``2 d``."""
     if seconds is None:
         return "-"
     for unit, size, most in (("s", 1, 100), ("min", 60, 6000), ("h", 3600, 172_800)):
@@ -185,8 +170,7 @@ def _ago(seconds: float | None) -> str:
     return f"{seconds / 86_400:.0f} d"
 
 
-ACTION_S: Final = 600.0
-"""Seconds for which an action is waited for: a large update takes long."""
+ACTION_S: Final = 600.0  # seconds for which an action is waited for: a large update takes long
 
 
 class Verb(StrEnum):
@@ -205,7 +189,6 @@ ACTIONS: Final = (
     "`update` swaps it in; `rollback` goes to an older version and stays there until `release`; "
     "`pause` and `resume` hold requests and take them again; `scrub` proves what is served."
 )
-"""Help of the actions."""
 
 VERSIONED = (Verb.STAGE, Verb.UPDATE, Verb.ROLLBACK)
 
@@ -316,10 +299,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
 def _entries(
     engines: Sequence[str], inventory: Path | None, presence: Sequence[str]
 ) -> Sequence[str]:
-    """Return the addresses: of the command line, else of a file, else of the environment.
-
-    Where URLs of presences are given, the environment is not asked.
-    """
+    """Return the addresses of the command line, a file, or without presences the environment."""
     from deltachain.control.roster import parse_inventory, read_inventory
 
     if engines and inventory is not None:
@@ -352,7 +332,6 @@ def _round(
     *,
     as_json: bool,
 ) -> list[ReplicaRow]:
-    """Ask all replicas once; draw rows as they come, or write one JSON object at the end."""
     from deltachain.control.comparison import compare
 
     answers: dict[str, ReplicaAnswer] = {}
@@ -390,7 +369,6 @@ def _live() -> Iterator[Live]:
 def _watch(
     round_: Callable[..., list[ReplicaRow]], every_s: float, *, as_json: bool
 ) -> list[ReplicaRow]:
-    """Ask round after round until Ctrl-C or SIGTERM; return the last rows."""
     stop, rows = Event(), []
     with stopping(stop) as by, nullcontext() if as_json else _live() as live:
         while not stop.is_set():

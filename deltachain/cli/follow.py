@@ -11,18 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import (
-    AsJsonLines,
-    Base,
-    MetricsAddress,
-    Once,
-    Out,
-    Poll,
-    TrustRemoteCode,
-    Url,
-)
-from deltachain.cli.serving import shown_follower
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli import options
+from deltachain.cli.serving import end, shown_follower, stopping
 
 if TYPE_CHECKING:
     from deltachain.errors import DeltaChainError
@@ -30,18 +20,18 @@ if TYPE_CHECKING:
 
 
 def follow(  # noqa: PLR0913 - one argument an option
-    url: Url,
+    url: options.Url,
     *,
-    out: Out,
-    poll: Poll = None,
+    out: options.Out,
+    poll: options.Poll = None,
     every_version: Annotated[
         bool, typer.Option("--every-version", help="Apply each version separately.")
     ] = False,
-    once: Once = False,
-    base: Base = None,
-    trust_remote_code: TrustRemoteCode = False,
-    metrics: MetricsAddress = None,
-    as_json: AsJsonLines = False,
+    once: options.Once = False,
+    base: options.Base = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    metrics: options.MetricsAddress = None,
+    as_json: options.AsJsonLines = False,
 ) -> None:
     """Keep a folder at the head of a chain.
 

@@ -12,7 +12,7 @@ import typer
 
 from deltachain.cli import console as c
 from deltachain.cli.keygen import signed, signers
-from deltachain.cli.options import AsJson, At, AtStep, TagName, choice_of
+from deltachain.cli.options import AsJson, At, AtStep, AtVersion, TagName, choice_of, opened
 from deltachain.errors import BrokenChainError, ObjectNotFoundError
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from deltachain.codec import Part
     from deltachain.format.documents import EdgeSummary
 
-SHOWN = 12
-"""Rows of a table without ``--all``."""
+SHOWN = 12  # rows of a table without --all
 
 
 def inspect(  # noqa: PLR0913 - one argument an option
@@ -30,9 +29,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
         str, typer.Argument(metavar="FILE|URL", help="An object's file, or the URL of a chain.")
     ],
     *,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: AtVersion = None,
     step: AtStep = None,
     tag: TagName = "",
     at: At = "",
@@ -56,10 +53,7 @@ def inspect(  # noqa: PLR0913 - one argument an option
     else:
         choice = choice_of(version, step=step, tag=tag, at=at)
         report = _chain(place, choice, anchor=anchor, tensor_table=tensor_table)
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report, None if everything else SHOWN)
+    c.show(report, lambda found: _show(found, None if everything else SHOWN), as_json=as_json)
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -72,11 +66,9 @@ def _file(path: Path) -> dict[str, Any]:
 
 
 def _chain(url: str, choice: VersionChoice, *, anchor: bool, tensor_table: bool) -> dict[str, Any]:
-    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import choose
-    from deltachain.store import open_store
 
-    chain = Chain.open(open_store(url))
+    chain = opened(url)
     if tensor_table:
         return _table(chain)
     committed = choose(chain, choice)
@@ -139,7 +131,6 @@ def _table(chain: Chain) -> dict[str, Any]:
 
 
 def _contents(parts: Sequence[Part], nbytes: int) -> dict[str, Any]:
-    """Verify the parts of an edge, and sum up what they hold."""
     for part in parts:
         part.verify()
     rows = [row for part in parts for row in part.rows.values()]
@@ -214,7 +205,6 @@ def _show(report: Mapping[str, Any], limit: int | None) -> None:
 
 
 def _rows(rows: Sequence[Mapping[str, Any]]) -> object:
-    """Draw tensors, changed ones or all of a table, or the files of a base reference."""
     shown: dict[str, Callable[[Any], str]] = {
         "~name": c.clean,
         "dtype": str,

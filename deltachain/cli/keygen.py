@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from deltachain.chain.trust import Trust
     from deltachain.store import Store
 
-SHOWN_DIGITS = 8
-"""Digits of a key id in tables."""
+SHOWN_DIGITS = 8  # digits of a key id in tables
 
 
 def keygen(
@@ -116,7 +115,6 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
 
 
 def signers(committed: Committed) -> dict[str, list[str]]:
-    """Return the keys in a manifest's signatures, and those that are trusted and whose are true."""
     ids = dict.fromkeys(signature.key_id for signature in committed.signatures)
     return {"signatures": list(ids), "signed_by": list(committed.signed_by)}
 

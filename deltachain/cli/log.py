@@ -13,7 +13,7 @@ from rich.text import Text
 
 from deltachain.cli import console as c
 from deltachain.cli.keygen import SHOWN_DIGITS, signed, signers
-from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of
+from deltachain.cli.options import AsJson, At, AtStep, TagName, Url, choice_of, opened
 from deltachain.errors import BrokenChainError, ChainError, FormatError, ObjectNotFoundError
 
 COLUMNS: Final = (
@@ -32,10 +32,8 @@ COLUMNS: Final = (
 """Columns; ``bits``: payload bits for each change; ``dense``: payload over size of all weights."""
 
 GIVE_WAY: Final = ("epoch", "committed", "dense", "bits", "density", "state", "signed by")
-"""Columns that are left out where the terminal is too narrow, in this order."""
 
-READS: Final = 16
-"""Manifests read at a time."""
+READS: Final = 16  # manifests read at a time
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain, Committed
@@ -70,13 +68,11 @@ def log(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain log /mnt/policy --at 2026-11-23T09:00`
     """
-    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import VersionChoice, choose
-    from deltachain.store import open_store
     from deltachain.verify import edge_records
 
     choice = choice_of(version, step=step, tag=tag, at=at)
-    chain = Chain.open(open_store(url))
+    chain = opened(url)
     head = choose(chain, VersionChoice())
     last = head.version if choice == VersionChoice() else choose(chain, choice).version
     first = max(0, last - limit + 1)
@@ -95,16 +91,12 @@ def log(  # noqa: PLR0913 - one argument an option
         ],
         "missing": missing,
     }
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report, head)
+    c.show(report, lambda found: _show(found, head), as_json=as_json)
     if missing:
         raise _gone(missing)
 
 
 def _read_present(chain: Chain, first: int, last: int) -> tuple[list[Committed], list[int]]:
-    """Read the manifests of a range, oldest first; return them, and versions without one."""
     present: list[Committed] = []
     missing: list[int] = []
     while first <= last:
@@ -121,7 +113,6 @@ def _read_present(chain: Chain, first: int, last: int) -> tuple[list[Committed],
 
 
 def _records(chain: Chain) -> tuple[tuple[Tag, ...], PruneRecord | None]:
-    """Read tags and the newest prune record; say so where one cannot be used, and go on."""
     from deltachain.chain.tags import read_all
 
     tags: tuple[Tag, ...] = ()
@@ -216,7 +207,6 @@ def _show(report: Mapping[str, Any], head: Committed) -> None:
 
 
 def _rows(version: Mapping[str, Any]) -> Iterator[dict[str, Text | str]]:
-    """Yield the cells of a version, of its tags and of the edges added to it, by column."""
     bits, is_delta = version["bits_per_change"], version["kind"] == "delta"
     back = version["reverted_to"]
     kind = Text(version["kind"], "" if is_delta else "cyan")
@@ -246,6 +236,5 @@ def _rows(version: Mapping[str, Any]) -> Iterator[dict[str, Text | str]]:
 
 
 def _stored(edge: Mapping[str, Any]) -> str:
-    """Format the size of an edge, and its number of objects if above 1."""
     parts = f" in {edge['parts']}" if edge["parts"] > 1 else ""
     return c.nbytes(edge["nbytes"]) + parts

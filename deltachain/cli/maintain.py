@@ -9,22 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJsonLines, Base, Once, Url
-from deltachain.cli.prune import (
-    Grace,
-    KeepEvery,
-    KeepLast,
-    KeepTags,
-    KeepWithin,
-    edge_row,
-    open_for_writing,
-    pruned,
-    pruner_of,
-    rule_of,
-    seconds,
-    words_of,
-)
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli import prune as pruning
+from deltachain.cli.options import AsJsonLines, Base, Once, Url, opened
+from deltachain.cli.serving import end, stopping
 from deltachain.errors import DeltaChainError, ObjectNotFoundError, no_version
 
 if TYPE_CHECKING:
@@ -41,11 +28,11 @@ def maintain(  # noqa: PLR0913 - one argument an option
     delete: Annotated[
         bool, typer.Option("--prune/--no-prune", help="Whether to delete what the rule drops.")
     ] = True,
-    keep_last: KeepLast = 1024,
-    keep_within: KeepWithin = None,
-    keep_every: KeepEvery = None,
-    keep_tags: KeepTags = True,
-    grace: Grace = "1h",
+    keep_last: pruning.KeepLast = 1024,
+    keep_within: pruning.KeepWithin = None,
+    keep_every: pruning.KeepEvery = None,
+    keep_tags: pruning.KeepTags = True,
+    grace: pruning.Grace = "1h",
     base: Base = None,
     as_json: AsJsonLines = False,
 ) -> None:
@@ -59,21 +46,21 @@ def maintain(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
     """
-    rule = rule_of(keep_last, keep_within, keep_every, tags=keep_tags)
-    stop, pause, grace_s = Event(), seconds(every), seconds(grace)
+    rule = pruning.rule_of(keep_last, keep_within, keep_every, tags=keep_tags)
+    stop, pause, grace_s = Event(), pruning.seconds(every), pruning.seconds(grace)
     maintainer: Maintainer | None = None
 
-    def opened() -> Maintainer:
+    def begun() -> Maintainer:
         from deltachain.maintain import Maintainer
 
-        chain = open_for_writing(url)
-        pruner = pruner_of(chain, rule, grace_s) if delete else None
+        chain = opened(url, writing=True)
+        pruner = pruning.pruner_of(chain, rule, grace_s) if delete else None
         return Maintainer(chain, pruner, base=base)
 
     with stopping(stop) as by:
         while not stop.is_set():
             try:
-                maintainer = maintainer or opened()
+                maintainer = maintainer or begun()
                 found = maintainer.round()
                 if found is not None:
                     _tell(found, as_json=as_json, once=once)
@@ -97,20 +84,14 @@ def _check_joinable(found: Maintained | None, url: str) -> None:
 
 
 def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
-    """Print what a round did; nothing for one of many rounds without work.
-
-    Args:
-        found: The round.
-        as_json: Whether to print a JSON object.
-        once: Whether it was the only round: that newcomers cannot join then ends the command.
-    """
-    report = None if found.pruned is None else pruned(found.pruned)
+    """Print what a round did; nothing for one of many rounds without work."""
+    report = None if found.pruned is None else pruning.pruned(found.pruned)
     if as_json:
         c.write_json(
             {
                 "head": found.head,
-                "skips": [edge_row(edge) for edge in found.skips],
-                "anchors": [edge_row(edge) for edge in found.anchors],
+                "skips": [pruning.edge_row(edge) for edge in found.skips],
+                "anchors": [pruning.edge_row(edge) for edge in found.anchors],
                 "failed": list(found.failed),
                 "pruned": report,
             }
@@ -122,7 +103,7 @@ def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
         words.append(f"skips added: {len(found.skips):,}, {size}")
     words += [f"anchor of version {e.version} added, {c.nbytes(e.nbytes)}" for e in found.anchors]
     if report is not None and (report["retired"] or report["deleted"]["objects"]):
-        words += words_of(report)[: 3 if report["waiting"]["objects"] else 2]
+        words += pruning.words_of(report)[: 3 if report["waiting"]["objects"] else 2]
     if words:
         c.out().print(f"version {found.head:>5}  " + "; ".join(words), soft_wrap=True)
     elif once and not found.failed:

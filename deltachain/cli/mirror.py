@@ -16,8 +16,7 @@ import deltachain
 from deltachain import environment
 from deltachain.cli import console as c
 from deltachain.cli.options import AsJsonLines, MetricsAddress, Poll
-from deltachain.cli.serving import shown
-from deltachain.cli.stopping import end, stopping
+from deltachain.cli.serving import end, shown, stopping
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:

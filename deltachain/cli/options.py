@@ -1,5 +1,7 @@
 """Command-line options shared by several commands."""
 
+# ruff: noqa: PLC0415 - dependencies are imported when a command runs
+
 from __future__ import annotations
 
 import math
@@ -15,14 +17,12 @@ from deltachain import environment
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
+    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import VersionChoice
 
 
 def secret(name: str, file: Path | None) -> str | Path:
-    """Return a file of secrets, or by default what the variable ``DELTACHAIN_<name>`` says.
-
-    Never an option's value, since lists of processes show those.
-    """
+    """Return a file of secrets, or what the variable ``DELTACHAIN_<name>`` says."""
     return file or environment.read_secret(os.environ, name)
 
 
@@ -110,9 +110,11 @@ MetricsAddress: TypeAlias = Annotated[
         "machine alone.",
     ),
 ]
+AtVersion: TypeAlias = Annotated[
+    int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
+]
 AtStep: TypeAlias = Annotated[
-    int | None,
-    typer.Option(metavar="S", help="The newest version of this step of the trainer."),
+    int | None, typer.Option(metavar="S", help="The newest version of this step of the trainer.")
 ]
 TagName: TypeAlias = Annotated[
     str, typer.Option("--tag", metavar="NAME", help="The version that this tag stands for.")
@@ -128,16 +130,23 @@ At: TypeAlias = Annotated[
 ]
 
 
+def opened(url: str, *, writing: bool = False) -> Chain:
+    from deltachain.chain.chain import Chain
+    from deltachain.chain.trust import Trust
+    from deltachain.store import open_store
+
+    return Chain.open(open_store(url, writer=writing), Trust.of_writer() if writing else None)
+
+
 def choice_of(
     version: int | None = None, *, step: int | None = None, tag: str = "", at: str = ""
 ) -> VersionChoice:
-    from deltachain.chain.tags import VersionChoice  # noqa: PLC0415 - when a command runs
+    from deltachain.chain.tags import VersionChoice
 
     return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)
 
 
 def seconds(text: str) -> float:
-    """Parse a time, as ISO 8601 or in seconds since 1970."""
     time = math.nan
     with suppress(ValueError, OverflowError, OSError):
         time = datetime.fromisoformat(text).timestamp()

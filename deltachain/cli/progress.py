@@ -6,17 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    FileSizeColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TransferSpeedColumn,
-)
+from rich import progress as bars
 
 from deltachain.cli.console import err
 from deltachain.store import Store
@@ -26,24 +16,22 @@ from deltachain.types import Buffer
 _T = TypeVar("_T")
 
 
-def _progress(*columns: ProgressColumn) -> Progress:
-    console, doing = err(), TextColumn("{task.description}")
-    shown = (doing, *columns, TimeElapsedColumn())
-    return Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
+def _progress(*columns: bars.ProgressColumn) -> bars.Progress:
+    console, doing = err(), bars.TextColumn("{task.description}")
+    shown = (doing, *columns, bars.TimeElapsedColumn())
+    return bars.Progress(*shown, console=console, transient=True, disable=not console.is_terminal)
 
 
 @contextmanager
 def watching(store: Store, doing: str) -> Iterator[Store]:
-    """Yield a store whose traffic is shown as a progress bar."""
-    with _progress(FileSizeColumn(), TransferSpeedColumn()) as progress:
+    with _progress(bars.FileSizeColumn(), bars.TransferSpeedColumn()) as progress:
         task = progress.add_task(doing, total=None)
         yield _metered(store, lambda nbytes: progress.advance(task, nbytes))
 
 
 @contextmanager
 def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], None]]]:
-    """Yield a store whose traffic is shown, and a function that adds bytes to the total."""
-    with _progress(BarColumn(), DownloadColumn(), TransferSpeedColumn()) as progress:
+    with _progress(bars.BarColumn(), bars.DownloadColumn(), bars.TransferSpeedColumn()) as progress:
         task, total = progress.add_task(doing, total=None), 0
 
         def planned(nbytes: int) -> None:
@@ -55,8 +43,7 @@ def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], No
 
 
 def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
-    """Yield ``things`` and show how many of ``total`` are done."""
-    with _progress(BarColumn(), MofNCompleteColumn()) as progress:
+    with _progress(bars.BarColumn(), bars.MofNCompleteColumn()) as progress:
         yield from progress.track(things, total=total, description=doing)
 
 
@@ -65,13 +52,6 @@ def _metered(store: Store, moved: Callable[[int], None]) -> Store:
 
 
 class _Metered:
-    """Store that reports the size of every object it reads or writes.
-
-    Args:
-        store: The store, which does all the rest.
-        moved: Called with the size of each object in bytes, from any thread.
-    """
-
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
         self._store, self._moved = store, moved
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Base, Url
+from deltachain.cli.options import AsJson, AtVersion, Base, Url, opened
 from deltachain.errors import ChainError, ConfigError, no_version
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from deltachain.maintain import KeepRule, PrunePlan, Pruner
 
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
-"""Seconds of a unit of time on the command line."""
 
 KeepLast: TypeAlias = Annotated[
     int,
@@ -63,7 +62,7 @@ def prune(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain prune /mnt/policy --keep-last 200 --keep-every 1000 --dry-run`
     """
-    chain = open_for_writing(url)
+    chain = opened(url, writing=True)
     rule = rule_of(keep_last, keep_within, keep_every, tags=keep_tags)
     pruner = pruner_of(chain, rule, seconds(grace))
     plan = pruner.plan(dry=True) if dry_run else pruner.run()
@@ -88,9 +87,7 @@ def prune(  # noqa: PLR0913 - one argument an option
 def anchor(
     url: Url,
     *,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: AtVersion = None,
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
@@ -103,7 +100,7 @@ def anchor(
     from deltachain.maintain import Maintainer
     from deltachain.maintain.added_edges import add_anchor
 
-    chain = open_for_writing(url)
+    chain = opened(url, writing=True)
     head = chain.head()
     if head is None:
         raise no_version(url)
@@ -121,20 +118,10 @@ def anchor(
 
 
 def seconds(text: str) -> float:
-    """Parse a span of time such as ``90s``, ``30m``, ``12h`` or ``7d``."""
     span = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([smhdw]?)", text.strip())
     if span is None:
         raise ConfigError(f"{text!r} is not a span of time", hint="write 90s, 30m, 12h, 7d or 2w")
     return float(span[1]) * UNITS[span[2] or "s"]
-
-
-def open_for_writing(url: str) -> Chain:
-    """Open a chain as those do who write to it."""
-    from deltachain.chain.chain import Chain
-    from deltachain.chain.trust import Trust
-    from deltachain.store import open_store
-
-    return Chain.open(open_store(url, writer=True), Trust.of_writer())
 
 
 def rule_of(last: int, within: str | None, every: int | None, *, tags: bool = True) -> KeepRule:
@@ -173,7 +160,6 @@ def pruned(plan: PrunePlan) -> dict[str, Any]:
 
 
 def words_of(report: dict[str, Any]) -> tuple[str, str, str]:
-    """Describe the result of :func:`pruned`: what was retired, what deleted, and what waits."""
     deleted, waiting = report["deleted"], report["waiting"]
     orphans = f", {deleted['orphans']:,} of them orphans" if deleted["orphans"] else ""
     return (

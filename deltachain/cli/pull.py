@@ -3,38 +3,22 @@
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
-from typing import Annotated
-
-import typer
-
 from deltachain.cli import console as c
+from deltachain.cli import options
 from deltachain.cli.follow import receipt_row
-from deltachain.cli.options import (
-    AsJson,
-    At,
-    AtStep,
-    Base,
-    Out,
-    TagName,
-    TrustRemoteCode,
-    Url,
-    choice_of,
-)
 
 
 def pull(  # noqa: PLR0913 - one argument an option
-    url: Url,
+    url: options.Url,
     *,
-    out: Out,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
-    step: AtStep = None,
-    tag: TagName = "",
-    at: At = "",
-    base: Base = None,
-    trust_remote_code: TrustRemoteCode = False,
-    as_json: AsJson = False,
+    out: options.Out,
+    version: options.AtVersion = None,
+    step: options.AtStep = None,
+    tag: options.TagName = "",
+    at: options.At = "",
+    base: options.Base = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Write a version of a chain to a checkpoint folder for `from_pretrained`.
 
@@ -52,7 +36,7 @@ def pull(  # noqa: PLR0913 - one argument an option
     from deltachain.subscribe import SubscribeConfig, Subscriber
     from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 
-    choice = choice_of(version, step=step, tag=tag, at=at)
+    choice = options.choice_of(version, step=step, tag=tag, at=at)
     config, folder = SubscribeConfig(url=url, base=base, undo_applies=0), OwnFolder(out)
     with (
         watching(open_store(url), f"pulling into {out.name}") as store,

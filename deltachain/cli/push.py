@@ -106,10 +106,7 @@ def push(  # noqa: PLR0913 - one argument an option
     with watching(open_store(url), f"pushing {checkpoint.name}") as store:
         pushed = publish(store, checkpoint, config, step=step)
     report = _report(pushed, time.perf_counter() - start)
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report)
+    c.show(report, _show, as_json=as_json)
 
 
 def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization | None:

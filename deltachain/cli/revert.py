@@ -21,8 +21,7 @@ def revert(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     version: Annotated[
-        int | None,
-        typer.Option("--version", "--to", min=0, metavar="N", help="The older version."),
+        int | None, typer.Option("--version", "--to", min=0, metavar="N", help="The older version.")
     ] = None,
     step: AtStep = None,
     tag: TagName = "",
@@ -58,10 +57,7 @@ def revert(  # noqa: PLR0913 - one argument an option
         goal = choose(chain, choice)
         done = go_back(chain, goal, encoding=encoding, base=base, dry_run=dry_run)
     report = _report(chain, done, time.perf_counter() - start)
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report)
+    c.show(report, _show, as_json=as_json)
 
 
 def _report(chain: Chain, done: Reverted, seconds: float) -> dict[str, Any]:

@@ -1,14 +1,20 @@
-"""What commands that follow a chain show of themselves: ``--metrics``, and their presence."""
+"""What commands share that go on until they are stopped: their end, metrics and presence."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from queue import SimpleQueue
+from threading import Event, Thread
+from types import FrameType
+from typing import TYPE_CHECKING, Final
+
+import typer
 
 from deltachain import environment
 from deltachain.cli import console as c
@@ -18,6 +24,46 @@ if TYPE_CHECKING:
     from deltachain.figures import FigureSource
     from deltachain.status import Status
     from deltachain.subscribe import Subscriber
+
+
+INTERRUPTED: Final = 130  # exit code after Ctrl-C: 128 and the number of SIGINT, as shells have it
+
+
+@contextmanager
+def stopping(stop: Event, wake: Callable[[], None] = lambda: None) -> Iterator[list[int]]:
+    """Make Ctrl-C and SIGTERM end a loop between two steps; a second signal ends it at once."""
+    by: list[int] = []
+    asked: SimpleQueue[bool] = SimpleQueue()
+
+    def handle(number: int, _: FrameType | None) -> None:
+        by.append(number)
+        asked.put(True)
+        if len(by) > 1:
+            raise KeyboardInterrupt
+
+    def tell() -> None:
+        """Set the event: a handler that did it would wait for its lock if it interrupts a wait."""
+        if asked.get():
+            stop.set()
+            wake()
+
+    teller = Thread(target=tell, name="deltachain-stopping", daemon=True)
+    teller.start()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, handle) for number in signals}
+    try:
+        yield by
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        asked.put(False)
+        teller.join()
+
+
+def end(by: Sequence[int]) -> None:
+    """End a command: with 130 after Ctrl-C, with 0 after SIGTERM, as a service ends."""
+    if signal.SIGINT in by:
+        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager
@@ -30,19 +76,9 @@ def shown_follower(
     follows: bool,
     why_unready: Callable[[], str] = lambda: "",
 ) -> Iterator[Callable[[DeltaChainError | None], None]]:
-    """Show a subscriber as :func:`shown`; yield what must be called after each iteration.
-
-    Args:
-        subscriber: The subscriber.
-        address: Where, as ``--metrics`` gives it; ``None`` for nowhere.
-        engine: What the subscriber writes into; see :func:`deltachain.figures.info`.
-        place: What it has for itself on this machine; see :class:`PresenceWriter`.
-        follows: Whether the command goes on after one update; only then is it shown.
-        why_unready: Returns why what it writes into does not serve the held version.
-    """
     from deltachain.presence.writer import follower_status
-    from deltachain.subscribe.figures import subscriber_figures
     from deltachain.subscribe.receipt import Tally
+    from deltachain.subscribe.subscriber import subscriber_figures
 
     tally, given = Tally(), environment.read(os.environ)
     trouble: DeltaChainError | None = None
@@ -75,16 +111,6 @@ def shown(
     chains: Sequence[str],
     follows: bool,
 ) -> Iterator[None]:
-    """Serve figures in a context, and write a presence, as far as either is asked for.
-
-    Args:
-        address: Where to serve metrics, as ``--metrics`` gives it; ``None`` for nowhere.
-        source: The figures.
-        status: Returns the status: for the presence, and for what is asked whether it is ready.
-        place: What the process has for itself on this machine; see :class:`PresenceWriter`.
-        chains: URLs of the chains that are read and written.
-        follows: Whether the command goes on by itself; only then is it shown.
-    """
     if address is not None and not follows:
         raise ConfigError("--metrics is for a command that follows, and this one ends by itself")
     board = environment.read_one(os.environ, "PRESENCE_URL") if follows else None

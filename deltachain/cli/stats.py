@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, Url
+from deltachain.cli.options import AsJson, Url, opened
 from deltachain.cli.prune import KeepEvery, KeepLast, KeepWithin, pruned, rule_of
 from deltachain.errors import BrokenChainError, no_version
 
@@ -33,11 +33,10 @@ def stats(
 
     Example: `deltachain stats s3://bucket/run-1`
     """
-    from deltachain.chain.chain import Chain
     from deltachain.maintain.survey import Survey
-    from deltachain.store import open_store
 
-    chain = Chain.open(open_store(url))
+
+    chain = opened(url)
     head = chain.head()
     if head is None:
         raise no_version(url)
@@ -59,10 +58,7 @@ def stats(
         "readers": [_reader(chain, head, age) for age in ages],
         "prune": _dry_prune(Survey(chain), keep_last, keep_within, keep_every),
     }
-    if as_json:
-        c.write_json(report)
-    else:
-        _show(report)
+    c.show(report, _show, as_json=as_json)
 
 
 def _reader(chain: Chain, head: Committed, age: int | None) -> dict[str, Any]:
@@ -92,12 +88,7 @@ def _dry_prune(
 
 def _show(report: dict[str, Any]) -> None:
     out, most = c.out(), max(report["nbytes"], 1)
-    out.print(
-        c.facts(
-            chain=f"{report['chain']}  at {report['url']}",
-            head=f"{report['head']}",
-        )
-    )
+    out.print(c.facts(chain=f"{report['chain']}  at {report['url']}", head=f"{report['head']}"))
     kinds = (
         (k["kind"], f"{k['objects']:,}", c.nbytes(k["nbytes"]), c.bar(k["nbytes"] / most))
         for k in report["kinds"]

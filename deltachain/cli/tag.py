@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, At, AtStep, Url, choice_of
+from deltachain.cli.options import AsJson, At, AtStep, AtVersion, Url, choice_of, opened
 from deltachain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,9 +23,7 @@ def tag(  # noqa: PLR0913 - one argument an option
         str, typer.Argument(metavar="NAME", help="The tag to set or delete. Default: list all.")
     ] = "",
     *,
-    version: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
-    ] = None,
+    version: AtVersion = None,
     step: AtStep = None,
     at: At = "",
     delete: Annotated[bool, typer.Option("--delete", help="Remove the tag.")] = False,
@@ -40,10 +38,7 @@ def tag(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain tag /mnt/policy eval-step-4000 --step 4000`
     """
-    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import VersionChoice
-    from deltachain.chain.trust import Trust
-    from deltachain.store import open_store
 
     choice = choice_of(version, step=step, at=at)
     if not name and (delete or choice != VersionChoice()):
@@ -51,7 +46,7 @@ def tag(  # noqa: PLR0913 - one argument an option
     if delete and choice != VersionChoice():
         hint = "deltachain tag URL NAME --delete"
         raise ConfigError("--delete removes a tag, whatever version it stands for", hint=hint)
-    chain = Chain.open(open_store(url), Trust.of_writer() if name else None)
+    chain = opened(url, writing=bool(name))
     if name:
         _change(chain, name, choice, delete=delete, as_json=as_json)
     else:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from deltachain.cli import console as c
-from deltachain.cli.options import AsJson, At, AtStep, Base, TagName, Url, choice_of
+from deltachain.cli.options import AsJson, At, AtStep, Base, TagName, Url, choice_of, opened
 
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain
@@ -46,15 +46,13 @@ def verify(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain verify /mnt/policy --from 100`
     """
-    from deltachain.chain.chain import Chain
     from deltachain.chain.tags import choose
     from deltachain.cli.progress import counted
-    from deltachain.store import open_store
     from deltachain.verify import newest
     from deltachain.verify import verify as prove
 
     start, choice = time.perf_counter(), choice_of(last, step=step, tag=tag, at=at)
-    chain = Chain.open(open_store(url))
+    chain = opened(url)
     if choice.is_search:
         last = choose(chain, choice).version
     end = newest(chain) if last is None else last
@@ -141,7 +139,6 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
 
 
 def _unproven(done: Sequence[VersionProof]) -> Iterator[str]:
-    """Say why edges to versions that were rebuilt could only be read."""
     first = done[0].version
     edges = [(proof.version, edge) for proof in done if proof.rebuilt for edge in proof.edges]
     for version, edge in edges:

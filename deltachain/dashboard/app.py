@@ -16,15 +16,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from deltachain.control.server import LOOPBACK, host_of
-from deltachain.dashboard.documents import (
-    PAGE,
-    chain_document,
-    chart_document,
-    overview_document,
-    page_document,
-    track_document,
-    version_document,
-)
+from deltachain.dashboard import documents
 from deltachain.dashboard.watcher import LARGEST, Watcher
 from deltachain.tokens import Tokens
 
@@ -43,19 +35,10 @@ frames this one."""
 
 
 class Access:
-    """Decides who may read the dashboard: without a token, only this machine."""
-
     def __init__(self, token: str | Path) -> None:
         self._tokens = Tokens(token)
 
     def check(self, request: Request) -> None:
-        """Check a request for data.
-
-        Raises:
-            HTTPException: 400 for a malformed ``Host``; 401 for a wrong or missing token; without
-                a token, 403 for the pages of other sites, and for other names of this machine,
-                which a site can give it.
-        """
         host = host_of(request)
         if self._tokens:
             scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -73,37 +56,29 @@ def _is_of_another_site(request: Request) -> bool:
     return request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 
 
-REQUEST_S: Final = 30.0
-"""Seconds from the start of a connection, or the answer before, to the end of the next answer."""
-
-CONNECTIONS: Final = 256
-"""Limit of open connections."""
+REQUEST_S: Final = 30.0  # from the start of a connection, or the last answer, to the next one
+CONNECTIONS: Final = 256  # limit of open connections
 
 _Http: Any = AutoHTTPProtocol
 
 
 class LimitedHttp(_Http):  # type: ignore[misc]
-    """Protocol that closes late connections; see :func:`limited`."""
-
     request_s: float
     most: int
     waiting: OrderedDict[LimitedHttp, None]  # the one that has lasted longest first
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Begin a request, and make place for it."""
         super().connection_made(transport)
         self._begin()
         if len(self.connections) > self.most:
             next(iter(self.waiting)).end()
 
     def on_response_complete(self) -> None:
-        """Begin the next request."""
         super().on_response_complete()
         self._begin()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
         self._forget()
         super().connection_lost(exc)
 
@@ -127,12 +102,7 @@ class LimitedHttp(_Http):  # type: ignore[misc]
 def limited(*, request_s: float = REQUEST_S, most: int = CONNECTIONS) -> type[asyncio.Protocol]:
     """Return a protocol for ``uvicorn.Config(http=...)`` that closes late connections.
 
-    uvicorn waits for ever for the rest of a request, and for a client to read its answer. When all
-    places are taken, the connection whose request has lasted longest gives its place to a new one.
-
-    Args:
-        request_s: Seconds that a request may take, to the last byte of its answer.
-        most: Limit of open connections; WebSockets count, and are never closed for others.
+    uvicorn itself waits for ever. When all places are taken, the longest request gives up its own.
     """
     members = {"request_s": request_s, "most": most, "waiting": OrderedDict()}
     return type("LimitedHttp", (LimitedHttp,), members)
@@ -154,23 +124,14 @@ FILES: Final = {
     "uPlot.esm.js": "vendor/uplot/uPlot.esm.js",
     "uPlot.min.css": "vendor/uplot/uPlot.min.css",
 }
-"""Files of the page, by path."""
 
-MOMENTS: Final = 240
-"""Moments in a chart of the fleet."""
+MOMENTS: Final = 240  # moments in a chart of the fleet
 
 Number = Annotated[int, Query(ge=0, le=LARGEST)]
 
 
 def create_app(watcher: Watcher, *, token: str | Path = "") -> FastAPI:
-    """Create the web app of a dashboard.
-
-    Files of the page need no token, since they hold no data; everything below ``/api`` does.
-
-    Args:
-        watcher: What is shown; closing it is up to the caller.
-        token: Required bearer token; empty for none, where only this machine can connect.
-    """
+    """Create the web app of a dashboard; only what is below ``/api`` needs the token."""
     app = FastAPI(title="deltachain dashboard", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(GZipMiddleware, minimum_size=1024, compresslevel=5)
     app.middleware("http")(_with_headers)
@@ -190,32 +151,36 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 
     @router.get("/overview")
     def overview() -> JSONResponse:
-        return JSONResponse(overview_document(watcher.overview()))
+        return JSONResponse(documents.overview_document(watcher.overview()))
 
     @router.get("/chain")
     def chain() -> JSONResponse:
-        return JSONResponse(chain_document(watcher.view))
+        return JSONResponse(documents.chain_document(watcher.view))
 
     @router.get("/chart")
     def chart(first: Number = 0, last: Number = LARGEST) -> JSONResponse:
-        return JSONResponse(chart_document(watcher.view, watcher.phases.middles(), first, last))
+        return JSONResponse(
+            documents.chart_document(watcher.view, watcher.phases.middles(), first, last)
+        )
 
     @router.get("/versions")
     def versions(
-        before: Number = LARGEST, count: Annotated[int, Query(ge=1, le=PAGE)] = 20
+        before: Number = LARGEST, count: Annotated[int, Query(ge=1, le=documents.PAGE)] = 20
     ) -> JSONResponse:
-        return JSONResponse(page_document(watcher.view, before, count))
+        return JSONResponse(documents.page_document(watcher.view, before, count))
 
     @router.get("/versions/{number}")
     def version(number: Annotated[int, Segment(ge=0, le=LARGEST)]) -> JSONResponse:
-        found = version_document(watcher.view, watcher.phases.of, number)
+        found = documents.version_document(watcher.view, watcher.phases.of, number)
         if found is None:
             raise HTTPException(404, f"version {number} is not known")
         return JSONResponse(found)
 
     @router.get("/track")
     def track() -> JSONResponse:
-        return JSONResponse(track_document(watcher.track.moments(MOMENTS), watcher.engines))
+        return JSONResponse(
+            documents.track_document(watcher.track.moments(MOMENTS), watcher.engines)
+        )
 
     return router
 
@@ -223,7 +188,6 @@ def _documents(watcher: Watcher, access: Access) -> APIRouter:
 async def _with_headers(
     request: Request, follow: Callable[[Request], Awaitable[Response]]
 ) -> Response:
-    """Add the headers of every answer, errors too."""
     response = await follow(request)
     response.headers.update(HEADERS)
     return response

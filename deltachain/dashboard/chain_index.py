@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any, Final
 
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.trust import Trust
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    DeltaChainError,
-    FormatError,
-    ObjectNotFoundError,
-)
 from deltachain.format.documents import EdgeSummary, PruneRecord, Tag, phases_of, reverted_to
 from deltachain.maintain.survey import Survey
 from deltachain.redact import LONGEST, printable
@@ -29,36 +23,25 @@ from deltachain.types import Version
 
 @dataclass(frozen=True, slots=True)
 class VersionSummary:
-    """One version, as its manifest describes it; kind, encodings and bytes are those of its edge.
-
-    Attributes:
-        time: Time of the commit in seconds since 1970, on the publisher's clock.
-        reverted_to: The version whose state it has again; ``None`` if it is no revert.
-        signers: Ids of the keys that signed it.
-        signed_by: Ids of the trusted ones among them; empty without trusted keys.
-        phases: Seconds of the phases before the commit, by name.
-    """
-
     version: Version
     epoch: int
     kind: str
     encodings: tuple[str, ...]
     nbytes: int
     step: int | None
-    time: float
+    time: float  # time of the commit in seconds since 1970, on the publisher's clock
     nnz: int
     numel: int
     state: str
     manifest: str
-    reverted_to: Version | None
-    signers: tuple[str, ...]
-    signed_by: tuple[str, ...]
+    reverted_to: Version | None  # the version whose state it has again; None if it is no revert
+    signers: tuple[str, ...]  # ids of the keys that signed it
+    signed_by: tuple[str, ...]  # ids of the trusted ones among them; empty without trusted keys
     metadata: tuple[tuple[str, str], ...]
-    phases: Mapping[str, float]
+    phases: Mapping[str, float]  # seconds of the phases before the commit, by name
 
     @property
     def density(self) -> float:
-        """Changed elements over all elements, in [0, 1]."""
         return min(self.nnz / self.numel, 1.0) if self.numel else 0.0
 
 
@@ -68,17 +51,13 @@ def version_summary(committed: Committed) -> VersionSummary:
     metadata = tuple(
         (printable(name), printable(value)) for name, value in manifest.metadata.items()
     )
+    own = ("version", "epoch", "step", "time", "nnz", "numel", "state")
+    fields: dict[str, Any] = {name: getattr(manifest, name) for name in own}
     return VersionSummary(
-        version=manifest.version,
-        epoch=manifest.epoch,
+        **fields,
         kind=manifest.edge.kind,
         encodings=tuple(printable(name) for name in manifest.edge.encodings),
         nbytes=manifest.edge.nbytes,
-        step=manifest.step,
-        time=manifest.time,
-        nnz=manifest.nnz,
-        numel=manifest.numel,
-        state=manifest.state,
         manifest=committed.digest,
         reverted_to=reverted_to(manifest),
         signers=tuple(signers),
@@ -90,8 +69,6 @@ def version_summary(committed: Committed) -> VersionSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainModel:
-    """Numbers of a model's tensors, elements and bytes."""
-
     tensors: int
     numel: int
     nbytes: int
@@ -99,33 +76,18 @@ class ChainModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChainView:
-    """What is known of a chain.
-
-    Attributes:
-        chain: Id of the chain; empty before it is found.
-        model: Its model; ``None`` before it is found.
-        rows: Its versions from 0, up to the newest that was read; ``None`` for a version whose
-            manifest is gone or damaged.
-        newest: Newest version found in the store; ``None`` before the first.
-        edges: Edges of all versions, by version, pruned ones too.
-        looked_at: Time of the last answer of the store, in seconds since 1970; ``None`` before.
-        revision: Grows with every change of anything but ``looked_at``.
-        trouble: Why the last look failed; empty if it did not.
-        doubt: Why the history that was shown before was given up; empty if it never was.
-    """
-
     url: str
-    chain: str = ""
-    model: ChainModel | None = None
-    rows: tuple[VersionSummary | None, ...] = ()
-    newest: Version | None = None
-    edges: tuple[EdgeSummary, ...] = ()
+    chain: str = ""  # id of the chain; empty before it is found
+    model: ChainModel | None = None  # its model; None before it is found
+    rows: tuple[VersionSummary | None, ...] = ()  # from version 0; None: gone or damaged
+    newest: Version | None = None  # newest version found in the store; None before the first
+    edges: tuple[EdgeSummary, ...] = ()  # edges of all versions, by version, pruned ones too
     tags: tuple[Tag, ...] = ()
     prunes: PruneRecord | None = None
-    looked_at: float | None = None
-    revision: int = 0
-    trouble: str = ""
-    doubt: str = ""
+    looked_at: float | None = None  # time of the store's last answer, in seconds since 1970
+    revision: int = 0  # grows with every change of anything but looked_at
+    trouble: str = ""  # why the last look failed; empty if it did not
+    doubt: str = ""  # why the history that was shown before was given up; empty if it never was
 
     @property
     def is_indexed(self) -> bool:
@@ -137,7 +99,6 @@ class ChainView:
 
     @property
     def lost(self) -> tuple[Version, ...]:
-        """Versions whose manifests are gone or damaged."""
         return tuple(version for version, row in enumerate(self.rows) if row is None)
 
     def at(self, version: Version | None) -> VersionSummary | None:
@@ -146,21 +107,13 @@ class ChainView:
 
 logger = logging.getLogger(__name__)
 
-READS: Final = 16
-"""Manifests read at a time."""
-
-PUBLISHED: Final = 512
-"""Versions after which a view shows what was read meanwhile."""
-
-DETAILS_S: Final = 30.0
-"""Seconds between two listings of edges, tags and prune records, if no version was committed."""
-
-LISTED_S: Final = 5.0
-"""Seconds between two such listings while versions are committed."""
+READS: Final = 16  # manifests read at a time
+PUBLISHED: Final = 512  # versions after which a view shows what was read meanwhile
+DETAILS_S: Final = 30.0  # between two listings of edges, tags and prunes, without a new version
+LISTED_S: Final = 5.0  # seconds between two such listings while versions are committed
 
 
-CHECKED_S: Final = 5.0
-"""Seconds between two looks at whether the newest version that was read is still in the store."""
+CHECKED_S: Final = 5.0  # between two looks whether the newest version is still in the store
 
 
 class ChainIndex:
@@ -186,13 +139,14 @@ class ChainIndex:
         return self._view
 
     def refresh(self, now: float) -> ChainView:
-        """Read what is new, and return the view of it; errors of the store are in the view."""
         with self._changing:
             try:
                 self._look(now)
-            except DeltaChainError as exc:
+            except errors.DeltaChainError as exc:
                 trouble = printable(str(exc.args[0]) if exc.args else type(exc).__name__)
-                if not isinstance(exc, FormatError | ChainError | ObjectNotFoundError):
+                if not isinstance(
+                    exc, errors.FormatError | errors.ChainError | errors.ObjectNotFoundError
+                ):
                     self._change(trouble=trouble)
                 else:
                     self._change(trouble=trouble, looked_at=now)
@@ -227,10 +181,7 @@ class ChainIndex:
         return chain
 
     def _is_replaced(self, chain: Chain, head: VersionSummary) -> bool:
-        """Return whether the store no longer has the history that was read, and forget it then.
-
-        An error says that it may be so; the next look decides.
-        """
+        """Return whether two looks found another history, and forget the old one."""
         held = HeldVersion(
             chain=chain.identity.chain,
             version=head.version,
@@ -240,9 +191,9 @@ class ChainIndex:
         )
         try:
             self._watch.look(chain, held)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             return False  # a gap after the head, which reading shows
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             if self._watch.doubt is None:
                 raise
             doubt = printable(str(exc.args[0]))
@@ -261,11 +212,11 @@ class ChainIndex:
                     if len(rows) % PUBLISHED == 0:
                         self._change(rows=(*self._view.rows, *rows))
                         first, rows = first + len(rows), []
-            except (BrokenChainError, FormatError, ObjectNotFoundError) as exc:
+            except (errors.BrokenChainError, errors.FormatError, errors.ObjectNotFoundError) as exc:
                 logger.warning("version %s cannot be shown: %s", first + len(rows), exc)
                 if first + len(rows) == start:
                     rows.append(None)
-            except DeltaChainError:
+            except errors.DeltaChainError:
                 self._change(rows=(*self._view.rows, *rows))
                 raise
         self._change(rows=(*self._view.rows, *rows))
@@ -290,19 +241,8 @@ class ChainIndex:
     def _change(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the view
         """Show other values; the revision grows if any of them is not just a time."""
         new = replace(self._view, **changes)
-        same = replace(new, looked_at=self._view.looked_at)
-        is_same = _is_equal(same, self._view, changes)
+        is_same = replace(new, looked_at=self._view.looked_at) == self._view
         self._view = new if is_same else replace(new, revision=self._view.revision + 1)
-
-
-def _is_equal(one: ChainView, other: ChainView, names: Iterable[str]) -> bool:
-    """Return whether two views agree in some fields; rows only ever grow or start anew."""
-    return all(
-        len(one.rows) == len(other.rows)
-        if name == "rows" and one.rows[:1] == other.rows[:1]
-        else getattr(one, name) == getattr(other, name)
-        for name in names
-    )
 
 
 def _newest(chain: Chain) -> Version | None:

@@ -16,31 +16,19 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from deltachain.dashboard import watcher
 from deltachain.dashboard.chain_index import ChainView, VersionSummary
-from deltachain.dashboard.watcher import (
-    REPLICA_PHASES,
-    Moment,
-    Overview,
-    PhaseTimes,
-    ReplicaReport,
-    changes,
-    middle,
-    spread,
-)
 from deltachain.format import documents as publish_phases
 from deltachain.redact import printable
 from deltachain.types import Version
 
-POINTS: Final = 2000
-"""Largest number of versions in one chart."""
+POINTS: Final = 2000  # largest number of versions in one chart
 
 
 def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
-    """Choose ascending positions of long columns such that a chart of them looks like one of all.
+    """Choose ascending positions such that a chart of them looks like one of all.
 
-    The first and the last position are chosen, and of each of equal ranges between them the
-    smallest and the largest value of each column. All are chosen if they are not more than
-    ``most``, which is at least 2 and twice the number of columns.
+    The first and the last one, and of each of equal ranges the extremes of each column.
     """
     length = len(columns[0])
     if length <= most:
@@ -56,9 +44,8 @@ def thinned(columns: Sequence[npt.NDArray[np.float64]], most: int) -> list[int]:
 
 
 def thinned_versions(
-    rows: Sequence[VersionSummary], times: Sequence[PhaseTimes], most: int = POINTS
+    rows: Sequence[VersionSummary], times: Sequence[watcher.PhaseTimes], most: int = POINTS
 ) -> list[int]:
-    """Choose positions of versions such that charts of them look like those of all."""
     if len(rows) <= most:
         return list(range(len(rows)))
     density = np.array([row.density for row in rows])
@@ -67,21 +54,17 @@ def thinned_versions(
     return thinned((density, nbytes, seconds), most)
 
 
-MARKS: Final = 500
-"""Marks of one kind in a chart, and ranges in a list."""
+MARKS: Final = 500  # marks of one kind in a chart, and ranges in a list
 
-PHASES: Final = (*publish_phases.NAMES, *REPLICA_PHASES)
+PHASES: Final = (*publish_phases.NAMES, *watcher.REPLICA_PHASES)
 """Phases of a version in their order, from the diff to the swap."""
 
-PAGE: Final = 50
-"""Largest number of versions in a page of the table."""
+PAGE: Final = 50  # largest number of versions in a page of the table
 
 
-def overview_document(found: Overview) -> dict[str, Any]:
+def overview_document(found: watcher.Overview) -> dict[str, Any]:
     return {
-        "time": found.time,
-        "newest": found.newest,
-        "phases": found.phases,
+        **_fields(found, "time newest phases"),
         "chain": _chain(found.view),
         "alerts": [asdict(alert) for alert in found.alerts],
         "replicas": [_replica(report, found.newest) for report in found.reports],
@@ -89,9 +72,8 @@ def overview_document(found: Overview) -> dict[str, Any]:
 
 
 def chart_document(
-    view: ChainView, applied: Mapping[str, PhaseTimes], first: Version, last: Version
+    view: ChainView, applied: Mapping[str, watcher.PhaseTimes], first: Version, last: Version
 ) -> dict[str, Any]:
-    """Return the columns of charts over a range of versions, and marks in it."""
     rows = [row for row in view.rows[first : last + 1] if row is not None]
     times = [{**row.phases, **applied.get(row.manifest, {})} for row in rows]
     places = thinned_versions(rows, times)
@@ -107,14 +89,12 @@ def chart_document(
     }
 
 
-def _column(name: str, times: Iterable[PhaseTimes]) -> list[float | None]:
-    """Return the times of one phase, to a tenth of a millisecond; empty if there is none."""
+def _column(name: str, times: Iterable[watcher.PhaseTimes]) -> list[float | None]:
     found = [None if (value := one.get(name)) is None else round(value, 4) for one in times]
     return found if any(value is not None for value in found) else []
 
 
 def page_document(view: ChainView, before: Version, count: int) -> dict[str, Any]:
-    """Return up to ``count`` versions before one, newest first, for the table."""
     end = max(min(before, len(view.rows)), 0)
     start = max(end - min(count, PAGE), 0)
     rows = [row for row in view.rows[start:end] if row is not None]
@@ -139,26 +119,20 @@ def _tags_of(view: ChainView, version: Version) -> list[str]:
 
 
 def version_document(
-    view: ChainView, applied: Callable[[str], Mapping[str, PhaseTimes]], version: Version
+    view: ChainView, applied: Callable[[str], Mapping[str, watcher.PhaseTimes]], version: Version
 ) -> dict[str, Any] | None:
-    """Return one version with all ways to it; ``None`` if it is not known."""
     row = view.at(version)
     if row is None:
         return None
     edges = [edge for edge in view.edges if edge.version == version]
     return _version(row) | {
-        "state": row.state,
-        "manifest": row.manifest,
-        "numel": row.numel,
+        **_fields(row, "state manifest numel"),
         "metadata": dict(row.metadata),
         "phases": _phases(row, applied(row.manifest)),
         "tags": _tags_of(view, version),
         "edges": [
             {
-                "kind": edge.kind,
-                "base": edge.base,
-                "nbytes": edge.nbytes,
-                "parts": edge.parts,
+                **_fields(edge, "kind base nbytes parts"),
                 "encodings": [printable(name) for name in edge.encodings],
                 "pruned": view.prunes is not None and view.prunes.covers(edge),
             }
@@ -167,10 +141,9 @@ def version_document(
     }
 
 
-def _phases(row: VersionSummary, applied: Mapping[str, PhaseTimes]) -> list[dict[str, Any]]:
-    """Return the known phases of a version; of replicas the median time, and the slowest one."""
+def _phases(row: VersionSummary, applied: Mapping[str, watcher.PhaseTimes]) -> list[dict[str, Any]]:
     published = [{"name": name, "seconds": seconds} for name, seconds in row.phases.items()]
-    median = middle(applied)
+    median = watcher.middle(applied)
     slowest = {
         name: max((times[name], engine) for engine, times in applied.items() if name in times)
         for name in median
@@ -187,12 +160,11 @@ def _phases(row: VersionSummary, applied: Mapping[str, PhaseTimes]) -> list[dict
     ]
 
 
-def track_document(moments: Sequence[Moment], engines: Iterable[str]) -> dict[str, Any]:
-    """Return the versions of replicas over time: for each, only where its version changed."""
+def track_document(moments: Sequence[watcher.Moment], engines: Iterable[str]) -> dict[str, Any]:
     return {
         "times": [round(moment.time, 3) for moment in moments],
         "newest": [moment.newest for moment in moments],
-        "held": {engine: changes(moments, engine) for engine in engines},
+        "held": {engine: watcher.changes(moments, engine) for engine in engines},
     }
 
 
@@ -210,7 +182,6 @@ def _chain(view: ChainView) -> dict[str, Any]:
 
 
 def chain_document(view: ChainView) -> dict[str, Any]:
-    """Return what is summed up over all versions; changes with the view's revision only."""
     rows = [row for row in view.rows if row is not None]
     encodings = Counter(name for row in rows for name in row.encodings)
     return {
@@ -242,16 +213,12 @@ def _prunes(view: ChainView) -> dict[str, Any] | None:
     record = view.prunes
     if record is None:
         return None
-    ranges = [
-        {"kind": one.kind, "span": one.span, "first": one.first, "last": one.last}
-        for one in record.pruned[-MARKS:]
-    ]
+    ranges = [_fields(one, "kind span first last") for one in record.pruned[-MARKS:]]
     pruned = sum(1 for edge in view.edges if record.covers(edge))
     return {"number": record.number, "time": _time(record.time), "edges": pruned, "ranges": ranges}
 
 
 def _marks(view: ChainView, rows: Sequence[VersionSummary]) -> dict[str, list[Any]]:
-    """Return versions that charts mark, by kind; at most ``MARKS`` of each."""
     if not rows:
         return {}
     first, last = rows[0].version, rows[-1].version
@@ -259,53 +226,38 @@ def _marks(view: ChainView, rows: Sequence[VersionSummary]) -> dict[str, list[An
     epochs = [later.version for earlier, later in pairwise(rows) if later.epoch != earlier.epoch]
     tags = [_tag(t.name, t.version) for t in view.tags if t.version in range(first, last + 1)]
     return {
-        "anchors": spread([e.version for e in edges if e.kind == "anchor"], MARKS),
-        "skips": spread([e.version for e in edges if e.kind == "skip"], MARKS),
-        "epochs": spread(epochs, MARKS),
-        "reverts": spread([row.version for row in rows if row.reverted_to is not None], MARKS),
-        "tags": spread(tags, MARKS),
+        "anchors": watcher.spread([e.version for e in edges if e.kind == "anchor"], MARKS),
+        "skips": watcher.spread([e.version for e in edges if e.kind == "skip"], MARKS),
+        "epochs": watcher.spread(epochs, MARKS),
+        "reverts": watcher.spread(
+            [row.version for row in rows if row.reverted_to is not None], MARKS
+        ),
+        "tags": watcher.spread(tags, MARKS),
     }
+
+
+def _fields(value: object, names: str) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def _version(row: VersionSummary) -> dict[str, Any]:
-    return {
-        "version": row.version,
-        "epoch": row.epoch,
-        "kind": row.kind,
-        "encodings": row.encodings,
-        "nbytes": row.nbytes,
-        "step": row.step,
-        "time": _time(row.time),
-        "nnz": row.nnz,
-        "density": row.density,
-        "reverted_to": row.reverted_to,
-        "signers": row.signers,
-        "signed_by": row.signed_by,
-    }
+    own = "version epoch kind encodings nbytes step nnz density reverted_to signers signed_by"
+    return _fields(row, own) | {"time": _time(row.time)}
 
 
-def _replica(report: ReplicaReport, newest: Version | None) -> dict[str, Any]:
+def _replica(report: watcher.ReplicaReport, newest: Version | None) -> dict[str, Any]:
     status = report.status
     version = status.version
     return {
-        "engine": report.engine,
-        "answered_at": report.answered_at,
-        "trouble": report.trouble,
-        "url": status.url,
+        **_fields(report, "engine answered_at trouble"),
+        **_fields(
+            status, "url version head ready reason pinned following silence_s deltachain phases"
+        ),
         "chain": status.chain or "",
-        "version": version,
         "manifest": status.manifest or "",
-        "head": status.head,
         "lag": None if newest is None or version is None else max(newest - version, 0),
-        "ready": status.ready,
-        "reason": status.reason,
         "error": status.doubt or status.trouble,
-        "pinned": status.pinned,
-        "following": status.following,
-        "silence_s": status.silence_s,
-        "deltachain": status.deltachain,
         "software": status.engine,
-        "phases": status.phases,
     }
 
 

@@ -31,20 +31,16 @@ from deltachain.types import Version
 REPLICA_PHASES: Final = ("look", "fetch", "stage", "pause", "swap")
 """Phases after the commit, in their order; ``swap`` is a part of ``pause``."""
 
-KEPT: Final = 20_000
-"""Applies that are kept: one of each version and replica."""
+KEPT: Final = 20_000  # applies that are kept: one of each version and replica
 
-PhaseTimes = Mapping[str, float]
-"""Seconds of phases, by name."""
+PhaseTimes = Mapping[str, float]  # seconds of phases, by name
 
 
 def replica_phases(given: Mapping[str, object]) -> dict[str, float]:
-    """Return the phases after the commit that a replica names; without invalid ones."""
     return valid_times(given, REPLICA_PHASES)
 
 
 def middle(applies: Mapping[str, PhaseTimes]) -> dict[str, float]:
-    """Return the median time of each phase of one version, whose times are given by replica."""
     found = {}
     for name in REPLICA_PHASES:
         times = [times[name] for times in applies.values() if name in times]
@@ -56,8 +52,7 @@ def middle(applies: Mapping[str, PhaseTimes]) -> dict[str, float]:
 class PhaseTrack:
     """Phase times of each version in the replicas that applied it, by manifest; thread-safe.
 
-    Beyond ``KEPT`` applies, those of the version that was first seen the longest ago are forgotten.
-    A manifest means one version of one history, also after the store went back.
+    Beyond ``KEPT`` applies, those of the version that was seen first are forgotten.
     """
 
     def __init__(self, kept: int = KEPT) -> None:
@@ -73,7 +68,6 @@ class PhaseTrack:
         return self._revision
 
     def add(self, engine: str, manifest: str, times: PhaseTimes) -> None:
-        """Add the last apply of a replica; nothing changes if it was added before."""
         with self._changing:
             if not manifest or not times or self._applies.get(manifest, {}).get(engine) == times:
                 return
@@ -92,15 +86,13 @@ class PhaseTrack:
             return dict(self._applies.get(manifest, {}))
 
     def middles(self) -> dict[str, PhaseTimes]:
-        """Return the median times of the phases of all versions that are kept, by manifest."""
         with self._changing:
             for manifest in self._applies.keys() - self._middles.keys():
                 self._middles[manifest] = middle(self._applies[manifest])
             return dict(self._middles)
 
 
-LARGEST: Final = (1 << 53) - 1
-"""Largest number that a browser holds exactly."""
+LARGEST: Final = (1 << 53) - 1  # largest number that a browser holds exactly
 
 
 UNKNOWN: Final = Status(
@@ -110,20 +102,10 @@ UNKNOWN: Final = Status(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaReport:
-    """What is known of one replica.
-
-    Attributes:
-        engine: Its address, or the URL of its record on a board.
-        answered_at: Time of its last answer or record, in seconds since 1970 on the dashboard's
-            clock; ``None`` before the first.
-        trouble: Why it did not answer the last time; empty if it did.
-        status: Its last answer. Texts are cut; numbers out of range count as unknown.
-    """
-
-    engine: str
-    answered_at: float | None = None
-    trouble: str = ""
-    status: Status = UNKNOWN
+    engine: str  # its address, or the URL of its record on a board
+    answered_at: float | None = None  # seconds since 1970 on the dashboard's clock
+    trouble: str = ""  # why it did not answer the last time; empty if it did
+    status: Status = UNKNOWN  # with texts cut, and without numbers out of range
 
 
 def answered(engine: str, status: Status, now: float) -> ReplicaReport:
@@ -159,7 +141,6 @@ def seen(engine: str, found: ReplicaAnswer, now: float) -> ReplicaReport:
 
 
 def trouble(engine: str, exc: DeltaChainError) -> str:
-    """Return why a replica did not answer, without its address."""
     said = str(exc.args[0]) if exc.args else type(exc).__name__
     return printable(said.removeprefix(engine).strip(": ").removeprefix("did not answer: "))
 
@@ -170,8 +151,7 @@ def _number(value: int | None) -> Version | None:
 
 _T = TypeVar("_T")
 
-MOMENTS: Final = 2048
-"""Moments that are kept: when there are more, every second one of all is forgotten."""
+MOMENTS: Final = 2048  # above that, every second moment is forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +165,7 @@ class Moment:
 
 @dataclass(slots=True)
 class FleetTrack:
-    """Moments of a fleet, at equal distances; thread-safe.
-
-    The whole time is covered: once the memory is full, the distances double.
-    """
+    """Moments of a fleet, at distances that double when the memory is full; thread-safe."""
 
     _moments: list[Moment] = field(default_factory=list)
     _skipped: int = 0
@@ -207,13 +184,11 @@ class FleetTrack:
                 self._stride *= 2
 
     def moments(self, most: int) -> list[Moment]:
-        """Return at most ``most`` moments, oldest first, the newest one always."""
         with self._changing:
             return spread(self._moments, most)
 
 
 def changes(moments: Iterable[Moment], engine: str) -> list[tuple[int, Version | None]]:
-    """Return the version of a replica where it changed: the place among the moments, and it."""
     found: list[tuple[int, Version | None]] = []
     for place, moment in enumerate(moments):
         version = moment.held.get(engine)
@@ -223,15 +198,12 @@ def changes(moments: Iterable[Moment], engine: str) -> list[tuple[int, Version |
 
 
 def spread(values: Sequence[_T], most: int) -> list[_T]:
-    """Choose at most ``most`` values at equal distances, the last one always."""
     if len(values) <= most:
         return list(values)
     return [values[-1 - place * len(values) // most] for place in range(most)][::-1]
 
 
 class AlertKind(StrEnum):
-    """What an alert is about, most urgent first."""
-
     STORE = "store"
     HISTORY = "history"
     ANOTHER_CHAIN = "another chain"
@@ -243,8 +215,6 @@ class AlertKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """One thing that is wrong, with a replica or, without ``engine``, the chain."""
-
     kind: AlertKind
     engine: str
     message: str
@@ -258,17 +228,12 @@ KINDS: Final[dict[Health, AlertKind]] = {
     "cut off": AlertKind.CUT_OFF,
     "stale": AlertKind.BEHIND,
 }
-"""Alerts by the health that they tell."""
 
-MAX_LAG: Final = 8
-"""Largest lag without an alert, in versions, by default."""
+MAX_LAG: Final = 8  # largest lag without an alert, in versions, by default
 
 
 def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version | None:
-    """Return the newest version that the store or a replica has shown; ``None`` for none.
-
-    A replica counts only until the store was asked after its answer: what it names must be there.
-    """
+    """Return the newest version that the store, or a replica since it was asked, has shown."""
     heads = [view.newest, *(report.status.head for report in reports if _counts(view, report))]
     return max((head for head in heads if head is not None), default=None)
 
@@ -276,7 +241,6 @@ def newest_known(view: ChainView, reports: Iterable[ReplicaReport]) -> Version |
 def alerts(
     view: ChainView, reports: Iterable[ReplicaReport], limits: HealthLimits, now: float
 ) -> tuple[Alert, ...]:
-    """Return all alerts, most urgent first."""
     reports = tuple(reports)
     newest = newest_known(view, reports)
     found = list(_of_chain(view))
@@ -298,11 +262,7 @@ def _of_chain(view: ChainView) -> Iterator[Alert]:
 
 
 def _of_replica(
-    view: ChainView,
-    report: ReplicaReport,
-    limits: HealthLimits,
-    newest: Version | None,
-    now: float,
+    view: ChainView, report: ReplicaReport, limits: HealthLimits, newest: Version | None, now: float
 ) -> Iterator[Alert]:
     engine = report.engine
     since_s = now - report.answered_at if report.answered_at is not None else None
@@ -329,7 +289,6 @@ def _of_replica(
 
 
 def _another_chain(view: ChainView, report: ReplicaReport) -> str:
-    """Return how a replica's history differs from the chain's; empty if it does not."""
     if view.chain and report.status.chain and report.status.chain != view.chain:
         return f"follows chain {report.status.chain}, expected {view.chain}"
     version, manifest = report.status.version, report.status.manifest
@@ -361,40 +320,21 @@ def _named(report: ReplicaReport) -> list[Version]:
 
 logger = logging.getLogger(__name__)
 
-ASKED_S: Final = 2.0
-"""Seconds between two questions to a replica."""
+ASKED_S: Final = 2.0  # seconds between two questions to a replica
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """A chain and its replicas at one moment, in seconds since 1970.
-
-    Attributes:
-        newest: The newest version that the store or a replica has shown; ``None`` for none.
-        alerts: What is wrong, most urgent first.
-        phases: Revision of the phase times of replicas.
-    """
-
     time: float
     view: ChainView
     reports: tuple[ReplicaReport, ...]
-    newest: int | None
-    alerts: tuple[Alert, ...]
-    phases: int
+    newest: int | None  # that the store or a replica has shown
+    alerts: tuple[Alert, ...]  # what is wrong, most urgent first
+    phases: int  # revision of the phase times of replicas
 
 
 class Watcher(Closeable):
-    """Reads a chain and asks replicas, each in a thread of its own, so that none delays another.
-
-    Args:
-        index: Index of the chain.
-        clients: Clients of the replicas, which the watcher closes, as it does boards and names.
-        boards: Boards of further replicas, which can be read only.
-        names: Rosters of one DNS name each, which is looked up again in every round.
-        poll_s: Seconds between two looks at the chain.
-        asked_s: Seconds between two questions to a replica.
-        limits: Limits of alerts.
-    """
+    """Reads a chain and asks replicas, each in a thread of its own, so that none delays another."""
 
     def __init__(  # noqa: PLR0913 - each is a setting of its own
         self,
@@ -433,11 +373,9 @@ class Watcher(Closeable):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Addresses of the replicas, and URLs of their records on boards."""
         return tuple(report.engine for report in self._every())
 
     def overview(self) -> Overview:
-        """Return what is known now, without asking anybody."""
         now, view, reports = time.time(), self._index.view, self._every()
         newest = newest_known(view, reports)
         found = alerts(view, reports, self._limits, now)
@@ -500,10 +438,7 @@ class Watcher(Closeable):
         self._show(name, found, is_whole=name not in found)
 
     def _show(self, source: str, found: Mapping[str, ReplicaAnswer], *, is_whole: bool) -> None:
-        """Show what a board or a name has now.
-
-        Unless these are all, those of before stay, as old as they are.
-        """
+        """Show the answers of a board or a name; unless these are whole, older ones stay."""
         before, now = self._present.get(source, {}), time.time()
         reports = {} if is_whole else dict(before)
         for name, answer in found.items():

@@ -22,19 +22,10 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One finding.
-
-    Attributes:
-        check: Name of the check that made it.
-        grade: A fault keeps the role from working as it is set up; a note may be intended.
-        said: What was found; contains no secret.
-        hint: What to do; empty if there is nothing to do.
-    """
-
-    check: str
-    grade: Grade
-    said: str
-    hint: str = ""
+    check: str  # name of the check that made it
+    grade: Grade  # a fault keeps the role from working as it is set up; a note may be intended
+    said: str  # what was found; contains no secret
+    hint: str = ""  # what to do; empty if there is nothing to do
 
 
 def ok(check: str, said: str) -> Finding:
@@ -42,7 +33,6 @@ def ok(check: str, said: str) -> Finding:
 
 
 def note(check: str, said: str, hint: str = "") -> Finding:
-    """Return a finding of something that may be intended."""
     return Finding(check=check, grade=Grade.NOTE, said=said, hint=hint)
 
 
@@ -51,12 +41,10 @@ def fault(check: str, said: str, hint: str = "") -> Finding:
 
 
 def failed(check: str, exc: DeltaChainError) -> Finding:
-    """Return the fault that an error tells."""
     return fault(check, str(exc.args[0]) if exc.args else type(exc).__name__, exc.hint)
 
 
 def tried(check: str, attempt: Callable[[], str]) -> Iterator[Finding]:
-    """Yield what an attempt returns, or the fault that its error tells."""
     try:
         yield ok(check, attempt())
     except DeltaChainError as exc:

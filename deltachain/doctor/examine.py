@@ -4,69 +4,236 @@ from __future__ import annotations
 
 import math
 import os
+import platform
+import re
+import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import closing, suppress
+from functools import partial
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryFile
 from threading import Barrier
-from typing import Any, Final
+from typing import Any, Final, Protocol
 from uuid import uuid4
 
+import deltachain
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.identity import refuse_mirror
 from deltachain.chain.plan import Plan
-from deltachain.chain.trust import Trust
-from deltachain.doctor import Finding, Grade, Role, failed, fault, note, ok
-from deltachain.doctor.machine import (
-    check_engines,
-    check_files,
-    check_names,
-    check_packages,
-    check_transport,
-)
-from deltachain.environment import mistakes, read
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    DeltaChainError,
-    ObjectNotFoundError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain.chain.trust import SigningKey, Trust
+from deltachain.control.replica_client import make_client
+from deltachain.control.roster import parse_inventory
+from deltachain.doctor import Finding, Grade, Role, failed, fault, note, ok, tried
+from deltachain.environment import FROM_FILE, PREFIX, mistakes, read
+from deltachain.errors import ConfigError
 from deltachain.format.keys import CHAIN_KEY, manifest_key, trial_key
 from deltachain.presence.writer import interval_s
-from deltachain.redact import redacted_url
+from deltachain.redact import redacted_path, redacted_url
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
 from deltachain.room import NoRoomError, check_room
-from deltachain.store import ObjectInfo, Store, open_store
-from deltachain.store.apart import check_apart
+from deltachain.store import ObjectInfo, Store, check_apart, open_store
 from deltachain.subscribe.history import require
 from deltachain.threads import Pool
+from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
 
-DEADLINE_S: Final = 8.0
-"""Time limit of one request to the store, in seconds: a diagnosis does not wait for a store."""
+PACKAGES: Final = "packages"
+ENGINE: Final = "engine"
+ENVIRONMENT: Final = "environment"
+FILES: Final = "files"
+TRANSPORT: Final = "transport"
+
+NEEDED: Final = {Role.PUBLISHER: ("torch",), Role.FOLLOWER: ()}  # extras, whatever the URL
+
+ENGINES: Final = {"vllm": "vllm.general_plugins", "sglang": "sglang.srt.plugins"}
+
+_REQUIREMENT: Final = re.compile(
+    r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?>=(?P<floor>[0-9.]+)"
+    r"(?:.*extra == ['\"](?P<extra>[a-z0-9]+)['\"])?"
+)
+
+
+class StartCheck(Protocol):
+    """``start_check.check`` of an engine's plugin: yields what a server refuses at its start."""
+
+    def __call__(self, installed: str, environment: Mapping[str, str], /) -> Iterator[ConfigError]:
+        """Yield the errors, given the engine's version and the environment variables."""
+
+
+def check_packages(role: Role) -> Iterator[Finding]:
+    yield ok(PACKAGES, f"deltachain {deltachain.__version__}, Python {platform.python_version()}")
+    present, absent = set[str](), set[str]()
+    matches = map(_REQUIREMENT.match, requires("deltachain") or ())
+    for match in (one for one in matches if one and one["extra"] != "all"):
+        installed = _installed(match["name"])
+        (absent if installed is None else present).add(match["extra"] or "")
+        if installed is not None and _numbers(installed) < _numbers(match["floor"]):
+            wanted = f"{match['name']}>={match['floor']}"
+            said = f"{match['name']} {installed} is older than {match['floor']}"
+            yield fault(PACKAGES, said, f'pip install "{wanted}"')
+    for extra in NEEDED[role]:
+        if extra in absent:
+            hint = f"pip install 'deltachain[{extra}]'"
+            yield fault(PACKAGES, f"a {role} needs the extra {extra}, which is not installed", hint)
+    yield from _check_torch(role)
+    if whole := sorted(present - absent - {""}):
+        yield ok(PACKAGES, f"extras: {', '.join(whole)}")
+    if absent - {""}:
+        yield note(PACKAGES, f"extras that are not installed: {', '.join(sorted(absent - {''}))}")
+
+
+def _check_torch(role: Role) -> Iterator[Finding]:
+    """Import torch, if installed: it may lack a library, or be built for another machine."""
+    installed = _installed("torch")
+    try:
+        if installed is not None:
+            import_module("torch")
+    except Exception as exc:  # noqa: BLE001 - runs its code
+        said = f"torch {installed} cannot be imported: {type(exc).__name__}: {exc}"
+        graded = fault if "torch" in NEEDED[role] else note
+        yield graded(PACKAGES, said, "pip install --force-reinstall torch")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """Return the release of a version, without trailing zeros."""
+    release = re.match(r"[0-9]+(?:\.[0-9]+)*", text)
+    numbers = [int(part) for part in release[0].split(".")] if release else []
+    while numbers and not numbers[-1]:
+        numbers.pop()
+    return tuple(numbers)
+
+
+def check_engines(environment: Mapping[str, str]) -> Iterator[Finding]:
+    releases = {name: release for name in ENGINES if (release := _installed(name))}
+    if not releases:
+        yield note(ENGINE, f"neither vLLM nor SGLang is installed for {sys.executable}")
+    for name, release in releases.items():
+        plugins = [one for one in entry_points(group=ENGINES[name]) if one.name == "deltachain"]
+        if not plugins:
+            yield fault(
+                ENGINE,
+                f"{name} {release} does not see deltachain's plugin",
+                "install deltachain anew, into the environment of the engine",
+            )
+            continue
+        check: StartCheck = import_module(f"{plugins[0].module}.start_check").check
+        wrong = list(check(release, environment))
+        yield from (failed(ENGINE, error) for error in wrong)
+        if not wrong:
+            yield ok(ENGINE, f"{name} {release} is a tested version, and loads the plugin")
+
+
+def check_names(environment: Mapping[str, str]) -> Iterator[Finding]:
+    wrong = dict(mistakes(environment))
+    yield from (failed(ENVIRONMENT, error) for error in wrong.values())
+    given = read({name: text for name, text in environment.items() if name not in wrong})
+    if given:
+        shown = (f"{PREFIX}{name}={_shown(name, value)}" for name, value in given.items())
+        yield ok(ENVIRONMENT, " ".join(shown))
+    elif not wrong:
+        yield note(ENVIRONMENT, "no DELTACHAIN_* variable is set")
+
+
+def _shown(name: str, value: Any) -> str:  # noqa: ANN401 - as it is parsed
+    """Return a value, unless it is a secret, or a text that may be one by mistake."""
+    if isinstance(value, Path):
+        return redacted_path(value)
+    if not isinstance(value, str):
+        return str(int(value)) if isinstance(value, bool) else str(value)
+    if name in ("URL", "PRESENCE_URL"):
+        return redacted_url(value)
+    return value if name == "DECODE" else "(set)"
+
+
+def check_files(environment: Mapping[str, str]) -> Iterator[Finding]:
+    given = read(environment)
+    for name in FROM_FILE:
+        if (file := given.get(f"{name}_FILE")) is not None:
+            yield from tried(FILES, partial(_tokens, file))
+    if (signing := given.get("SIGNING_KEY")) is not None:
+        shown = redacted_path(signing)
+        yield from tried(FILES, lambda: f"{shown}: key {SigningKey.load(signing).public}")
+        yield from _exposed(signing)
+    if "TRUSTED_KEYS" in given or "MAX_HEARTBEAT_AGE_S" in given:
+        yield from tried(FILES, lambda: _trusted(environment))
+    if "ENGINES" in given:
+        yield from tried(FILES, lambda: _engines(given["ENGINES"]))
+    if (base := given.get("BASE")) is not None and not base.is_dir():
+        said = f"{PREFIX}BASE is {redacted_path(base)}, which is no folder"
+        yield fault(FILES, said, "name the folder of the base checkpoint on this machine")
+
+
+def _tokens(file: Path) -> str:
+    count = len(Tokens(file).current)
+    return f"{file}: {count} token{'s' if count > 1 else ''}"
+
+
+def _engines(text: str) -> str:
+    try:
+        return f"DELTACHAIN_ENGINES names {len(parse_inventory(text))}"
+    except ConfigError as exc:
+        raise ConfigError(f"DELTACHAIN_ENGINES: {exc.args[0]}", hint=exc.hint) from exc
+
+
+def _trusted(environment: Mapping[str, str]) -> str:
+    trusted = Trust.of_reader(environment=environment).trusted
+    keys = trusted.keys if trusted else ()
+    return f"trusted keys: {', '.join(key.key_id for key in keys)}"
+
+
+def _exposed(file: Path) -> Iterator[Finding]:
+    try:
+        mode = file.stat().st_mode
+    except OSError:
+        return
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        yield note(FILES, f"{file} is open to other users of this machine", f"chmod 600 {file}")
+
+
+def check_transport(environment: Mapping[str, str]) -> Iterator[Finding]:
+    yield from tried(TRANSPORT, lambda: _transport(environment))
+
+
+def _transport(environment: Mapping[str, str]) -> str:
+    files = TlsFiles.of(environment)
+    files.context()
+    make_client().close()
+    cas = files.ca_file or files.ca_folder or "the public ones"
+    proxies = sorted(
+        name
+        for name in environment
+        if name.upper() in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY") and environment[name]
+    )
+    through = f"proxies by {', '.join(proxies)}" if proxies else "no proxy"
+    client = f", client certificate {files.client_cert}" if files.client_cert else ""
+    return f"trusted CAs: {cas}; {through}{client}"
+
+
+DEADLINE_S: Final = 8.0  # of a request to the store: a diagnosis does not wait
 
 PRESENCE: Final = "presence"
 STORE: Final = "store"
 WRITES: Final = "writes"
 CLOCK: Final = "clock"
 
-LOOKS: Final = 5
-"""Requests of which the median latency is told."""
-
-RACERS: Final = 8
-"""Concurrent conditional writes of one key."""
-
-SLOW_S: Final = 2.0
-"""Latency beyond which a request is told to be slow, in seconds."""
-
-SKEW_S: Final = 60.0
-"""Difference of clocks that is a fault, in seconds: ages of heartbeats and times of prunes are
-compared across machines."""
+LOOKS: Final = 5  # requests of which the median latency is told
+RACERS: Final = 8  # concurrent conditional writes of one key
+SLOW_S: Final = 2.0  # latency beyond which a request is told to be slow, in seconds
+SKEW_S: Final = 60.0  # a fault: ages of heartbeats and times of prunes are compared across machines
 
 _READS: Final = "enough to follow; a publisher needs credentials that may write here"
 
@@ -74,16 +241,10 @@ _READS: Final = "enough to follow; a publisher needs credentials that may write 
 def examine(
     url: str, role: Role = Role.FOLLOWER, environment: MutableMapping[str, str] = os.environ
 ) -> Iterator[Finding]:
-    """Examine this machine for one role; yield findings as they are made.
+    """Examine this machine for one role.
 
-    Only a publisher's store is written to, and the place for presences, under keys of their own
-    that are removed.
-
-    Args:
-        url: URL of the chain; empty for ``DELTACHAIN_URL``.
-        role: What the machine is to do.
-        environment: The environment of this process. Variables with mistakes are removed from it
-            once they are reported, so that the other checks can go on.
+    Only a publisher's store and the place for presences are written to, under keys that are removed
+    again. Variables with mistakes are removed from the environment once they are reported.
     """
     yield from check_names(environment)
     for name in dict(mistakes(environment)):
@@ -118,17 +279,11 @@ def _examine_store(
             else:
                 yield from check_silence(store, environment)
             yield from check_chain(store, role, environment)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(STORE, exc)
 
 
 def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Finding]:
-    """Write an object where a replica would write its presence, and remove it.
-
-    Args:
-        environment: Environment variables without mistakes.
-        chain: URL of the chain; empty if it is not known.
-    """
     url = read(environment).get("PRESENCE_URL", "")
     if not url:
         return
@@ -136,7 +291,7 @@ def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Findi
         if chain:
             check_apart(url, chain)
         store = open_store(url)
-    except ConfigError as exc:
+    except errors.ConfigError as exc:
         yield failed(PRESENCE, exc)
         return
     key = f"trial-{uuid4().hex}"
@@ -144,7 +299,7 @@ def check_presence(environment: Mapping[str, str], chain: str) -> Iterator[Findi
         try:
             store.put(key, b"trial")
             store.delete(key)
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             hint = exc.hint or "name a place where this machine may write and delete"
             yield fault(PRESENCE, f"no presence can be written: {exc.args[0]}", hint)
         else:
@@ -167,7 +322,6 @@ def probe_latency(store: Store) -> Finding:
 
 
 def probe_writes(store: Store, now: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Write below ``trials/``, write again conditionally, race, read and remove."""
     name = uuid4().hex
     single, raced = trial_key(f"{name}-single"), trial_key(f"{name}-raced")
     try:
@@ -175,9 +329,9 @@ def probe_writes(store: Store, now: Callable[[], float] = time.time) -> Iterator
         yield from found
         if all(one.check != WRITES for one in found):  # else it is known not to decide
             yield _probe_race(store, raced)
-    except StorePermissionError as exc:
+    except errors.StorePermissionError as exc:
         yield fault(WRITES, f"nothing can be written: {exc.args[0]}", _READS)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(WRITES, exc)
     finally:
         left = [key for key in (single, raced) if not _removed(store, key)]
@@ -193,7 +347,7 @@ def _probe_single(store: Store, key: str, now: Callable[[], float]) -> Iterator[
     info = store.find(key)
     try:
         store.put_if_absent(key, b"second")
-    except AlreadyExistsError:
+    except errors.AlreadyExistsError:
         pass
     else:
         yield _overwrites(store)
@@ -213,10 +367,7 @@ def _probe_single(store: Store, key: str, now: Callable[[], float]) -> Iterator[
 def compare_clocks(
     store: Store, newest: ObjectInfo | None, now: Callable[[], float] = time.time
 ) -> Iterator[Finding]:
-    """Compare this machine's clock with the store's, without a write; yield a difference.
-
-    The store's clock cannot be behind the newest manifest.
-    """
+    """Yield how this machine's clock differs from the store's, which no manifest is ahead of."""
     told = store.clock()
     ahead_s = 0.0 if told is None else _distance(told, now() - 2.0, now() + 1.0)
     if newest is not None and newest.modified is not None and newest.modified > now() + 1.0:
@@ -226,15 +377,11 @@ def compare_clocks(
 
 
 def _distance(moment: float, first: float, last: float) -> float:
-    """Return how far a moment is after ``last`` or, below 0, before ``first``; else 0.
-
-    Stores tell times in whole seconds, hence the second on both sides.
-    """
+    """Return how far a moment is after ``last`` or, below 0, before ``first``."""
     return max(0.0, moment - last) or min(0.0, moment - first)
 
 
 def clocks(*, ahead_s: float) -> Finding:
-    """Judge by how many seconds the store's clock is ahead of this machine's."""
     if abs(ahead_s) < 1:
         return ok(CLOCK, "this machine's clock agrees with the store's")
     order = "behind" if ahead_s > 0 else "ahead of"
@@ -257,7 +404,7 @@ def _probe_race(store: Store, key: str) -> Finding:
             start.wait(5)
         try:
             store.put_if_absent(key, str(number).encode())
-        except (AlreadyExistsError, StoreUnavailableError):
+        except (errors.AlreadyExistsError, errors.StoreUnavailableError):
             return False
         return True
 
@@ -281,7 +428,7 @@ def _removed(store: Store, key: str) -> bool:
     try:
         store.delete(key)
         return store.find(key) is None
-    except DeltaChainError:
+    except errors.DeltaChainError:
         return False
 
 
@@ -290,7 +437,6 @@ START: Final = "start"
 
 
 def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Read the chain as a start would."""
     try:
         if role is Role.PUBLISHER:
             trust = Trust.of_writer(environment=environment)
@@ -299,10 +445,10 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
             trust = Trust.of_reader(environment=environment)
         chain = Chain.open(store, trust)
         head = require(chain, None)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         yield _no_chain(store, role)
         return
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(CHAIN, exc)
         return
     yield _newest(chain, head)
@@ -316,7 +462,6 @@ def check_chain(store: Store, role: Role, environment: Mapping[str, str]) -> Ite
 
 
 def check_silence(store: Store, environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Check that a follower polls before its store counts as silent."""
     given = read(environment)
     most_s = given.get("MAX_SILENCE_S")
     poll_s = given.get("POLL_S") or store.capabilities.poll_s
@@ -363,7 +508,7 @@ def _publisher_clock(head: Committed, stored: ObjectInfo | None) -> Iterator[Fin
 def _newcomer(chain: Chain, head: Committed, environment: Mapping[str, str]) -> Iterator[Finding]:
     try:
         plan = plan_present(chain, None, head)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(START, exc)
         return
     size = f"{plan.nbytes / 1e6:,.1f} MB in {plan.requests} objects"
@@ -397,14 +542,13 @@ def _spool(plan: Plan, spool: Path) -> Iterator[Finding]:
 
 
 def check_server(environment: Mapping[str, str]) -> Iterator[Finding]:
-    """Tell what a vLLM or SGLang server would do that starts with this environment."""
     try:
         settings = ReplicaSettings.of(environment)
         if settings is None:
             yield note(START, "a server would follow no chain: DELTACHAIN_URL is not set")
             return
         tokens = Tokens(settings.token)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         yield failed(START, exc)
         return
     exits = "ends at its start" if settings.strict else "serves what it loaded"

@@ -13,22 +13,14 @@ from typing import Final, Literal, TypeAlias
 import msgspec
 from typing_extensions import override
 
-from deltachain.errors import (
-    ControlPlaneError,
-    DeltaChainError,
-    MalformedError,
-    ObjectNotFoundError,
-)
+from deltachain import errors
 from deltachain.format.documents import check_values, decode
 from deltachain.status import Answer, Status
 from deltachain.store import ObjectInfo, Store, open_store
 from deltachain.threads import Closeable, Pool
 
-LARGEST: Final = 1 << 18
-"""Size limit of a record, in bytes."""
-
-TEXT: Final = 500
-"""Size limit of a text that a reader keeps, in characters."""
+LARGEST: Final = 1 << 18  # size limit of a record, in bytes
+TEXT: Final = 500  # size limit of a text that a reader keeps, in characters
 
 _NUMBERS: Final = ("version", "staged", "head", "lag_versions")
 _TIMES: Final = ("looked_at", "applied_at", "committed_at", "silence_s", "age_s")
@@ -47,38 +39,24 @@ _MOST: Final = (1 << 53) - 1
 
 
 class PresenceRecord(Answer, frozen=True, kw_only=True):
-    """The presence of one replica; nobody signs it, and a reader believes it no more than that.
+    """The presence of one replica; nobody signs it, and a reader believes it no more than that."""
 
-    Attributes:
-        presence: Number of this format.
-        time: When it was written, in seconds since 1970, on the replica's clock. Its age is taken
-            from the store's clock instead.
-        status: The status of the replica, as its ``status`` route would answer.
-        software: Versions, by name of the software.
-        ended: Why the replica has ended; empty if it ended as it was told to, and null if it lives.
-    """
-
-    presence: Literal[1] = 1
-    time: float
-    status: Status
+    presence: Literal[1] = 1  # number of this format
+    time: float  # seconds since 1970, on the replica's clock; its age is by the store's
+    status: Status  # the status of the replica, as its status route would answer
     software: dict[str, str] = msgspec.field(default_factory=dict)
-    ended: str | None = None
+    ended: str | None = None  # why; empty if it ended as it was told to, and null if it lives
 
 
 @dataclass(frozen=True, slots=True)
 class PresenceFound:
-    """A presence record that was read."""
-
     status: Status
     age_s: float
     ended: str | None = None
 
 
 def encode_record(record: PresenceRecord) -> bytes:
-    """Return a record as JSON of at most ``LARGEST`` bytes.
-
-    If it would be larger, replies of ranks, lists of tensors and the last receipt are left out.
-    """
+    """Return a record as JSON, without lists and receipt if it would be above ``LARGEST`` bytes."""
     data = msgspec.json.encode(record)
     if len(data) <= LARGEST:
         return data
@@ -90,25 +68,20 @@ def encode_record(record: PresenceRecord) -> bytes:
 
 
 def parse_record(data: bytes, key: str) -> PresenceRecord:
-    """Parse a record, whoever wrote it; long texts are cut.
-
-    Raises:
-        MalformedError: It is no presence record, or a number is out of range.
-    """
     check_values(data, key)
     try:
         record = decode(data, PresenceRecord)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
-        raise MalformedError(f"no presence record: {str(exc)[:200]}", key=key) from exc
+        raise errors.MalformedError(f"no presence record: {str(exc)[:200]}", key=key) from exc
     status = record.status
     for name in _NUMBERS:
         number = getattr(status, name)
         if number is not None and not 0 <= number <= _MOST:
-            raise MalformedError(f"no presence record: {name} is out of range", key=key)
+            raise errors.MalformedError(f"no presence record: {name} is out of range", key=key)
     for name in _TIMES:
         seconds = getattr(status, name)
         if seconds is not None and not (isfinite(seconds) and 0 <= seconds <= _MOST):
-            raise MalformedError(f"no presence record: {name} is out of range", key=key)
+            raise errors.MalformedError(f"no presence record: {name} is out of range", key=key)
     texts = {name: getattr(status, name) for name in (*_TEXTS, "deltachain")}
     cut = {name: text[:TEXT] for name, text in texts.items() if text and len(text) > TEXT}
     ended = record.ended[:TEXT] if record.ended else record.ended
@@ -116,51 +89,34 @@ def parse_record(data: bytes, key: str) -> PresenceRecord:
     return msgspec.structs.replace(record, status=status, ended=ended, software={})
 
 
-MOST: Final = 1024
-"""Number of records that are read; a board with more has an error beside them."""
-
-LISTED: Final = 10 * MOST
-"""Number of objects that are listed."""
+MOST: Final = 1024  # number of records that are read; a board with more has an error beside them
+LISTED: Final = 10 * MOST  # number of objects that are listed
 
 READERS: Final = 16
 
-Presence: TypeAlias = PresenceFound | DeltaChainError
-"""What a record says, or why it says nothing."""
+Presence: TypeAlias = (
+    PresenceFound | errors.DeltaChainError
+)  # what a record says, or why it says nothing
 
 
 class PresenceBoard(Closeable):
     """Reader of all presence records at one URL; for one thread at a time.
 
-    A look costs one listing, and one read for each record that changed since the look before; on
-    the Hub, whose contents have names, the listing alone counts. A look sooner than the store's
-    poll interval after another one has the same answers, which are older by then.
-
-    Args:
-        url: URL of the records.
-
-    Attributes:
-        url: URL of the records, without credentials.
-
-    Raises:
-        ConfigError: The URL is invalid.
+    A look costs one listing, and one read for each record that changed; on the Hub, whose contents
+    have names, the listing alone counts. One within the store's poll interval costs nothing.
     """
 
     def __init__(self, url: str) -> None:
         self._store = open_store(url)
         self.url = self._store.url
-        self._known: dict[ObjectInfo, PresenceRecord | DeltaChainError] = {}
+        self._known: dict[ObjectInfo, PresenceRecord | errors.DeltaChainError] = {}
         self._looked_at = -math.inf
         self._answers: Mapping[str, Presence] = {}
 
     def look(self) -> Mapping[str, Presence]:
-        """Read all records; return what each says, by its URL.
+        """Read all records; return by URL what each says, or what is wrong with it.
 
-        Records of replicas that ended as they were told to are left out. What is wrong with one of
-        them is in its place; what is wrong with the board is under its URL.
-
-        Raises:
-            StoreError: The store cannot be listed.
-            ControlPlaneError: There is no record.
+        Records of replicas that ended as they were told to are left out.
         """
         since_s = time.monotonic() - self._looked_at
         if since_s < self._store.capabilities.poll_s:
@@ -177,7 +133,7 @@ class PresenceBoard(Closeable):
         listed = list(islice(self._store.list(), LISTED))
         infos = [info for info in listed if "/" not in info.key and info.key.endswith(".json")]
         if not infos:
-            raise ControlPlaneError(
+            raise errors.ControlPlaneError(
                 f"{self.url} has no presence of a replica",
                 hint="set DELTACHAIN_PRESENCE_URL to this URL where replicas start",
             )
@@ -185,13 +141,13 @@ class PresenceBoard(Closeable):
         now = _clock(self._store, listed)
         answers: dict[str, Presence] = {}
         if len(infos) > MOST or len(listed) == LISTED:
-            answers[self.url] = ControlPlaneError(
+            answers[self.url] = errors.ControlPlaneError(
                 f"{self.url} has more than {MOST} records, of which others are not read",
                 hint="remove those of replicas that are gone: a rule of the bucket can do so",
             )
         for info, record in found.items():
             name = f"{self.url}/{info.key.removesuffix('.json')}"
-            if isinstance(record, DeltaChainError):
+            if isinstance(record, errors.DeltaChainError):
                 answers[name] = record
             elif record.ended != "":
                 written = record.time if info.modified is None else info.modified
@@ -200,7 +156,7 @@ class PresenceBoard(Closeable):
 
     def _records(
         self, infos: Iterable[ObjectInfo]
-    ) -> Mapping[ObjectInfo, PresenceRecord | DeltaChainError]:
+    ) -> Mapping[ObjectInfo, PresenceRecord | errors.DeltaChainError]:
         wanted = list(infos)
         changed = [info for info in wanted if info not in self._known]
         with Pool(min(READERS, max(1, len(changed))), "deltachain-presence") as pool:
@@ -210,10 +166,10 @@ class PresenceBoard(Closeable):
         self._known = {info: record for info, record in found.items() if _is_final(info, record)}
         return found
 
-    def _read(self, info: ObjectInfo) -> PresenceRecord | DeltaChainError | None:
+    def _read(self, info: ObjectInfo) -> PresenceRecord | errors.DeltaChainError | None:
         try:
             if info.nbytes > LARGEST:
-                raise MalformedError(
+                raise errors.MalformedError(
                     f"no presence record: {info.nbytes} bytes, more than {LARGEST}", key=info.key
                 )
             if info.pin:
@@ -221,9 +177,9 @@ class PresenceBoard(Closeable):
             else:
                 data = self._store.get(info.key, limit=LARGEST)
             return parse_record(data, info.key)
-        except ObjectNotFoundError:
+        except errors.ObjectNotFoundError:
             return None
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             return exc
 
 
@@ -233,9 +189,9 @@ def _older(answer: Presence, seconds: float) -> Presence:
     return answer
 
 
-def _is_final(info: ObjectInfo, record: PresenceRecord | DeltaChainError) -> bool:
-    if isinstance(record, DeltaChainError):
-        return isinstance(record, MalformedError) and info.modified is not None
+def _is_final(info: ObjectInfo, record: PresenceRecord | errors.DeltaChainError) -> bool:
+    if isinstance(record, errors.DeltaChainError):
+        return isinstance(record, errors.MalformedError) and info.modified is not None
     return info.modified is not None
 
 

@@ -25,8 +25,7 @@ from deltachain.format.keys import object_digest
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.status import HealthLimits, Status, judged, lag
-from deltachain.store import Capabilities, open_store
-from deltachain.store.apart import check_apart
+from deltachain.store import Capabilities, check_apart, open_store
 from deltachain.subscribe.subscriber import NOTHING_HELD, known_status
 from deltachain.threads import Closeable, started
 from deltachain.version import __version__
@@ -45,15 +44,6 @@ def follower_status(
     trouble: DeltaChainError | None,
     unready: str = "",
 ) -> Status:
-    """Return the status of a follower, from memory and a look at its folder.
-
-    Args:
-        subscriber: The subscriber.
-        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
-        engine: What it writes into; see :func:`deltachain.figures.info`.
-        trouble: Error of its last look; ``None`` for none.
-        unready: Why what it writes into does not serve the held version; empty if it does.
-    """
     status = known_status(subscriber, engine=engine, trouble=str(trouble) if trouble else "")
     folder, waits = getattr(subscriber.target, "folder", None), unready
     if status.version is None:
@@ -68,14 +58,6 @@ def follower_status(
 def mirror_status(
     mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
 ) -> Status:
-    """Return the status of a mirror, from memory.
-
-    Args:
-        mirror: The mirror.
-        totals: Its totals.
-        given: Variables of the environment, as :func:`deltachain.environment.read` returns them.
-        url: URL of its source.
-    """
     version, head, trouble = totals.version_of(mirror), totals.head_of(mirror), totals.trouble
     # A source that does not answer is a matter of silence; all else keeps versions from readers.
     is_away = isinstance(trouble, StoreUnavailableError) and trouble.url != mirror.destination.url
@@ -102,14 +84,9 @@ def _limits(given: Mapping[str, Any]) -> HealthLimits:
     return HealthLimits(lag=given.get("MAX_LAG"), silence_s=given.get("MAX_SILENCE_S"))
 
 
-LEAST_S: Final = 10.0
-"""Least seconds between two writes."""
-
-POLLS: Final = 6
-"""Poll intervals of the store between two writes: a sixth of the requests of a reader's polls."""
-
-CLOSE_S: Final = 5.0
-"""Seconds for which the end of a replica waits for its last write."""
+LEAST_S: Final = 10.0  # least seconds between two writes
+POLLS: Final = 6  # of the store, between two writes: a sixth of a reader's requests
+CLOSE_S: Final = 5.0  # seconds for which the end of a replica waits for its last write
 
 logger = logging.getLogger(__name__)
 
@@ -119,10 +96,6 @@ def interval_s(capabilities: Capabilities) -> float:
 
 
 def record_key(engine: str, place: str) -> str:
-    """Return the key of a replica's record, the same whenever it starts again.
-
-    Two replicas of one host name, kind and place have the same key; see :class:`PresenceWriter`.
-    """
     names = (socket.gethostname(), engine.partition("/")[0])
     host, kind = (re.sub(r"[^A-Za-z0-9-]+", "-", name).strip("-")[:100] for name in names)
     return f"{host or 'host'}-{kind or 'replica'}-{object_digest(place.encode())[:8]}.json"
@@ -131,27 +104,9 @@ def record_key(engine: str, place: str) -> str:
 class PresenceWriter(Closeable):
     """Renews the presence of a replica until it is closed; never raises, and never delays it.
 
-    A failed write is counted, logged once, and tried again when the next one is due. A clean end
-    removes the record, or marks it where nothing may be deleted. An end by an error leaves the
-    reason in it.
-
-    If another running replica writes the same record, this one renews another record from then on,
-    and logs a warning. Without the right to read the record it cannot notice that.
-
-    Args:
-        url: URL of the records; each replica has one object of its own there.
-        status: Returns the status of the replica, from memory; called in the writer's thread.
-        engine: What the replica is; see :func:`record_key`.
-        place: What it has for itself; see :func:`record_key`.
-        apart_from: URLs of chains that the URL must be apart from.
-        every_s: Seconds between two writes; by default what the store's budget allows.
-
-    Attributes:
-        key: Key of its record; changes if another replica writes the same record.
-        every_s: Seconds between two writes, on average.
-
-    Raises:
-        ConfigError: The URL is invalid, or not apart from a chain.
+    A clean end removes the record, or marks it where nothing may be deleted. An end by an error
+    leaves the reason in it. If another running replica writes the same record, this one renews
+    another from then on. Without the right to read the record it cannot notice that.
     """
 
     def __init__(
@@ -183,10 +138,7 @@ class PresenceWriter(Closeable):
 
     def figures(self) -> Iterator[Figure]:
         yield from figures(
-            {
-                "presence_timestamp_seconds": self._written_at,
-                "presence_failures": self._failures,
-            }
+            {"presence_timestamp_seconds": self._written_at, "presence_failures": self._failures}
         )
 
     @override
@@ -197,7 +149,6 @@ class PresenceWriter(Closeable):
             self._thread.join(CLOSE_S)
 
     def fail(self, reason: str) -> None:
-        """End as :meth:`close` does, and leave the reason in the record."""
         self._reason = reason
         self.close()
 
@@ -249,7 +200,6 @@ class PresenceWriter(Closeable):
         self._written_at = now
 
     def _is_shared(self) -> bool:
-        """Whether another replica has written the record since this one did."""
         if not self._times:
             return False  # it may be of the last start
         try:
@@ -272,7 +222,6 @@ class PresenceWriter(Closeable):
 def replica_presence(
     settings: ReplicaSettings, status: Callable[[], Status], *, engine: str, place: str
 ) -> PresenceWriter | None:
-    """Begin to write the presence of a replica, if its settings name a URL for that."""
     if not settings.presence:
         return None
     chain = settings.subscribe.url

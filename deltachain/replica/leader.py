@@ -18,10 +18,14 @@ from deltachain.figures import Figure, figures
 from deltachain.redact import redacted_url
 from deltachain.status import HealthLimits, Status, judged
 from deltachain.store import Store
-from deltachain.subscribe.figures import subscriber_figures
 from deltachain.subscribe.history import is_past
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally
-from deltachain.subscribe.subscriber import NOTHING_HELD, Subscriber, known_status
+from deltachain.subscribe.subscriber import (
+    NOTHING_HELD,
+    Subscriber,
+    known_status,
+    subscriber_figures,
+)
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from deltachain.environment import is_strict, read, read_secret
-from deltachain.store import Location
-from deltachain.store.apart import check_apart
+from deltachain.store import Location, check_apart
 from deltachain.subscribe.config import SubscribeConfig
 
 

@@ -23,8 +23,8 @@ import msgspec
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import Part
 from deltachain.errors import ApplyError, DeltaChainError
+from deltachain.file_reader import map_file
 from deltachain.format.documents import Count, ObjectRef, Struct
-from deltachain.mapped import map_file
 from deltachain.room import FULL, hint_for
 from deltachain.types import Buffer
 

@@ -25,9 +25,9 @@ from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import SEGMENT
 from deltachain.codec.frames import TensorReader
 from deltachain.delta import OldBits, TensorDelta, fold_within
+from deltachain.file_reader import map_file
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
-from deltachain.mapped import map_file
 from deltachain.subscribe.targets.patch import LiveElements
 from deltachain.types import TensorSpec
 

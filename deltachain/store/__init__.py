@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Final, TypeAlias
+from urllib.parse import unquote
 
 from deltachain.errors import ConfigError
+from deltachain.redact import redacted_url
 from deltachain.store.base import Capabilities, ObjectInfo, Store, check_key
 from deltachain.store.file import FileStore
 from deltachain.store.memory import MemoryStore
@@ -22,13 +25,13 @@ __all__ = [
     "ObjectInfo",
     "Opener",
     "Store",
+    "check_apart",
     "check_key",
     "open_store",
     "register",
 ]
 
-Location: TypeAlias = "str | os.PathLike[str]"
-"""URL of a store, or path of its folder."""
+Location: TypeAlias = "str | os.PathLike[str]"  # URL of a store, or path of its folder
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")
@@ -41,11 +44,7 @@ _KNOWN: Final = (
 
 
 def location_of(url: object) -> str:
-    """Return a URL or the path of a folder as text; ``~`` in a path is the user's home.
-
-    Raises:
-        ConfigError: It is neither text nor a path, or empty.
-    """
+    """Return a URL or the path of a folder as text; ``~`` in a path is the user's home."""
     text = os.fspath(url) if isinstance(url, str | os.PathLike) else ""
     if not text or "\0" in text:
         raise ConfigError("a store needs a URL or a path", hint=f"give {_KNOWN}")
@@ -53,10 +52,7 @@ def location_of(url: object) -> str:
 
 
 def open_store(
-    url: Location,
-    options: Mapping[str, Any] | None = None,
-    *,
-    writer: bool = False,
+    url: Location, options: Mapping[str, Any] | None = None, *, writer: bool = False
 ) -> Store:
     """Open the store at a URL, or in the folder of a path.
 
@@ -92,12 +88,7 @@ def open_store(
 
 
 def _refuse_nearly_url(path: str) -> None:
-    """Refuse a path that was meant as a URL: it would become a folder below the current one.
-
-    Raises:
-        ConfigError: It has ``://`` in it, or begins like ``s3//`` or ``s3:``. The message shows no
-            more than that, since the rest may contain credentials.
-    """
+    """Refuse a path that was meant as a URL: it would become a folder below the current one."""
     if "://" in path:
         raise ConfigError(
             "a store has '://' in its path, and does not begin as a URL",
@@ -110,3 +101,38 @@ def _refuse_nearly_url(path: str) -> None:
             f"a store begins with {start[0]!r}, which is neither a URL nor a usual path",
             hint=f"a URL begins with {scheme}://; for a folder of that name, write ./{start[0]}",
         )
+
+
+_ANY_URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^?#]*)", re.DOTALL)
+
+_WHOLE: Final = {"hf": 3}  # rights to a Hub bucket hold for all of it
+
+
+def check_apart(url: str, chain: str) -> None:
+    """Check that whoever may write at one URL need not have the right to write to a chain."""
+    here, there = _place(url), _place(chain)
+    shorter = min(len(here), len(there))
+    if here[:shorter] != there[:shorter]:
+        return
+    if here == there:
+        relation = "is in the bucket of" if here[0] in _WHOLE else "is the URL of"
+    else:
+        relation = "is inside" if len(here) > len(there) else "contains"
+    raise ConfigError(
+        f"{redacted_url(url)} {relation} the chain {redacted_url(chain)}, which only its publisher "
+        "may write to",
+        hint="name a place beside the chain; on the Hub, a bucket of its own",
+    )
+
+
+def _place(url: str) -> tuple[str, ...]:
+    match = _ANY_URL.match(url)
+    scheme = match["scheme"].lower() if match else "file"
+    if scheme == "file":
+        path = unquote(f"/{match['rest']}") if match else url
+        return scheme, *Path(path).resolve().parts[1:]
+    rest = match["rest"] if match else ""
+    parts = tuple(part for part in rest.split("/") if part not in ("", "."))
+    if scheme in _WHOLE:  # whose names are the same in any case
+        parts = tuple(part.lower() for part in parts[: _WHOLE[scheme]])
+    return scheme, *parts

@@ -18,30 +18,13 @@ from urllib.parse import SplitResult, urlsplit
 
 from typing_extensions import override
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    DeltaChainError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.types import Buffer
 
 _S = TypeVar("_S", bound=type)
 
-_CALLS: Final = (
-    "get",
-    "read",
-    "get_range",
-    "put",
-    "upload",
-    "reveal",
-    "put_if_absent",
-    "find",
-    "find_all",
-    "delete",
-)
+_READS: Final = ("get", "read", "get_range", "find", "find_all", "list")
+_WRITES: Final = ("put", "upload", "reveal", "put_if_absent", "delete")
 _HINT: Final = (
     "the library of this store or what answered it is at fault; if it happens again, report it "
     "with the traceback"
@@ -49,38 +32,29 @@ _HINT: Final = (
 
 
 def guarded(store: _S) -> _S:
-    """Decorate a store class so that its methods raise only a ``DeltaChainError``.
+    """Decorate a store class: what it does not convert itself becomes a ``StoreUnavailableError``.
 
-    A store converts expected errors itself; this covers unexpected ones: endless recursion in a
-    library, a response that crashes its parser, thread exhaustion. A failed assertion is a bug of
-    deltachain and passes through.
+    Endless recursion in a library, a response that crashes its parser, no thread left. A failed
+    assertion is a bug and passes through.
     """
-    for name in _CALLS:
+    for name in (*_READS, *_WRITES):
         setattr(store, name, _guarded_call(getattr(store, name)))
-    setattr(store, "list", _guarded_list(getattr(store, "list")))  # noqa: B009, B010 - as above
     return store
 
 
 def _guarded_call(call: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(call)
     def guarding(store: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        with _errors_named(store, args[0] if args else ""):
-            return call(store, *args, **kwargs)
+        key = args[0] if args else ""
+        with _errors_named(store, key):
+            found = call(store, *args, **kwargs)
+            return _guarded_rows(store, key, found) if isinstance(found, Iterator) else found
 
     return guarding
 
 
-def _guarded_list(call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-    @wraps(call)
-    def guarding(store: Any, prefix: str = "") -> Iterator[Any]:  # noqa: ANN401
-        with _errors_named(store, prefix):
-            return _guarded_rows(store, prefix, call(store, prefix))
-
-    return guarding
-
-
-def _guarded_rows(store: Any, prefix: str, rows: Iterator[Any]) -> Iterator[Any]:  # noqa: ANN401
-    with _errors_named(store, prefix):
+def _guarded_rows(store: Any, key: object, rows: Iterator[Any]) -> Iterator[Any]:  # noqa: ANN401
+    with _errors_named(store, key):
         yield from rows
 
 
@@ -88,24 +62,18 @@ def _guarded_rows(store: Any, prefix: str, rows: Iterator[Any]) -> Iterator[Any]
 def _errors_named(store: Any, key: object) -> Iterator[None]:  # noqa: ANN401
     try:
         yield
-    except (DeltaChainError, AssertionError):
+    except (errors.DeltaChainError, AssertionError):
         raise
     except Exception as exc:
         named = key if isinstance(key, str) else ""
-        about = f"object {named!r} in {store.url}" if named else str(store.url)
-        raise StoreUnavailableError(
-            f"{about}: unexpected {type(exc).__name__}", key=named, url=store.url, hint=_HINT
-        ) from exc
+        raise unavailable(named, store.url, f"unexpected {type(exc).__name__}", _HINT) from exc
 
 
 MAX_KEY_LENGTH: Final = 512
 """Longest key, in characters: leaves room for a bucket prefix within the 1,024 bytes of S3."""
 
-MAX_SEGMENT_LENGTH: Final = 255
-"""Longest segment between two slashes, in characters: the limit of file systems for one name."""
-
-MAX_DOCUMENT: Final = 64 << 20
-"""Largest object of unknown size that is read, in bytes: fits a table of half a million tensors."""
+MAX_SEGMENT_LENGTH: Final = 255  # of file systems for one name, in characters
+MAX_DOCUMENT: Final = 64 << 20  # bytes: fits a table of half a million tensors
 
 _SEGMENT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
@@ -300,18 +268,12 @@ class Store(Protocol):
 
 
 def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
-    """Split the URL of a store that takes no options, query or fragment.
-
-    Raises:
-        ConfigError: One of them is present. The message shows only the scheme, since the rest may
-            contain credentials.
-    """
     parts = urlsplit(url)
     if options:
         names = ", ".join(sorted(options))
-        raise ConfigError(f"{parts.scheme}:// stores take no options: {names}")
+        raise errors.ConfigError(f"{parts.scheme}:// stores take no options: {names}")
     if parts.query or parts.fragment:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{parts.scheme}:// store URLs have no query and no fragment",
             hint="write ? as %3F and # as %23 in a URL, or give a plain path",
         )
@@ -319,7 +281,6 @@ def split_url(url: str, options: Mapping[str, Any]) -> SplitResult:
 
 
 def is_segment(name: str) -> bool:
-    """Return whether a name is a valid segment of a key."""
     return len(name) <= MAX_SEGMENT_LENGTH and _SEGMENT.fullmatch(name) is not None
 
 
@@ -334,12 +295,12 @@ def check_key(key: str) -> str:
         ConfigError: The key is invalid or too long.
     """
     if len(key) > MAX_KEY_LENGTH:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"key {key[:40]!r}... has {len(key)} characters, more than {MAX_KEY_LENGTH}"
         )
     for segment in key.split("/"):
         if not is_segment(segment):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"key {key!r}: {segment!r} is not a name of 1 to {MAX_SEGMENT_LENGTH} characters "
                 "from A-Z a-z 0-9 . _ - that does not begin with a dot"
             )
@@ -347,52 +308,34 @@ def check_key(key: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """Return ``prefix`` if a valid key can begin with it.
-
-    Raises:
-        ConfigError: No valid key begins with it; see ``check_key``.
-    """
+    """Return ``prefix`` if a valid key can begin with it."""
     # An empty prefix, or one that ends in a slash, needs one more character to be a key.
     check_key(f"{prefix}x" if not prefix or prefix.endswith("/") else prefix)
     return prefix
 
 
 def check_range(start: int, length: int) -> None:
-    """Refuse a range that no object can have.
-
-    Raises:
-        ConfigError: ``start`` or ``length`` is negative.
-    """
     if start < 0 or length < 0:
-        raise ConfigError(f"range of {length} bytes from byte {start}: neither may be negative")
+        raise errors.ConfigError(
+            f"range of {length} bytes from byte {start}: neither may be negative"
+        )
 
 
 def find_each(store: Store, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-    """Implement ``find_all`` for a store that looks up one key at a time."""
     found = {key: store.find(key) for key in keys}
     return {key: info for key, info in found.items() if info is not None}
 
 
 def check_nbytes(key: str, url: str, *, expected: int, actual: int) -> None:
-    """Refuse an object of an unexpected size.
-
-    Raises:
-        MalformedError: The sizes differ.
-    """
     if actual != expected:
-        raise MalformedError(
+        raise errors.MalformedError(
             f"object {key!r} in {url}: expected {expected} bytes, found {actual}", key=key
         )
 
 
 def check_limit(key: str, url: str, *, nbytes: int, limit: int) -> None:
-    """Refuse an object of unknown size that is larger than ``limit`` bytes.
-
-    Raises:
-        MalformedError: The object is larger.
-    """
     if nbytes > limit:
-        raise MalformedError(
+        raise errors.MalformedError(
             f"object {key!r} in {url}: expected at most {limit} bytes, found {nbytes}", key=key
         )
 
@@ -405,45 +348,34 @@ def bytes_view(data: Buffer) -> memoryview:
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
-def not_found(key: str, url: str) -> ObjectNotFoundError:
-    """Build the error for a key without an object."""
-    return ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
+def not_found(key: str, url: str) -> errors.ObjectNotFoundError:
+    return errors.ObjectNotFoundError(f"{url} has no object {key!r}", key=key, url=url)
 
 
-def already_exists(key: str, url: str) -> AlreadyExistsError:
-    """Build the error for a key that already has an object."""
-    return AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
+def unavailable(key: str, url: str, why: str, hint: str = "") -> errors.StoreUnavailableError:
+    about = f"object {key!r} in {url}" if key else url
+    return errors.StoreUnavailableError(f"{about}: {why}", key=key, url=url, hint=hint)
 
 
-def too_short(key: str, url: str, *, nbytes: int, end: int) -> MalformedError:
-    """Build the error for a range that ends at byte ``end`` of an object of ``nbytes`` bytes."""
-    return MalformedError(
+def already_exists(key: str, url: str) -> errors.AlreadyExistsError:
+    return errors.AlreadyExistsError(f"{url} already has an object {key!r}", key=key, url=url)
+
+
+def too_short(key: str, url: str, *, nbytes: int, end: int) -> errors.MalformedError:
+    return errors.MalformedError(
         f"object {key!r} in {url}: expected at least {end} bytes, found {nbytes}", key=key
     )
 
 
-Choose: TypeAlias = Callable[[int], tuple[int, int]]
-"""Function from an object's size to the first byte and the length to read; raises to refuse."""
+Choose: TypeAlias = Callable[[int], tuple[int, int]]  # from size to start and length
 
 
 class SimpleStore(Store):
-    """A store that reads a range of an object at once, and looks up objects one by one.
-
-    A subclass implements ``url``, ``capabilities``, ``put``, ``put_if_absent``, ``find``, ``list``,
-    ``delete`` and ``_read``.
-    """
+    """A store that reads a range of an object by ``_read``, and looks up objects one by one."""
 
     @abstractmethod
     def _read(self, key: str, choose: Choose) -> bytes:
-        """Read a range of an object.
-
-        Args:
-            key: Key of the object, already checked.
-            choose: Called with the object's size, before memory is allocated for the range.
-
-        Raises:
-            ObjectNotFoundError: No object has this key.
-        """
+        """Read a range of an object."""
 
     @property
     @override

@@ -10,18 +10,13 @@ from email.utils import parsedate_to_datetime
 from threading import Lock, Thread
 from typing import Final, TypeVar
 
-from deltachain.errors import StoreUnavailableError
 from deltachain.retry import Backoff, Deadline
+from deltachain.store.base import unavailable
 from deltachain.threads import started
 
-FIRST_S: Final = 20.0
-"""Seconds after which a call ends if no request of its client has ever been answered."""
-
-REPORT_S: Final = 5.0
-"""Seconds of retries after which a store is reported to be waited for, the first time."""
-
-_LEAST_S: Final = 0.5
-"""Least time for a request, in seconds: the last request of a call begins at its deadline."""
+FIRST_S: Final = 20.0  # of a call, if no request of its client has ever been answered
+REPORT_S: Final = 5.0  # of retries, after which a store is first reported to be waited for
+_LEAST_S: Final = 0.5  # of a request: the last one of a call begins at its deadline
 
 _T = TypeVar("_T")
 
@@ -29,15 +24,6 @@ logger = logging.getLogger(__name__)
 
 
 class RetryError(Exception):
-    """A request failed, and another attempt may succeed.
-
-    Args:
-        reason: Why it failed.
-        hint: What to do if it keeps failing.
-        wait_s: Seconds to wait, as the server asked.
-        answered: Whether the server answered.
-    """
-
     def __init__(
         self, reason: str, hint: str = "", *, wait_s: float = 0.0, answered: bool = False
     ) -> None:
@@ -48,11 +34,7 @@ class RetryError(Exception):
 def within(call: Callable[[], _T], deadline: Deadline) -> _T:
     """Return the result of a call, which is given up at the deadline, whatever it waits for.
 
-    The timeout of a socket restarts with every byte, so a server that sends one byte a second would
-    block its reader for hours. A call that was given up ends by its own timeouts, in its thread.
-
-    Raises:
-        TimeoutError: The deadline passed.
+    The timeout of a socket restarts with every byte. A call that was given up ends by its own.
     """
     outcome: Future[_T] = Future()
     least = time.monotonic() + _LEAST_S
@@ -77,18 +59,6 @@ def within(call: Callable[[], _T], deadline: Deadline) -> _T:
 
 
 class Calls:
-    """Requests of one client; thread-safe.
-
-    Args:
-        url: URL of the store, for messages.
-        pauses: Pauses between two attempts.
-
-    Attributes:
-        requests: Number of requests so far, retries included.
-        since: Start of the first request without an answer since the last answer, by
-            ``time.monotonic()``; ``None`` while requests are answered, be it with an error.
-    """
-
     def __init__(self, url: str, pauses: Backoff) -> None:
         self.requests = 0
         self.since: float | None = None
@@ -99,7 +69,6 @@ class Calls:
         self._heard: tuple[float, float] | None = None
 
     def count(self, requests: int = 1) -> None:
-        """Count requests that are sent."""
         with self._lock:
             self.requests += requests
 
@@ -120,18 +89,7 @@ class Calls:
         return told + time.monotonic() - at
 
     def repeat(self, attempt: Callable[[], _T], deadline: Deadline, key: str = "") -> _T:
-        """Send a request until it succeeds, or the deadline passes.
-
-        A client whose requests were never answered gives up soon: its settings may be wrong.
-
-        Args:
-            attempt: Sends the request once; raises ``RetryError`` if another attempt may succeed.
-            deadline: Deadline of the call.
-            key: Key of the object, for errors.
-
-        Raises:
-            StoreUnavailableError: No attempt succeeded in time.
-        """
+        """Send a request until it succeeds; one whose server was never heard gives up soon."""
         began, tries = time.monotonic(), 0
         answer: RetryError | None = None
         while True:
@@ -150,15 +108,12 @@ class Calls:
             said = answer or last
             is_lost = not self._is_known and time.monotonic() - began > FIRST_S
             if is_lost or not deadline.pause(self._pauses.pause_s(tries), last.wait_s):
-                about = f"object {key!r} in {self._url}" if key else self._url
-                raise StoreUnavailableError(
-                    f"{about}: {said}", key=key, url=self._url, hint=said.hint
-                ) from (said.__cause__ or said)
+                error = unavailable(key, self._url, str(said), said.hint)
+                raise error from (said.__cause__ or said)
             self._report(str(said), began, deadline.left_s)
             tries += 1
 
     def _report(self, said: str, began: float, left_s: float) -> None:
-        """Warn once of a call that has waited long and goes on to wait."""
         if time.monotonic() - began > REPORT_S and not self._is_reported:
             self._is_reported = True
             logger.warning("%s: %s; trying again for %.0f s", self._url, said, left_s)

@@ -25,28 +25,8 @@ from urllib.parse import unquote
 import numpy as np
 from typing_extensions import override
 
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
-from deltachain.store.base import (
-    Capabilities,
-    Choose,
-    ObjectInfo,
-    SimpleStore,
-    already_exists,
-    bytes_view,
-    check_key,
-    check_nbytes,
-    check_prefix,
-    guarded,
-    is_segment,
-    not_found,
-    split_url,
-    too_short,
-)
+from deltachain import errors
+from deltachain.store import base
 from deltachain.threads import Pool, cores
 from deltachain.types import Buffer
 
@@ -65,13 +45,7 @@ _NO_FSYNC: Final = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.E
 
 @contextmanager
 def _open_folder(root: Path, folders: Sequence[str], *, create: bool = False) -> Iterator[int]:
-    """Open a folder below ``root`` without following symbolic links below the root.
-
-    Raises:
-        OSError: Of the file system: ELOOP for a symbolic link, ``FileNotFoundError`` also for a
-            folder that was removed right after its creation.
-        ConfigError: The root is not a folder.
-    """
+    """Open a folder below ``root`` without following symbolic links below the root."""
     descriptor = _open_root(root, create=create)
     try:
         for name in folders:
@@ -84,7 +58,6 @@ def _open_folder(root: Path, folders: Sequence[str], *, create: bool = False) ->
 
 
 def _open_file(name: str, folder: int) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading; any other kind is a ``FileNotFoundError``."""
     file = os.open(name, _READ, dir_fd=folder)
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode):
@@ -119,7 +92,7 @@ def _open_root(root: Path, *, create: bool) -> int:
         if not create:
             raise
     except NotADirectoryError as exc:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{root} cannot hold a store: it is not a folder",
             hint="a chain is in a folder: name that which has, or will have, chain.json",
         ) from exc
@@ -193,13 +166,12 @@ def _sweep(folder: int) -> None:
 def _scan(folder: int, prefix: str = "") -> list[tuple[str, int, float]]:
     """List name, size and time of files and folders that begin with a prefix, in the order of keys.
 
-    Names of folders end in a slash: "a.b" comes before "a/b". Names that no key can have are left
-    out.
+    Names of folders end in a slash: "a.b" comes before "a/b".
     """
     found = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if not (entry.name.startswith(prefix) and is_segment(entry.name)):
+            if not (entry.name.startswith(prefix) and base.is_segment(entry.name)):
                 continue
             if entry.is_dir(follow_symlinks=False):
                 found.append((f"{entry.name}/", 0, 0.0))
@@ -221,16 +193,13 @@ def _fsync_folder(folder: int) -> None:
 
 _T = TypeVar("_T")
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True, cheap_ranges=True)
+_CAPABILITIES: Final = base.Capabilities(
+    conditional_put=True, list_consistent=True, cheap_ranges=True
+)
 
-_SWEPT: Final = 256
-"""Folders written to last that are not swept again: every version has one of its own."""
-
-_MAX_PRUNE_RACES: Final = 32
-"""Attempts of one write whose folder other processes remove; each failure needs a delete."""
-
-_PIECE: Final = 1 << 25
-"""Bytes of a large object that a thread reads at a time."""
+_SWEPT: Final = 256  # folders written to last, not swept again: every version has its own
+_MAX_PRUNE_RACES: Final = 32  # attempts of a write whose folder others remove; each needs a delete
+_PIECE: Final = 1 << 25  # bytes of a large object that a thread reads at a time
 
 _REFUSED: Final = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 _HINT_REFUSED: Final = "check who owns the folder, its permissions, and how it is mounted"
@@ -251,8 +220,8 @@ _HINTS: Final = {
 }
 
 
-@guarded
-class FileStore(SimpleStore):
+@base.guarded
+class FileStore(base.SimpleStore):
     """Objects as files below ``root``, shared by all processes and machines with access to it.
 
     The first write creates the root. A killed writer leaves a file ``.tmp-*`` behind that no method
@@ -278,13 +247,13 @@ class FileStore(SimpleStore):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """All guarantees; see the class for NFS."""
         return _CAPABILITIES
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        with self._errors_named(check_key(key)):
+        with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=False)
         return ""
 
@@ -296,23 +265,23 @@ class FileStore(SimpleStore):
             ConfigError: The file system has no hard links. A check followed by a write would let
                 two publishers win, so it is not done.
         """
-        with self._errors_named(check_key(key)):
+        with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=True)
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
-        folders, leaf = _split(check_key(key))
+    def find(self, key: str) -> base.ObjectInfo | None:
+        folders, leaf = _split(base.check_key(key))
         with self._errors_named(key):
             try:
                 with self._folder(folders) as folder:
                     status = _stat_file(leaf, folder)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
+        return base.ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self._walk(*_split(check_prefix(prefix)))
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
+        return self._walk(*_split(base.check_prefix(prefix)))
 
     @override
     def clock(self) -> float:
@@ -325,7 +294,7 @@ class FileStore(SimpleStore):
 
         A deleted object may reappear after a power failure.
         """
-        folders, leaf = _split(check_key(key))
+        folders, leaf = _split(base.check_key(key))
         with self._errors_named(key):
             try:
                 with _open_folder(self._root, folders) as folder:
@@ -336,14 +305,14 @@ class FileStore(SimpleStore):
             self._prune(folders)
 
     def _write(self, key: str, data: Buffer, *, if_absent: bool) -> None:
-        view = bytes_view(data)
+        view = base.bytes_view(data)
         folders, leaf = _split(key)
         for _ in range(_MAX_PRUNE_RACES):
             try:
                 with _open_folder(self._root, folders, create=True) as folder:
                     with _temporary_file(view, folder) as temporary:
                         if if_absent:
-                            self._link(key, temporary, folder)
+                            self._link(key, leaf, temporary, folder)
                         else:
                             os.replace(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder)
                     _fsync_folder(folder)
@@ -352,7 +321,7 @@ class FileStore(SimpleStore):
             except FileNotFoundError:
                 continue  # a delete removed the empty folder after it was opened
             except (NotADirectoryError, IsADirectoryError) as exc:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"key {key!r} in {self.url}: {exc.filename or leaf!r} is a folder of other "
                     "objects, or an object in the place of a folder"
                 ) from exc
@@ -362,7 +331,7 @@ class FileStore(SimpleStore):
             if self._root.exists()
             else ("the folder cannot be created", _HINT_CREATE)
         )
-        raise StoreUnavailableError(f"{self.url}: {said}", key=key, url=self.url, hint=hint)
+        raise errors.StoreUnavailableError(f"{self.url}: {said}", key=key, url=self.url, hint=hint)
 
     def _must_sweep(self, folders: tuple[str, ...]) -> bool:
         """Return whether a folder was not written to before, or long ago."""
@@ -374,19 +343,19 @@ class FileStore(SimpleStore):
                 self._swept.popitem(last=False)
         return is_new
 
-    def _link(self, key: str, temporary: str, folder: int) -> None:
+    def _link(self, key: str, leaf: str, temporary: str, folder: int) -> None:
         try:
-            os.link(temporary, _leaf(key), src_dir_fd=folder, dst_dir_fd=folder)
+            os.link(temporary, leaf, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as exc:
             # A file server may create the link and lose the reply; the repeated request then finds
             # our own link. The link count cannot tell: a backup may have linked the file too, and
             # an NFS client looks up the new name afresh but may have the old count cached.
-            if _is_same_file(temporary, _leaf(key), folder):
+            if _is_same_file(temporary, leaf, folder):
                 return
             if exc.errno == errno.EEXIST:
-                raise already_exists(key, self.url) from exc
+                raise base.already_exists(key, self.url) from exc
             if exc.errno in _NO_LINKS:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"the file system of {self.url} has no hard links, which putting an object "
                     "only if it is absent needs",
                     hint="keep the chain on a local Linux file system, on NFS, or in a bucket",
@@ -397,10 +366,10 @@ class FileStore(SimpleStore):
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         if nbytes <= _PIECE:
             return super().read(key, nbytes=nbytes, pin=pin)
-        return self._again(check_key(key), partial(self._read_large, nbytes=nbytes))
+        return self._again(base.check_key(key), partial(self._read_large, nbytes=nbytes))
 
     @override
-    def _read(self, key: str, choose: Choose) -> bytes:
+    def _read(self, key: str, choose: base.Choose) -> bytes:
         return self._again(key, partial(self._read_once, choose=choose))
 
     def _again(self, key: str, read: Callable[[str], _T]) -> _T:
@@ -413,14 +382,14 @@ class FileStore(SimpleStore):
                     raise
             return read(key)
 
-    def _read_once(self, key: str, choose: Choose) -> bytes:
+    def _read_once(self, key: str, choose: base.Choose) -> bytes:
         with self._open_object(key) as (file, nbytes):
             return self._pread(key, file, *choose(nbytes))
 
     def _read_large(self, key: str, nbytes: int) -> memoryview:
         """Read a whole object in threads into one array, for which numpy asks for large pages."""
         with self._open_object(key) as (file, actual):
-            check_nbytes(key, self.url, expected=nbytes, actual=actual)
+            base.check_nbytes(key, self.url, expected=nbytes, actual=actual)
             view = np.empty(nbytes, np.uint8).data
 
             def fill(at: int) -> None:
@@ -428,7 +397,7 @@ class FileStore(SimpleStore):
                 while at < end:
                     count = os.preadv(file, [view[at:end]], at)
                     if not count:
-                        raise too_short(key, self.url, nbytes=at, end=end)
+                        raise base.too_short(key, self.url, nbytes=at, end=end)
                     at += count
 
             with Pool(cores()) as pool:
@@ -438,22 +407,16 @@ class FileStore(SimpleStore):
 
     @contextmanager
     def _folder(self, folders: Sequence[str]) -> Iterator[int]:
-        """Open a folder for reading.
-
-        A root that was there and is gone is an outage, not an empty store: a shared file system
-        that is not mounted any more.
-        """
+        """Open a folder; a root that is gone is an outage: a file system that is not mounted."""
         try:
             with _open_folder(self._root, folders) as folder:
                 self._was_there = True
                 yield folder
         except FileNotFoundError as exc:
             if self._was_there and not self._root.exists():
-                raise StoreUnavailableError(
-                    f"{self.url}: the folder was there, and is not any more",
-                    url=self.url,
-                    hint="mount its file system again, or put the folder back",
-                ) from exc
+                why = "the folder was there, and is not any more"
+                hint = "mount its file system again, or put the folder back"
+                raise base.unavailable("", self.url, why, hint) from exc
             raise
 
     @contextmanager
@@ -463,7 +426,7 @@ class FileStore(SimpleStore):
             with self._folder(folders) as folder:
                 file, status = _open_file(leaf, folder)
         except (FileNotFoundError, NotADirectoryError) as exc:
-            raise not_found(key, self.url) from exc
+            raise base.not_found(key, self.url) from exc
         try:
             yield file, status.st_size
         finally:
@@ -476,13 +439,12 @@ class FileStore(SimpleStore):
         while start < end:
             part = os.pread(file, end - start, start)
             if not part:
-                raise too_short(key, self.url, nbytes=start, end=end)
+                raise base.too_short(key, self.url, nbytes=start, end=end)
             parts.append(part)
             start += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the objects of a folder whose names begin with a prefix, and all of subfolders."""
+    def _walk(self, folders: Sequence[str], prefix: str) -> Iterator[base.ObjectInfo]:
         with self._errors_named("/".join(folders)):
             try:
                 with self._folder(folders) as folder:
@@ -494,10 +456,9 @@ class FileStore(SimpleStore):
                 yield from self._walk((*folders, name[:-1]), "")
             else:
                 key = "/".join((*folders, name))
-                yield ObjectInfo(key=key, nbytes=nbytes, modified=modified)
+                yield base.ObjectInfo(key=key, nbytes=nbytes, modified=modified)
 
     def _prune(self, folders: Sequence[str]) -> None:
-        """Remove a folder and its parents while they are empty."""
         # A failure means that a folder is in use or cannot be removed; an empty folder is harmless.
         with suppress(OSError):
             for depth in range(len(folders) - 1, -1, -1):
@@ -506,40 +467,34 @@ class FileStore(SimpleStore):
 
     @contextmanager
     def _errors_named(self, key: str) -> Iterator[None]:
-        """Turn errors of the operating system into errors of deltachain."""
         try:
             yield
-        except DeltaChainError:  # some of them are an OSError too
+        except errors.DeltaChainError:  # some of them are an OSError too
             raise
         except OSError as exc:
             message = f"object {key!r} in {self.url}: {exc.strerror or exc}"
-            kind = StorePermissionError if exc.errno in _REFUSED else StoreUnavailableError
+            kind = (
+                errors.StorePermissionError
+                if exc.errno in _REFUSED
+                else errors.StoreUnavailableError
+            )
             hint = _HINTS.get(exc.errno or 0, "")
             raise kind(message, key=key, url=self.url, hint=hint) from exc
 
 
 def open_file_store(url: str, options: Mapping[str, Any], *, writer: bool) -> FileStore:  # noqa: ARG001
-    """Open ``file:///absolute/folder``.
-
-    Raises:
-        ConfigError: The URL names no folder of this machine, or there are options.
-    """
-    parts = split_url(url, options)
+    parts = base.split_url(url, options)
     if parts.netloc not in ("", "localhost") or parts.path in ("", "/"):
-        raise ConfigError(
+        raise errors.ConfigError(
             "file:// store URLs name a folder of this machine",
             hint="three slashes: file:///absolute/folder",
         )
     path = unquote(parts.path)
     if "\0" in path:
-        raise ConfigError("file:// store URLs cannot hold a NUL")
+        raise errors.ConfigError("file:// store URLs cannot hold a NUL")
     return FileStore(path)
 
 
 def _split(key: str) -> tuple[tuple[str, ...], str]:
     *folders, leaf = key.split("/")
     return tuple(folders), leaf
-
-
-def _leaf(key: str) -> str:
-    return key.rpartition("/")[2]

@@ -10,24 +10,13 @@ from typing import Any, Final
 
 from typing_extensions import override
 
-from deltachain.store.base import (
-    Capabilities,
-    Choose,
-    ObjectInfo,
-    SimpleStore,
-    already_exists,
-    bytes_view,
-    check_key,
-    check_prefix,
-    not_found,
-    split_url,
-)
+from deltachain.store import base
 from deltachain.types import Buffer
 
-_CAPABILITIES: Final = Capabilities(conditional_put=True, list_consistent=True)
+_CAPABILITIES: Final = base.Capabilities(conditional_put=True, list_consistent=True)
 
 
-class MemoryStore(SimpleStore):
+class MemoryStore(base.SimpleStore):
     """Objects in memory, visible to this process only and lost at its exit.
 
     A store created by the constructor is private to its creator. ``MemoryStore.named`` returns the
@@ -41,7 +30,7 @@ class MemoryStore(SimpleStore):
     _shared_lock: Final = threading.Lock()
 
     def __init__(self, name: str = "") -> None:
-        self._name = check_key(name or f"anonymous-{secrets.token_hex(8)}")
+        self._name = base.check_key(name or f"anonymous-{secrets.token_hex(8)}")
         self._lock = threading.Lock()
         self._objects: dict[str, tuple[bytes, float]] = {}
 
@@ -54,7 +43,7 @@ class MemoryStore(SimpleStore):
         """
         with cls._shared_lock:
             if name not in cls._shared:
-                cls._shared[check_key(name)] = cls(name)
+                cls._shared[base.check_key(name)] = cls(name)
             return cls._shared[name]
 
     @property
@@ -65,59 +54,59 @@ class MemoryStore(SimpleStore):
 
     @property
     @override
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         """All guarantees, among the threads of one process."""
         return _CAPABILITIES
 
     @override
-    def _read(self, key: str, choose: Choose) -> bytes:
+    def _read(self, key: str, choose: base.Choose) -> bytes:
         with self._lock:
             found = self._objects.get(key)
         if found is None:
-            raise not_found(key, self.url)
+            raise base.not_found(key, self.url)
         start, length = choose(len(found[0]))
         return found[0][start : start + length]
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        check_key(key)
-        copied = bytes(bytes_view(data))
+        base.check_key(key)
+        copied = bytes(base.bytes_view(data))
         with self._lock:
             self._objects[key] = (copied, time.time())
         return ""
 
     @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
-        check_key(key)
-        copied = bytes(bytes_view(data))
+        base.check_key(key)
+        copied = bytes(base.bytes_view(data))
         with self._lock:
             if key in self._objects:
-                raise already_exists(key, self.url)
+                raise base.already_exists(key, self.url)
             self._objects[key] = (copied, time.time())
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
-        check_key(key)
+    def find(self, key: str) -> base.ObjectInfo | None:
+        base.check_key(key)
         with self._lock:
             found = self._objects.get(key)
         if found is None:
             return None
-        return ObjectInfo(key=key, nbytes=len(found[0]), modified=found[1])
+        return base.ObjectInfo(key=key, nbytes=len(found[0]), modified=found[1])
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        check_prefix(prefix)
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
+        base.check_prefix(prefix)
         with self._lock:
             found = sorted(
                 (key, len(data), modified)
                 for key, (data, modified) in self._objects.items()
                 if key.startswith(prefix)
             )
-        return (ObjectInfo(key=key, nbytes=nbytes, modified=at) for key, nbytes, at in found)
+        return (base.ObjectInfo(key=key, nbytes=nbytes, modified=at) for key, nbytes, at in found)
 
     @override
     def delete(self, key: str) -> None:
-        check_key(key)
+        base.check_key(key)
         with self._lock:
             self._objects.pop(key, None)
 
@@ -127,10 +116,5 @@ class MemoryStore(SimpleStore):
 
 
 def open_memory(url: str, options: Mapping[str, Any], *, writer: bool) -> MemoryStore:  # noqa: ARG001
-    """Open ``memory://name``: the store of that name in this process.
-
-    Raises:
-        ConfigError: The URL has no name, or there are options.
-    """
-    parts = split_url(url, options)
+    parts = base.split_url(url, options)
     return MemoryStore.named(f"{parts.netloc}{parts.path}".rstrip("/"))

@@ -19,8 +19,7 @@ from typing import Any, Final, Protocol, cast
 from deltachain.errors import ConfigError
 from deltachain.store.base import Store
 
-GROUP: Final = "deltachain.stores"
-"""Entry point group of stores: the name is a scheme, the object an :class:`Opener`."""
+GROUP: Final = "deltachain.stores"  # group of entry points: scheme, and Opener
 
 _SCHEME: Final = re.compile(r"[a-z][a-z0-9+.-]+")
 
@@ -43,13 +42,12 @@ class Opener(Protocol):
 
 _BUILT_IN: Final[Mapping[str, tuple[str, str]]] = {
     "file": ("file", "open_file_store"),
-    "hf": ("hf.url", "open_hf"),
+    "hf": ("hf.store", "open_hf"),
     "memory": ("memory", "open_memory"),
     "s3": ("s3.store", "open_s3"),
 }
-"""Module and name of each built-in opener, imported on first use."""
 
-_FSSPEC: Final = ("fs.store", "open_fsspec")
+_FSSPEC: Final = ("fs", "open_fsspec")
 
 _registered: Final[dict[str, Opener]] = {}
 
@@ -74,11 +72,7 @@ def register(scheme: str, opener: Opener) -> None:
 
 
 def opener_of(scheme: str) -> Opener:
-    """Return the opener of a scheme; unknown schemes go to fsspec, which may refuse them.
-
-    Raises:
-        ConfigError: A library is not installed, or the opener of a package is unusable.
-    """
+    """Return the opener of a scheme; unknown schemes go to fsspec, which may refuse them."""
     if scheme in _BUILT_IN:
         return _built_in(*_BUILT_IN[scheme])
     if scheme not in _registered:
@@ -90,7 +84,6 @@ def opener_of(scheme: str) -> Opener:
 
 
 def schemes() -> frozenset[str]:
-    """Return all schemes with a store, except those of fsspec."""
     return frozenset({*_BUILT_IN, *_registered, *(found.name for found in _entry_points())})
 
 
@@ -105,11 +98,6 @@ def _built_in(module: str, name: str) -> Opener:
 
 
 def _added(scheme: str) -> Opener | None:
-    """Load the opener of another package for a scheme; return None if there is none.
-
-    Raises:
-        ConfigError: Several packages have one, or it cannot be imported.
-    """
     found = [entry for entry in _entry_points() if entry.name == scheme]
     names = sorted({entry.value for entry in found})
     if not found:

@@ -11,26 +11,18 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Final, TypeVar
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.fetch import Fetched, fetching
 from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS
-from deltachain.errors import (
-    BrokenChainError,
-    ConfigError,
-    DeltaChainError,
-    FormatError,
-    ObjectNotFoundError,
-    OldBitsError,
-)
 from deltachain.format.documents import EdgeSummary
 from deltachain.format.keys import manifest_key, version_of
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import Pool, started
 from deltachain.types import Version
 
-LEAST_LOOK_S: Final = 1.0
-"""Shortest time between two looks for later versions while one is staged."""
+LEAST_LOOK_S: Final = 1.0  # shortest time between two looks for later versions while one is staged
 
 logger = logging.getLogger(__name__)
 
@@ -39,18 +31,13 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class UsablePlans:
-    """What the plans of a target may be made of.
-
-    Not of encodings in ``without``: they need old bits that the target turned out not to hold, as
-    the error ``lack`` says.
-    """
+    """Base of plans, and encodings they go ``without``, because their old bits ``lack``."""
 
     base: Path | None
     without: frozenset[str] = frozenset()
-    lack: OldBitsError | None = None
+    lack: errors.OldBitsError | None = None
 
-    def leave_out(self, plan: Plan, exc: OldBitsError) -> bool:
-        """Leave out the encodings of a plan that need old bits; return whether there is one."""
+    def leave_out(self, plan: Plan, exc: errors.OldBitsError) -> bool:
         names = {name for edge in plan.edges for name in edge.encodings}
         lost = {name for name in names - self.without if ENCODINGS.get(name).needs_old}
         if lost:
@@ -68,37 +55,25 @@ def fetch_around(
     usable: UsablePlans,
     hold: bool = True,
 ) -> tuple[Fetched, _T]:
-    """Use the cheapest plan while it is fetched; again without an edge that has an unusable object.
-
-    Args:
-        chain: The chain.
-        held: The version held; ``None`` for nothing.
-        committed: The version to reach.
-        use: Called with each plan; its objects may still be on their way.
-        usable: What plans may be made of; has fewer encodings afterwards where old bits lack.
-        hold: Whether large objects are held in memory in any case; see :func:`fetching`.
-
-    Returns:
-        The plan, whose objects have all arrived, and the result of ``use``.
-    """
+    """Use the cheapest plan while it is fetched; again around edges of unusable objects."""
     avoid: list[EdgeSummary] = []
-    failure: DeltaChainError | None = usable.lack
+    failure: errors.DeltaChainError | None = usable.lack
     have = held.version if held else None
     while True:
         try:
             plan = _plan(chain, have, committed, usable.without, avoid)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             if failure is not None:
                 raise _named(failure, committed) from failure.__cause__
             raise
         try:
             with fetching(chain, plan, target=committed, base=usable.base, hold=hold) as fetched:
                 return fetched, use(fetched)
-        except OldBitsError as exc:
+        except errors.OldBitsError as exc:
             if not usable.leave_out(plan, exc):
                 raise
             failure = exc
-        except (FormatError, ObjectNotFoundError, ConfigError) as exc:
+        except (errors.FormatError, errors.ObjectNotFoundError, errors.ConfigError) as exc:
             bad = _unusable(plan, exc)
             if not bad:
                 raise
@@ -114,15 +89,12 @@ def _plan(
     without: Collection[str],
     avoid: Collection[EdgeSummary],
 ) -> Plan:
-    """Find the cheapest plan; with pruned edges whose objects are there if no other leads on.
-
-    A prune record only advises readers: on a chain without signatures anybody may have forged it.
-    """
+    """Find the cheapest plan; without one, over pruned edges: a record may be forged."""
     try:
         return chain.plan(held, committed, without=without, avoid=avoid)
-    except BrokenChainError as broken:
+    except errors.BrokenChainError as broken:
         if chain.prunes.names_edges:
-            with suppress(BrokenChainError):
+            with suppress(errors.BrokenChainError):
                 plan = plan_present(
                     chain, held, committed, without=without, avoid=avoid, pruned=True
                 )
@@ -131,13 +103,12 @@ def _plan(
         raise
 
 
-def _named(failure: DeltaChainError, committed: Committed) -> DeltaChainError:
-    """Replace the error for a missing manifest by one that names the gap."""
-    key = failure.key if isinstance(failure, ObjectNotFoundError) else ""
+def _named(failure: errors.DeltaChainError, committed: Committed) -> errors.DeltaChainError:
+    key = failure.key if isinstance(failure, errors.ObjectNotFoundError) else ""
     version = version_of(key)
     if version is None or key != manifest_key(version):
         return failure
-    return BrokenChainError(
+    return errors.BrokenChainError(
         f"manifest of version {version} is missing ({key}), and no plan to version "
         f"{committed.version} avoids it",
         version=version,
@@ -145,11 +116,10 @@ def _named(failure: DeltaChainError, committed: Committed) -> DeltaChainError:
     )
 
 
-def _unusable(plan: Plan, exc: DeltaChainError) -> list[EdgeSummary]:
-    """Return the edges of a plan that an error concerns."""
-    if isinstance(exc, ConfigError):
+def _unusable(plan: Plan, exc: errors.DeltaChainError) -> list[EdgeSummary]:
+    if isinstance(exc, errors.ConfigError):
         return [edge for edge in plan.edges if edge.kind == "base"]
-    key = exc.key if isinstance(exc, FormatError | ObjectNotFoundError) else ""
+    key = exc.key if isinstance(exc, errors.FormatError | errors.ObjectNotFoundError) else ""
     found = [edge for edge in plan.edges if edge.version == version_of(key)]
     return found or [edge for edge in plan.edges if edge.kind == "base"]
 
@@ -165,7 +135,7 @@ def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator
 
     def look_again() -> None:
         while not done.wait(max(every_s, LEAST_LOOK_S)):
-            with suppress(DeltaChainError):  # the next look of the follow loop reports it
+            with suppress(errors.DeltaChainError):  # the next look of the follow loop reports it
                 newest_after(chain, max(version, chain.latest or 0))
 
     again = Thread(target=look_again, name="deltachain-look-ahead", daemon=True)
@@ -181,8 +151,7 @@ def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator
 
 
 def newest_after(chain: Chain, version: Version) -> Version:
-    """Find the newest version from a committed one; this one itself if a gap follows it."""
     try:
         return chain.newest(version)
-    except BrokenChainError:  # a gap ahead is reported once it is reached
+    except errors.BrokenChainError:  # a gap ahead is reported once it is reached
         return version

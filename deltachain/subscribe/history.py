@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import lost_chain, replaced
 from deltachain.chain.lookup import Standing
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    DeltaChainError,
-    ForkedChainError,
-    MirrorLagsError,
-    StoreWentBackError,
-    no_version,
-)
 from deltachain.kinds import whole
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.types import Version
@@ -26,8 +18,7 @@ from deltachain.types import Version
 # iteration, confirms it.
 
 
-def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | None:
-    """Return the error for the state of the held version in a store; ``None`` if it is intact."""
+def judge(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainError | None:
     if found.chain is None:
         return lost_chain(url)
     if found.chain != held.chain:
@@ -36,7 +27,7 @@ def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | Non
     if found.manifest is None:
         return _gone(held, found, url)
     if found.manifest != held.manifest:
-        return ForkedChainError(
+        return errors.ForkedChainError(
             f"version {held.version} in the store differs from the held one: its manifest is "
             f"{found.manifest}, expected {held.manifest}",
             version=held.version,
@@ -46,27 +37,27 @@ def judge(held: HeldVersion, found: Standing, url: str) -> DeltaChainError | Non
     return None
 
 
-def _gone(held: HeldVersion, found: Standing, url: str) -> DeltaChainError:
+def _gone(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainError:
     newest = found.newest
     if newest is not None and newest > held.version:
         return _missing(held.version, newest)
     there = "none is there" if newest is None else f"the newest there is {newest}"
     if found.lags:
-        return MirrorLagsError(
+        return errors.MirrorLagsError(
             f"the mirror lags: version {held.version} is held, {there} at {url}",
             version=held.version,
         )
     back = "" if newest is None else f" (`rollback` to {newest}, then `release`)"
-    return StoreWentBackError(
+    return errors.StoreWentBackError(
         f"the store went back: version {held.version} is held, {there} at {url}",
         version=held.version,
-        hint=f"{StoreWentBackError.default_hint}{back}. Of a mirror that is behind what is held, "
-        "set DELTACHAIN_MIRROR=1",
+        hint=f"{errors.StoreWentBackError.default_hint}{back}. Of a mirror that is behind what is "
+        "held, set DELTACHAIN_MIRROR=1",
     )
 
 
-def _missing(version: Version, newest: Version) -> BrokenChainError:
-    return BrokenChainError(
+def _missing(version: Version, newest: Version) -> errors.BrokenChainError:
+    return errors.BrokenChainError(
         f"manifest of version {version} is missing, although version {newest} exists",
         version=version,
         hint="manifests must never be deleted: restore it, or publish an anchor that avoids it",
@@ -77,21 +68,19 @@ class Watch:
     """Findings of the checks of the held version; ``doubt``: why it may not be the chain's."""
 
     def __init__(self) -> None:
-        self.doubt: DeltaChainError | None = None
+        self.doubt: errors.DeltaChainError | None = None
         self._proven = ""
         self._suspected = ""
 
     def proved(self, held: HeldVersion) -> None:
-        """Record that the held version was just found in the chain."""
         self.doubt, self._proven, self._suspected = None, held.manifest, ""
 
     def is_open(self, held: HeldVersion) -> bool:
-        """Return whether a version was not checked yet, or not found."""
         return self._proven != held.manifest or bool(self._suspected)
 
-    def ended(self, exc: DeltaChainError) -> None:
+    def ended(self, exc: errors.DeltaChainError) -> None:
         """Keep the finding that ended the follow loop, until an operator resolves it."""
-        if isinstance(exc, ChainError):
+        if isinstance(exc, errors.ChainError):
             self.doubt = exc
 
     def look(self, chain: Chain, held: HeldVersion) -> bool:
@@ -108,15 +97,15 @@ class Watch:
             raise finding
         return False
 
-    def note(self, finding: DeltaChainError, held: HeldVersion) -> bool:
+    def note(self, finding: errors.DeltaChainError, held: HeldVersion) -> bool:
         """Record a finding; return whether it is confirmed."""
         suspected = f"{type(finding).__name__} {getattr(finding, 'version', '')}"
-        counts = isinstance(finding, ForkedChainError) or self._suspected == suspected
+        counts = isinstance(finding, errors.ForkedChainError) or self._suspected == suspected
         self._suspected = suspected
-        ahead = isinstance(finding, BrokenChainError) and finding.version != held.version
+        ahead = isinstance(finding, errors.BrokenChainError) and finding.version != held.version
         if ahead:
             self._proven, self.doubt = held.manifest, None  # the held version is in the store
-        elif counts and not isinstance(finding, MirrorLagsError):
+        elif counts and not isinstance(finding, errors.MirrorLagsError):
             self.doubt = finding
         return counts
 
@@ -125,7 +114,6 @@ logger = logging.getLogger(__name__)
 
 
 def held_by(chain: Chain, committed: Committed) -> HeldVersion:
-    """Describe a target that holds a committed version."""
     manifest = committed.manifest
     return HeldVersion(
         chain=chain.identity.chain,
@@ -157,14 +145,6 @@ def identify(chain: Chain, target: Target, *, verify: bool) -> HeldVersion | Non
 
 
 def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None:
-    """Raise if a version does not descend from the held one.
-
-    Raises:
-        ForkedChainError: The history in the store is another one.
-        StoreWentBackError: The held version is gone, and no newer one exists.
-        MirrorLagsError: The same, in a mirror, which may not have it yet.
-        BrokenChainError: The held version is gone, and ``committed`` is older.
-    """
     manifest = committed.manifest
     version = manifest.version
     if version < held.version:
@@ -177,30 +157,25 @@ def check_history(chain: Chain, held: HeldVersion, committed: Committed) -> None
     else:
         same = _grew_out_of(chain, held, committed)
     if not same:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"version {held.version} in the store differs from the held one "
             f"(manifest {held.manifest})",
             version=held.version,
         )
     if manifest.epoch < held.epoch:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"version {version} is of epoch {manifest.epoch}, older than the held {held.epoch}",
             version=version,
         )
 
 
 def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) -> bool:
-    """Return whether the held version, not older than an announced one, equals or descends from it.
-
-    Raises:
-        ForkedChainError: The announced or the held version differs from the one in the store.
-        StoreWentBackError: The held version is gone.
-    """
+    """Return whether the held version, not older than an announced one, is or descends from it."""
     if held.version == version and held.manifest == manifest:
         return True
     there = chain.find(version)
     if there is not None and there.digest != manifest:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"version {version} in the store has manifest {there.digest}, announced was {manifest}",
             version=version,
         )
@@ -209,9 +184,8 @@ def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) ->
 
 
 def check_standing(chain: Chain, held: HeldVersion) -> None:
-    """Raise the error of :func:`judge` if the held version is not committed in the store."""
     finding = judge(held, chain.look_back(held.version), chain.store.url)
-    if isinstance(finding, BrokenChainError) and finding.version != held.version:
+    if isinstance(finding, errors.BrokenChainError) and finding.version != held.version:
         return  # the held version is in the store
     if finding is not None:
         raise finding
@@ -238,20 +212,6 @@ def _grew_out_of(chain: Chain, held: HeldVersion, committed: Committed) -> bool:
 def require(
     chain: Chain, version: Version | Committed | None, held: HeldVersion | None = None
 ) -> Committed:
-    """Read the manifest of a version or of the head; pass on one that was read already.
-
-    Args:
-        chain: The chain.
-        version: The version, its manifest, or ``None`` for the head.
-        held: The version held, which must be in the same chain; ``None`` for nothing.
-
-    Raises:
-        ObjectNotFoundError: The whole chain is gone.
-        BrokenChainError: The manifest is missing, although later ones exist.
-        StoreWentBackError: The held version is gone as well.
-        StaleChainError: The head is older than the reader allows.
-        ChainError: The version is not committed.
-    """
     if isinstance(version, Committed):
         return version
     committed = chain.head() if version is None else chain.find(whole("version", version))
@@ -264,14 +224,14 @@ def require(
         check_standing(chain, held)
     if head is None:
         chain.check_present()
-        raise no_version(chain.store.url)
+        raise errors.no_version(chain.store.url)
     if version is not None and version < head.version:
-        raise BrokenChainError(
+        raise errors.BrokenChainError(
             f"manifest of version {version} is missing, head is {head.version}",
             version=version,
             hint="manifests must never be deleted: it was removed from the store",
         )
-    raise ChainError(
+    raise errors.ChainError(
         f"version {version} is not committed, head is {head.version}",
         version=version,
         hint="name a version up to the head, or wait until it is committed",

@@ -12,24 +12,14 @@ from deltachain.types import StateDigest
 
 
 class Cause(NamedTuple):
-    """Probable cause of a failed proof, as text behind its message and as a hint of its own."""
-
     text: str = ""
     hint: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """Effect of a plan on the live bits.
-
-    Attributes:
-        change: Change of the state digest.
-        written: State digest of the bits written by a plan from nothing; zero for other plans.
-        nnz: Number of written elements.
-    """
-
-    change: StateDigest = field(default_factory=StateDigest)
-    written: StateDigest = field(default_factory=StateDigest)
+    change: StateDigest = field(default_factory=StateDigest)  # change of the state digest
+    written: StateDigest = field(default_factory=StateDigest)  # of a plan from nothing, or zero
     nnz: int = 0
 
     def __add__(self, other: Effect) -> Effect:
@@ -39,7 +29,6 @@ class Effect:
 
 
 def check_whole(fetched: Fetched) -> None:
-    """Raise a ``BrokenChainError`` if a plan from nothing does not contain every tensor."""
     if fetched.from_nothing and len(fetched.names) != len(fetched.specs):
         raise BrokenChainError("the plan from nothing does not contain every tensor")
 
@@ -52,21 +41,7 @@ def judge(
     state: StateDigest,
     suspect: Callable[[], Cause] = Cause,
 ) -> bool:
-    """Prove that a plan's effect leads to the state digest of the version.
-
-    Args:
-        fetched: The fetched plan.
-        effect: Effect of the plan, summed over all tensors and ranks.
-        base: State digest that the target holds; unused for a plan from nothing.
-        state: State digest of the version, from its manifest.
-        suspect: Called on failure; returns the probable cause.
-
-    Returns:
-        Whether the overwritten bits are proven as well, so that the apply can be undone.
-
-    Raises:
-        BaseMismatchError: The target does not hold the base bits of the plan.
-    """
+    """Prove that an effect leads to ``state``; return whether the old bits are proven too."""
     changed = None if base is None else base + effect.change
     total = effect.written if fetched.from_nothing else changed
     if total != state:

@@ -89,31 +89,16 @@ class ApplyReceipt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """A proven apply, ready to swap.
-
-    Attributes:
-        held: The version held when it was staged; ``None`` for nothing.
-        to: The version held after the swap.
-        manifest: Its manifest.
-        generation: Number of swaps of the subscriber; another swap invalidates this apply.
-        fetched: The fetched objects.
-        prepared: The prepared writes of the target.
-        head: The newest version when staging ended.
-        look_s: Seconds from the commit until staging began, by both clocks.
-        fetch_s: Seconds of planning and fetching, until the last object arrived.
-        stage_s: Seconds of decoding and verification after that; before it, they overlap.
-    """
-
-    held: HeldVersion | None
-    to: HeldVersion
+    held: HeldVersion | None  # the version held when it was staged; None for nothing
+    to: HeldVersion  # the version held after the swap
     manifest: Manifest
-    generation: int
+    generation: int  # number of swaps of the subscriber; another swap invalidates this apply
     fetched: Fetched
     prepared: Prepared
-    head: int
-    look_s: float
-    fetch_s: float
-    stage_s: float
+    head: int  # the newest version when staging ended
+    look_s: float  # seconds from the commit until staging began, by both clocks
+    fetch_s: float  # seconds of planning and fetching, until the last object arrived
+    stage_s: float  # seconds of decoding and verification after that; before it, they overlap
 
     def receipt(self, *, swap_s: float, pause_s: float, requests: int) -> ApplyReceipt:
         return ApplyReceipt(
@@ -138,15 +123,12 @@ class Staged:
 
 
 def overtaken(version: Version) -> BaseMismatchError:
-    """Return the error of a staged version that another swap has overtaken."""
     message = f"version {version} was staged before another swap"
     return BaseMismatchError(message, version=version, hint="stage again")
 
 
 @dataclass(slots=True)
 class Tally:
-    """Sums over all applies of this process; failed looks, updates and rollbacks are failures."""
-
     applies: int = 0
     failures: int = 0
     nbytes: int = 0
@@ -158,7 +140,6 @@ class Tally:
     _last: ApplyReceipt | None = field(default=None, repr=False)
 
     def count(self, receipt: ApplyReceipt | None) -> None:
-        """Add an apply, unless it is the one added last."""
         if receipt is None or receipt is self._last:
             return
         self._last = receipt

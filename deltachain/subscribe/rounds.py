@@ -7,35 +7,23 @@ from collections.abc import Callable, Generator, Iterator
 from threading import Event
 from typing import Final, TypeAlias, TypeVar
 
-from deltachain.errors import (
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    ForkedChainError,
-    LeaderReplacedError,
-    StoreUnavailableError,
-    TensorMismatchError,
-    UnsupportedFormatError,
-)
+from deltachain import errors
 from deltachain.retry import between_polls
 
 NEEDS_A_PERSON: Final = (
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    LeaderReplacedError,
-    TensorMismatchError,
-    UnsupportedFormatError,
+    errors.ChainMismatchError,
+    errors.ConfigError,
+    errors.ForkedChainError,
+    errors.LeaderReplacedError,
+    errors.TensorMismatchError,
+    errors.UnsupportedFormatError,
 )
-"""Errors that need an operator; they end the loop."""
 
 _T = TypeVar("_T")
 
-Round: TypeAlias = Generator[_T, None, bool]
-"""Results of one round; returns whether the next one is due at once."""
+Round: TypeAlias = Generator[_T, None, bool]  # returns whether the next is due
 
-Looked: TypeAlias = Callable[[DeltaChainError | None], None]
-"""Called after a round with the error to be retried, or ``None``."""
+Looked: TypeAlias = Callable[[errors.DeltaChainError | None], None]  # after a round
 
 logger = logging.getLogger(__name__)
 
@@ -52,15 +40,6 @@ def repeat(
     """Yield the results of rounds until ``stop`` is set.
 
     Errors are logged once and retried with back-off, except ``NEEDS_A_PERSON``.
-
-    Args:
-        round_: Called with the number of failures since the last round without one; calls
-            ``looked(None)`` itself once the store has answered.
-        stop: Ends the loop.
-        poll_s: Seconds between two rounds.
-        looked: Called with each error that is retried.
-        doing: What the rounds do, for the log.
-        told: Ends a pause; cleared before each round. ``stop`` if ``None``.
     """
     failures, logged = 0, ""
     while not stop.is_set():
@@ -72,11 +51,11 @@ def repeat(
             failures, logged = 0, ""
         except NEEDS_A_PERSON:
             raise
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             failures += 1
             looked(exc)
             # A store that is down fails with any of its objects.
-            said = type(exc).__name__ if isinstance(exc, StoreUnavailableError) else str(exc)
+            said = type(exc).__name__ if isinstance(exc, errors.StoreUnavailableError) else str(exc)
             if said != logged:
                 logged = said
                 logger.warning("%s: %s", doing, exc)

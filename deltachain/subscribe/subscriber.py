@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from threading import Event, Lock, RLock
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
 from typing_extensions import override
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
+from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
-from deltachain.errors import (
-    BaseMismatchError,
-    BrokenChainError,
-    ChainError,
-    ChainMismatchError,
-    DeltaChainError,
-    ForkedChainError,
-    FormatError,
-    MirrorLagsError,
-    ObjectNotFoundError,
-    PartialApplyError,
-    StoreWentBackError,
-    TensorMismatchError,
-)
+from deltachain.figures import Figure, figures, info, phases
 from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.redact import redacted_url
 from deltachain.status import HealthLimits, Status, judged, lag
@@ -44,21 +36,91 @@ from deltachain.subscribe.history import (
     identify,
     require,
 )
-from deltachain.subscribe.receipt import ApplyReceipt, Staged, overtaken
+from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
 from deltachain.subscribe.rounds import NEEDS_A_PERSON, Looked, Round, repeat
-from deltachain.subscribe.targets.base import HeldVersion, Prepared
-from deltachain.subscribe.targets.choose import TargetLike, as_target, bind
+from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
+from deltachain.subscribe.targets.folder import FolderTarget
 from deltachain.subscribe.targets.local import decodes_once
 from deltachain.threads import Closeable
 from deltachain.types import StateDigest, Version
 from deltachain.version import __version__
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+TargetLike: TypeAlias = "Target | nn.Module | Mapping[str, Tensor] | str | os.PathLike[str]"
+
+
+def as_target(thing: TargetLike) -> Target:
+    if isinstance(thing, str | os.PathLike):
+        return FolderTarget(Path(thing).expanduser())
+    torch = sys.modules.get("torch")  # if there is a module, torch is imported already
+    if isinstance(thing, Mapping) or (torch is not None and isinstance(thing, torch.nn.Module)):
+        from deltachain.subscribe.targets.tensors import TensorTarget  # noqa: PLC0415
+
+        return TensorTarget(thing)
+    if not hasattr(thing, "bind"):
+        raise errors.ConfigError(
+            f"a {type(thing).__name__} is no target",
+            hint="give a torch module, a dict of tensors by name, or the path of a folder",
+        )
+    return cast("Target", thing)
+
+
+def bind(target: Target, chain: Chain) -> None:
+    """Bind a target to a chain's tensors; warn if a module has another configuration."""
+    if isinstance(target, FolderTarget):
+        target.assets = asset_paths(chain.identity)
+    target.bind({spec.name: spec for spec in chain.table.specs()}, chain.table.aliases)
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(module := getattr(target, "source", None), torch.nn.Module):
+        from deltachain.subscribe.targets.tensors import say_other_config  # noqa: PLC0415
+
+        say_other_config(module, chain)
+
+
+def subscriber_figures(
+    subscriber: Subscriber,
+    tally: Tally,
+    *,
+    engine: str,
+    newest: Version | None = None,
+    follows: bool = True,
+) -> Iterator[Figure]:
+    chain, held, last = subscriber.opened, subscriber.held, subscriber.last
+    times, version = subscriber.times, held.version if held else None
+    head = newest if newest is not None else chain.latest if chain else None
+    yield info(engine=engine, chain=chain.identity.chain if chain else None)
+    yield from figures(
+        {
+            "version": version,
+            "head_version": head,
+            "lag_versions": lag(head, version),
+            "pinned": subscriber.pinned,
+            "poisoned": subscriber.poisoned,
+            "last_look_timestamp_seconds": times.looked_at,
+            "last_apply_timestamp_seconds": times.applied_at,
+            "commit_timestamp_seconds": times.commit_of(held.manifest) if held else None,
+            "silence_seconds": times.silence_s if follows else None,
+            "applies": tally.applies,
+            "failures": tally.failures,
+            "fetched_bytes": tally.nbytes,
+            "written_elements": tally.nnz,
+            "fetch_seconds": tally.fetch_s,
+            "stage_seconds": tally.stage_s,
+            "swap_seconds": tally.swap_s,
+            "pause_seconds": tally.pause_s,
+            "store_requests": chain.store.requests if chain else 0,
+        }
+    )
+    yield from phases(last.phases if last else {})
+
+
 NOTHING_HELD = "it holds no version of the chain"
-"""Why something that follows a chain is not ready before its first version."""
 
 
 def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN401 - its fields
-    """Return the status of a subscriber from memory; others are fields that its owner knows."""
     chain, held, last = subscriber.opened, subscriber.held, subscriber.last
     times, doubt = subscriber.times, subscriber.watch.doubt
     version, head = held.version if held else None, chain.latest if chain else None
@@ -89,27 +151,25 @@ def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN4
 
 
 def status_of(subscriber: Subscriber) -> Status:
-    """Read the current head of the store, and return the status of a subscriber."""
     chain, held = subscriber.chain, subscriber.held
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
         if held is not None:
-            with suppress(MirrorLagsError):  # it was proven from a store that is ahead of this one
+            with suppress(
+                errors.MirrorLagsError
+            ):  # it was proven from a store that is ahead of this one
                 check_standing(chain, held)
         if head is not None:
             check_age(chain, head)
-    except (ChainError, ObjectNotFoundError) as exc:
+    except (errors.ChainError, errors.ObjectNotFoundError) as exc:
         doubt = exc
     found = known_status(
-        subscriber,
-        head=head.version if head else None,
-        doubt=str(doubt.args[0]) if doubt else "",
+        subscriber, head=head.version if head else None, doubt=str(doubt.args[0]) if doubt else ""
     )
     return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
 
 
-LOOK_BACK: Final = 8
-"""Poll intervals between two checks of the held version in the store."""
+LOOK_BACK: Final = 8  # poll intervals between two checks of the held version in the store
 
 
 def _follow(
@@ -147,20 +207,17 @@ def _follow(
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
-    """Check the held version in the store if a check is due; plan around a gap after it.
-
-    Returns the receipt of an apply, if any, and whether the held version was found in the store.
-    """
+    """Check the held version if due; return any receipt, and whether the store has it."""
     held, chain, watch = subscriber.held, subscriber.chain, subscriber.watch
     if held is None or not (is_due or chain.is_doubtful or watch.is_open(held)):
         return None, True
     try:
         is_there = watch.look(chain, held)
-    except MirrorLagsError:
+    except errors.MirrorLagsError:
         if (newest := chain.head()) is not None:
             check_age(chain, newest)
         raise
-    except BrokenChainError as exc:
+    except errors.BrokenChainError as exc:
         receipt = None if subscriber.pinned else _around(subscriber, exc)
         if receipt is None:
             raise
@@ -171,20 +228,14 @@ def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | 
     return None, is_there
 
 
-def _around(subscriber: Subscriber, exc: DeltaChainError) -> ApplyReceipt | None:
-    """Update to the head by any plan, and log the reason."""
+def _around(subscriber: Subscriber, exc: errors.DeltaChainError) -> ApplyReceipt | None:
     receipt = subscriber.update()
     if receipt is not None:
         logger.warning("%s; reached version %d by another plan", exc.args[0], receipt.version)
     return receipt
 
 
-def _is_rolled_back(subscriber: Subscriber) -> bool:
-    return subscriber.pinned and not subscriber.poisoned
-
-
 def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None:
-    """Poll once for a new version and apply it; one request to the store if there is none."""
     chain = subscriber.chain
     subscriber.scrub(if_altered=True)
     held = subscriber.held
@@ -197,11 +248,11 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         later = chain.find(held.version + 1) if every_version else chain.later(held.version)
         subscriber.times.looked()
         return subscriber.update(later) if later else None
-    except (FormatError, ObjectNotFoundError, BrokenChainError) as exc:
+    except (errors.FormatError, errors.ObjectNotFoundError, errors.BrokenChainError) as exc:
         if later and later.version == chain.newest(held.version):
             raise
         return _around(subscriber, exc)  # a plan may lead to a later version
-    except (ChainError, BaseMismatchError):
+    except (errors.ChainError, errors.BaseMismatchError):
         there = subscriber.version
         if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
             raise
@@ -213,23 +264,15 @@ def _was_rolled_back(subscriber: Subscriber) -> bool:
 
 
 class Undo(NamedTuple):
-    """Undo of one apply: the version held before, and the writes that restore it."""
-
     held: HeldVersion
     prepared: Prepared
 
 
-KEPT: Final = 64
-"""Number of versions whose time of commit is remembered; a rollback may hold one of them again."""
+KEPT: Final = 64  # versions whose time of commit is remembered: a rollback may hold one again
 
 
 class Times:
-    """Times of a subscriber, in seconds since 1970, ``None`` before; thread-safe.
-
-    Args:
-        unanswered_since: Start of the store's first request without an answer since the last one
-            with an answer, by ``time.monotonic()``; ``None`` for none.
-    """
+    """Times of a subscriber, in seconds since 1970, ``None`` before; thread-safe."""
 
     def __init__(self, unanswered_since: Callable[[], float | None] = lambda: None) -> None:
         self._unanswered_since = unanswered_since
@@ -258,7 +301,6 @@ class Times:
 
     @contextmanager
     def staging(self) -> Iterator[None]:
-        """Record that objects are fetched and decoded inside the context."""
         with self._lock:
             self._stages += 1
         try:
@@ -408,7 +450,7 @@ class Subscriber(Closeable):
         if pinned and last is not None:
             number = version.version if isinstance(version, Committed) else version
             if number not in (None, last.version):
-                raise ChainError(
+                raise errors.ChainError(
                     f"a rollback keeps this target at version {last.version}",
                     version=number,
                     hint="call release() first",
@@ -419,7 +461,7 @@ class Subscriber(Closeable):
         committed = self._require(chain, version, last)
         if last is not None:  # healing a poisoned target does not go back either
             if committed.version < last.version:
-                raise ChainError(
+                raise errors.ChainError(
                     f"version {committed.version} is older than the held {last.version}",
                     version=committed.version,
                     hint="call rollback() to go back",
@@ -432,14 +474,17 @@ class Subscriber(Closeable):
     def _require(
         self, chain: Chain, version: Version | Committed | None, last: HeldVersion | None
     ) -> Committed:
-        """Read the manifest of a version that descends from the last held one."""
         try:
             committed = require(chain, version, last)
             self.times.looked()
             self.times.committed(committed.digest, committed.manifest.time)
             if last is not None:
                 check_history(chain, last, committed)
-        except (ChainMismatchError, ForkedChainError, StoreWentBackError) as exc:
+        except (
+            errors.ChainMismatchError,
+            errors.ForkedChainError,
+            errors.StoreWentBackError,
+        ) as exc:
             if last is not None:
                 self.watch.note(exc, last)
             raise
@@ -488,7 +533,6 @@ class Subscriber(Closeable):
         return done or self._roll_back(version)
 
     def _roll_back(self, version: Version | None) -> HeldVersion:
-        """Go back through the store; no update may run meanwhile."""
         with self._updating:
             while True:
                 with self._writing:
@@ -509,7 +553,7 @@ class Subscriber(Closeable):
         goal = newest if version is None else whole("version", version)
         if goal is None or held is None or goal > held.version:
             told = f"cannot roll back from version {self.version} to {goal}"
-            raise ChainError(told, hint="name an older version")
+            raise errors.ChainError(told, hint="name an older version")
         reached = {held.version, *(undo.held.version for undo in self._undo)}
         if self.poisoned or goal not in reached:
             return None, goal
@@ -563,7 +607,7 @@ class Subscriber(Closeable):
                 return held is not None
             try:
                 state = self.target.state()
-            except (FormatError, TensorMismatchError):
+            except (errors.FormatError, errors.TensorMismatchError):
                 self._poison()
                 raise
             if str(state) != held.state:
@@ -586,7 +630,6 @@ class Subscriber(Closeable):
         self.store.close()
 
     def _stage(self, committed: Committed, held: HeldVersion | None, generation: int) -> Staged:
-        """Stage a committed version from the version held at a generation."""
         start, budget, chain = time.perf_counter(), self.config.stage_budget, self.chain
         look_s = max(0.0, time.time() - committed.manifest.time)
         once = decodes_once(self.target, chain.table.specs(), budget)
@@ -599,7 +642,7 @@ class Subscriber(Closeable):
                     state=committed.state,
                     budget=budget,
                 )
-            except BaseMismatchError:
+            except errors.BaseMismatchError:
                 with self._writing:
                     if generation != self._generation:
                         raise overtaken(committed.version) from None
@@ -632,14 +675,13 @@ class Subscriber(Closeable):
         try:
             seconds = self.target.swap(prepared, to)
         except BaseException as exc:
-            if not isinstance(exc, PartialApplyError):
+            if not isinstance(exc, errors.PartialApplyError):
                 self._poison()
             raise
         self._held, self.poisoned = to, False
         return seconds
 
     def _poison(self) -> None:
-        """Mark the target's state as unknown; invalidate stages and the undo log."""
         self.poisoned = True
         self._generation += 1
         self._undo.clear()

@@ -15,21 +15,90 @@ that show their values.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
+from typing import TypeAlias
 
 import numpy as np
 import pytest
 
-from deltachain.errors import (
-    AlreadyExistsError,
-    ConfigError,
-    MalformedError,
-    ObjectNotFoundError,
-)
+from deltachain.errors import AlreadyExistsError, ConfigError, MalformedError, ObjectNotFoundError
 from deltachain.store.base import MAX_KEY_LENGTH, MAX_SEGMENT_LENGTH, Store
-from deltachain.testing.races import RaceContract, Reopen
 from deltachain.types import Buffer
+
+Reopen: TypeAlias = Callable[[], Store]  # opens another handle of the same store
+
+
+class RaceContract:
+    """Races between handles. Needs the fixtures ``store`` (empty) and ``reopen``."""
+
+    race_rounds = 20
+    """Rounds of each race; fewer if a put is slow."""
+
+    def test_one_of_racing_put_if_absent_wins(self, store: Store, reopen: Reopen) -> None:
+        """Exactly one of concurrent puts succeeds, and the object is the winner's.
+
+        Without a conditional put at least one, and the object is a winner's, whole.
+        """
+        handles = [reopen() for _ in range(8)]
+        for turn in range(self.race_rounds):
+            key = f"manifests/{turn}"
+            barrier = threading.Barrier(len(handles))
+
+            def attempt(
+                number: int, *, key: str = key, barrier: threading.Barrier = barrier
+            ) -> bool:
+                barrier.wait()
+                try:
+                    handles[number].put_if_absent(key, bytes([number]) * 1000)
+                except AlreadyExistsError:
+                    return False
+                return True
+
+            with ThreadPoolExecutor(len(handles)) as pool:
+                won = list(pool.map(attempt, range(len(handles))))
+            assert won.count(True) >= 1
+            if store.capabilities.conditional_put:
+                assert won.count(True) == 1
+            data = store.get(key)
+            assert won[data[0]]
+            assert data == data[:1] * 1000
+
+    def test_readers_never_see_a_mixture(self, store: Store, reopen: Reopen) -> None:
+        store.put("a", b"\0" * 100_000)
+        stop = threading.Event()
+
+        def write() -> None:
+            other, turn = reopen(), 0
+            while not stop.is_set():
+                turn = (turn + 1) % 256
+                other.put("a", bytes([turn]) * (100_000 + turn))
+
+        with ThreadPoolExecutor(1) as pool:
+            writing = pool.submit(write)
+            try:
+                for _ in range(10 * self.race_rounds):
+                    data = store.get("a")
+                    assert data == bytes([data[0]]) * (100_000 + data[0])
+            finally:
+                stop.set()
+            writing.result()
+
+    def test_put_survives_deletes_of_its_neighbours(self, store: Store, reopen: Reopen) -> None:
+        def churn(number: int) -> None:
+            other = reopen()
+            for turn in range(self.race_rounds):
+                key = f"shared/folder/{number}-{turn}"
+                other.put(key, b"data")
+                assert other.get(key) == b"data"
+                other.delete(key)
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(churn, range(4)))
+        assert list(store.list()) == []
+
 
 BAD_KEYS = (
     "",
@@ -54,7 +123,6 @@ BAD_KEYS = (
     "x" * (MAX_SEGMENT_LENGTH + 1),
     "/".join("x" * 100 for _ in range(6)),
 )
-"""Invalid keys, which every store must refuse."""
 
 GOOD_KEYS = (
     "a",
@@ -68,7 +136,6 @@ GOOD_KEYS = (
     "x" * MAX_SEGMENT_LENGTH,
     "/".join(["y" * 127] * 4) + "z",
 )
-"""Valid keys; the last has the maximum length."""
 
 
 class StoreContract(RaceContract):
@@ -78,7 +145,6 @@ class StoreContract(RaceContract):
     def test_object_is_read_back_as_written(
         self, store: Store, reopen: Reopen, nbytes: int
     ) -> None:
-        """Empty, small and large, through this handle and through another."""
         data = pattern(nbytes)
         store.put("some/object", data)
         assert store.get("some/object") == data
@@ -102,7 +168,6 @@ class StoreContract(RaceContract):
         assert store.get("a") == store.get("b") == b"abcdef"
 
     def test_data_is_not_kept(self, store: Store) -> None:
-        """The caller may reuse its buffer after a put."""
         data = bytearray(b"before")
         store.put("a", data)
         data[:] = b"after!"
@@ -110,14 +175,12 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("key", GOOD_KEYS, ids=range(len(GOOD_KEYS)))
     def test_good_key_is_kept_exactly(self, store: Store, key: str) -> None:
-        """A valid key is neither changed nor truncated."""
         store.put_if_absent(key, b"data")
         assert store.get(key) == b"data"
         assert [found.key for found in store.list()] == [key]
 
     @pytest.mark.parametrize("key", BAD_KEYS, ids=range(len(BAD_KEYS)))
     def test_bad_key_is_refused(self, store: Store, key: str) -> None:
-        """Every method refuses an invalid key before any effect."""
         calls: Sequence[Callable[[], object]] = (
             lambda: store.get(key),
             lambda: store.get_range(key, 0, 1),
@@ -134,11 +197,9 @@ class StoreContract(RaceContract):
         assert list(store.list()) == []
 
     def test_longest_good_key_is_as_long_as_allowed(self) -> None:
-        """The longest tested key has exactly the maximum length."""
         assert len(GOOD_KEYS[-1]) == MAX_KEY_LENGTH
 
     def test_uploads_are_revealed_together(self, store: Store, reopen: Reopen) -> None:
-        """The content may have been uploaded by other processes."""
         pins = {f"parts/{n}": reopen().upload(f"parts/{n}", b"part %d" % n) for n in range(3)}
         for _ in range(2):
             store.reveal(pins)
@@ -151,12 +212,10 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("key", BAD_KEYS[:4])
     def test_bad_key_is_not_uploaded(self, store: Store, key: str) -> None:
-        """As by ``put``."""
         with pytest.raises(ConfigError):
             store.upload(key, b"data")
 
     def test_put_replaces(self, store: Store) -> None:
-        """A shorter object replaces a longer one completely."""
         store.put("a", b"long old object")
         store.put("a", b"new")
         assert store.get("a") == b"new"
@@ -165,7 +224,6 @@ class StoreContract(RaceContract):
         assert found.nbytes == 3
 
     def test_put_if_absent_leaves_what_is_there(self, store: Store, reopen: Reopen) -> None:
-        """An existing object is kept, and the error names its key."""
         store.put_if_absent("a", b"first")
         with pytest.raises(AlreadyExistsError) as caught:
             reopen().put_if_absent("a", b"second")
@@ -173,7 +231,6 @@ class StoreContract(RaceContract):
         assert store.get("a") == b"first"
 
     def test_put_if_absent_after_delete(self, store: Store) -> None:
-        """A key that was deleted is absent."""
         store.put_if_absent("a", b"first")
         store.delete("a")
         store.put_if_absent("a", b"second")
@@ -181,7 +238,6 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("nbytes", [0, 1, 4096, 40_000_000])
     def test_object_of_known_size_is_read(self, store: Store, reopen: Reopen, nbytes: int) -> None:
-        """Objects of any size are read, pinned by content hash if the store has one."""
         data = pattern(nbytes)
         pin = store.put("some/object", data)
         assert bytes(store.read("some/object", nbytes=nbytes)) == data
@@ -189,7 +245,6 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize("nbytes", [0, 999, 1001, 1 << 62])
     def test_object_of_another_size_is_refused(self, store: Store, nbytes: int) -> None:
-        """A wrong size is an error, without allocation of the expected size."""
         put = store.put("a", pattern(1000))
         for pin in {"", put}:
             with pytest.raises(MalformedError) as caught:
@@ -197,7 +252,6 @@ class StoreContract(RaceContract):
             assert caught.value.key == "a"
 
     def test_pinned_read_is_of_what_was_put(self, store: Store, reopen: Reopen) -> None:
-        """A read pinned by a content hash never returns other content."""
         first = store.put("a", b"first")
         second = store.put("a", b"2nd: longer")
         assert bytes(store.read("a", nbytes=11, pin=second)) == b"2nd: longer"
@@ -207,7 +261,6 @@ class StoreContract(RaceContract):
             assert second == ""
 
     def test_object_above_the_limit_is_refused(self, store: Store) -> None:
-        """An object of unknown size is read only if it is a small one."""
         store.put("a", pattern(1000))
         assert store.get("a", limit=1000) == pattern(1000)
         with pytest.raises(MalformedError) as caught:
@@ -218,7 +271,6 @@ class StoreContract(RaceContract):
         ("start", "length"), [(0, 0), (0, 1), (0, 1000), (17, 500), (999, 1), (1000, 0)]
     )
     def test_range_inside_the_object(self, store: Store, start: int, length: int) -> None:
-        """A range returns exactly the requested bytes."""
         data = pattern(1000)
         store.put("a", data)
         assert store.get_range("a", start, length) == data[start : start + length]
@@ -227,7 +279,6 @@ class StoreContract(RaceContract):
         ("start", "length"), [(0, 1001), (999, 2), (1000, 1), (1001, 0), (5000, 5), (0, 1 << 62)]
     )
     def test_range_beyond_the_end_is_refused(self, store: Store, start: int, length: int) -> None:
-        """A range beyond the end is an error, without allocation of its length."""
         store.put("a", pattern(1000))
         with pytest.raises(MalformedError) as caught:
             store.get_range("a", start, length)
@@ -235,7 +286,6 @@ class StoreContract(RaceContract):
 
     @pytest.mark.parametrize(("start", "length"), [(-1, 1), (0, -1)])
     def test_negative_range_is_refused(self, store: Store, start: int, length: int) -> None:
-        """Negative positions are an error, not relative to the end."""
         store.put("a", b"data")
         with pytest.raises(ConfigError):
             store.get_range("a", start, length)
@@ -262,7 +312,6 @@ class StoreContract(RaceContract):
         assert store.get("folder/object") == b"data"
 
     def test_find_tells_size_and_time(self, store: Store) -> None:
-        """``find`` returns size and time of modification without reading the object."""
         store.put("folder/object", bytes(1234))
         found = store.find("folder/object")
         assert found is not None
@@ -291,7 +340,6 @@ class StoreContract(RaceContract):
         assert store.find_all([]) == {}
 
     def test_requests_are_counted(self, store: Store) -> None:
-        """Every network request is counted; local stores count none."""
         seen = [store.requests]
         for call in (
             lambda: store.put("a", b"data"),
@@ -306,7 +354,6 @@ class StoreContract(RaceContract):
         assert all(step > 0 for step in steps) or not any(seen)
 
     def test_list_is_sorted_by_key(self, store: Store) -> None:
-        """Listings are sorted by whole keys, slashes included."""
         keys = ["b/1", "a/b/c", "a.b", "a-b", "a0", "a_", "B", "b/10", "b/2", "a/a", "c"]
         for key in keys:
             store.put(key, key.encode())
@@ -329,26 +376,22 @@ class StoreContract(RaceContract):
         ],
     )
     def test_list_by_prefix(self, store: Store, prefix: str, expected: list[str]) -> None:
-        """A prefix of characters, not of folders."""
         for key in ("deltas/10/a", "z", "deltas/2", "del", "deltas/1/a"):
             store.put(key, b"")
         assert [found.key for found in store.list(prefix)] == expected
 
     @pytest.mark.parametrize("prefix", ["/", "..", "a/../", ".", "a//", "a b"])
     def test_prefix_of_no_key_is_refused(self, store: Store, prefix: str) -> None:
-        """An invalid prefix is refused by the call, not by the iteration."""
         with pytest.raises(ConfigError):
             store.list(prefix)
 
     def test_empty_store(self, store: Store, reopen: Reopen) -> None:
-        """An empty store lists no objects, and reads create none."""
         assert list(store.list()) == []
         assert store.find("a") is None
         store.delete("a")
         assert list(reopen().list("a/")) == []
 
     def test_delete_is_idempotent(self, store: Store) -> None:
-        """Repeated deletes succeed and affect only that object."""
         for key in ("a/b/c", "a/b/d"):
             store.put(key, b"data")
         store.delete("a/b/c")
@@ -356,12 +399,10 @@ class StoreContract(RaceContract):
         assert [found.key for found in store.list()] == ["a/b/d"]
 
     def test_close_twice(self, reopen: Reopen) -> None:
-        """Allowed."""
         other = reopen()
         other.close()
         other.close()
 
 
 def pattern(nbytes: int) -> bytes:
-    """Return ``nbytes`` bytes without repeated windows of a few hundred bytes."""
     return np.arange(nbytes // 4 + 1, dtype="<u4").tobytes()[:nbytes]

@@ -17,26 +17,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from deltachain.errors import (
-    ConfigError,
-    DeltaChainError,
-    StoreError,
-    StorePermissionError,
-    StoreUnavailableError,
-)
+from deltachain import errors
 from deltachain.redact import redacted_url
 from deltachain.retry import Backoff, Deadline, shortly_after
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.store.calls import Calls, RetryError, within
 
-_TRY_S: Final = 20.0
-"""Seconds without a byte after which one attempt ends."""
-
-_REDIRECTS: Final = 4
-"""Largest number of requests in a chain of redirects, the first one included."""
-
-PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)
-"""Pauses between attempts: the Hub counts attempts, so none follows immediately."""
+_TRY_S: Final = 20.0  # seconds without a byte after which one attempt ends
+_REDIRECTS: Final = 4  # largest number of requests in a chain of redirects, the first one included
+PAUSES: Final = Backoff(0.5, 8.0, random_share=0.5)  # the Hub counts attempts: none follows at once
 
 _SPENT: Final = re.compile(r";\s*r\s*=\s*0\s*;\s*t\s*=\s*(?P<reset>\d+)")
 """Match in a RateLimit header: no requests left, and seconds until the reset."""
@@ -50,8 +39,7 @@ IN_BETWEEN: Final = (
     "something between here and the Hub answers in its place: a portal, a proxy, a cache; check "
     "HF_ENDPOINT, or the option endpoint"
 )
-_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})
-"""Errors of a request that reached no server, of httpx and of its successor."""
+_NO_CONNECTION: Final = frozenset({"ConnectError", "ConnectTimeout"})  # of httpx and its successor
 
 _ENDPOINT: Final = (
     "check host and port of the endpoint, the network, its proxy, and whether the server runs; it "
@@ -65,28 +53,13 @@ _RATE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One reply.
-
-    Attributes:
-        status: HTTP status.
-        headers: Headers by case-insensitive name.
-        words: Error message of the Hub, verbatim; never contains the token.
-        body: The whole body.
-        following: URL of a listing's next page; empty on the last page.
-    """
-
     status: int
-    headers: Mapping[str, str]
-    words: str
+    headers: Mapping[str, str]  # headers by case-insensitive name
+    words: str  # error message of the Hub, verbatim; never contains the token
     body: bytes
-    following: str = ""
+    following: str = ""  # URL of a listing's next page; empty on the last page
 
     def document(self) -> Any:  # noqa: ANN401 - JSON
-        """Parse the body as JSON.
-
-        Raises:
-            RetryError: It is not JSON: a proxy or a captive portal answered instead.
-        """
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError) as exc:
@@ -97,8 +70,7 @@ class Reply:
 class Budget:
     """Limit of ``calls`` requests in any period of ``window_s`` seconds, over all threads.
 
-    The period slides, so the limit also holds in every fixed window of the same length, wherever it
-    begins: apart from network delays, a server with the same limit refuses no request.
+    The period slides, so the limit holds in every fixed window of a server too.
     """
 
     def __init__(
@@ -117,14 +89,7 @@ class Budget:
         self._sent: deque[float] = deque()
 
     def take(self, within_s: float) -> float:
-        """Wait until one more request is allowed, and count it.
-
-        Args:
-            within_s: Longest wait, in seconds.
-
-        Returns:
-            0, or the seconds until a request is allowed if that is longer; then none was counted.
-        """
+        """Wait to count one more request; return the seconds until one is allowed if longer."""
         deadline = self._clock() + within_s
         while True:
             wait_s = self._try_take()
@@ -153,21 +118,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class BucketLocation:
-    """Address of a bucket, and the token for it.
-
-    Attributes:
-        endpoint: URL of the Hub.
-        bucket: Namespace and name of the bucket.
-        url: URL of the store, for messages.
-        token: Access token; None for the default of ``huggingface_hub``.
-        named_by: Where the endpoint was given, for messages; empty for the Hub's own.
-    """
-
     endpoint: str
-    bucket: str
-    url: str
-    token: str | None = field(repr=False)
-    named_by: str = ""
+    bucket: str  # namespace and name of the bucket
+    url: str  # URL of the store, for messages
+    token: str | None = field(repr=False)  # None: huggingface_hub's own
+    named_by: str = ""  # where the endpoint was given, for messages; empty for the Hub's own
 
     @property
     def endpoint_words(self) -> str:
@@ -176,19 +131,12 @@ class BucketLocation:
 
 
 class Hub:
-    """Client of the API of one bucket; thread-safe.
-
-    Attributes:
-        calls: Its requests, the times of their answers, and the Hub's clock.
-    """
-
     def __init__(self, place: BucketLocation, budget: Budget, *, deadline_s: float) -> None:
         try:
             import huggingface_hub.utils  # noqa: F401, PLC0415 - an extra, and takes a while
         except ImportError as exc:
-            raise ConfigError(
-                "hf:// stores need huggingface_hub and hf-xet",
-                hint="pip install 'deltachain[hf]'",
+            raise errors.ConfigError(
+                "hf:// stores need huggingface_hub and hf-xet", hint="pip install 'deltachain[hf]'"
             ) from exc
         self.place = place
         self.deadline_s = deadline_s
@@ -197,22 +145,15 @@ class Hub:
 
     @property
     def root(self) -> str:
-        """URL of the bucket's routes."""
         return f"{self.place.endpoint}/api/buckets/{self.place.bucket}"
 
     def deadline(self, key: str = "", nbytes: int = 0) -> Deadline:
-        """Begin the time limit of one call."""
         return Deadline(key, self.place.url, self.deadline_s, nbytes)
 
     def admit(self, deadline: Deadline, key: str = "") -> None:
-        """Wait until the rate limit allows one more request.
-
-        Raises:
-            StoreUnavailableError: The limit allows none before the deadline.
-        """
         wait_s = self._budget.take(deadline.left_s)
         if wait_s:
-            raise StoreUnavailableError(
+            raise errors.StoreUnavailableError(
                 f"{self.place.url}: {self._budget.calls} requests in {self._budget.window_s:g} s "
                 f"are spent; the next may leave in {wait_s:.0f} s",
                 key=key,
@@ -221,7 +162,6 @@ class Hub:
             )
 
     def charge(self, requests: int) -> None:
-        """Count requests that left without ``admit``."""
         self._budget.charge(requests)
 
     def call(
@@ -234,26 +174,9 @@ class Hub:
         body: bytes | None = None,
         media: str = "application/json",
     ) -> Reply:
-        """Send a request with retries; raise for an error status.
+        """Send an idempotent request with retries.
 
-        Every request must be idempotent: a response may be lost after the request was served.
-
-        Args:
-            method: HTTP method.
-            route: Path after the bucket's name, or the full URL of a listing's next page.
-            wanted: Expected JSON type of a successful response, ``dict`` or ``list``. Any other
-                document comes from a proxy or a captive portal.
-            key: Key of the object, for errors.
-            body: Body of the request.
-            media: Media type of the body.
-
-        Returns:
-            A successful reply, one with status 422, or one with 404 for an entry.
-
-        Raises:
-            ConfigError: The bucket does not exist, or the Hub rejected the request as invalid.
-            StorePermissionError: The token does not permit the request.
-            StoreUnavailableError: No attempt succeeded before the deadline.
+        Returns a successful reply, of JSON type ``wanted``, or one with 422, or 404 of an entry.
         """
         from huggingface_hub.utils import build_hf_headers  # noqa: PLC0415
 
@@ -273,26 +196,17 @@ class Hub:
         return self.calls.repeat(attempt, deadline, key)
 
     def ask(self, url: str, token: str) -> tuple[int, Any]:
-        """Send one request to the Xet storage; return its status and document.
-
-        The request does not count towards the rate limit.
-
-        Raises:
-            StoreUnavailableError: The storage did not answer.
-        """
+        """Send one request to the Xet storage, which the rate limit does not count."""
         headers = {"Authorization": f"Bearer {token}"}
         try:
             reply = within(lambda: self._send("GET", url, None, headers), self.deadline())
             return reply.status, reply.document()
         except (RetryError, TimeoutError) as exc:
-            raise StoreUnavailableError(f"{self.place.url}: {exc}", url=self.place.url) from exc
+            raise errors.StoreUnavailableError(
+                f"{self.place.url}: {exc}", url=self.place.url
+            ) from exc
 
     def _send(self, method: str, url: str, body: bytes | None, headers: dict[str, str]) -> Reply:
-        """Send a request; follow redirects to other paths of the same server.
-
-        Raises:
-            RetryError: There was no answer, it cannot be read, or it redirects elsewhere.
-        """
         from huggingface_hub.errors import OfflineModeIsEnabled  # noqa: PLC0415
         from huggingface_hub.utils import get_session  # noqa: PLC0415
 
@@ -318,10 +232,10 @@ class Hub:
                     response.close()
                 self._check_redirect(response.status_code, request.url, following)
                 request = following
-        except (RetryError, DeltaChainError):
+        except (RetryError, errors.DeltaChainError):
             raise
         except OfflineModeIsEnabled as exc:
-            raise ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
+            raise errors.ConfigError(str(exc), hint="unset HF_HUB_OFFLINE") from exc
         except Exception as exc:
             # No answer, or an unreadable one. Since 2.0, huggingface_hub uses another library than
             # httpx, and closes the session of all threads when one of them cannot connect.
@@ -342,12 +256,6 @@ class Hub:
             raise _redirected(status, f"{where.scheme}://{host}")
 
     def _check(self, reply: Reply, wanted: type, key: str) -> None:
-        """Check that a reply is the Hub's, and no error.
-
-        Raises:
-            RetryError: Another attempt may get such a reply.
-            DeltaChainError: None will.
-        """
         if reply.status == 422 or (
             reply.status == 404 and reply.headers.get("X-Error-Code") == "EntryNotFound"
         ):
@@ -364,24 +272,22 @@ class Hub:
         else:
             raise self._refusal(reply, key)
 
-    def _refusal(self, reply: Reply, key: str) -> DeltaChainError:
-        """Build the error for a reply that a retry would not change."""
+    def _refusal(self, reply: Reply, key: str) -> errors.DeltaChainError:
         url, words = self.place.url, reply.words
         if reply.status == 401:
-            return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
+            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
         if reply.status == 403:
-            return StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
+            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
         if reply.status == 404:
             # Not ObjectNotFoundError: followers wait for a chain that does not exist yet.
-            return ConfigError(
+            return errors.ConfigError(
                 f"{url}: there is no bucket {self.place.bucket}, or the token may not see it",
                 hint=f"make it: hf buckets create {self.place.bucket}",
             )
-        return StoreError(f"{url}: {words}", key=key, url=url)
+        return errors.StoreError(f"{url}: {words}", key=key, url=url)
 
 
 def _reply(response: Any) -> Reply:  # noqa: ANN401 - of httpx or httpx2
-    """Read the body of a response; raise if it is too large for a document."""
     body = bytearray()
     for piece in response.iter_bytes():
         body += piece
@@ -408,7 +314,6 @@ def _redirected(status: int, target: str) -> RetryError:
 
 
 def _told_to_wait(headers: Mapping[str, str]) -> float:
-    """Return the seconds to wait by Retry-After, else by the RateLimit header."""
     after = headers.get("Retry-After", "").strip()
     if after.isdigit():
         return shortly_after(float(after))

@@ -19,27 +19,20 @@ from typing import Any, Final, Literal, TypeAlias
 
 from deltachain.errors import ConfigError, MalformedError, StoreUnavailableError
 from deltachain.retry import Deadline
-from deltachain.store.base import bytes_view, check_nbytes, not_found
+from deltachain.store import base
 from deltachain.store.calls import within
 from deltachain.store.hf.api import PAUSES, Hub
 from deltachain.types import Buffer
 
 _Kind: TypeAlias = Literal["read", "write"]
 
-EMPTY: Final = "0" * 64
-"""Hash of the empty content, which is never requested from the storage."""
+EMPTY: Final = "0" * 64  # hash of the empty content, which is never requested from the storage
 
 _HASH: Final = re.compile(r"[0-9a-f]{64}")
 
-_BLOCK: Final = 8 << 20
-"""Bytes passed to ``hf_xet`` at once: it handles single buffers of many gigabytes poorly."""
-
-_SPARE_S: Final = 60.0
-"""Seconds before expiry from which a token is not used for new work; ``hf_xet`` also refuses a
-token about to expire."""
-
-_ERRORS: Final = (OSError, RuntimeError, ValueError)
-"""All errors of ``hf_xet``: its own classes derive from PermissionError and FileNotFoundError."""
+_BLOCK: Final = 8 << 20  # given to hf_xet at once: it handles larger buffers poorly
+_SPARE_S: Final = 60.0  # before expiry, from which on a token is not used; hf_xet does the same
+_ERRORS: Final = (OSError, RuntimeError, ValueError)  # hf_xet's derive from two OSErrors
 
 _sessions: dict[tuple[int, float], Any] = {}
 _sessions_lock = threading.Lock()
@@ -62,15 +55,12 @@ class _Access:
 
 
 class Xet:
-    """Content of one bucket; thread-safe, and usable after a fork."""
-
     def __init__(self, hub: Hub) -> None:
         try:
             import hf_xet  # noqa: PLC0415 - an extra
         except ImportError as exc:
             raise ConfigError(
-                "hf:// stores need huggingface_hub and hf-xet",
-                hint="pip install 'deltachain[hf]'",
+                "hf:// stores need huggingface_hub and hf-xet", hint="pip install 'deltachain[hf]'"
             ) from exc
         self._lib: Any = hf_xet
         self._hub = hub
@@ -79,35 +69,23 @@ class Xet:
         self._held: dict[_Kind, _Access] = {}
 
     def read(self, content: str, *, nbytes: int, key: str) -> bytearray:
-        """Read a whole content of ``nbytes`` bytes; keep received bytes when an attempt fails.
-
-        Raises:
-            ObjectNotFoundError: The storage has no such content.
-            MalformedError: The content has another size (memory was allocated for received bytes
-                only), or ``content`` is not a hash.
-            StoreUnavailableError: No further byte arrived within the deadline.
-        """
+        """Read a whole content of ``nbytes`` bytes; keep received bytes when an attempt fails."""
         if _HASH.fullmatch(content) is None:
             raise MalformedError(f"object {key!r}: {content[:80]!r} is not a Xet hash", key=key)
         # One byte more than expected is requested, to detect longer content. A separate stream
         # for that byte would prove nothing if empty: a failed stream looks the same.
         data = self._collect(content, 0, nbytes + 1, nbytes, key) if nbytes else bytearray()
         if len(data) != nbytes or (not nbytes and content != EMPTY):
-            check_nbytes(key, self._url, expected=nbytes, actual=self._measure(content, key))
+            base.check_nbytes(key, self._url, expected=nbytes, actual=self._measure(content, key))
             raise MalformedError(f"object {key!r} in {self._url}: it has no fixed size", key=key)
         return data
 
     def read_range(self, content: str, start: int, length: int, *, key: str) -> bytearray:
-        """Read a range that is known to exist; raises as ``read``."""
         return self._collect(content, start, start + length, length, key)
 
     def write(self, data: Buffer, *, key: str) -> str:
-        """Upload content, which stays invisible until a path refers to it; return its hash.
-
-        Raises:
-            StoreUnavailableError: The upload did not finish before the deadline.
-        """
-        view = bytes_view(data)
+        """Upload content, which stays invisible until a path refers to it; return its hash."""
+        view = base.bytes_view(data)
         deadline, tries = self._hub.deadline(key), 0
         while True:
             access = self._access("write")
@@ -167,7 +145,7 @@ class Xet:
             f"{access.endpoint}/v1/reconstructions/{content}", access.token
         )
         if status == 404:
-            raise not_found(key, self._url)
+            raise base.not_found(key, self._url)
         if status == 401:
             self._forget("read", access)
         try:
@@ -203,9 +181,7 @@ class Xet:
             return
         said = str(trouble) if trouble else "the stream ended early"
         hint = "the disk is full: free some space" if "No space left" in said else ""
-        raise StoreUnavailableError(
-            f"object {key!r} in {self._url}: {said}", key=key, url=self._url, hint=hint
-        ) from trouble
+        raise base.unavailable(key, self._url, said, hint) from trouble
 
     def _access(self, kind: _Kind) -> _Access:
         with self._locks[kind]:

@@ -23,15 +23,13 @@ from deltachain.retry import DEADLINE_S
 from deltachain.store.s3.errors import is_aws
 from deltachain.tls import TlsFiles
 
-Client: TypeAlias = Any
-"""An S3 client of boto3, whose methods are created at run time."""
+Client: TypeAlias = Any  # an S3 client of boto3, whose methods are created at run time
 
 _CONNECTIONS: Final = 64
 _CONNECT_S: Final = 5.0
 _READ_S: Final = 30.0
 
 _CREDENTIAL_FILES: Final = ("credentials_file", "config_file")
-"""Settings of botocore that name the files with credentials."""
 
 _CHECKSUMS: Final = ("request_checksum_calculation", "response_checksum_validation")
 
@@ -50,11 +48,6 @@ class _Options(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def options_of(given: Mapping[str, Any]) -> _Options:
-    """Return the options of a store.
-
-    Raises:
-        ConfigError: One is unknown or of a wrong type; its value is not shown.
-    """
     try:
         options = msgspec.convert(dict(given), _Options)
     except msgspec.ValidationError as exc:
@@ -68,14 +61,7 @@ def options_of(given: Mapping[str, Any]) -> _Options:
 
 
 def make_client(given: Mapping[str, Any], *, attempts: int = 1) -> tuple[Client, bool]:
-    """Create a client that sends a request up to ``attempts`` times.
-
-    Returns:
-        The client, and whether its endpoint is the user's own.
-
-    Raises:
-        ConfigError: The options, the environment or the profile are invalid.
-    """
+    """Create a client of a number of attempts; return whether its endpoint is not AWS's."""
     options = options_of(given)
     of_client = {
         "aws_access_key_id": options.key,
@@ -159,11 +145,9 @@ class _RereadCredentials(Credentials):  # type: ignore[misc]
         self._read = self._stamps()
 
     def load_credentials(self) -> Credentials:
-        """Return itself, as botocore's chain of providers would."""
         return self
 
     def get_frozen_credentials(self) -> ReadOnlyCredentials:
-        """Return the credentials to sign one request with."""
         with self._lock:
             now = self._stamps()
             if now != self._read:
@@ -180,7 +164,6 @@ class _RereadCredentials(Credentials):  # type: ignore[misc]
 
 
 def _reread_credentials(core: botocore.session.Session) -> None:
-    """Make a session read its credentials again once their files have changed."""
     found = botocore.session.Session(profile=core.profile).get_credentials()
     if found is not None and found.method != "env":
         files = [Path(core.get_config_variable(name)).expanduser() for name in _CREDENTIAL_FILES]
@@ -199,11 +182,6 @@ def _stamp(file: Path) -> tuple[int, int, int] | None:
 def _trusted(
     core: botocore.session.Session, tls: TlsFiles, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the argument for the CAs, unless boto3's own settings name some.
-
-    Raises:
-        ConfigError: They name a file that does not exist.
-    """
     bundle = core.get_config_variable("ca_bundle")
     if not bundle:
         return {} if tls.ca_file is None else {"verify": str(tls.ca_file)}

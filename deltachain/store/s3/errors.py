@@ -7,22 +7,7 @@ import re
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-from botocore.exceptions import (
-    BotoCoreError,
-    ClientError,
-    ConnectionError,  # noqa: A004 - its name
-    ConnectTimeoutError,
-    CredentialRetrievalError,
-    EndpointConnectionError,
-    HTTPClientError,
-    IncompleteReadError,
-    NoAuthTokenError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    SSLError,
-    SSOError,
-    TokenRetrievalError,
-)
+from botocore import exceptions
 
 from deltachain.errors import ConfigError, StorePermissionError, StoreUnavailableError
 from deltachain.store.calls import RetryError
@@ -39,15 +24,19 @@ _RETRIED_CODE: Final = _CONFLICT | {
 }
 _FULL: Final = frozenset({"InsufficientStorage", "QuotaExceeded", "XMinioStorageFull"})
 _CREDENTIALS: Final = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired"})
-_NO_CONNECTION: Final = (ConnectTimeoutError, EndpointConnectionError)
-_BROKEN: Final = (ConnectionError, HTTPClientError, IncompleteReadError)
+_NO_CONNECTION: Final = (exceptions.ConnectTimeoutError, exceptions.EndpointConnectionError)
+_BROKEN: Final = (
+    exceptions.ConnectionError,
+    exceptions.HTTPClientError,
+    exceptions.IncompleteReadError,
+)
 _NO_CREDENTIALS: Final = (
-    CredentialRetrievalError,
-    NoAuthTokenError,
-    NoCredentialsError,
-    PartialCredentialsError,
-    SSOError,
-    TokenRetrievalError,
+    exceptions.CredentialRetrievalError,
+    exceptions.NoAuthTokenError,
+    exceptions.NoCredentialsError,
+    exceptions.PartialCredentialsError,
+    exceptions.SSOError,
+    exceptions.TokenRetrievalError,
 )
 
 _HINT_CREDENTIALS: Final = (
@@ -125,14 +114,14 @@ def _region(headers: Any) -> str:  # noqa: ANN401 - botocore has several
 
 def status_of(failure: Exception) -> int:
     """Return the HTTP status of the answer; 0 without an answer."""
-    if isinstance(failure, ClientError):
+    if isinstance(failure, exceptions.ClientError):
         return int(failure.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     return 0
 
 
 def code_of(failure: Exception) -> str:
     """Return the S3 error code; without an answer, the kind of failure."""
-    if isinstance(failure, ClientError):
+    if isinstance(failure, exceptions.ClientError):
         return str(failure.response.get("Error", {}).get("Code", ""))
     return type(failure).__name__
 
@@ -166,7 +155,7 @@ def typed(failure: Exception, key: str, url: str) -> Exception:
 def _retry(failure: Exception) -> RetryError | None:
     """Return the reason to send a request again; ``None`` if that would not help."""
     status, code = status_of(failure), code_of(failure)
-    if isinstance(failure, ClientError):
+    if isinstance(failure, exceptions.ClientError):
         passes = code not in _FULL and (code in _RETRIED_CODE or status in _RETRIED_STATUS)
         return RetryError(f"{status} {code}", answered=True) if passes else None
     if isinstance(failure, _NO_CONNECTION):
@@ -176,8 +165,8 @@ def _retry(failure: Exception) -> RetryError | None:
         return RetryError(f"{code}: nothing answers at {origin}{named}", _HINT_ENDPOINT)
     if isinstance(failure, TimeoutError):  # of our own deadline
         return RetryError(f"{code}: {failure}")
-    lasts = BotoCoreError | RecursionError | MemoryError
-    broken = isinstance(failure, _BROKEN) and not isinstance(failure, SSLError)
+    lasts = exceptions.BotoCoreError | RecursionError | MemoryError
+    broken = isinstance(failure, _BROKEN) and not isinstance(failure, exceptions.SSLError)
     return None if isinstance(failure, lasts) and not broken else RetryError(code)
 
 
@@ -195,10 +184,10 @@ def _unavailable(failure: Exception) -> str | None:
     """Return the hint for a failure that needs a person; ``None`` for a wrong request."""
     if code_of(failure) in _FULL or status_of(failure) == 507:
         return _HINT_FULL
-    if isinstance(failure, ClientError) and 300 <= status_of(failure) < 400:
+    if isinstance(failure, exceptions.ClientError) and 300 <= status_of(failure) < 400:
         headers = failure.response["ResponseMetadata"].get("HTTPHeaders", {})
         return _HINT_REGION.format(_region(headers) or "that its answers name")
-    if isinstance(failure, SSLError):
+    if isinstance(failure, exceptions.SSLError):
         return _HINT_CA
     return "" if isinstance(failure, RecursionError | MemoryError) else None
 

@@ -17,61 +17,27 @@ from typing_extensions import override
 
 from deltachain.errors import ConfigError, DeltaChainError, StoreUnavailableError
 from deltachain.retry import Backoff, Deadline
-from deltachain.store.base import (
-    MAX_DOCUMENT,
-    MAX_KEY_LENGTH,
-    Capabilities,
-    ObjectInfo,
-    Store,
-    already_exists,
-    bytes_view,
-    check_key,
-    check_limit,
-    check_nbytes,
-    check_prefix,
-    check_range,
-    guarded,
-    is_segment,
-    not_found,
-    too_short,
-)
+from deltachain.store import base
 from deltachain.store.calls import Calls, RetryError
+from deltachain.store.s3 import errors as failures
 from deltachain.store.s3.client import Client, make_client, options_of
-from deltachain.store.s3.errors import (
-    answered_by,
-    code_of,
-    no_bucket,
-    refuse_redirect,
-    status_of,
-    typed,
-    whole,
-    wrote_nothing,
-)
 from deltachain.threads import Pool
 from deltachain.types import Buffer
 
-PART_NBYTES: Final = 16 << 20
-"""Size of one part, and of the largest object put by one request, in bytes."""
-
-RANGE_NBYTES: Final = 8 << 20
-"""Size of one range, in bytes: a few of them saturate a link, and a cut costs little."""
-
-_THREADS: Final = 16
-"""Concurrent requests of one store, in addition to those of its callers' threads."""
+PART_NBYTES: Final = 16 << 20  # of a part, and of the largest object put by one request
+RANGE_NBYTES: Final = 8 << 20  # of a range: a few saturate a link, and a cut costs little
+_THREADS: Final = 16  # concurrent requests, in addition to those of its callers' threads
 
 _TRANSFER: Final = TransferConfig(
     multipart_threshold=PART_NBYTES, multipart_chunksize=PART_NBYTES, max_concurrency=8
 )
-_PART_ATTEMPTS: Final = 5
-"""Attempts of each part of a large object, by boto3."""
-
-_SMALL: Final = 1 << 20
-"""Largest body that is sent in one socket call, in bytes."""
+_PART_ATTEMPTS: Final = 5  # attempts of each part of a large object, by boto3
+_SMALL: Final = 1 << 20  # largest body that is sent in one socket call, in bytes
 
 _CHUNK_NBYTES: Final = 64 << 10
 _PAUSES: Final = Backoff(0.1, 5.0)
 
-_MAX_PREFIX: Final = 1024 - 1 - MAX_KEY_LENGTH
+_MAX_PREFIX: Final = 1024 - 1 - base.MAX_KEY_LENGTH
 _BUCKET: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9._=+,@~-]+(/[A-Za-z0-9._=+,@~-]+)*")
 
@@ -79,15 +45,13 @@ _T = TypeVar("_T")
 
 
 class _StatusError(Exception):
-    """An HTTP status that the caller handles."""
-
     def __init__(self, status: int) -> None:
         super().__init__(status)
         self.status = status
 
 
-@guarded
-class S3Store(Store):
+@base.guarded
+class S3Store(base.Store):
     """Objects below a prefix of a bucket.
 
     The server lets exactly one concurrent ``put_if_absent`` win (``If-None-Match: *``). A server
@@ -101,18 +65,9 @@ class S3Store(Store):
     A failed large upload is aborted. If the server does not answer the abort either, or its
     response to the start of the upload was lost, the uploaded parts stay, invisible, until a
     lifecycle rule of the bucket removes them.
-
-    Args:
-        bucket: Name of the bucket, which must exist.
-        prefix: Prefix of every key, without leading or trailing slash; may be empty.
-        options: Options of ``open_s3``.
-        conditions_hold: Whether the server is known to heed conditions, as AWS is.
-
-    Raises:
-        ConfigError: The options, the environment or the profile are invalid.
     """
 
-    capabilities: Final = Capabilities(conditional_put=True, list_consistent=True)
+    capabilities: Final = base.Capabilities(conditional_put=True, list_consistent=True)
 
     def __init__(
         self,
@@ -136,13 +91,11 @@ class S3Store(Store):
     @property
     @override
     def url(self) -> str:
-        """URL of the store: ``s3://``, the bucket and the prefix."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
     @override
     def requests(self) -> int:
-        """Number of HTTP requests so far, retries included."""
         return self._calls.requests
 
     @property
@@ -155,16 +108,15 @@ class S3Store(Store):
         return self._calls.now()
 
     @override
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        return self._get(key, limit, self._deadline(check_key(key)))
+    def get(self, key: str, *, limit: int = base.MAX_DOCUMENT) -> bytes:
+        return self._get(key, limit, self._deadline(base.check_key(key)))
 
     @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        """Read a whole object of known size, in concurrent ranges; see ``Store``."""
-        check_range(0, nbytes)
-        deadline = self._deadline(check_key(key), nbytes)
+        base.check_range(0, nbytes)
+        deadline = self._deadline(base.check_key(key), nbytes)
         if nbytes == 0:
-            check_nbytes(key, self.url, expected=0, actual=self._head(key, deadline).nbytes)
+            base.check_nbytes(key, self.url, expected=0, actual=self._head(key, deadline).nbytes)
             return b""
         tries = 0
         while True:
@@ -177,8 +129,8 @@ class S3Store(Store):
 
     @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        check_range(start, length)
-        deadline, stop = self._deadline(check_key(key), length), start + length
+        base.check_range(start, length)
+        deadline, stop = self._deadline(base.check_key(key), length), start + length
         if length == 0:
             total = self._head(key, deadline).nbytes
         else:
@@ -186,30 +138,30 @@ class S3Store(Store):
             if stop <= total:
                 return bytes(data)
         if stop > total:
-            raise too_short(key, self.url, nbytes=total, end=stop)
+            raise base.too_short(key, self.url, nbytes=total, end=stop)
         return b""
 
     @override
     def put(self, key: str, data: Buffer) -> str:
-        view = bytes_view(data)
+        view = base.bytes_view(data)
         client = self._transfers if view.nbytes > PART_NBYTES else self._client
-        deadline = self._deadline(check_key(key), view.nbytes)
+        deadline = self._deadline(base.check_key(key), view.nbytes)
 
         def put() -> None:
-            whole(client.put_object(**self._at(key), Body=_body(view)), "ETag")
+            failures.whole(client.put_object(**self._at(key), Body=_body(view)), "ETag")
 
         def upload() -> None:
             source, moved = _Source(view, deadline), lambda _: deadline.moved()
             try:
                 client.upload_fileobj(source, **self._at(key), Config=_TRANSFER, Callback=moved)
             except Exception as exc:
-                if status_of(exc) != 404 or code_of(exc) == "NoSuchBucket":
+                if failures.status_of(exc) != 404 or failures.code_of(exc) == "NoSuchBucket":
                     raise
                 # Completed by an attempt whose answer was lost, or aborted by another client.
-                raise answered_by("an upload that was cleared away", "") from exc
+                raise failures.answered_by("an upload that was cleared away", "") from exc
             # The library does not look at the last answer, which something else may give.
             if client.head_object(**self._at(key)).get("ContentLength") != view.nbytes:
-                raise answered_by("a success that wrote nothing")
+                raise failures.answered_by("a success that wrote nothing")
 
         self._send(upload if view.nbytes > PART_NBYTES else put, deadline, key)
         return ""
@@ -218,14 +170,10 @@ class S3Store(Store):
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none; see ``Store``.
 
-        An existing object counts as written by this call if it has the same bytes and an earlier
-        attempt of this call got no response.
-
-        Raises:
-            ConfigError: The server ignores the condition.
+        One with the same bytes is this call's own if an earlier attempt got no response.
         """
-        view = bytes_view(data)
-        deadline = self._deadline(check_key(key), view.nbytes)
+        view = base.bytes_view(data)
+        deadline = self._deadline(base.check_key(key), view.nbytes)
         unsure: set[object] = set()
 
         def create() -> None:
@@ -234,7 +182,7 @@ class S3Store(Store):
             try:
                 self._put_absent(key, view)
             except Exception as exc:
-                if wrote_nothing(exc):
+                if failures.wrote_nothing(exc):
                     unsure.discard(attempt)
                 raise
 
@@ -243,51 +191,39 @@ class S3Store(Store):
         except _StatusError as exc:
             self._conditions_hold = True
             if not unsure or not self._holds(key, view, deadline):
-                raise already_exists(key, self.url) from exc
+                raise base.already_exists(key, self.url) from exc
         else:
             if not self._conditions_hold:
                 self._try_condition(key, view, deadline)
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
-        """Look up an object without reading it; see ``Store``.
-
-        Raises:
-            ConfigError: The bucket does not exist.
-        """
-        return self._find(key, self._deadline(check_key(key)))
+    def find(self, key: str) -> base.ObjectInfo | None:
+        return self._find(key, self._deadline(base.check_key(key)))
 
     @override
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        """Look up several objects concurrently; see ``Store``."""
-        wanted = [check_key(key) for key in dict.fromkeys(keys)]
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
+        wanted = [base.check_key(key) for key in dict.fromkeys(keys)]
         with Pool(_THREADS, "deltachain-s3") as pool:
             found = [info for info in pool.map(self.find, wanted) if info is not None]
         return {info.key: info for info in found}
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Iterate over objects whose key begins with ``prefix``, in order; see ``Store``.
-
-        Names in the bucket that are not valid keys are omitted.
-        """
-        return self._list(check_prefix(prefix))
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
+        return self._list(base.check_prefix(prefix))
 
     @override
     def delete(self, key: str) -> None:
-        deadline = self._deadline(check_key(key))
+        deadline = self._deadline(base.check_key(key))
         self._send(lambda: self._client.delete_object(**self._at(key)), deadline, key)
 
     @override
     def close(self) -> None:
-        """Close connections."""
         self._client.close()
         if "_transfers" in vars(self):
             self._transfers.close()
 
     @cached_property
     def _transfers(self) -> Client:
-        """Client that uploads large objects, and repeats requests for their parts."""
         made, _ = make_client(self._options, attempts=_PART_ATTEMPTS)
         self._watch(made)
         return made
@@ -298,7 +234,7 @@ class S3Store(Store):
         def see(*, response_dict: dict[str, Any], **_: object) -> None:
             self._calls.hear(response_dict["headers"].get("date"))
             self._answer.body = response_dict.get("body")
-            refuse_redirect(response_dict)
+            failures.refuse_redirect(response_dict)
 
         client.meta.events.register("before-send.s3", lambda **_: self._calls.count())
         client.meta.events.register("before-parse.s3", see)
@@ -310,12 +246,6 @@ class S3Store(Store):
         return {"Bucket": self._bucket, "Key": f"{self._prefix}{key}"}
 
     def _send(self, call: Callable[[], _T], deadline: Deadline, key: str, *answers: int) -> _T:
-        """Send a request until it is answered, in the time of the deadline.
-
-        Raises:
-            _StatusError: The status is one of ``answers``.
-        """
-
         def attempt() -> _T:
             try:
                 return call()
@@ -325,9 +255,9 @@ class S3Store(Store):
                 body: Any = getattr(self._answer, "body", None)
                 if hasattr(body, "close"):
                     body.close()  # nothing else owns it if the parser failed
-                if status_of(exc) in answers and code_of(exc) != "NoSuchBucket":
-                    raise _StatusError(status_of(exc)) from exc
-                raise typed(exc, key, self.url) from exc
+                if failures.status_of(exc) in answers and failures.code_of(exc) != "NoSuchBucket":
+                    raise _StatusError(failures.status_of(exc)) from exc
+                raise failures.typed(exc, key, self.url) from exc
 
         found = self._calls.repeat(attempt, deadline, key)
         self._exists = True
@@ -337,23 +267,23 @@ class S3Store(Store):
         def get() -> bytes:
             reply = self._client.get_object(**self._at(key))
             with closing(reply["Body"]) as body:
-                whole(reply, "ContentLength", "LastModified")
-                check_limit(key, self.url, nbytes=reply["ContentLength"], limit=limit)
+                failures.whole(reply, "ContentLength", "LastModified")
+                base.check_limit(key, self.url, nbytes=reply["ContentLength"], limit=limit)
                 data: bytes = body.read()
             if reply["ResponseMetadata"]["HTTPStatusCode"] != 200:
-                raise answered_by("a part of an object, where all of it was asked for")
+                raise failures.answered_by("a part of an object, where all of it was asked for")
             return data
 
         try:
             return self._send(get, deadline, key, 404)
         except _StatusError as exc:
-            raise not_found(key, self.url) from exc
+            raise base.not_found(key, self.url) from exc
 
     def _read(self, key: str, nbytes: int, deadline: Deadline) -> memoryview:
         """Read an object in concurrent ranges; raise ``_StatusError`` (412) if it changes."""
         first = min(nbytes, RANGE_NBYTES)
         etag, head, total = self._range(key, (0, first), deadline, most=nbytes)
-        check_nbytes(key, self.url, expected=nbytes, actual=total)
+        base.check_nbytes(key, self.url, expected=nbytes, actual=total)
         if first == nbytes:
             return head
         # Not a bytearray, which is zeroed first. Either every byte is written below, or we raise.
@@ -383,18 +313,10 @@ class S3Store(Store):
         into: memoryview | None = None,
         most: int = 0,
     ) -> tuple[str, memoryview, int]:
-        """Read a range of an object; return its ETag, the bytes, and its size.
+        """Read a range, cut at the object's end; return its ETag, the bytes, and its size.
 
-        Args:
-            key: Key of the object.
-            span: First byte, and the end, exclusive; the bytes end with the object.
-            deadline: Deadline of the call.
-            etag: Content that the object must have, if known.
-            into: Memory for the bytes; by default new memory.
-            most: Size of the object, if known; nothing is read of another one.
-
-        Raises:
-            _StatusError: Status 412: the object has another content than ``etag``.
+        Nothing is read of an object of another size than ``most``; raises ``_StatusError`` (412)
+        for another content than ``etag``.
         """
         pinned = {"IfMatch": etag} if etag else {}
 
@@ -403,7 +325,7 @@ class S3Store(Store):
                 **self._at(key), **pinned, Range=f"bytes={span[0]}-{span[1] - 1}"
             )
             with closing(reply["Body"]) as body:
-                total = _total(whole(reply, "ContentLength", "LastModified"), span)
+                total = _total(failures.whole(reply, "ContentLength", "LastModified"), span)
                 stop = min(span[1], total)
                 view = memoryview(bytearray(stop - span[0])) if into is None else into
                 if most in (0, total):
@@ -414,16 +336,16 @@ class S3Store(Store):
             return self._send(get, deadline, key, 404, 412, 416)
         except _StatusError as exc:
             if exc.status == 404:
-                raise not_found(key, self.url) from exc
+                raise base.not_found(key, self.url) from exc
             if exc.status == 412 or etag:
                 raise _StatusError(412) from exc
         total = self._head(key, deadline).nbytes
-        raise too_short(key, self.url, nbytes=total, end=span[1])
+        raise base.too_short(key, self.url, nbytes=total, end=span[1])
 
-    def _find(self, key: str, deadline: Deadline) -> ObjectInfo | None:
+    def _find(self, key: str, deadline: Deadline) -> base.ObjectInfo | None:
         def head() -> Any:  # noqa: ANN401
             reply = self._client.head_object(**self._at(key))
-            return whole(reply, "ContentLength", "LastModified")
+            return failures.whole(reply, "ContentLength", "LastModified")
 
         try:
             reply = self._send(head, deadline, key, 404)
@@ -431,12 +353,12 @@ class S3Store(Store):
             self._check_exists(deadline)
             return None
         modified = reply["LastModified"].timestamp()
-        return ObjectInfo(key=key, nbytes=reply["ContentLength"], modified=modified)
+        return base.ObjectInfo(key=key, nbytes=reply["ContentLength"], modified=modified)
 
-    def _head(self, key: str, deadline: Deadline) -> ObjectInfo:
+    def _head(self, key: str, deadline: Deadline) -> base.ObjectInfo:
         found = self._find(key, deadline)
         if found is None:
-            raise not_found(key, self.url)
+            raise base.not_found(key, self.url)
         return found
 
     def _check_exists(self, deadline: Deadline) -> None:
@@ -450,12 +372,12 @@ class S3Store(Store):
             )
         except _StatusError as exc:
             if exc.status == 404:
-                raise no_bucket(self.url) from exc
+                raise failures.no_bucket(self.url) from exc
         self._exists = True
 
     def _put_absent(self, key: str, view: memoryview) -> None:
         body = _body(view)
-        whole(self._client.put_object(**self._at(key), Body=body, IfNoneMatch="*"), "ETag")
+        failures.whole(self._client.put_object(**self._at(key), Body=body, IfNoneMatch="*"), "ETag")
 
     def _try_condition(self, key: str, view: memoryview, deadline: Deadline) -> None:
         """Repeat a conditional write that succeeded; refuse a server that accepts it again."""
@@ -477,18 +399,18 @@ class S3Store(Store):
             return False
         return self._get(key, view.nbytes, deadline) == view
 
-    def _list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def _list(self, prefix: str) -> Iterator[base.ObjectInfo]:
         page = {"Bucket": self._bucket, "Prefix": f"{self._prefix}{prefix}"}
-        found: dict[str, ObjectInfo] = {}
+        found: dict[str, base.ObjectInfo] = {}
         while True:
             reply = self._send(
                 lambda: self._client.list_objects_v2(**page), self._deadline(prefix), prefix
             )
             for entry in reply.get("Contents", []):
                 key = entry["Key"].removeprefix(self._prefix)
-                if len(key) <= MAX_KEY_LENGTH and all(map(is_segment, key.split("/"))):
+                if len(key) <= base.MAX_KEY_LENGTH and all(map(base.is_segment, key.split("/"))):
                     modified = entry["LastModified"].timestamp()
-                    found[key] = ObjectInfo(key=key, nbytes=entry["Size"], modified=modified)
+                    found[key] = base.ObjectInfo(key=key, nbytes=entry["Size"], modified=modified)
             if not reply.get("IsTruncated"):
                 break
             page["ContinuationToken"] = reply["NextContinuationToken"]
@@ -497,12 +419,7 @@ class S3Store(Store):
 
 
 class _Source(io.RawIOBase):
-    """A memory view as a file, which ends with the call that it was given to.
-
-    Args:
-        view: Flat bytes.
-        deadline: Time limit of the call; later reads raise, as the bytes may be used again.
-    """
+    """A memory view as a file, which ends with the call that it was given to."""
 
     def __init__(self, view: memoryview, deadline: Deadline) -> None:
         super().__init__()
@@ -542,23 +459,21 @@ def _body(view: memoryview) -> bytes | io.BytesIO:
 
 
 def _fill(view: memoryview, body: Any, deadline: Deadline) -> None:  # noqa: ANN401 - untyped
-    """Fill memory with the bytes of an answer, as they come; raise if there are fewer."""
     at = 0
     while at < len(view):
         nbytes = body.readinto(view[at : at + _CHUNK_NBYTES])
         if not nbytes:
-            raise answered_by("a body that ends early")
+            raise failures.answered_by("a body that ends early")
         deadline.moved()
         at += nbytes
 
 
 def _total(reply: dict[str, Any], span: tuple[int, int]) -> int:
-    """Return the size of the object whose range was asked for; raise if another one came."""
     start, stop = span
     nbytes = int(reply["ContentLength"])
     if reply["ResponseMetadata"]["HTTPStatusCode"] != 206:
         if start:
-            raise answered_by(
+            raise failures.answered_by(
                 "a whole object, where a part of it was asked for",
                 "keep the chain on a server, and behind proxies, that heed Range",
             )
@@ -567,7 +482,7 @@ def _total(reply: dict[str, Any], span: tuple[int, int]) -> int:
     total = int(said.rpartition("/")[2]) if said.rpartition("/")[2].isdigit() else 0
     last = min(stop, total) - 1
     if said != f"bytes {start}-{last}/{total}" or nbytes != last + 1 - start:
-        raise answered_by(
+        raise failures.answered_by(
             f"{nbytes} bytes of the range {said[:60]!r}, where bytes {start} to {stop - 1} were "
             "asked for",
             "a proxy or a cache on the way mixes ranges up: let it leave these answers alone",

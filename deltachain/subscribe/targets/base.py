@@ -17,26 +17,14 @@ from deltachain.types import StateDigest, TensorSpec, Version
 
 
 class HeldVersion(Struct, frozen=True, kw_only=True):
-    """The version that a target holds.
-
-    Attributes:
-        chain: Id of the chain.
-        version: Number of the version.
-        epoch: Epoch of the version's manifest.
-        manifest: blake3 of the manifest's exact bytes.
-        state: State digest of the version.
-    """
-
     chain: str
     version: int
     epoch: int
-    manifest: str
+    manifest: str  # blake3 of the manifest's exact bytes
     state: str
 
 
 class Prepared(Protocol):
-    """A staged apply of a target, kept for the swap, and afterwards to undo it."""
-
     @property
     def nnz(self) -> int:
         """Number of elements to write."""
@@ -126,8 +114,6 @@ class Target(Protocol):
 
 
 class StagedWrite(Protocol):
-    """Staged bits of one tensor or of many, and where they go."""
-
     @property
     def names(self) -> Sequence[str]:
         """Names of the tensors, at least one."""
@@ -144,11 +130,7 @@ class StagedWrite(Protocol):
         """Write into live bits; after an interruption, ``undo().run()`` restores them."""
 
     def undo(self) -> StagedWrite:
-        """Return the write that undoes this one.
-
-        Raises:
-            ValueError: The old bits were not kept.
-        """
+        """Return the write that undoes this one."""
 
     def without_old(self) -> StagedWrite:
         """Return the same write, which cannot be undone; before it is run only."""
@@ -156,8 +138,6 @@ class StagedWrite(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Write(StagedWrite):
-    """A patch, and all places to write it to."""
-
     patch: Patch
     places: Sequence[LiveElements]
 
@@ -191,20 +171,7 @@ class Write(StagedWrite):
 
 
 def write_all(writes: Iterable[StagedWrite], version: Version) -> list[StagedWrite]:
-    """Write patches into live bits; if one fails, undo all that were begun.
-
-    Args:
-        writes: Writes, consumed once; one that is computed on demand must be of another tensor than
-            all before it.
-        version: Version to write, for error messages.
-
-    Returns:
-        The completed writes, for :func:`take_back`.
-
-    Raises:
-        PartialApplyError: A write failed, and the old bits are restored.
-        PoisonedError: A write failed, and the undo failed as well.
-    """
+    """Write patches, computed on demand; if one fails, undo all. Returns the writes."""
     begun: list[StagedWrite] = []
     try:
         for write in writes:

@@ -21,40 +21,15 @@ from typing import Final, TypeAlias
 import numpy as np
 from typing_extensions import override
 
+from deltachain import checkpoint as checkpoints
+from deltachain import errors
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import chain_around
-from deltachain.checkpoint import (
-    ADAPTER_CONFIG,
-    ADAPTER_FILE,
-    HELD_FILE,
-    WEIGHTS_FILE,
-    Checkpoint,
-    allocate,
-    creating,
-    is_asset,
-    remove_partials,
-    sync,
-    sync_folder,
-    weights_file,
-    write_atomic,
-)
 from deltachain.codec import Change, Part, encode_part
 from deltachain.config_fields import LIBRARY, differing_fields, fields
 from deltachain.delta import ABSOLUTE, TensorDelta
-from deltachain.errors import (
-    ApplyError,
-    ChainMismatchError,
-    ConfigError,
-    DeltaChainError,
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    PartialApplyError,
-    PoisonedError,
-    TensorMismatchError,
-)
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import object_digest
@@ -72,8 +47,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 
 FOLDER: Final = ".deltachain-journal"
 SEAL: Final = "seal.json"
-PART_NBYTES: Final = 256 << 20
-"""Bytes of patches in one part, which bounds the memory used to write the journal."""
+PART_NBYTES: Final = 256 << 20  # bounds the memory used to write the journal
 
 
 class Seal(Document, frozen=True, kw_only=True):
@@ -84,19 +58,16 @@ class Seal(Document, frozen=True, kw_only=True):
 
 
 class Journal:
-    """New bits on their way into a checkpoint folder."""
-
     def __init__(self, folder: Path) -> None:
         self._folder = folder / FOLDER
 
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> Seal:
-        """Write patches durably, and seal them; from then on they will be applied."""
         self.clear()
         self._folder.mkdir()
         refs = [self._put(number, group) for number, group in enumerate(_groups(patches))]
         seal = Seal(held=held, parts=tuple(refs))
-        write_atomic(self._folder / SEAL, dump(seal))
-        sync_folder(self._folder.parent)
+        checkpoints.write_atomic(self._folder / SEAL, dump(seal))
+        checkpoints.sync_folder(self._folder.parent)
         return seal
 
     def pending(self) -> Seal | None:
@@ -107,17 +78,15 @@ class Journal:
         return parse(file.read_bytes(), Seal, key=str(file))
 
     def read(self, seal: Seal) -> Iterator[TensorDelta]:
-        """Yield the journal's tensors, verified."""
         for ref in seal.parts:
             data = (self._folder / ref.key).read_bytes()
             actual = object_digest(data)
             if actual != ref.blake3:
                 key = str(self._folder / ref.key)
-                raise DigestMismatchError(key, expected=ref.blake3, actual=actual, key=key)
+                raise errors.DigestMismatchError(key, expected=ref.blake3, actual=actual, key=key)
             yield from Part.from_bytes(data, key=ref.key)
 
     def clear(self) -> None:
-        """Remove the journal, and nothing that a planted link leads to."""
         if self._folder.is_symlink():
             self._folder.unlink()
         (self._folder / SEAL).unlink(missing_ok=True)
@@ -126,7 +95,7 @@ class Journal:
     def _put(self, number: int, group: list[Patch]) -> ObjectRef:
         part = encode_part(Change(_absolute(patch), StateDigest()) for patch in group)
         name = f"{number:05d}.safetensors"
-        write_atomic(self._folder / name, part.content)
+        checkpoints.write_atomic(self._folder / name, part.content)
         return ObjectRef(
             key=name, nbytes=len(part.content), blake3=part.digest, directory=part.directory
         )
@@ -146,7 +115,6 @@ def _groups(patches: Iterable[Patch]) -> Iterator[list[Patch]]:
 
 
 def _absolute(patch: Patch) -> TensorDelta:
-    """Return the patch's new bits as a delta that needs no base."""
     new = np.asarray(patch.new)
     if patch.indices is None:
         return TensorDelta.dense(patch.spec, new)
@@ -154,12 +122,10 @@ def _absolute(patch: Patch) -> TensorDelta:
     return TensorDelta(spec=patch.spec, indices=indices, values=new, absolute=ABSOLUTE)
 
 
-Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]
-"""Inode, size in bytes and time of change in nanoseconds, by file."""
+Stamps: TypeAlias = Mapping[Path, tuple[int, int, int]]  # inode, bytes, ns
 
 
 def stamps_of(files: Iterable[Path]) -> Stamps:
-    """Return the stamps of files that exist."""
     stamps = {}
     for file in files:
         with suppress(FileNotFoundError):
@@ -177,8 +143,6 @@ LOCK_FILE: Final = ".deltachain-lock"
 
 
 class FolderLock:
-    """Lock of one folder, which is created with it, for the lifetime of this object."""
-
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / LOCK_FILE
         self._descriptor = -1
@@ -186,7 +150,6 @@ class FolderLock:
         self._made = False
 
     def take(self) -> None:
-        """Lock the folder, also anew after it or its lock file was removed; idempotent."""
         self._refuse_file()
         while not self._is_held():
             self._try()
@@ -213,9 +176,8 @@ class FolderLock:
         folder = self._folder
         nearest = next((one for one in (folder, *folder.parents) if one.exists()), None)
         if nearest is not None and not nearest.is_dir():
-            raise ConfigError(
-                f"{nearest} is not a folder",
-                hint="name a new folder, or one that this chain fills",
+            raise errors.ConfigError(
+                f"{nearest} is not a folder", hint="name a new folder, or one that this chain fills"
             )
 
     def _try(self) -> None:
@@ -226,7 +188,7 @@ class FolderLock:
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._file
         if file.is_symlink() or (file.exists() and not file.is_file()):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{file} is a link or a device, not a file",
                 hint="see who writes to this folder, and remove it",
             )
@@ -237,7 +199,7 @@ class FolderLock:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as exc:
             self._unlock()
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"another process writes to {self._folder}",
                 hint="give every follower a folder of its own",
             ) from exc
@@ -275,27 +237,25 @@ class FolderTarget(PatchedTarget):
         self._specs, self._aliases, self._live = specs, aliases, {}
         with explained(self.folder):
             self._lock.take()
-            remove_partials(self.folder, ".*.safetensors.*", f".{HELD_FILE}.*")
+            checkpoints.remove_partials(
+                self.folder, ".*.safetensors.*", f".{checkpoints.HELD_FILE}.*"
+            )
             self._map()
             self._recover()
             self._stamps = self._stamped()
 
     def close(self) -> None:
-        """Release the folder for other processes; closing twice is allowed.
-
-        A folder that was never filled is left in its original state.
-        """
+        """Release the folder; one that was never filled is left in its original state."""
         self._lock.release()
 
     def held(self) -> HeldVersion | None:
-        """Return the version of the last complete swap, by any process."""
-        file = self.folder / HELD_FILE
+        file = self.folder / checkpoints.HELD_FILE
         with explained(self.folder):
             if not self._live or not file.is_file():
                 return None
             try:
                 return parse(file.read_bytes(), HeldFile, key=str(file)).held
-            except FormatError:  # a damaged or foreign file: the state digest decides
+            except errors.FormatError:  # a damaged or foreign file: the state digest decides
                 return None
 
     def state(self) -> StateDigest | None:
@@ -337,7 +297,6 @@ class FolderTarget(PatchedTarget):
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
-        """Stage a plan, and fail early if the disk is too small; see :class:`Target`."""
         if base is None:
             with explained(self.folder):
                 self._map_if_altered()
@@ -376,9 +335,9 @@ class FolderTarget(PatchedTarget):
             seal = self._journal.write(patches, held)
             before = self._stamped()
             self._refuse_altered(held)
-        except (OSError, FormatError, ConfigError) as exc:
+        except (OSError, errors.FormatError, errors.ConfigError) as exc:
             self._journal.clear()
-            raise PartialApplyError(
+            raise errors.PartialApplyError(
                 f"{self.folder}: version {held.version} could not be written down, "
                 f"the weights are as they were: {exc}",
                 version=held.version,
@@ -388,14 +347,13 @@ class FolderTarget(PatchedTarget):
         try:
             self._replay(seal)
             self._wrote(before)
-        except (OSError, FormatError) as exc:
+        except (OSError, errors.FormatError) as exc:
             raise _stopped(self.folder, exc) from exc
 
     def _refuse_altered(self, held: HeldVersion) -> None:
-        """Raise if another process changed the files since the last look."""
         if self._map_if_altered():
             self._journal.clear()
-            raise PoisonedError(
+            raise errors.PoisonedError(
                 f"{self.folder}: another process changed its weights files while version "
                 f"{held.version} was staged; nothing was written",
                 version=held.version,
@@ -403,17 +361,19 @@ class FolderTarget(PatchedTarget):
 
     def _create(self, patches: Iterable[Patch], held: HeldVersion) -> Stamps:
         """Create the weights file of a folder without one, with one patch in memory at a time."""
-        file = weights_file(self._specs, self.assets)
+        file = checkpoints.weights_file(self._specs, self.assets)
         absent = set(self._specs)
-        with creating(self.folder / file) as partial:
-            allocate(partial, self._specs.values())
-            checkpoint = Checkpoint(partial)
+        with checkpoints.creating(self.folder / file) as partial:
+            checkpoints.allocate(partial, self._specs.values())
+            checkpoint = checkpoints.Checkpoint(partial)
             for patch in patches:
                 for place in self._places(checkpoint, patch.spec, [patch.spec.name]):
                     write(place, patch)
                 absent.discard(patch.spec.name)
             if absent:
-                raise ConfigError(f"{self.folder} has no weights, nor has the plan {min(absent)!r}")
+                raise errors.ConfigError(
+                    f"{self.folder} has no weights, nor has the plan {min(absent)!r}"
+                )
             # Before the weights appear: without them it has no effect.
             self._remember(held.chain, held)
             made = stamps_of([partial])[partial]
@@ -421,12 +381,11 @@ class FolderTarget(PatchedTarget):
         return {self.folder / file: made}
 
     def _recover(self) -> None:
-        """Finish an interrupted swap; remove an incomplete journal."""
         try:
             seal = self._journal.pending()
             if seal is not None:
                 self._replay(seal)
-        except (FormatError, FileNotFoundError) as exc:
+        except (errors.FormatError, FileNotFoundError) as exc:
             logger.warning("%s: an interrupted swap cannot be finished: %s", self.folder, exc)
         except OSError as exc:
             raise _stopped(self.folder, exc) from exc
@@ -437,22 +396,24 @@ class FolderTarget(PatchedTarget):
         self._remember(seal.held.chain, None)
         for delta in self._journal.read(seal):
             if self._specs.get(delta.spec.name) != delta.spec:
-                raise MalformedError(f"{self.folder}: its journal is of another model")
+                raise errors.MalformedError(f"{self.folder}: its journal is of another model")
             patch = self.prepare(delta)
             for place in self._live.get(delta.spec.name, ()):
                 write(place, patch)
         for file in self._files():
-            sync(file)
+            checkpoints.sync(file)
         self._remember(seal.held.chain, seal.held)
         self._journal.clear()
 
     def _remember(self, chain: str, held: HeldVersion | None) -> None:
-        write_atomic(self.folder / HELD_FILE, dump(HeldFile(chain=chain, held=held)))
+        checkpoints.write_atomic(
+            self.folder / checkpoints.HELD_FILE, dump(HeldFile(chain=chain, held=held))
+        )
 
     def _is_alone(self) -> bool:
         """Return whether all weights are in the one file that this target made."""
-        made = self.folder / weights_file(self._specs)
-        is_ours = (self.folder / HELD_FILE).exists()
+        made = self.folder / checkpoints.weights_file(self._specs)
+        is_ours = (self.folder / checkpoints.HELD_FILE).exists()
         return is_ours and list(self.folder.glob("*.safetensors")) == [made]
 
     def _files(self) -> list[Path]:
@@ -464,8 +425,8 @@ class FolderTarget(PatchedTarget):
             self._live = {}
             return
         try:
-            checkpoint = Checkpoint(self.folder)
-        except FormatError as exc:
+            checkpoint = checkpoints.Checkpoint(self.folder)
+        except errors.FormatError as exc:
             if not self._is_alone():
                 raise
             logger.warning("%s: its weights are written anew, since %s", self.folder, exc)
@@ -482,10 +443,12 @@ class FolderTarget(PatchedTarget):
         self._live = live
 
     def _places(
-        self, checkpoint: Checkpoint, spec: TensorSpec, names: list[str]
+        self, checkpoint: checkpoints.Checkpoint, spec: TensorSpec, names: list[str]
     ) -> Iterator[FileBits]:
         if not names:
-            raise TensorMismatchError(f"{self.folder} has no {spec.name!r}", tensor=spec.name)
+            raise errors.TensorMismatchError(
+                f"{self.folder} has no {spec.name!r}", tensor=spec.name
+            )
         for name in names:
             check_spec(name, checkpoint.specs[name], self.folder, spec)
             yield FileBits(*checkpoint.place(name), spec)
@@ -501,14 +464,10 @@ def _is_shared(file: Path) -> bool:
 
 
 def _unshare(file: Path) -> None:
-    """Copy a file that has other names, so that a swap changes this folder alone.
-
-    Backups by hard links (``cp -al``, ``rsync --link-dest``) and caches by symbolic links share
-    their files with the folder.
-    """
+    """Copy a file that backups by hard links (``cp -al``) or caches by symbolic links share."""
     if _is_shared(file):
         check_room(file.parent, file.stat().st_size)
-        with creating(file) as copy:
+        with checkpoints.creating(file) as copy:
             shutil.copyfile(file, copy)
             shutil.copymode(file, copy)
 
@@ -518,35 +477,32 @@ def explained(folder: Path) -> Iterator[None]:
     """Convert errors of the operating system to an ``ApplyError``: followers try again on it."""
     try:
         yield
-    except DeltaChainError:  # some of its subclasses are OSErrors too
+    except errors.DeltaChainError:  # some of its subclasses are OSErrors too
         raise
     except OSError as exc:
         message = f"{exc.filename or folder}: {exc.strerror or exc}"
-        raise ApplyError(message, hint=hint_for(exc, folder)) from exc
+        raise errors.ApplyError(message, hint=hint_for(exc, folder)) from exc
 
 
-def _stopped(folder: Path, cause: Exception) -> PoisonedError:
-    return PoisonedError(
+def _stopped(folder: Path, cause: Exception) -> errors.PoisonedError:
+    return errors.PoisonedError(
         f"{folder}: writing stopped in the middle: {cause}",
         hint="open the folder again: its journal finishes the swap",
     )
 
 
 class OwnFolder(FolderTarget):
-    """A checkpoint folder that only its own chain may write to."""
-
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
-        """Match tensors by name in a folder filled by a chain; refuse others."""
         with explained(self.folder):
             within = chain_around(self.folder)
             if within is not None:
-                raise ConfigError(
+                raise errors.ConfigError(
                     f"{within} has a chain, which only its publisher may write to",
                     hint="name a folder beside the chain",
                 )
             weights = [file.name for file in self.folder.glob("*.safetensors")]
-            if weights and not (self.folder / HELD_FILE).is_file():
-                raise ConfigError(
+            if weights and not (self.folder / checkpoints.HELD_FILE).is_file():
+                raise errors.ConfigError(
                     f"{self.folder} has weights that are not from a chain ({min(weights)})",
                     hint="they may be the only copy; give a folder that is empty or not there yet",
                 )
@@ -558,14 +514,13 @@ class OwnFolder(FolderTarget):
         super().write(patches, held)
 
     def refuse_other(self, chain: str) -> None:
-        """Refuse a chain if the folder is another chain's."""
-        file = self.folder / HELD_FILE
+        file = self.folder / checkpoints.HELD_FILE
         with explained(self.folder):
             if not file.is_file():
                 return
             remembered = parse(file.read_bytes(), HeldFile, key=str(file))
         if remembered.chain != chain:
-            raise ChainMismatchError(
+            raise errors.ChainMismatchError(
                 f"{self.folder} holds a version of chain {remembered.chain}, "
                 f"the chain at this URL is {chain}",
                 hint="give another folder",
@@ -578,30 +533,24 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
     Existing files are left alone, since a user may have edited them; a warning names files whose
     content differs. The configuration of an adapter is written beside one only: loaders that see it
     load the base it names instead of the weights.
-
-    Args:
-        chain: The chain.
-        folder: Folder to write to.
-        trusted: Whether the assets may refer to remote code.
-
-    Raises:
-        ApplyError: The folder cannot be written now.
     """
     written, kept = [], list[str]()
     refused = _refused(chain, folder)
     for name, data in chain.assets():
         file = folder / name
-        if not is_asset(name) or name.lower() in refused:
+        if not checkpoints.is_asset(name) or name.lower() in refused:
             continue
         with explained(folder):
-            if _is_elsewhere(file, folder):
+            if file.parent != folder and file.parent.is_symlink():
                 continue
             if file.exists():
                 kept += _difference(name, file, data)
                 continue
             asset = without_remote_code(name, data, trusted=trusted, where=chain.store.url)
             if asset is not None:
-                _write(file, asset, folder)
+                if file.parent != folder:
+                    file.parent.mkdir(exist_ok=True)
+                checkpoints.write_atomic(file, asset)
                 written.append(name)
     if kept:
         _say_kept(folder, ", ".join(sorted(kept)))
@@ -609,24 +558,22 @@ def write_assets(chain: Chain, folder: Path, *, trusted: bool = False) -> list[s
 
 
 def _refused(chain: Chain, folder: Path) -> set[str]:
-    """Return the names that loaders of the folder must not find."""
     paths = asset_paths(chain.identity)
-    if weights_file((name for name, *_ in chain.table.tensors), paths) != ADAPTER_FILE:
-        return {ADAPTER_CONFIG}
-    if ADAPTER_CONFIG in paths and (folder / WEIGHTS_FILE).is_file():  # of an earlier release
+    if (
+        checkpoints.weights_file((name for name, *_ in chain.table.tensors), paths)
+        != checkpoints.ADAPTER_FILE
+    ):
+        return {checkpoints.ADAPTER_CONFIG}
+    if (
+        checkpoints.ADAPTER_CONFIG in paths and (folder / checkpoints.WEIGHTS_FILE).is_file()
+    ):  # of an earlier release
         logger.warning(
             "%s: %s holds the adapter, and PEFT does not read that name: pull into a new folder",
             folder,
-            WEIGHTS_FILE,
+            checkpoints.WEIGHTS_FILE,
         )
-        return {ADAPTER_CONFIG}
+        return {checkpoints.ADAPTER_CONFIG}
     return set()
-
-
-def _write(file: Path, data: bytes, folder: Path) -> None:
-    if file.parent != folder:
-        file.parent.mkdir(exist_ok=True)
-    write_atomic(file, data)
 
 
 def _difference(name: str, file: Path, data: bytes) -> list[str]:
@@ -654,7 +601,3 @@ def _say_kept(folder: Path, names: str) -> None:
         folder,
         names,
     )
-
-
-def _is_elsewhere(file: Path, folder: Path) -> bool:
-    return file.parent != folder and file.parent.is_symlink()

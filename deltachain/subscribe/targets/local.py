@@ -24,8 +24,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 
 _T = TypeVar("_T")
 
-SMALL: Final = 1 << 18
-"""Elements below which the calling thread stages a tensor itself."""
+SMALL: Final = 1 << 18  # elements below which the calling thread stages a tensor itself
 
 _DAMAGED: Final = (
     "an object of the version is damaged: deltachain verify tells which; put it back from a backup"
@@ -34,19 +33,11 @@ _DAMAGED: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches(Prepared):
-    """Patches of one apply, whose result is proven.
-
-    Attributes:
-        patches: Patches within the budget.
-        deferred: Tensors beyond the budget, decoded again from ``fetched`` while they are written.
-        base_too: Whether the overwritten bits are proven as well.
-    """
-
     patches: tuple[Patch, ...]
-    deferred: tuple[str, ...]
+    deferred: tuple[str, ...]  # tensors beyond the budget, decoded again while they are written
     fetched: Fetched | None
     nnz: int
-    base_too: bool
+    base_too: bool  # whether the overwritten bits are proven as well
 
     @property
     @override
@@ -60,7 +51,6 @@ class Patches(Prepared):
 
     @override
     def undo(self) -> Patches:
-        """Return the patches that undo these."""
         if self.deferred:
             raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
         undone = tuple(patch.undo() for patch in self.patches)
@@ -68,8 +58,6 @@ class Patches(Prepared):
 
 
 class PatchedTarget(Target, ABC):
-    """A target whose bits this process can read and write, tensor by tensor."""
-
     @abstractmethod
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
         """Compute the patch of a delta, which it may write into, from live bits; thread-safe.
@@ -157,10 +145,7 @@ def decodes_once(target: Target, specs: Iterable[TensorSpec], budget: int) -> bo
 
 
 def _suspect(fetched: Fetched, patches: list[Patch]) -> Cause:
-    """Name tensors whose change differs from that of their rows, if that can be determined.
-
-    If the changes of all elements are those of the rows, the target had the base bits of all.
-    """
+    """Name tensors whose change differs from that of their rows, if that can be determined."""
     rows = Counter(row.name for part in fetched.parts for row in part.directory.tensors)
     changes = {
         patch.spec.name: patch.written if patch.indices is None else patch.change

@@ -23,8 +23,7 @@ from deltachain.kernels.reference import WindowPlace
 from deltachain.subscribe.proof import Effect
 from deltachain.types import StateDigest, TensorSpec
 
-HOST_BLOCK: Final = 1 << 17
-"""Elements of a block on the host: twice as many took four times as long."""
+HOST_BLOCK: Final = 1 << 17  # elements; twice as many took four times as long
 
 DEVICE_BLOCK: Final = 1 << 23
 """Elements of a block on a device: enough for its memory bandwidth, at most 128 MiB of copies."""
@@ -47,9 +46,6 @@ class Exchange:
     second exchange restores them. An exception at any point, also between two copies of a block,
     loses no bit: :meth:`run` continues or reverts from there. Compiled code on the host exchanges a
     tensor in one call, in which no exception is raised.
-
-    Args:
-        staged: ``(n,)`` bits in memory of their own, which this exchange writes into.
     """
 
     def __init__(self, staged: LiveBits) -> None:
@@ -83,7 +79,6 @@ class Exchange:
             self._block = None
 
     def _next(self, live: Any, at: int, end: int) -> _Block:  # noqa: ANN401
-        """Copy both versions of the next block on the way to ``end``."""
         copy = kernels_for(live).copy
         size = HOST_BLOCK if isinstance(live, np.ndarray) else DEVICE_BLOCK
         start, stop = (at, min(at + size, end)) if at < end else (max(at - size, end), at)
@@ -129,12 +124,7 @@ class LiveElements(Protocol):
         """
 
     def take(self, full: LiveBits, start: int = 0) -> LiveBits:
-        """Return the ``n`` elements of flat bits on this device, in the view's shape.
-
-        Args:
-            full: Bits of consecutive elements of the tensor, these among them.
-            start: Flat index of the first of them.
-        """
+        """Return the ``n`` elements of flat bits on this device, in the view's shape."""
 
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
         """Return the state digest that the elements would have with these bits, in view shape."""
@@ -142,13 +132,9 @@ class LiveElements(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WholeTensor(LiveElements):
-    """All elements of a tensor, in order.
+    """All elements of a tensor, in order."""
 
-    Attributes:
-        bits: ``(numel,)`` live bits.
-    """
-
-    bits: LiveBits
+    bits: LiveBits  # (numel,) live bits
 
     @property
     @override
@@ -179,7 +165,6 @@ class WholeTensor(LiveElements):
 
 
 def state_of(spec: TensorSpec, live: LiveElements) -> StateDigest:
-    """Return the state digest of live elements of a tensor."""
     return live.digest(digest_key(spec), live.view)
 
 
@@ -193,48 +178,32 @@ def sum_states(states: Iterable[StateDigest | None]) -> StateDigest | None:
     return total
 
 
-PEEK: Final = 4096
-"""Number of elements to compare first in the search for two that differ; nearly always enough."""
+PEEK: Final = 4096  # elements that are first searched for two that differ; nearly always enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Patch:
-    """New and old bits of the changed elements of one tensor.
-
-    Attributes:
-        spec: Spec of the tensor.
-        indices: ``(nnz,)`` int64 positions in the live storage, in any order, which for a whole
-            tensor are its flat indices; ``None`` if every element of the view is written.
-        old: Bits before, to undo the write; ``None`` if they are not kept, or with ``exchange``.
-        new: Bits after; with ``exchange``, the bits before once the patch is written.
-        change: Change of the state digest; zero if that of the old bits was not computed.
-        written: State digest of the new bits if every element is written; zero otherwise.
-        exchange: Exchange of the new bits with the old ones, which needs no copy of these.
-        back: Whether the patch takes the exchange back.
-    """
-
     spec: TensorSpec
+    # (nnz,) int64 positions in the live storage, in any order, which for a whole tensor are its
+    # flat indices; None if every element of the view is written.
     indices: LiveBits | None
-    old: LiveBits | None
-    new: LiveBits
-    change: StateDigest
-    written: StateDigest = field(default_factory=StateDigest)
-    exchange: Exchange | None = None
-    back: bool = False
+    old: LiveBits | None  # bits before; None if they are not kept, or with exchange
+    new: LiveBits  # bits after; with exchange, the bits before once the patch is written
+    change: StateDigest  # change of the state digest; zero if that of the old bits was not computed
+    written: StateDigest = field(default_factory=StateDigest)  # of the new bits if they are all
+    exchange: Exchange | None = None  # of new bits with old ones, which needs no copy of these
+    back: bool = False  # whether the patch takes the exchange back
 
     @property
     def can_undo(self) -> bool:
-        """Whether the old bits are kept, or will be."""
         return self.old is not None or self.exchange is not None
 
     @property
     def nnz(self) -> int:
-        """Number of elements written."""
         return int(np.prod(self.new.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the arrays."""
         arrays = (self.indices, self.old, self.new)
         return sum(int(array.nbytes) for array in arrays if array is not None)
 
@@ -246,15 +215,9 @@ class Patch:
 
     @property
     def effect(self) -> Effect:
-        """Effect of the write on the state digest."""
         return Effect(self.change, self.written, self.nnz)
 
     def undo(self) -> Patch:
-        """Return the patch that undoes this one.
-
-        Raises:
-            ValueError: The old bits were not kept.
-        """
         change = StateDigest() - self.change
         if self.exchange is not None:
             return replace(self, change=change, written=StateDigest(), back=not self.back)
@@ -311,16 +274,6 @@ def prepare_steps(live: LiveElements, reader: TensorReader) -> Patch:
     """Compute a patch straight from the streams of a tensor; nothing is written.
 
     Equals :func:`prepare` of the decoded delta, in one pass over the changes.
-
-    Args:
-        live: Live elements on the host.
-        reader: Reader of all segments with elements that are in ``live``, in an encoding that
-            ``stages``, with the bits before the change if it needs them.
-
-    Raises:
-        DigestMismatchError: A frame differs from its digest in the directory.
-        MalformedError: The streams contradict the directory, or the bits before.
-        OldBitsError: The encoding needs other bits before the change than those at hand.
     """
     storage: Any = live.storage
     encoding = ENCODINGS.get(reader.row.encoding)
@@ -358,7 +311,6 @@ def varied(bits: LiveBits) -> bool:
 
 
 def warm_up(specs: Iterable[TensorSpec]) -> None:
-    """Compile the host kernels for the widths of some tensors, ahead of the first pause."""
     for dtype in {spec.dtype for spec in specs}:
         spec = TensorSpec("", dtype, (2,))
         bits = np.zeros(2, spec.bits_dtype)

@@ -20,12 +20,7 @@ from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
 from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    BaseMismatchError,
-    ConfigError,
-    PartialApplyError,
-    TensorMismatchError,
-)
+from deltachain.errors import BaseMismatchError, ConfigError, PartialApplyError, TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
@@ -46,11 +41,7 @@ _NAMES: Final = frozenset(
 
 
 def say_other_config(module: nn.Module, chain: Chain) -> None:
-    """Warn if a module of transformers has another configuration than the chain.
-
-    Its tensors may fit all the same: activations, epsilons and numbers of heads leave no trace in
-    names and shapes.
-    """
+    """Warn if a module has another configuration than the chain, which no name or shape tells."""
     config = getattr(unwrapped(module), "config", None)
     ref = next((one for one in chain.identity.assets if asset_path(one) == _CONFIG), None)
     if ref is None or not (mine := settings_of(config)):
@@ -66,7 +57,6 @@ def say_other_config(module: nn.Module, chain: Chain) -> None:
 
 
 def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Describe the fields in which two configurations differ; a null is an absent field."""
     own, other = _deciding(mine), _deciding(theirs)
     return [
         f"{name} is {reprlib.repr(own.get(name))}, there {reprlib.repr(other.get(name))}"
@@ -76,7 +66,6 @@ def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
 
 
 def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields, at any depth, on which the outputs depend."""
     return {
         name: _deciding(value) if isinstance(value, dict) else value
         for name, value in config.items()
@@ -88,10 +77,7 @@ def _deciding(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _completed(config: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - of transformers
-    """Return the chain's configuration with the defaults of the module's class.
-
-    Without them if the class does not read it; then of the fields that the file has.
-    """
+    """Return the chain's configuration with the defaults of the module's class, if it reads it."""
     plain = fields(data)
     if not isinstance(plain, dict):
         return settings_of(config)
@@ -104,17 +90,10 @@ def _completed(config: Any, data: bytes) -> dict[str, Any]:  # noqa: ANN401 - of
 
 
 class TensorTarget(PatchedTarget):
-    """Tensors by checkpoint name, on the host or on devices, written in place.
+    """Tensors by checkpoint name, or a module, on the host or on devices, written in place.
 
     Tied weights may be one tensor or several; each place is written once. Tensors that were
-    replaced, cast or moved since are bound anew. While they are bound, torch cannot resize the
-    storage of those on the host.
-
-    Args:
-        tensors: Contiguous tensors, or a module.
-
-    Attributes:
-        source: These tensors, or the module.
+    replaced, cast or moved are bound anew. Bound ones on the host cannot be resized.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor] | nn.Module) -> None:
@@ -153,7 +132,6 @@ class TensorTarget(PatchedTarget):
         pass
 
     def _current(self) -> dict[str, Tensor]:
-        """Return the present tensors: casting or loading a module may have replaced them."""
         if isinstance(self.source, nn.Module):
             return dict(named_tensors(self.source))
         for name, tensor in self.source.items():
@@ -165,7 +143,6 @@ class TensorTarget(PatchedTarget):
         return dict(self.source)
 
     def _has_moved(self) -> bool:
-        """Return whether the bound tensors were replaced; if so, bind the present ones."""
         if not self.is_altered():
             return False
         self._tensors = self._current()
@@ -238,12 +215,10 @@ class TensorTarget(PatchedTarget):
         for (device, _, stop, one), (near, start, _, other) in pairwise(ranges):
             if device == near and start < stop:
                 raise TensorMismatchError(
-                    f"{one!r} and {other!r} are tied in the target, not in the chain",
-                    tensor=other,
+                    f"{one!r} and {other!r} are tied in the target, not in the chain", tensor=other
                 )
 
     def _places(self, spec: TensorSpec, names: list[str]) -> list[WholeTensor]:
-        """Return every distinct piece of memory with a tensor."""
         known = {n: _form(self._tensors[n]).address for n in reversed(names) if n in self._tensors}
         found = {address: name for name, address in known.items()}
         if not found:
@@ -283,7 +258,6 @@ def _form(tensor: Tensor) -> _Form:
 
 
 def _flat(tensor: Tensor, name: str, spec: TensorSpec) -> WholeTensor:
-    """Return the flat live bits of a tensor, after a check against its spec."""
     found = WIRE_NAMES.get(tensor.dtype, str(tensor.dtype)), tuple(tensor.shape)
     hint = "load the target in the dtype of the chain (`deltachain log URL` shows it)"
     check_spec(name, found, "the target", spec, hint=hint)

@@ -167,7 +167,7 @@ def test_a_version_a_line_while_following(pushed: Pushed, tmp_path: Path) -> Non
 
 @contextmanager
 def following(url: Path, out: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "deltachain.cli", "follow", str(url), "--out", str(out)]
+    command = [sys.executable, "-m", "deltachain", "follow", str(url), "--out", str(out)]
     process = subprocess.Popen(
         [*command, "--poll", "0.1", "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

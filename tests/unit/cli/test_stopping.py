@@ -83,7 +83,7 @@ def test_a_dashboard_that_does_not_serve_yet_ends_too(
 IN_A_WAIT = """
 import signal
 from threading import Event
-from deltachain.cli.stopping import stopping
+from deltachain.cli.serving import stopping
 stop, woken = Event(), Event()
 with stopping(stop, woken.set) as by:
     with stop._cond:  # as Event.wait has it for a moment, between two bytecodes

@@ -119,7 +119,7 @@ def test_a_file_that_is_not_there_has_a_hint(tmp_path: Path) -> None:
 
 
 def test_a_follower_that_ends_before_there_is_a_chain_holds_no_version(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "deltachain.cli", "follow", str(tmp_path / "chain")]
+    command = [sys.executable, "-m", "deltachain", "follow", str(tmp_path / "chain")]
     process = subprocess.Popen(
         [*command, "--out", str(tmp_path / "out"), "--poll", "0.1"],
         stderr=subprocess.PIPE,

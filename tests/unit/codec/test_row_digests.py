@@ -28,7 +28,7 @@ from deltachain.kernels import host
 from deltachain.kernels.protocol import digest_change
 from deltachain.replica.unused_state import UnusedState
 from deltachain.types import Bits, StateDigest, TensorSpec
-from deltachain.verify.walk import Weights
+from deltachain.verify import Weights
 from tests.format import stranger
 from tests.format.forge import take_apart
 from tests.format.stranger_base import RefusedError

@@ -175,7 +175,7 @@ def test_a_publisher_without_torch_is_told(chain: Path, monkeypatch: pytest.Monk
             raise metadata.PackageNotFoundError(name)
         return metadata.version(name)
 
-    monkeypatch.setattr("deltachain.doctor.machine.version", installed)
+    monkeypatch.setattr("deltachain.doctor.examine.version", installed)
     (found,) = faults(chain, PUBLISHER)
     assert "needs the extra torch" in found.said
     assert faults(chain) == []

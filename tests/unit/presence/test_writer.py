@@ -18,7 +18,7 @@ from deltachain.presence.record import PresenceRecord, parse_record
 from deltachain.presence.writer import PresenceWriter, interval_s, record_key
 from deltachain.status import Status
 from deltachain.store import Capabilities, MemoryStore, Store
-from deltachain.store.hf.url import open_hf
+from deltachain.store.hf.store import open_hf
 from tests.support.faults import Fault, FaultyStore
 from tests.unit.control.statuses import status
 

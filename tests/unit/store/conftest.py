@@ -7,7 +7,7 @@ import pytest
 
 from deltachain.store import Store, open_store
 
-pytest.register_assert_rewrite("deltachain.testing.races", "deltachain.testing.store")
+pytest.register_assert_rewrite("deltachain.testing.store")
 
 if TYPE_CHECKING:
     from tests.support.hub.server import HubServer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deltachain.errors import ConfigError
-from deltachain.store.apart import check_apart
+from deltachain.store import check_apart
 
 
 @pytest.mark.parametrize(

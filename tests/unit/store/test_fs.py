@@ -17,11 +17,8 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store import Store
-from deltachain.store.fs import store as fs
-from deltachain.store.fs.errors import modified
-from deltachain.store.fs.promises import PROMISES, UNKNOWN, WRAPPERS, Promises
-from deltachain.store.fs.store import FsspecStore
+from deltachain.store import Store, fs
+from deltachain.store.fs import PROMISES, UNKNOWN, WRAPPERS, FsspecStore, Promises, modified
 from deltachain.testing.store import StoreContract, pattern
 
 pytest.importorskip("fsspec")

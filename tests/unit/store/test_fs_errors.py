@@ -12,9 +12,7 @@ import pytest
 
 from deltachain.errors import ConfigError, StorePermissionError, StoreUnavailableError
 from deltachain.store import MemoryStore, open_store
-from deltachain.store.fs.errors import failures
-from deltachain.store.fs.promises import Promises
-from deltachain.store.fs.store import FsspecStore, open_fsspec
+from deltachain.store.fs import FsspecStore, Promises, failures, open_fsspec
 
 pytest.importorskip("fsspec")
 from fsspec.implementations.local import LocalFileSystem

@@ -1,4 +1,9 @@
-"""Verification of a chain, version by version."""
+"""Verification of a chain in its store: every document, object and state.
+
+No statement of the chain is trusted. The weights are rebuilt from nothing and carried from version
+to version; each edge (delta, anchor, skip) must lead from the state of its base to the state of its
+version.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +16,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.fetch import Fetched, fetch
 from deltachain.chain.plan import Plan
@@ -18,18 +24,6 @@ from deltachain.codec import ENCODINGS
 from deltachain.codec.container import TensorRow
 from deltachain.codec.rows import RowDigests
 from deltachain.delta import OldBits, TensorDelta, fold_all
-from deltachain.errors import (
-    BrokenChainError,
-    ChainError,
-    ConfigError,
-    DigestMismatchError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    SignatureError,
-    no_version,
-)
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import object_digest
@@ -38,13 +32,12 @@ from deltachain.types import Bits, StateDigest, TensorSpec, Version
 
 
 def newest(chain: Chain) -> Version:
-    """Return the newest version with a manifest, even behind a gap."""
     listed = [keys.version_of(info.key) for info in chain.store.list("manifests/")]
     head = chain.head()
     known = [version for version in listed if version is not None]
     known += [head.version] if head else []
     if not known:
-        raise no_version(chain.store.url)
+        raise errors.no_version(chain.store.url)
     return max(known)
 
 
@@ -52,13 +45,13 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
     """Yield manifests in order; the hint of an error names the version to verify from."""
     try:
         yield from chain.history(first, last)
-    except BrokenChainError as exc:
+    except errors.BrokenChainError as exc:
         version = first if exc.version is None else exc.version
         lost = version if chain.find(version) is None else version - 1
         back = f"restore {keys.manifest_key(lost)} from a backup"
         exc.hint = way_behind(chain, back, lost, last)
         raise
-    except FormatError as exc:
+    except errors.FormatError as exc:
         at = keys.version_of(exc.key)
         if at is not None:
             exc.hint = way_behind(chain, exc.hint, at, last)
@@ -66,9 +59,8 @@ def history(chain: Chain, first: Version, last: Version) -> Iterator[Committed]:
 
 
 def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
-    """Return the hint for a lost document."""
     for version in range(lost + 1, last + 1):
-        with suppress(BrokenChainError, FormatError, ObjectNotFoundError):
+        with suppress(errors.BrokenChainError, errors.FormatError, errors.ObjectNotFoundError):
             plan_from_nothing(chain, chain.read(version), [])
             url = chain.store.url
             return f"{back}; `deltachain verify {url} --from {version}` verifies later versions"
@@ -76,7 +68,6 @@ def way_behind(chain: Chain, back: str, lost: Version, last: Version) -> str:
 
 
 def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummary]) -> Plan:
-    """Find the cheapest plan from nothing whose documents exist; add other edges to ``avoid``."""
     while True:
         plan = chain.plan(None, committed, avoid=avoid)
         lost = [edge for edge in plan.edges if not _is_there(chain, edge)]
@@ -88,7 +79,7 @@ def plan_from_nothing(chain: Chain, committed: Committed, avoid: list[EdgeSummar
 def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
     try:
         chain.edge(edge)
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         return False
     return True
 
@@ -96,7 +87,6 @@ def _is_there(chain: Chain, edge: EdgeSummary) -> bool:
 def edge_records(
     chain: Chain, first: Version, last: Version
 ) -> tuple[tuple[EdgeRecord, EdgeSummary], ...]:
-    """Read all edge records of a range of versions, oldest first, listed in a manifest or not."""
     found = []
     for info in chain.store.list("edges/"):
         version = keys.version_of(info.key)
@@ -107,7 +97,9 @@ def edge_records(
         edge = record.edge
         place = keys.edge_key(record.version, edge.kind, edge.base)
         if record.chain != chain.identity.chain or place != info.key:
-            raise MalformedError(f"{info.key}: is {place} of chain {record.chain}", key=info.key)
+            raise errors.MalformedError(
+                f"{info.key}: is {place} of chain {record.chain}", key=info.key
+            )
         digest = object_digest(data)
         _check_signed(chain, data, info.key, version)
         summary = summarise(version, edge, record.state, record=info.key, digest=digest)
@@ -119,7 +111,7 @@ def _check_signed(chain: Chain, data: bytes, key: str, version: Version) -> None
     """Raise unless a record is signed, or a later manifest lists it; these are read if needed."""
     try:
         chain.check_listed(data, key)
-    except SignatureError:
+    except errors.SignatureError:
         digest, later = object_digest(data), version + 1
         while (committed := chain.find(later)) is not None:
             if any(edge.digest == digest for edge in committed.manifest.recent):
@@ -132,15 +124,17 @@ def check_manifest(chain: Chain, committed: Committed, before: Committed | None)
     manifest, key = committed.manifest, keys.manifest_key(committed.version)
     numel = sum(spec.numel for spec in chain.table.specs())
     if manifest.numel != numel:
-        raise MalformedError(f"{key}: {manifest.numel} elements, the table has {numel}", key=key)
+        raise errors.MalformedError(
+            f"{key}: {manifest.numel} elements, the table has {numel}", key=key
+        )
     if manifest.edge.kind == "delta" and manifest.edge.base != committed.version - 1:
-        raise MalformedError(f"{key}: its delta starts from {manifest.edge.base}", key=key)
+        raise errors.MalformedError(f"{key}: its delta starts from {manifest.edge.base}", key=key)
     if committed.version == 0 and (manifest.parent or manifest.base_state):
-        raise MalformedError(f"{key}: version 0 has a parent", key=key)
+        raise errors.MalformedError(f"{key}: version 0 has a parent", key=key)
     if before is None:
         return
     if manifest.epoch < before.manifest.epoch:
-        raise ForkedChainError(
+        raise errors.ForkedChainError(
             f"{key}: epoch {manifest.epoch} after epoch {before.manifest.epoch}",
             version=committed.version,
         )
@@ -155,8 +149,8 @@ def check_record(record: EdgeRecord, key: str, committed: Committed) -> None:
         raise another(f"{key}: state", committed.state, record.state, key=key)
 
 
-def another(what: str, expected: object, actual: object, *, key: str) -> DigestMismatchError:
-    return DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)
+def another(what: str, expected: object, actual: object, *, key: str) -> errors.DigestMismatchError:
+    return errors.DigestMismatchError(what, expected=str(expected), actual=str(actual), key=key)
 
 
 _Row: TypeAlias = tuple[RowDigests | None, TensorRow | None, TensorDelta]
@@ -164,20 +158,11 @@ _Row: TypeAlias = tuple[RowDigests | None, TensorRow | None, TensorDelta]
 
 
 def counted(moved: Move[Any], row: TensorRow) -> StateDigest:
-    """Return the digest of a move as the row of its encoding states it."""
     return moved.change if ENCODINGS.get(row.encoding).sparse else moved.added
 
 
 @dataclass(slots=True)
 class Weights:
-    """Bits of all tensors, and their contributions to the state digest.
-
-    Attributes:
-        specs: Specs of all tensors, by name.
-        bits: Flat bits by tensor name, updated in place.
-        digests: Contributions to the state digest, by tensor name.
-    """
-
     specs: Mapping[str, TensorSpec]
     bits: dict[str, Bits] = field(default_factory=dict)
     digests: dict[str, StateDigest] = field(default_factory=dict)
@@ -187,27 +172,23 @@ class Weights:
         return sum(self.digests.values(), StateDigest())
 
     def prove(self, fetched: Fetched, expected: StateDigest, *, write: bool) -> None:
-        """Verify that an edge from these weights, or from nothing, leads to a state.
-
-        Raises:
-            BrokenChainError: The edge starts from nothing and does not contain every tensor whole.
-            DigestMismatchError: The edge leads to another state, or a row contradicts its digest.
-        """
         edge = fetched.plan.edges[0]
         key = edge.record or keys.manifest_key(edge.version)
         after = {} if edge.base is None else dict(self.digests)
         for name, rows in _rows(fetched, self.bits):
             delta = fold_all(given for *_, given in rows)
             if delta.nnz < sum(given.nnz for *_, given in rows):
-                raise MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
+                raise errors.MalformedError(f"{key}: gives elements of {name!r} twice", key=key)
             if not delta.is_dense and name not in after:
-                raise BrokenChainError(f"{key}: does not give all of {name!r}")
+                raise errors.BrokenChainError(f"{key}: does not give all of {name!r}")
             total = _moved(self.bits.get(name, delta.values), delta, rows, key)
             after[name] = total.added if delta.is_dense else after[name] + total.change
             if write:
                 self._write(delta, total)
         if absent := self.specs.keys() - after.keys():
-            raise BrokenChainError(f"{key}: does not give {min(absent)!r}", version=edge.version)
+            raise errors.BrokenChainError(
+                f"{key}: does not give {min(absent)!r}", version=edge.version
+            )
         actual = sum(after.values(), StateDigest())
         if actual != expected:
             what = f"{key}: the {edge.kind} leads to another state than version {edge.version}"
@@ -223,7 +204,6 @@ class Weights:
 
 
 def _moved(old: Bits, delta: TensorDelta, rows: Sequence[_Row], key: str) -> Move[Any]:
-    """Compute the effect of an edge on a tensor; compare each row with its digest."""
     moved = [move(old, given) for *_, given in rows]
     for (digests, row, _), one in zip(rows, moved, strict=True):
         if digests is None or row is None:
@@ -249,34 +229,19 @@ def _rows(fetched: Fetched, bits: Mapping[str, Bits]) -> Iterator[tuple[str, lis
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeProof:
-    """Result for one edge, all of whose objects were read and decoded.
-
-    Attributes:
-        kind: Kind of the edge.
-        base: The version it starts from; ``None`` for nothing.
-        key: Key of its edge record or manifest.
-        nbytes: Size of its parts, in bytes.
-        parts: Number of its parts.
-        frames: Number of frames in them, each with a digest of its own.
-        nnz: Number of decoded elements.
-        proven: Whether it leads to the state of its version. An edge from before the first verified
-            version, or from an expired one, can only be read.
-        expired: Key of a missing part that a later anchor makes unnecessary; empty for none.
-        pruned: Whether it expired because a prune record names the edge.
-        refetched: Keys of objects that were corrupt on the first read.
-    """
+    """Result for one edge, all of whose objects were read and decoded."""
 
     kind: str
-    base: Version | None
-    key: str
-    nbytes: int
-    parts: int
-    frames: int
+    base: Version | None  # the version it starts from; None for nothing
+    key: str  # key of its edge record or manifest
+    nbytes: int  # size of its parts, in bytes
+    parts: int  # number of its parts
+    frames: int  # number of frames in them, each with a digest of its own
     nnz: int
-    proven: bool
-    refetched: tuple[str, ...]
-    expired: str = ""
-    pruned: bool = False
+    proven: bool  # whether it leads to its state; one from an unverified version is only read
+    refetched: tuple[str, ...]  # keys of objects that were corrupt on the first read
+    expired: str = ""  # key of a missing part that a later anchor makes unnecessary; empty for none
+    pruned: bool = False  # whether it expired because a prune record names the edge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,10 +249,6 @@ class VersionProof:
     """Result for one version: its manifest follows its parent, its weights have its state.
 
     If its payload has expired, the weights cannot be checked, and ``rebuilt`` is false.
-
-    Attributes:
-        signatures: Ids of the keys in the manifest's signatures.
-        signed_by: Those that are trusted, and whose signature is true; empty without trusted keys.
     """
 
     version: Version
@@ -296,8 +257,8 @@ class VersionProof:
     state: StateDigest
     edges: tuple[EdgeProof, ...]
     rebuilt: bool = True
-    signatures: tuple[str, ...] = ()
-    signed_by: tuple[str, ...] = ()
+    signatures: tuple[str, ...] = ()  # ids of the keys in the manifest's signatures
+    signed_by: tuple[str, ...] = ()  # those that are trusted, with true signatures
 
 
 def verify(
@@ -305,30 +266,17 @@ def verify(
 ) -> Iterator[VersionProof]:
     """Verify versions one by one; stop at the first error.
 
-    A missing part is an error only if later versions cannot be rebuilt without it. Otherwise it
-    counts as expired, as lifecycle rules delete parts of old versions.
-
-    Args:
-        chain: An open chain.
-        first: The first version, rebuilt from nothing by the cheapest plan.
-        last: The last version; the newest in the store if ``None``.
-        base: Local folder of the base checkpoint, if the chain starts from one.
-
-    Raises:
-        ConfigError: ``first`` is greater than ``last``.
-        StoreError: An object cannot be read, or is gone and no later anchor replaces it.
-        ChainError: The versions do not form one chain.
-        FormatError: An object has another digest, or leads to another state.
+    A missing part that later versions do not need counts as expired.
     """
     head = newest(chain)
     end = head if last is None else last
     if end < first <= head:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"version {first}, the first to verify, is after version {end}, the last one",
             hint="swap the two",
         )
     if first > end:
-        raise ChainError(
+        raise errors.ChainError(
             f"version {first} is not committed, head is {head}",
             version=head,
             hint="name a version up to the head, or wait until it is committed",
@@ -349,17 +297,7 @@ def verify(
 class _Walk:
     """Carries the weights from version to version and verifies each edge.
 
-    Args:
-        chain: The chain.
-        base: Local folder of the base checkpoint.
-        first: The first version.
-        last: The last version.
-        records: Edge records of these versions.
-
-    Attributes:
-        lost: Error for the missing part, or the pruned first version, since which no version can
-            be rebuilt; ``None`` for none. The weights are then those of an earlier version, from
-            which a skip may lead on.
+    ``lost``: why no version could be rebuilt since the weights' own; a skip may lead on.
     """
 
     def __init__(
@@ -376,7 +314,7 @@ class _Walk:
         self._records = records
         self._specs = {spec.name: spec for spec in chain.table.specs()}
         self._weights = Weights(self._specs)
-        self.lost: ObjectNotFoundError | BrokenChainError | None = None
+        self.lost: errors.ObjectNotFoundError | errors.BrokenChainError | None = None
         self._at: Version | None = None  # of the weights
         self._known: dict[tuple[Version, str], EdgeSummary] = {}
         self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
@@ -423,7 +361,7 @@ class _Walk:
         while True:
             try:
                 edges = plan_from_nothing(self._chain, committed, gone).edges
-            except BrokenChainError as exc:
+            except errors.BrokenChainError as exc:
                 if self.lost is None:
                     if not self._chain.prunes.is_pruned(own):
                         raise
@@ -439,10 +377,9 @@ class _Walk:
                 return proof if own == edges[-1] else self._read(own)
 
     def _rebuild(self, committed: Committed) -> None:
-        """Rebuild a version from nothing, if a skip leads on where the line of deltas ended."""
         try:
             plan = plan_present(self._chain, None, committed)
-        except BrokenChainError:
+        except errors.BrokenChainError:
             return
         if all(not self._prove(edge, write=True).expired for edge in plan.edges):
             self._check_state(committed)
@@ -453,7 +390,6 @@ class _Walk:
             raise another(f"{key}: state", self._weights.state, committed.state, key=key)
 
     def _leave(self, committed: Committed) -> None:
-        """Verify the skips that start here, while the weights are those of their base."""
         for record, summary in self._records:
             if summary.base == committed.version:
                 if record.base_state != committed.manifest.state:
@@ -467,15 +403,12 @@ class _Walk:
                 self._skips[summary.version].append(proof)
 
     def _prove(self, edge: EdgeSummary, *, write: bool = False) -> EdgeProof:
-        """Verify that an edge leads to its state; with ``write``, apply it to the weights.
-
-        An edge with expired parts or an unknown base is only read.
-        """
+        """Verify that an edge leads to its state, or just read it; with ``write``, apply it."""
         if edge.base is not None and self.lost is not None and edge.base != self._at:
             return self._read(edge)
         try:
             fetched = self._fetch(edge)
-        except ObjectNotFoundError as exc:
+        except errors.ObjectNotFoundError as exc:
             proof = self._expired(edge, exc)
             if write and self.lost is None:
                 self.lost = exc
@@ -483,12 +416,12 @@ class _Walk:
         self._weights.prove(fetched, StateDigest.parse(edge.state), write=write)
         if write:
             self.lost, self._at = None, edge.version
-        return _proof(fetched, proven=True)
+        return _proof(edge, fetched, proven=True)
 
     def _read(self, edge: EdgeSummary) -> EdgeProof:
         try:
-            return _proof(self._fetch(edge), proven=False)
-        except ObjectNotFoundError as exc:
+            return _proof(edge, self._fetch(edge), proven=False)
+        except errors.ObjectNotFoundError as exc:
             return self._expired(edge, exc)
 
     def _fetch(self, edge: EdgeSummary) -> Fetched:
@@ -500,21 +433,20 @@ class _Walk:
         if found != set(edge.encodings):
             key = edge.record or keys.manifest_key(edge.version)
             listed = ", ".join(edge.encodings) or "none"
-            raise MalformedError(
+            raise errors.MalformedError(
                 f"{key}: lists encodings {listed}, its parts have {', '.join(sorted(found))}",
                 key=key,
             )
         return fetched
 
     def _check_window(self, committed: Committed) -> None:
-        """Check that the listed recent edges equal the stored ones and are complete."""
         version, manifest = committed.version, committed.manifest
         key = keys.manifest_key(version)
         listed = {(edge.version, edge.record): edge for edge in manifest.recent}
         for place, edge in listed.items():
             if edge.version >= self._first and self._known.get(place) != edge:
                 self._check_there(edge, key)
-                raise MalformedError(
+                raise errors.MalformedError(
                     f"{key}: lists a {edge.kind} to version {edge.version} that differs from the "
                     "stored record",
                     key=key,
@@ -522,54 +454,40 @@ class _Walk:
         reach = max(self._first, manifest.window_from)
         absent = [v for v in range(reach, version) if (v, "") not in listed]
         if absent:
-            raise MalformedError(
-                f"{key}: its window from {manifest.window_from} lacks version {absent[0]}",
-                key=key,
+            raise errors.MalformedError(
+                f"{key}: its window from {manifest.window_from} lacks version {absent[0]}", key=key
             )
 
     def _check_there(self, edge: EdgeSummary, key: str) -> None:
         if edge.record and self._chain.store.find(edge.record) is None:
             back = f"restore {edge.record} from a backup"
-            raise ObjectNotFoundError(
+            raise errors.ObjectNotFoundError(
                 f"{edge.record} is gone, although {key} lists it",
                 key=edge.record,
                 url=self._chain.store.url,
                 hint=way_behind(self._chain, back, edge.version, self._last),
             )
 
-    def _expired(self, edge: EdgeSummary, gone: ObjectNotFoundError) -> EdgeProof:
-        """Build the result of an edge whose payload is gone; re-raise for a document."""
+    def _expired(self, edge: EdgeSummary, gone: errors.ObjectNotFoundError) -> EdgeProof:
         if not gone.key.startswith(keys.PAYLOADS):
             raise gone
         prunes = self._chain.prunes
         if not prunes.is_pruned(edge):
             prunes.refresh()  # it may have been pruned since the verification began
-        return EdgeProof(
-            kind=edge.kind,
-            base=edge.base,
-            key=edge.record or keys.manifest_key(edge.version),
-            nbytes=0,
-            parts=0,
-            frames=0,
-            nnz=0,
-            proven=False,
-            refetched=(),
-            expired=gone.key,
-            pruned=prunes.is_pruned(edge),
-        )
+        pruned = prunes.is_pruned(edge)
+        return _proof(edge, None, proven=False, expired=gone.key, pruned=pruned)
 
 
-def _proof(fetched: Fetched, *, proven: bool) -> EdgeProof:
-    edge = fetched.plan.edges[0]
-    streams = (row for part in fetched.parts for row in part.directory.streams)
+def _proof(edge: EdgeSummary, fetched: Fetched | None, **found: Any) -> EdgeProof:  # noqa: ANN401
+    parts = fetched.parts if fetched else ()
     return EdgeProof(
         kind=edge.kind,
         base=edge.base,
         key=edge.record or keys.manifest_key(edge.version),
-        nbytes=fetched.nbytes,
-        parts=len(fetched.parts),
-        frames=sum(len(row.stored) for row in streams),
-        nnz=sum(part.nnz for part in fetched.parts),
-        proven=proven,
-        refetched=fetched.refetched,
+        nbytes=fetched.nbytes if fetched else 0,
+        parts=len(parts),
+        frames=sum(len(row.stored) for part in parts for row in part.directory.streams),
+        nnz=sum(part.nnz for part in parts),
+        refetched=fetched.refetched if fetched else (),
+        **found,
     )

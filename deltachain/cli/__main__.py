@@ -1,5 +1,0 @@
-"""``python -m deltachain.cli``."""
-
-from deltachain.cli import main
-
-main()
