@@ -3,19 +3,306 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
 from deltachain.errors import DeltaChainError
-from tests.accidents import oracle
+from deltachain.format import keys
+from deltachain.subscribe.targets.base import HeldVersion
+from deltachain.types import Version
 from tests.accidents.happenings import HAPPENINGS
-from tests.accidents.oracle import Shelf
-from tests.accidents.person import KEY, PUT_BACK, ROUNDS, Person, remove_damaged
 from tests.accidents.scene import Scene
-from tests.support.models import plain_model
+from tests.support.models import State, plain_model, same
+
+ROUNDS: Final = 6
+
+
+_AGAIN: Final = (
+    r"restart (this|the) (publisher|trainer)|start the publisher again|restarted trainer"
+    r"|start again|publish an anchor"
+)
+_REMOVE: Final = r"remove (manifests/[0-9]{20}\.json)"
+_DAMAGED: Final = r"or remove it and start the publisher again"
+KEY: Final = re.compile(r"((?:manifests|edges|deltas|anchors)/[\w./-]+|(?:chain|table)\.json)")
+_ANEW: Final = r"(join|joins|start) [^;]*from nothing|empty folder"
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """Something that a hint may ask for."""
+
+    name: str
+    asks: re.Pattern[str]
+    do: Callable[[Scene, str, str], None]
+    needs_backup: bool = False
+    is_each: bool = False
+
+
+def put_back(scene: Scene, who: str, hint: str) -> None:
+    del who, hint
+    there, backup = scene.contents(), scene.backup
+    scene.put({key: data for key, data in backup.items() if there.get(key) != data})
+
+
+def remove(scene: Scene, who: str, hint: str) -> None:
+    del who
+    found = re.search(_REMOVE, hint)
+    assert found
+    first = keys.version_of(found[1])
+    gone = [] if first is None else [v for v in scene.shelf().leaves if v >= first]
+    scene.delete({found[1], *map(keys.manifest_key, gone)})
+
+
+def remove_damaged(scene: Scene, who: str, said: str) -> None:
+    del who
+    found = KEY.search(said)
+    assert found, said
+    scene.delete([found[1]])
+    restart_trainer(scene, "", "")
+
+
+def remove_identity(scene: Scene, who: str, said: str) -> None:
+    del who, said
+    scene.delete([keys.CHAIN_KEY, keys.TABLE_KEY])
+    restart_trainer(scene, "", "")
+
+
+def restart_trainer(scene: Scene, who: str, hint: str) -> None:
+    del who, hint
+    scene.trainer.close()
+    with suppress(DeltaChainError):  # what it says is read in the next round
+        scene.train()
+        scene.publish(2)
+
+
+def roll_back(scene: Scene, who: str, hint: str) -> None:
+    del hint
+    follower = scene.followers[who]
+    held = follower.subscriber.held
+    there = [v for v in scene.shelf().leaves if held is None or v < held.version]
+    with suppress(DeltaChainError):
+        follower.subscriber.rollback(max(there))
+        follower.subscriber.release()
+    if follower.ended:  # it goes on in a process of its own
+        scene.restart(who)
+
+
+def move_on(scene: Scene, who: str, hint: str) -> None:
+    del who, hint
+    scene.trainer.close()
+    scene.move()
+    scene.train()
+    scene.publish(2)
+    for name in list(scene.followers):
+        scene.start_anew(name)
+
+
+def start_anew(scene: Scene, who: str, hint: str) -> None:
+    del hint
+    scene.start_anew(who)
+
+
+PUT_BACK: Final = Deed(
+    "put back", re.compile(r"\bput\b[^;:]*\bback\b|\brestore\b"), put_back, needs_backup=True
+)
+
+DEEDS: Final = (
+    PUT_BACK,
+    Deed("remove what lies behind the gap", re.compile(_REMOVE), remove),
+    Deed("remove the identity", re.compile(r"or remove both and restart"), remove_identity),
+    Deed("remove what is damaged", re.compile(_DAMAGED), remove_damaged),
+    Deed("restart the publisher", re.compile(_AGAIN), restart_trainer),
+    Deed("roll back", re.compile(r"roll (replicas|it|this replica) back"), roll_back, is_each=True),
+    Deed("join from nothing", re.compile(_ANEW), start_anew, is_each=True),
+    Deed("a new chain at another URL", re.compile(r"URL of its own"), move_on),
+)
+"""What hints ask for: the store first, then who publishes, then who follows."""
+
+
+@dataclass
+class Person:
+    scene: Scene
+    has_backup: bool
+    done: list[str]
+    tried: set[tuple[str, str]] = field(default_factory=set)
+
+    def act(self) -> str:
+        for _ in range(ROUNDS):
+            complaints = list(self._complaints())
+            if not complaints:
+                return ""
+            if not self._do_one(complaints):
+                return "; ".join(f"{who}: {said}" for who, said in complaints)
+            self.scene.look()
+        return "it goes round in circles: " + ", ".join(self.done)
+
+    def _do_one(self, complaints: list[tuple[str, str]]) -> bool:
+        """Do the first thing that any hint asks for and that was not done in vain."""
+        for deed in DEEDS:
+            asked = [it for it in self._asked(deed, complaints) if (it[0], it[2]) not in self.tried]
+            for name, who, said in asked if deed.is_each else asked[:1]:
+                deed.do(self.scene, who, said)
+                self.done.append(name)
+                self.tried.add((name, said))
+            if asked:
+                return True
+        return False
+
+    def _asked(
+        self, deed: Deed, complaints: list[tuple[str, str]]
+    ) -> Iterator[tuple[str, str, str]]:
+        if deed.needs_backup and not self.has_backup:
+            return
+        for who, said in complaints:
+            hint = said.partition("hint:")[2]
+            if deed.asks.search(hint) and (not deed.is_each or who in self.scene.followers):
+                yield f"{deed.name} ({who})" if deed.is_each else deed.name, who, said
+
+    def _complaints(self) -> Iterator[tuple[str, str]]:
+        trainer = self.scene.trainer
+        if trainer.says:
+            yield "publisher", trainer.says
+        for follower in self.scene.followers.values():
+            if follower.says:
+                yield follower.who, follower.says
+        for kind in ("dict", "folder"):
+            if refusal := self.scene.join(kind)[1]:
+                yield f"a new {kind}", refusal
+
+
+History = Mapping[str, State]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A manifest as it lies in a store."""
+
+    digest: str
+    parent: str
+    chain: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shelf:
+    """What lies in a store."""
+
+    chain: str
+    leaves: Mapping[Version, Leaf]
+    reach: Version | None
+    refusal: str = ""
+    hinted: Version = -1
+
+    def is_behind(self, version: Version) -> bool:
+        shown = {version + 1, version + 2, max(self.hinted, version + 1)}
+        return bool(shown & self.leaves.keys())
+
+    @property
+    def head(self) -> Version:
+        return max(self.leaves, default=-1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What one follower holds and says."""
+
+    who: str
+    held: HeldVersion | None
+    bits: State | None
+    says: str
+    lag: Version | None = None
+
+
+def wrong_bits(view: View, history: History) -> Iterator[str]:
+    """Whoever claims a version holds exactly the bits that were trained."""
+    if view.held is None:
+        return
+    truth = history.get(view.held.state)
+    if truth is None:
+        yield f"{view.who} claims a state that nobody trained: {view.held}"
+    elif view.bits is None or not same(view.bits, truth):
+        yield f"{view.who} does not hold the bits of version {view.held.version}"
+
+
+def silence(view: View, shelf: Shelf) -> Iterator[str]:
+    """Whoever holds what is not the chain's, or cannot go on along it, says so."""
+    if view.lag is not None and view.lag < 0:
+        yield f"{view.who} is {view.lag} versions behind by its own account"
+    if view.says:
+        return
+    if view.held is None:
+        yield f"{view.who} holds nothing and says nothing"
+        return
+    there = shelf.leaves.get(view.held.version)
+    if shelf.chain != view.held.chain:
+        yield f"{view.who} says nothing of {shelf.chain or 'no chain'} where its chain was"
+    elif there is None:
+        yield f"{view.who} holds version {view.held.version}, which is gone, and says nothing"
+    elif there.digest != view.held.manifest:
+        yield f"{view.who} holds another version {view.held.version}, and says nothing"
+    elif shelf.is_behind(view.held.version):
+        yield f"{view.who} stays at {view.held.version} of {shelf.head}, and says nothing"
+
+
+def alarm(view: View) -> Iterator[str]:
+    """Where nothing is wrong nobody says that anything is."""
+    if view.says:
+        yield f"{view.who} says for no reason: {view.says}"
+
+
+def worse(before: Shelf, after: Shelf) -> Iterator[str]:
+    """Nobody who writes makes the chain less readable than it was."""
+    if before.reach is not None and (after.reach is None or after.reach < before.reach):
+        yield f"newcomers got to {before.reach}, now to {after.reach}: {after.refusal}"
+    if before.leaves and before.chain != after.chain and after.chain not in _chains(before):
+        yield f"a second identity {after.chain} where manifests of a chain were"
+    for version in sorted(before.leaves.keys() | after.leaves.keys()):
+        yield from _worse_at(version, before, after)
+
+
+def _worse_at(version: Version, before: Shelf, after: Shelf) -> Iterator[str]:
+    old, leaf = before.leaves.get(version), after.leaves.get(version)
+    if leaf is None:
+        yield f"manifest {version} was deleted"
+    elif old is not None and old.digest != leaf.digest:
+        yield f"manifest {version} was written over"
+    elif old is None and version > 0:
+        parent = after.leaves.get(version - 1)
+        if parent is None:
+            yield f"version {version} was committed over a gap"
+        elif parent.digest != leaf.parent:
+            yield f"version {version} was committed after another {version - 1}"
+
+
+def reused(known: Mapping[Version, str], before: Shelf, after: Shelf) -> Iterator[str]:
+    """A publisher that committed a version itself never commits that number again.
+
+    Args:
+        known: Digests of the manifests that it committed, or took over from, by version.
+        before: The store when it went on.
+        after: The store when it had.
+    """
+    for version in sorted(after.leaves.keys() - before.leaves.keys()):
+        if known.get(version, after.leaves[version].digest) != after.leaves[version].digest:
+            yield f"version {version} was opened again by the publisher that committed it"
+
+
+def converged(views: Iterable[View], shelf: Shelf, history: History) -> Iterator[str]:
+    """At the end everybody holds the head's bits, and a newcomer gets there."""
+    if shelf.reach is None or shelf.reach != shelf.head:
+        yield f"newcomers get to {shelf.reach} of {shelf.head}: {shelf.refusal}"
+    for view in views:
+        yield from wrong_bits(view, history)
+        yield from silence(view, shelf)
+        yield from alarm(view)
+
+
+def _chains(shelf: Shelf) -> set[str]:
+    return {leaf.chain for leaf in shelf.leaves.values()}
+
 
 Fate = Literal["alive", "dead", "restarted", "restarted with other weights"]
 FATES: Final[tuple[Fate, ...]] = ("alive", "dead", "restarted", "restarted with other weights")
@@ -75,7 +362,7 @@ class Case:
         scene.follow("folder", "folder")
         scene.look(20)
         scene.backup = scene.contents()
-        wrong = [*oracle.converged(scene.views(), scene.shelf(), scene.history)]
+        wrong = [*converged(scene.views(), scene.shelf(), scene.history)]
         assert not wrong, wrong
 
     def _go_on(self, scene: Scene) -> None:
@@ -83,7 +370,7 @@ class Case:
         old_head = scene.head
         if self.fate == "alive":
             scene.publish(COMMITS)
-            self._add(oracle.reused(scene.known(first), before, scene.shelf()))
+            self._add(reused(scene.known(first), before, scene.shelf()))
         else:
             first.close()
         if self.fate.startswith("restarted"):
@@ -101,12 +388,12 @@ class Case:
             self._judge(scene, after, scene.shelf())
 
     def _judge(self, scene: Scene, before: Shelf, after: Shelf) -> None:
-        self._add(oracle.worse(before, after))
+        self._add(worse(before, after))
         for view in scene.views():
-            self._add(oracle.wrong_bits(view, scene.history))
-            self._add(oracle.silence(view, after))
+            self._add(wrong_bits(view, scene.history))
+            self._add(silence(view, after))
             if self.accident in HARMLESS:
-                self._add(oracle.alarm(view))
+                self._add(alarm(view))
             self._note("followers", view.says)
         self._note("publisher", "; ".join(scene.trainer.said))
         self._note("newcomers", after.refusal)
@@ -116,7 +403,7 @@ class Case:
         if left:
             self._add([f"no way out of {left}"])
         else:
-            end = oracle.converged(scene.views(), scene.shelf(), scene.history)
+            end = converged(scene.views(), scene.shelf(), scene.history)
             self._add(f"at the end: {fault}" for fault in end)
             self._add(self._verify(scene))
 

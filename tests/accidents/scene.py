@@ -31,7 +31,7 @@ from deltachain.store.base import MAX_DOCUMENT, Capabilities
 from deltachain.store.hf.store import HfStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, Version
-from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
+from tests.accidents.case import Leaf, Shelf, View, wrong_bits
 from tests.support.models import (
     Replica,
     State,

@@ -31,7 +31,7 @@ from deltachain.threads import Pool
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 from tests.bench import report
 from tests.bench.detect import Data
-from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
+from tests.bench.report import Candidate, Timings, one_core, round_robin, say
 
 TENSORS: Final = 16
 NUMEL: Final = 1 << 22

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -22,7 +23,42 @@ from deltachain.kernels import reference
 from deltachain.kernels.reference import Changes
 from deltachain.types import Bits, Indices
 from tests.bench import report
-from tests.bench.timing import Candidate, Timings, one_core, round_robin, say
+from tests.bench.report import Candidate, Timings, one_core, round_robin, say
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_njit: Final[Any] = numba.njit
+
+
+def _jit(function: _F) -> _F:
+    compiled: _F = _njit(nogil=True, cache=True)(function)
+    return compiled
+
+
+@_jit
+def read_both(one: Any, other: Any) -> Any:
+    found = np.uint64(0)
+    for i in range(one.shape[0]):
+        found |= one[i] ^ other[i]
+    return found
+
+
+@_jit
+def read_master(snapshot: Any, master: Any) -> Any:
+    found = np.uint64(0)
+    for i in range(snapshot.shape[0]):
+        found |= master[2 * i] ^ master[2 * i + 1] ^ snapshot[i]
+    return found
+
+
+@_jit
+def read_weights(codes: Any, weights: Any) -> Any:
+    found = np.uint64(0)
+    for i in range(codes.shape[0]):
+        found |= codes[i]
+    for i in range(weights.shape[0]):
+        found ^= weights[i]
+    return found
+
 
 NUMEL: Final = 1 << 26
 DENSITY: Final = 0.012
@@ -129,7 +165,6 @@ def torch_naive(snapshot: Bits, current: Bits) -> Changes:
 def measure(data: Data, rounds: int) -> Timings:
     """Check every kernel, then measure all of them and the baselines on one core."""
     from deltachain.kernels import jit  # noqa: PLC0415
-    from tests.bench import floors  # noqa: PLC0415 - needs numba, as the next does
 
     kernels: dict[str, tuple[Kernel, npt.NDArray[Any]]] = {
         NUMBA: (jit.diff_, data.current),
@@ -142,9 +177,9 @@ def measure(data: Data, rounds: int) -> Timings:
     )
     copy = np.empty_like(data.current)
     candidates = [
-        Candidate(FLOOR, partial(floors.read_both, words, now), data.restore),
+        Candidate(FLOOR, partial(read_both, words, now), data.restore),
         Candidate(COPY, partial(np.copyto, copy, data.current)),
-        Candidate(CAST_FLOOR, partial(floors.read_master, words, wide), data.restore),
+        Candidate(CAST_FLOOR, partial(read_master, words, wide), data.restore),
     ]
     with one_core():
         for name, (kernel, source) in kernels.items():

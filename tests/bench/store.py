@@ -35,7 +35,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import StateDigest, TensorSpec
 from tests.bench import report
 from tests.bench.chains import bf16_bits
-from tests.bench.timing import Candidate, Timings, round_robin, say
+from tests.bench.report import Candidate, Timings, round_robin, say
 
 PIECE: Final = 16 << 20
 THREADS: Final = 8

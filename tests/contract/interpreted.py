@@ -22,8 +22,7 @@ from deltachain.kernels.segments import (
     SegmentBatch,
     StreamLayout,
 )
-from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm
-from tests.contract.segments import Given, batch_of
+from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm, Given, batch_of
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0

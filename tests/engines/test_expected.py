@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.engines.expected import MARGIN, Judge
-from tests.engines.routers import inputs, rounding, weights
+from tests.engines.expected import MARGIN, Judge, inputs, rounding, weights
 from tests.engines.trainer import make_batches, masters_of, one_thread, pretrain
 
 pytestmark = pytest.mark.engine

@@ -18,7 +18,7 @@ from deltachain.errors import (
 from tests.format import stranger
 from tests.format.forge import Forgery, compress, take_apart
 from tests.format.forgeries import FORGERIES, PARTS, forged, halves
-from tests.format.stranger_base import RefusedError, UnsupportedError
+from tests.format.stranger import RefusedError, UnsupportedError
 
 
 def read(data: bytes) -> None:

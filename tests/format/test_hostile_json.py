@@ -35,9 +35,8 @@ from deltachain.format.keys import edge_key, manifest_key, prune_key, tag_key
 from deltachain.store.memory import MemoryStore
 from tests.format import stranger_chain as stranger
 from tests.format.forge import KEYS, TABLES, enveloped, no_documents
-from tests.format.stranger_base import RefusedError, read_json
-from tests.format.stranger_prunes import read_prune
-from tests.format.stranger_tags import read_tag
+from tests.format.stranger import RefusedError, read_json
+from tests.format.stranger_chain import read_prune, read_tag
 
 VALUES: tuple[Any, ...] = (
     *(None, -1, 1 << 70, 10**4000, 1.5, True, "x", ""),

@@ -12,9 +12,9 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.trust import Trust, TrustedKeys
 from deltachain.store import MemoryStore
 from deltachain.verify import verify
-from tests.format import freeze_signed, stranger_chain, stranger_signed
+from tests.format import freeze_signed, stranger_chain
 from tests.format.freeze_signed import FOLDER, KEY
-from tests.format.stranger_base import RefusedError
+from tests.format.stranger import RefusedError
 
 FILES = {
     str(file.relative_to(FOLDER)): file.read_bytes()
@@ -57,7 +57,7 @@ def test_what_is_frozen_is_not_written_again(tmp_path: Path) -> None:
 
 
 def weights(get: Get, *trusted: bytes) -> list[stranger_chain.Weights]:
-    chain = stranger_signed.SignedChain(get, list(trusted))
+    chain = stranger_chain.SignedChain(get, list(trusted))
     return [chain.follow(way) for v in range(chain.head() + 1) for way in chain.routes(v)]
 
 

@@ -31,8 +31,7 @@ with atheris.instrument_imports(
         for name in ("classes", "decoder", "encoder", "words")
     ],
 ):
-    from tests.fuzz.mutate import MUTATORS, seeds
-    from tests.fuzz.targets import TARGETS, Target, must
+    from tests.fuzz.mutate import MUTATORS, TARGETS, Target, must, seeds
 
 SECONDS_AN_INPUT: Final = 5
 MEMORY: Final = 512

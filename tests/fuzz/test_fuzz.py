@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz.mutate import MUTATORS, seeds
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.mutate import MUTATORS, TARGETS, seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20
 
 BROKEN = """
 import time
-from tests.fuzz import targets
+from tests.fuzz import mutate
 
 def broken(data):
     {fault}
 
-targets.TARGETS["head"] = broken
+mutate.TARGETS["head"] = broken
 from tests.fuzz.run import main
 main()
 """
@@ -30,7 +29,7 @@ main()
 
 FAULTS = {
     "another error": "data[1:2] == b'\"' or data[9]",
-    "a finding": "targets.must(data[1:2] == b'\"', 'a rule')",
+    "a finding": "mutate.must(data[1:2] == b'\"', 'a rule')",
     "too long": "data[1:2] == b'\"' or time.sleep(30)",
     "too much memory": "data[1:2] == b'\"' or [bytearray(b'x' * (1 << 20)) for _ in range(900)]",
 }

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from tests.contract.arms import CrossingArm, DeviceArm
 from tests.contract.batches import BATCH_CHECKS, BatchArm
-from tests.contract.bits import BIT_CHECKS
-from tests.contract.kernels import DIFF_CHECKS, LIVE_CHECKS
+from tests.contract.kernels import BIT_CHECKS, DIFF_CHECKS, LIVE_CHECKS, CrossingArm, DeviceArm
 from tests.gpu.bench import bench
 from tests.gpu.diff import bench_diff, diff_checks
 

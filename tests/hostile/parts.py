@@ -17,8 +17,7 @@ from deltachain.types import TensorSpec
 from tests.format.forge import Forgery, compress, take_apart
 from tests.format.forgeries import FORGERIES, OLD, PARTS, forged
 from tests.format.freeze import absolute
-from tests.hostile.case import Case, Category
-from tests.hostile.scene import MAX, Scene, max_part
+from tests.hostile.scene import MAX, Case, Category, Scene, max_part
 
 NAMED: Final[dict[Category, tuple[str, ...]]] = {
     "truncated": (

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -14,6 +15,7 @@ from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import changes
+from deltachain.errors import DeltaChainError, MalformedError
 from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import digest_key
@@ -153,3 +155,57 @@ def front(data: bytes) -> str:
         return data[start + first : start + last].hex()
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
+
+
+Level = Literal["part", "manifest", "record", "table", "chain", "head"]
+Category = Literal[
+    "truncated",
+    "overlapping",
+    "oversized",
+    "out of range",
+    "unsorted",
+    "duplicate",
+    "wrong type",
+    "bomb",
+    "path",
+    "lying size",
+    "requires",
+    "wrong digest",
+    "another rule",
+]
+
+ORDERED: Final[frozenset[Level]] = frozenset(("part", "manifest", "record"))
+"""Levels that have anything whose order is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A forgery in a chain that is sound otherwise.
+
+    Attributes:
+        level: What is forged.
+        category: In which way.
+        name: What is wrong with it.
+        act: Forges it, in a scene whose follower holds version 0.
+        error: What the follower must raise; ``None``: it gets to the head all the same.
+        at: The object that the error names, by level; empty where it is about a version.
+        scene: Which chain: the name of a part, or ``record``.
+        opens: The follower is a new one, which has not read the chain yet.
+        assets: The small files of the chain are taken, instead of a version.
+        poisons: The follower cannot tell who is wrong, and does not trust its target any more.
+    """
+
+    level: Level
+    category: Category
+    name: str
+    act: Callable[[Scene], object]
+    error: type[DeltaChainError] | None = MalformedError
+    at: Level | Literal["", "asset"] = ""
+    scene: str = "step"
+    opens: bool = False
+    assets: bool = False
+    poisons: bool = False
+
+    @property
+    def id(self) -> str:
+        return f"{self.level}: {self.category}: {self.name}"

@@ -14,10 +14,9 @@ import pytest
 from filelock import FileLock
 
 from deltachain.errors import DeltaChainError, SignatureError
-from tests.hostile.case import ORDERED, Case, Category, Level
 from tests.hostile.corpus import CORPUS
 from tests.hostile.follow_cases import CONTROL, KEEPS, KINDS, SIGNED_KINDS
-from tests.hostile.scene import SCENES
+from tests.hostile.scene import ORDERED, SCENES, Case, Category, Level
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 5.0

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from deltachain.replica.layout.model_state import LoadMethod, load_with
 from tests.property.engine import RandomEngine
-from tests.property.layers import Layer
-from tests.property.recipe import Recipe, loaders, modules, shares, smaller
+from tests.property.layers import Layer, first, other
+from tests.property.recipe import PURE, Recipe, loaders, modules, shares, smaller
 from tests.property.trial_run import Outcome, differences, look, run, served
-from tests.property.values import first, other
-from tests.property.writers import PURE
 
 METHODS: tuple[LoadMethod, ...] = ("loaded", "reloaded", "repacked")
 

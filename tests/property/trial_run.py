@@ -28,9 +28,8 @@ from deltachain.replica.rank import Rank
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.property.engine import RandomEngine
-from tests.property.layers import Packed
+from tests.property.layers import Packed, are_parted, first, later
 from tests.property.recipe import Recipe
-from tests.property.values import are_parted, first, later
 from tests.support.spools import spool_of
 
 LOADER = "loader_"

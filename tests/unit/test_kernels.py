@@ -14,10 +14,8 @@ from deltachain.kernels import device, host, jit, reference
 from deltachain.kernels.move import digest_change, move, move_at, write_
 from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
 from deltachain.types import BITS_DTYPES, TensorSpec
-from tests.contract.arms import DeviceArm
-from tests.contract.bits import BIT_CHECKS
 from tests.contract.host import HOST_CHECKS, HostArm
-from tests.contract.kernels import CHECKS, LIVE_CHECKS, Arm, pairs
+from tests.contract.kernels import BIT_CHECKS, CHECKS, LIVE_CHECKS, Arm, DeviceArm, pairs
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -32,9 +32,8 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
 from tests.crash.chaos.accidents import Accident, Deck, epoch_of, happen
 from tests.crash.chaos.load import Load, Record
-from tests.crash.chaos.report import Diary, lines, totals_of
+from tests.crash.chaos.report import Diary, Watch, lines, totals_of
 from tests.crash.chaos.scene import Scene, leash
-from tests.crash.chaos.watch import Watch
 from tests.engines.trainer import make_batches, one_thread, pretrain
 
 START_S: Final = 600.0

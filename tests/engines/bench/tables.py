@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.table import Table
 
 from tests.bench import report
-from tests.bench.timing import Timings
+from tests.bench.report import Timings
 from tests.engines.bench.figures import (
     FLOOR,
     LOAD,

@@ -17,10 +17,8 @@ from fastapi import Body, FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tests.support.hub import gateway, hub, xet
-from tests.support.hub.faults import Door, RequestFault, Script
-from tests.support.hub.limits import Limits
-from tests.support.hub.settings import Settings
-from tests.support.hub.world import World
+from tests.support.hub.faults import Door, Limits, RequestFault, Script
+from tests.support.hub.world import Settings, World
 
 _PORT = "port"
 

@@ -13,8 +13,7 @@ from fastapi import APIRouter, Body, Header
 from fastapi.responses import Response
 from starlette.requests import Request
 
-from tests.support.hub.buckets import BucketFile, Missing
-from tests.support.hub.world import World
+from tests.support.hub.world import BucketFile, Missing, World
 
 _CREDENTIAL = re.compile(r"Credential=([^/]+)/")
 

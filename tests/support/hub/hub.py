@@ -12,9 +12,15 @@ from urllib.parse import quote
 from fastapi import APIRouter, Body, Depends, FastAPI, Header, Request
 from fastapi.responses import JSONResponse, Response
 
-from tests.support.hub.auth import AccessDenied, Right, check_right
-from tests.support.hub.buckets import BucketFile, Missing, iso_date
-from tests.support.hub.world import World
+from tests.support.hub.world import (
+    AccessDenied,
+    BucketFile,
+    Missing,
+    Right,
+    World,
+    check_right,
+    iso_date,
+)
 
 _ROOT: Final = "/api/buckets/{namespace}/{name}"
 

@@ -9,10 +9,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Body, Depends, Header
 from fastapi.responses import JSONResponse, Response
 
-from tests.support.hub.auth import AccessDenied, Right
-from tests.support.hub.cas import RangeError
-from tests.support.hub.formats import XetFormatError
-from tests.support.hub.world import World
+from tests.support.hub.world import AccessDenied, RangeError, Right, World, XetFormatError
 
 _URL_S = 900
 
