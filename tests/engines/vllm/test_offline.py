@@ -19,7 +19,7 @@ from deltachain.store import open_store
 from tests.engines.families import make
 from tests.engines.serving import run_program
 from tests.engines.trainer import NAMES, train
-from tests.engines.vllm.cpu import packs_linears
+from tests.engines.vllm.fresh import packs_linears
 
 pytestmark = pytest.mark.engine
 

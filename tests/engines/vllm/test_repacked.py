@@ -23,6 +23,7 @@ from deltachain.errors import (
     EngineDamagedError,
     TensorMismatchError,
 )
+from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain.replica.rank import Rank
 from deltachain_vllm.compat import own_loader
 from deltachain_vllm.model import VllmModel
@@ -32,6 +33,22 @@ from tests.engines.two_ranks import two_ranks
 from tests.engines.vllm.fresh import known, load_fresh, load_in_context
 from tests.engines.vllm.repacked import examine
 from tests.support.spools import spool_of
+
+
+def test_what_a_model_holds_before_it_runs_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
+
+    from deltachain_vllm import register  # noqa: PLC0415
+
+    monkeypatch.setattr(BaseModelLoader, "load_model", BaseModelLoader.load_model)
+    register()
+    hooked = BaseModelLoader.load_model
+    register()
+    assert BaseModelLoader.load_model is hooked
+    model = load_fresh(checkpoint("llama"))
+    assert made_by_running(model) == frozenset()
+    vars(model.get_submodule("model.norm"))["table"] = torch.ones(3)
+    assert made_by_running(model) == {"model.norm.table"}
 
 
 @pytest.mark.parametrize("mode", ["enable_eplb", "enable_elastic_ep"])

@@ -11,7 +11,7 @@ import pytest
 from tests.engines.serving import Server, prompt, start
 from tests.engines.test_server_load import Trial, checked
 from tests.engines.trainer import Trainer
-from tests.engines.vllm.cpu import multiplies_codes_exactly
+from tests.engines.vllm.fresh import multiplies_codes_exactly
 
 pytestmark = pytest.mark.engine
 
