@@ -27,11 +27,11 @@ from deltachain.format import keys
 from deltachain.format.keys import object_digest
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
-from deltachain.store.base import MAX_DOCUMENT, Capabilities
 from deltachain.store.hf.store import HfStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, Version
-from tests.accidents.case import Leaf, Shelf, View, wrong_bits
+from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
+from tests.support.faults import FaultyStore
 from tests.support.models import (
     Replica,
     State,
@@ -72,35 +72,15 @@ class Journal:
         return dict(self.writes)
 
 
-class Kept(Store):
+class Kept(FaultyStore):
     """Another store, whose writes go into a journal; some are lost behind a yes."""
 
     def __init__(self, inner: Store, journal: Journal) -> None:
-        self.inner, self.journal = inner, journal
+        super().__init__(inner)
+        self.journal = journal
         self.loses: tuple[str, ...] = ()
         self.lost: list[str] = []
         self.interrupted: tuple[str, Callable[[], None]] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    @property
-    def requests(self) -> int:
-        return self.inner.requests
-
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        return self.inner.get(key, limit=limit)
-
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        return self.inner.read(key, nbytes=nbytes, pin=pin)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self.inner.get_range(key, start, length)
 
     def put(self, key: str, data: Buffer) -> str:
         if self._loses(key):
@@ -113,18 +93,6 @@ class Kept(Store):
         if not self._loses(key):
             self.inner.put_if_absent(key, data)
             self.journal.writes.append((key, bytes(data)))
-
-    def find(self, key: str) -> ObjectInfo | None:
-        return self.inner.find(key)
-
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        return self.inner.find_all(keys)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self.inner.delete(key)
 
     def close(self) -> None:
         self.inner.close()
@@ -509,9 +477,6 @@ class Scene:
         for _ in range(times):
             self.trainer.publish()
             self.journal.mark(self.trainer.publisher.version)
-
-    def older_model(self, seed: int = 77) -> nn.Module:
-        return plain_model(seed)
 
     def _note(self, bits: State) -> None:
         self.history[str(state_digest(self.chain, bits))] = bits

@@ -13,7 +13,8 @@ from deltachain.format.documents import reverted_to
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from tests.accidents.case import converged, roll_back
+from tests.accidents.case import roll_back
+from tests.accidents.oracle import converged
 from tests.accidents.scene import Liar, Objects, Scene
 from tests.support.models import State, bits_of, plain_model, replica_of, same, state_digest, train_
 from tests.support.seaweed import Seaweed

@@ -19,7 +19,17 @@ from deltachain.errors import (
 )
 from tests.format.forge import KEYS, TABLES, enveloped, no_documents
 from tests.hostile.parts import parts
-from tests.hostile.scene import ENVELOPES, RECORD, Case, Category, Level, Scene, listed
+from tests.hostile.scene import (
+    ENVELOPES,
+    RECORD,
+    Case,
+    Category,
+    Level,
+    Scene,
+    case,
+    edited,
+    listed,
+)
 
 Edit = Callable[[Any], object]
 Rows = tuple[tuple[Category, str, Edit], ...]
@@ -37,63 +47,37 @@ NO_TABLE: Final[dict[str, Category]] = {
 
 def chains() -> Iterator[Case]:
     for name, fields in TABLES.items():
-        category = NO_TABLE.get(name, "another rule")
-        yield case("table", category, name, updating(fields))
+        yield chain_case("table", NO_TABLE.get(name, "another rule"), name, updating(fields))
     for category, name, edit in ROWS:
-        yield case("table", category, name, edit)
+        yield chain_case("table", category, name, edit)
     for category, name, edit in MODELS:
-        yield case("table", category, name, edit, error=TensorMismatchError, at="")
+        yield chain_case("table", category, name, edit, error=TensorMismatchError, at="")
     for category, name, edit in IDENTITIES:
-        yield case("chain", category, name, edit)
+        yield chain_case("chain", category, name, edit)
     for key in KEYS:
-        name = f"a file at {key[:20]!r}, {len(key)} long"
-        yield case("chain", "path", name, asset(key=key))
-    edit = updating({"table": "0" * 64})
-    error = DigestMismatchError
-    yield case("chain", "wrong digest", "another table", edit, error=error, at="table")
-    yield from assets()
-    for category, name, edit in HINTS:
-        yield case("head", category, name, edit, error=None, at="", scene=RECORD)
-
-
-def assets() -> Iterator[Case]:
-    for category, name, act, error in FILES:
-        yield Case(
-            level="chain",
-            category=category,
-            name=name,
-            act=act,
-            error=error,
-            at="asset",
-            assets=True,
-            opens=True,
+        yield chain_case(
+            "chain", "path", f"a file at {key[:20]!r}, {len(key)} long", asset(key=key)
         )
+    other: dict[str, Any] = {"error": DigestMismatchError, "at": "table"}
+    edit = updating({"table": "0" * 64})
+    yield chain_case("chain", "wrong digest", "another table", edit, **other)
+    for category, name, act, error in FILES:
+        yield case("chain", category, name, act, error=error, at="asset", assets=True, opens=True)
+    for category, name, edit in HINTS:
+        yield chain_case("head", category, name, edit, error=None, at="", scene=RECORD)
 
 
-def case(
-    level: Level,
-    category: Category,
-    name: str,
-    edit: Edit,
-    *,
-    error: type[DeltaChainError] | None = MalformedError,
-    at: Any = None,
-    scene: str = "step",
-) -> Case:
-    return Case(
-        level=level,
-        category=category,
-        name=name,
-        act=lambda s: s.edit(level, edit),
-        error=error,
-        at=level if at is None else at,
-        scene=scene,
-        opens=True,
-    )
+def chain_case(level: Level, category: Category, name: str, edit: Edit, **more: Any) -> Case:
+    return case(level, category, name, edited(level, edit), opens=True, **more)
 
 
 def updating(fields: Any) -> Edit:
     return lambda document: document.update(fields)
+
+
+def cell(column: int, value: Any) -> Edit:
+    """Change the name, the dtype or the shape of a table's tensor."""
+    return lambda table: table["tensors"][0].__setitem__(column, value)
 
 
 def asset(**fields: Any) -> Edit:
@@ -105,15 +89,8 @@ def file(**fields: Any) -> Callable[[Scene], object]:
 
 
 def anchor(**fields: Any) -> Edit:
-    summary = {
-        "version": 1,
-        "kind": "anchor",
-        "base": None,
-        "nbytes": 0,
-        "parts": 0,
-        "encodings": [],
-        "state": "0" * 32,
-    }
+    summary = {"version": 1, "kind": "anchor", "base": None, "nbytes": 0, "parts": 0}
+    summary |= {"encodings": [], "state": "0" * 32}
     return lambda head: head.update(anchors=[summary | fields])
 
 
@@ -130,48 +107,24 @@ def deeper(identity: Any) -> None:
 
 ROWS: Final[Rows] = (
     ("wrong type", "tensors that are no list", lambda d: d.update(tensors={})),
-    ("wrong type", "a name that is no text", lambda d: d["tensors"][0].__setitem__(0, 5)),
-    ("wrong type", "a shape that is no list", lambda d: d["tensors"][0].__setitem__(2, 8)),
-    ("out of range", "65 dimensions", lambda d: d["tensors"][0].__setitem__(2, [1] * 65)),
-    (
-        "out of range",
-        "2^48 + 1 elements",
-        lambda d: d["tensors"][0].__setitem__(2, [(1 << 48) + 1]),
-    ),
-    ("out of range", "a dimension of 2^63", lambda d: d["tensors"][0].__setitem__(2, [0, 1 << 63])),
-    (
-        "out of range",
-        "a dimension of 4000 digits",
-        lambda d: d["tensors"][0].__setitem__(2, [10**4000]),
-    ),
-    (
-        "lying size",
-        "64 dimensions of 2^62",
-        lambda d: d["tensors"][0].__setitem__(2, [1 << 62] * 64),
-    ),
-    ("bomb", "a million dimensions", lambda d: d["tensors"][0].__setitem__(2, [1] * 1_000_000)),
+    ("wrong type", "a name that is no text", cell(0, 5)),
+    ("wrong type", "a shape that is no list", cell(2, 8)),
+    ("out of range", "65 dimensions", cell(2, [1] * 65)),
+    ("out of range", "2^48 + 1 elements", cell(2, [(1 << 48) + 1])),
+    ("out of range", "a dimension of 2^63", cell(2, [0, 1 << 63])),
+    ("out of range", "a dimension of 4000 digits", cell(2, [10**4000])),
+    ("lying size", "64 dimensions of 2^62", cell(2, [1 << 62] * 64)),
+    ("bomb", "a million dimensions", cell(2, [1] * 1_000_000)),
     ("duplicate", "the tensor twice", lambda d: d.update(tensors=d["tensors"] * 2)),
     ("overlapping", "an alias of an alias", lambda d: d.update(aliases={"a": "w", "b": "a"})),
     ("path", "an alias of a file", lambda d: d.update(aliases={"a": "../../etc/passwd"})),
 )
 
 MODELS: Final[Rows] = (
-    (
-        "path",
-        "a tensor of a system folder",
-        lambda d: d["tensors"][0].__setitem__(0, "/etc/passwd"),
-    ),
-    (
-        "lying size",
-        "a tensor of 2^48 elements",
-        lambda d: d["tensors"][0].__setitem__(2, [1 << 48]),
-    ),
-    (
-        "lying size",
-        "a tensor of no elements",
-        lambda d: d["tensors"][0].__setitem__(2, [1 << 62, 0]),
-    ),
-    ("wrong type", "another dtype", lambda d: d["tensors"][0].__setitem__(1, "F16")),
+    ("path", "a tensor of a system folder", cell(0, "/etc/passwd")),
+    ("lying size", "a tensor of 2^48 elements", cell(2, [1 << 48])),
+    ("lying size", "a tensor of no elements", cell(2, [1 << 62, 0])),
+    ("wrong type", "another dtype", cell(1, "F16")),
     ("another rule", "another tensor", lambda d: d.update(tensors=[["v", "BF16", [2, 4]]])),
     ("another rule", "a tensor more", lambda d: d["tensors"].append(["x", "U8", [1 << 40]])),
 )
@@ -320,17 +273,13 @@ def document_case(
     *,
     error: type[DeltaChainError] = MalformedError,
 ) -> Case:
-    """A hint that cannot be read is no error: there is a way without it."""
-    return Case(
-        level=level,
-        category=category,
-        name=name,
-        act=act,
-        error=None if level == "head" else error,
-        at="" if level == "head" else level,
-        scene=RECORD if level in ENVELOPES else "step",
-        opens=level not in ENVELOPES,
-    )
+    where: dict[str, Any] = {
+        "scene": RECORD if level in ENVELOPES else "step",
+        "opens": level not in ENVELOPES,
+    }
+    if level == "head":  # a hint that cannot be read is no error: there is a way without it
+        return case(level, category, name, act, error=None, at="", **where)
+    return case(level, category, name, act, error=error, **where)
 
 
 def text(level: Level, name: str) -> Callable[[Scene], object]:
@@ -346,10 +295,6 @@ def many_lists(level: Level) -> Callable[[Scene], object]:
         scene.put_document(level, forged)
 
     return act
-
-
-def edited(level: Level, edit: Callable[[Any], object]) -> Callable[[Scene], object]:
-    return lambda scene: scene.edit(level, edit)
 
 
 def cutting(level: Level, cut: Callable[[bytes], bytes]) -> Callable[[Scene], object]:
@@ -416,11 +361,7 @@ AROUND: Final[tuple[tuple[Category, str, Callable[[bytes], bytes]], ...]] = (
     ),
     ("another rule", "white space behind the envelope", lambda data: data + b" "),
     ("wrong type", "an envelope that is no object", lambda _: b"[]"),
-    (
-        "wrong type",
-        "a payload that is no object",
-        lambda _: enveloped(b"1"),
-    ),
+    ("wrong type", "a payload that is no object", lambda _: enveloped(b"1")),
     ("another rule", "no envelope", lambda data: json.dumps(json.loads(data)["payload"]).encode()),
 )
 
@@ -436,59 +377,30 @@ def edges() -> Iterator[Case]:
     yield from ways("manifest", "step")
     yield from ways("record", RECORD)
     for category, name, edit in MANIFESTS:
-        yield edge_case("manifest", category, name, edge_edited("manifest", edit), scene=RECORD)
+        yield case("manifest", category, name, edited("manifest", edit), scene=RECORD)
     for category, name, edit, error in HISTORIES:
         poisons = error is BaseMismatchError
-        act = edge_edited("manifest", edit)
-        yield edge_case("manifest", category, name, act, error=error, at="", poisons=poisons)
+        act = edited("manifest", edit)
+        yield case("manifest", category, name, act, error=error, at="", poisons=poisons)
     for category, name, edit in RECORDS:
-        yield edge_case("record", category, name, edge_edited("record", edit), scene=RECORD)
+        yield case("record", category, name, edited("record", edit), scene=RECORD)
     for category, name, edit, error in LISTINGS:
-        act = edge_edited("manifest", of_listing(edit))
-        yield edge_case("record", category, name, act, error=error, scene=RECORD)
+        act = edited("manifest", of_listing(edit))
+        yield case("record", category, name, act, error=error, scene=RECORD)
 
 
 def ways(level: Level, scene: str) -> Iterator[Case]:
     for category, name, edit in EDGES:
-        yield edge_case(level, category, name, edge_edited(level, of_edge(edit)), scene=scene)
+        yield case(level, category, name, edited(level, of_edge(edit)), scene=scene)
     for key in KEYS:
         name = f"a part at {key[:20]!r}, {len(key)} long"
-        yield edge_case(
-            level, "path", name, edge_edited(level, of_edge(part(key=key))), scene=scene
-        )
+        yield case(level, "path", name, edited(level, of_edge(part(key=key))), scene=scene)
     for name, nbytes in LIES.items():
-        act = edge_edited(level, of_edge(part(nbytes=nbytes)))
+        act = edited(level, of_edge(part(nbytes=nbytes)))
         if level == "record":  # whose summary tells already
-            yield edge_case(level, "lying size", name, act, scene=scene)
+            yield case(level, "lying size", name, act, scene=scene)
         else:
-            yield edge_case(level, "lying size", name, act, at="part", scene=scene)
-
-
-def edge_case(
-    level: Level,
-    category: Category,
-    name: str,
-    act: Callable[[Scene], object],
-    *,
-    error: type[DeltaChainError] = MalformedError,
-    at: Any = None,
-    scene: str = "step",
-    poisons: bool = False,
-) -> Case:
-    return Case(
-        level=level,
-        category=category,
-        name=name,
-        act=act,
-        error=error,
-        at=level if at is None else at,
-        scene=scene,
-        poisons=poisons,
-    )
-
-
-def edge_edited(level: Level, edit: Edit) -> Callable[[Scene], object]:
-    return lambda scene: scene.edit(level, edit)
+            yield case(level, "lying size", name, act, at="part", scene=scene)
 
 
 def part(**fields: Any) -> Edit:

@@ -180,32 +180,37 @@ ORDERED: Final[frozenset[Level]] = frozenset(("part", "manifest", "record"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A forgery in a chain that is sound otherwise.
-
-    Attributes:
-        level: What is forged.
-        category: In which way.
-        name: What is wrong with it.
-        act: Forges it, in a scene whose follower holds version 0.
-        error: What the follower must raise; ``None``: it gets to the head all the same.
-        at: The object that the error names, by level; empty where it is about a version.
-        scene: Which chain: the name of a part, or ``record``.
-        opens: The follower is a new one, which has not read the chain yet.
-        assets: The small files of the chain are taken, instead of a version.
-        poisons: The follower cannot tell who is wrong, and does not trust its target any more.
-    """
+    """A forgery in a sound chain, and what a follower that holds version 0 must do."""
 
     level: Level
     category: Category
     name: str
     act: Callable[[Scene], object]
-    error: type[DeltaChainError] | None = MalformedError
-    at: Level | Literal["", "asset"] = ""
+    error: type[DeltaChainError] | None = MalformedError  # None: it gets to the head all the same
+    at: Level | Literal["", "asset"] = ""  # the object that the error names; of a version: empty
     scene: str = "step"
-    opens: bool = False
-    assets: bool = False
-    poisons: bool = False
+    opens: bool = False  # by a new follower, which has not read the chain yet
+    assets: bool = False  # the small files are taken, instead of a version
+    poisons: bool = False  # the follower does not trust its target any more
 
     @property
     def id(self) -> str:
         return f"{self.level}: {self.category}: {self.name}"
+
+
+def case(
+    level: Level,
+    category: Category,
+    name: str,
+    act: Callable[[Scene], object],
+    *,
+    error: type[DeltaChainError] | None = MalformedError,
+    **more: Any,
+) -> Case:
+    """A case whose error names its own level, if nothing else is said."""
+    more = {"at": level, "scene": "step", **more}
+    return Case(level=level, category=category, name=name, act=act, error=error, **more)
+
+
+def edited(level: Level, edit: Callable[[Any], object]) -> Callable[[Scene], object]:
+    return lambda scene: scene.edit(level, edit)
