@@ -477,9 +477,9 @@ def test_a_check_that_is_left_out_is_missed(check: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", MORE)
+@pytest.mark.parametrize("check", MORE_SWITCHES)
 def test_each_check_that_is_left_out_is_missed(check: str, tmp_path: Path) -> None:
-    expect_missed(*MORE[check], tmp_path / "engine")
+    expect_missed(*MORE_SWITCHES[check], tmp_path / "engine")
 
 
 def test_engines_that_replace_tensors_are_followed_because_those_are_settled(
