@@ -197,8 +197,7 @@ def make(family: Family | str, folder: Path) -> Path:
 
 
 def named(family: str) -> Family:
-    from tests.engines.more import MORE  # noqa: PLC0415 - they are made of what is in here
-    from tests.engines.unusual import UNUSUAL  # noqa: PLC0415
+    from tests.engines.unusual import MORE, UNUSUAL  # noqa: PLC0415 - made of what is in here
 
     return {**FAMILIES, **UNUSUAL, **MORE}[family]
 

@@ -89,8 +89,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from _batch_checks(card)
     yield from diff_checks("cuda")
     try:
-        from tests.gpu.ranks import checks  # noqa: PLC0415
-        from tests.gpu.snapshots import snapshot_checks  # noqa: PLC0415
+        from tests.gpu.ranks import checks, snapshot_checks  # noqa: PLC0415
     except ModuleNotFoundError as exc:
         sys.stdout.write(f"skipped snapshots and ranks: {exc}\n")
     else:
