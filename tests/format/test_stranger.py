@@ -25,11 +25,7 @@ from tests.format import freeze, freeze_tags, stranger, stranger_chain
 from tests.format.forge import no_documents, take_apart
 from tests.format.stranger import RefusedError
 
-FILES = {
-    str(file.relative_to(freeze_tags.FOLDER)): file.read_bytes()
-    for file in sorted(freeze_tags.FOLDER.rglob("*"))
-    if file.is_file()
-}
+FILES = freeze.frozen(freeze_tags.FOLDER)
 
 
 def get(key: str) -> bytes | None:

@@ -120,7 +120,6 @@ class Run:
 
     def _check_alert(self, one: Accident, since: float, versions: int) -> None:
         must = bool(one.alerts) and versions >= one.versions
-        self._diary.note("passed", kind=one.kind, alert=must)
         if must and not self._watch.saw(one.alerts, one.engine, since):
             kinds = " or ".join(one.alerts)
             self._fail(f"the dashboard did not show {kinds} of {one.kind} {one.detail}")
@@ -135,7 +134,6 @@ class Run:
                 return True
             time.sleep(LOOK_S)
         if not self._stop.is_set():
-            self._diary.note("unwell", after=after)
             self._fail(f"not well {seconds:.0f} s after {after}: {why}")
         return False
 
@@ -158,9 +156,8 @@ class Run:
         (scene.folder / "verify.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
             self._fail(f"deltachain verify exits with {done.returncode}")
-        restarts = {name: one.deaths for name, one in scene.services.items()}
         took = head.manifest.epoch - about["epoch"]
-        self._diary.note("end", **about, head=head.version, taken_over=took, restarts=restarts)
+        self._diary.note("end", **about, head=head.version, taken_over=took)
         return None
 
     def _head(self) -> int:
