@@ -63,13 +63,7 @@ FILLER: Final = 0xA5
 
 @dataclass(frozen=True, slots=True)
 class DecodedWrite:
-    """What a receiver writes into one tensor.
-
-    Attributes:
-        positions: Where, counted in elements of ``values``'s dtype; None for the whole tensor.
-        values: Unsigned integers; bytes where the layout counts bytes.
-        xor: Whether ``values`` are combined with the old bits by exclusive or, or replace them.
-    """
+    """What a receiver writes into one tensor."""
 
     positions: npt.NDArray[np.integer[Any]] | None
     values: Bits

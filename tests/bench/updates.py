@@ -33,19 +33,7 @@ class ExponentRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChainStats:
-    """Statistics over consecutive steps of one chain; every share lies in [0, 1].
-
-    Attributes:
-        numel: Elements of the model.
-        steps: Steps measured.
-        median_weight: Median of |w| in the old bits of the first step.
-        density: Changed elements of a step over all elements.
-        ulp1: Share of changes by one unit in the last place.
-        ulp2: Share of changes by at most two.
-        recurrence: Share of changes whose element also changed in the step before.
-        sign_kept: Of those, the share that moved in the same direction.
-        exponents: One row for each exponent of the old bits that occurs, ascending.
-    """
+    """Statistics over consecutive steps of one chain; every share lies in [0, 1]."""
 
     numel: int
     steps: int
@@ -150,16 +138,7 @@ CLASSES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class EntropyLimits:
-    """Limits in bits a change.
-
-    Attributes:
-        density: Changed elements over all elements, in [0, 1].
-        positions: Which elements changed, if all are alike: H(p) / p.
-        positions_given_exponent: The same, where the reader knows every old exponent.
-        sign: Direction of a change; no context known to the reader predicts it.
-        magnitude: Units in the last place moved, order 0.
-        magnitude_given_exponent: The same, where the reader knows the old exponent.
-    """
+    """Limits in bits a change."""
 
     density: float
     positions: float
@@ -209,15 +188,7 @@ def entropy_limits(step: Step) -> EntropyLimits:
 
 @dataclass(frozen=True, slots=True)
 class CodeLimits:
-    """Limits of updates of 8-bit codes, in bits a changed code.
-
-    Attributes:
-        density: Changed codes over all codes, in [0, 1].
-        positions: Which codes changed, if all are alike: H(p) / p.
-        positions_given_code: The same, where the reader knows every old code.
-        move: Difference of the bits of new and old code, order 0.
-        move_given_code: The same, where the reader knows the old code.
-    """
+    """Limits of updates of 8-bit codes, in bits a changed code."""
 
     density: float
     positions: float

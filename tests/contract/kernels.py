@@ -42,12 +42,7 @@ class DeviceArm:
 
 
 class CrossingArm(DeviceArm):
-    """``kernels.device_diff``, with the snapshot on the host or on the device.
-
-    Args:
-        where: Device of the weights.
-        resident: Whether the snapshot is there as well.
-    """
+    """``kernels.device_diff``, with the snapshot on the host or on the device."""
 
     def __init__(self, where: str, *, resident: bool = False) -> None:
         super().__init__(where)

@@ -55,12 +55,7 @@ class Replica:
         return self.server.generate([5, 6, 7], 4).spans == ((0, 4, str(version)),)
 
     def goes_on_as(self, version: int, *, label: int | None = None) -> bool:
-        """Whether new prompts get the tokens of a version, and some are not its neighbours'.
-
-        Args:
-            version: Which.
-            label: What its tokens are said to be of, if that is another one.
-        """
+        """Whether new prompts get the tokens of a version, and some are not its neighbours'."""
         said = str(version if label is None else label)
         dice = random.Random(version)
         answers = [self.server.generate(prompt(dice), 24) for _ in range(8)]

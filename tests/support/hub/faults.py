@@ -93,18 +93,7 @@ _Headers: TypeAlias = dict[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestFault:
-    """One scripted fault.
-
-    Attributes:
-        do: The action.
-        path: Regular expression that must match at the begin of the path.
-        method: HTTP method; empty for all.
-        times: Number of affected requests.
-        skip: Number of matching requests to pass first.
-        status: Status code of ``status``.
-        retry_after: Its Retry-After header; None for none.
-        seconds: Delay of ``stall``.
-    """
+    """One scripted fault."""
 
     do: RequestAction
     path: str = "/"

@@ -27,17 +27,7 @@ _FILE: Final = "settings.json"
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings of a Hub; the default limits are those of a free account.
-
-    Attributes:
-        tokens: Right of each user access token: ``write`` or ``read``.
-        s3_keys: Access key ids of the S3 gateway.
-        calls: API requests of a token in each window.
-        resolver_calls: Requests to ``resolve`` of a token in each window.
-        window_s: Length of a window, in seconds.
-        page: Entries on a page of a listing, and paths in a look-up.
-        xet_token_s: Validity of a CAS token, in seconds.
-    """
+    """Settings of a Hub; the default limits are those of a free account."""
 
     tokens: dict[str, str] = field(
         default_factory=lambda: {WRITE_TOKEN: "write", READ_TOKEN: "read"}
