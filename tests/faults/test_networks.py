@@ -14,16 +14,8 @@ from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.support import models
 from tests.support.faults import Action, Fault, FaultyStore, clock_jump
-from tests.support.models import (
-    State,
-    bits_of,
-    plain_model,
-    recompute,
-    same,
-    tensors_of,
-    train_,
-)
 from tests.support.proxy import Proxy
 
 if TYPE_CHECKING:
@@ -58,7 +50,7 @@ def fault(action: Action, prefix: str = "", *, nth: int = 1, times: int | None =
 class Trainer:
     def __init__(self, store: Store, model: nn.Module) -> None:
         config = PublishConfig(url=store.url, on_error="warn", anchor_factor=0.001)
-        self.model, self.states = model, [bits_of(model)]
+        self.model, self.states = model, [models.bits_of(model)]
         self.publisher = Publisher(config, store=store)
 
     def attach(self) -> Trainer:
@@ -66,8 +58,8 @@ class Trainer:
         return self
 
     def step(self, seed: int) -> None:
-        train_(self.model, seed, share=0.02)
-        self.states.append(bits_of(self.model))
+        models.train_(self.model, seed, share=0.02)
+        self.states.append(models.bits_of(self.model))
         self.publisher.publish(step=seed)
         self.publisher.flush()
 
@@ -80,14 +72,14 @@ def attached(store: FaultyStore, model: nn.Module, *, attempts: int = 12) -> Tra
 
 
 def assert_converged(inner: MemoryStore, trainer: Trainer) -> None:
-    found = recompute(inner)
+    found = models.recompute(inner)
     for version in found.values():
-        assert any(same(version.state, state) for state in trainer.states)
+        assert any(models.same(version.state, state) for state in trainer.states)
     newest = found[max(found)].state
-    assert same(newest, bits_of(trainer.model))
-    tensors = tensors_of(trainer.model)
+    assert models.same(newest, models.bits_of(trainer.model))
+    tensors = models.tensors_of(trainer.model)
     Subscriber(SubscribeConfig(url=inner.url), tensors, store=inner).update()
-    assert same(bits_of(tensors), newest)
+    assert models.same(models.bits_of(tensors), newest)
 
 
 # Trainers
@@ -104,7 +96,7 @@ def assert_converged(inner: MemoryStore, trainer: Trainer) -> None:
 def test_trainer_whose_writes_go_wrong(
     inner: MemoryStore, faulty: FaultyStore, action: Action, prefix: str
 ) -> None:
-    trainer = Trainer(faulty, plain_model()).attach()
+    trainer = Trainer(faulty, models.plain_model()).attach()
     faulty.add(fault(action, prefix))
     for seed in range(1, 5):
         trainer.step(seed)
@@ -118,7 +110,7 @@ def test_trainer_whose_writes_go_wrong(
 def test_trainer_that_starts_while_the_store_goes_wrong(
     inner: MemoryStore, faulty: FaultyStore, action: Action, nth: int
 ) -> None:
-    first = Trainer(inner, plain_model()).attach()
+    first = Trainer(inner, models.plain_model()).attach()
     for seed in (1, 2):
         first.step(seed)
     # The first write is the start's own, and three that fail cost up to three versions.
@@ -136,7 +128,7 @@ def test_trainer_that_starts_while_the_store_goes_wrong(
 def test_trainer_that_can_not_read_back_what_it_wrote(
     inner: MemoryStore, faulty: FaultyStore, action: Action
 ) -> None:
-    trainer = Trainer(faulty, plain_model()).attach()
+    trainer = Trainer(faulty, models.plain_model()).attach()
     # A store that goes on hiding what it has just refused to overwrite breaks its promise: the
     # trainer then takes its own version for another's, and stops.
     times = 1 if action == "hide" else 3
@@ -154,7 +146,7 @@ def test_chain_that_never_knows_it_otherwise(
     inner: MemoryStore, faulty: FaultyStore, action: Action
 ) -> None:
     faulty.add(fault(action, times=None))
-    trainer = Trainer(faulty, plain_model()).attach()
+    trainer = Trainer(faulty, models.plain_model()).attach()
     for seed in (1, 2, 3):
         trainer.step(seed)
     assert trainer.publisher.version == 3
@@ -162,7 +154,7 @@ def test_chain_that_never_knows_it_otherwise(
     again.states += trainer.states
     again.step(4)
     assert again.publisher.version == 5
-    assert [found.anchored for found in recompute(faulty.inner).values()][1]
+    assert [found.anchored for found in models.recompute(faulty.inner).values()][1]
     assert_converged(inner, again)
 
 
@@ -185,20 +177,20 @@ class Waits:
 
 @pytest.fixture
 def trainer(inner: MemoryStore) -> Iterator[Trainer]:
-    trainer = Trainer(inner, plain_model()).attach()
+    trainer = Trainer(inner, models.plain_model()).attach()
     trainer.step(1)
     yield trainer
     trainer.publisher.close()
 
 
-def followed(subscriber: Subscriber, trainer: Trainer, bits: Callable[[], State]) -> None:
+def followed(subscriber: Subscriber, trainer: Trainer, bits: Callable[[], models.State]) -> None:
     stop = Event()
     for receipt in subscriber.follow(stop=stop):
-        assert same(bits(), trainer.states[receipt.version])
+        assert models.same(bits(), trainer.states[receipt.version])
         assert receipt.staleness_s >= 0
         if receipt.version == LAST:
             stop.set()
-    assert same(bits(), bits_of(trainer.model))
+    assert models.same(bits(), models.bits_of(trainer.model))
 
 
 @pytest.mark.parametrize("prefix", [prefix for prefix in PLACES if prefix != "edges/"])
@@ -211,11 +203,11 @@ def test_follower_whose_reads_go_wrong(
     action: Action,
     prefix: str,
 ) -> None:
-    tensors = tensors_of(trainer.model)
+    tensors = models.tensors_of(trainer.model)
     subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=faulty)
     monkeypatch.setattr(subscriber.told, "wait", Waits(trainer))
     faulty.add(fault(action, prefix, times=3))
-    followed(subscriber, trainer, lambda: bits_of(tensors))
+    followed(subscriber, trainer, lambda: models.bits_of(tensors))
     assert faulty.struck
 
 
@@ -223,7 +215,7 @@ def test_follower_whose_reads_go_wrong(
 def test_read_that_goes_wrong_writes_nothing(
     inner: MemoryStore, faulty: FaultyStore, trainer: Trainer, action: Action
 ) -> None:
-    tensors = tensors_of(trainer.model)
+    tensors = models.tensors_of(trainer.model)
     subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=faulty)
     subscriber.update()
     trainer.step(2)
@@ -235,14 +227,14 @@ def test_read_that_goes_wrong_writes_nothing(
             subscriber.update()
     held = 2 if action == "slow" else 1
     assert subscriber.version == held
-    assert same(bits_of(tensors), trainer.states[held])
+    assert models.same(models.bits_of(tensors), trainer.states[held])
     assert {struck for struck, _ in faulty.struck} == {action}
 
 
 def test_follower_of_a_store_that_goes_down_and_comes_back(
     inner: MemoryStore, faulty: FaultyStore, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensors = tensors_of(trainer.model)
+    tensors = models.tensors_of(trainer.model)
     subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=faulty)
     go_on = Waits(trainer)
 
@@ -251,7 +243,7 @@ def test_follower_of_a_store_that_goes_down_and_comes_back(
         return go_on(seconds)
 
     monkeypatch.setattr(subscriber.told, "wait", wait)
-    followed(subscriber, trainer, lambda: bits_of(tensors))
+    followed(subscriber, trainer, lambda: models.bits_of(tensors))
 
 
 # The clock
@@ -262,8 +254,8 @@ JUMPS = (5 * HOURS, -9 * HOURS, 0.0, -48 * HOURS, 48 * HOURS)
 
 @pytest.mark.parametrize("viewed_from", [0.0, 100 * HOURS, -100 * HOURS])
 def test_nothing_is_decided_by_the_clock(inner: MemoryStore, viewed_from: float) -> None:
-    model = plain_model()
-    tensors = tensors_of(model)
+    model = models.plain_model()
+    tensors = models.tensors_of(model)
     subscriber = Subscriber(SubscribeConfig(url=inner.url), tensors, store=inner)
     trainer = Trainer(inner, model)
     with clock_jump(-20 * HOURS):
@@ -277,7 +269,7 @@ def test_nothing_is_decided_by_the_clock(inner: MemoryStore, viewed_from: float)
         assert receipt.version == version
         assert receipt.staleness_s >= 0
         assert (receipt.staleness_s < 90) is (viewed_from - jump < 90)
-        assert same(bits_of(tensors), trainer.states[version])
+        assert models.same(models.bits_of(tensors), trainer.states[version])
 
     with clock_jump(-30 * HOURS):  # takes over long before the last version
         later = Trainer(inner, model).attach()
@@ -286,19 +278,19 @@ def test_nothing_is_decided_by_the_clock(inner: MemoryStore, viewed_from: float)
     with clock_jump(30 * HOURS):  # the old one still learns that it was
         trainer.publisher.publish()
         trainer.publisher.flush()
-    assert later.publisher.version == max(recompute(inner)) == 7
+    assert later.publisher.version == max(models.recompute(inner)) == 7
 
     with clock_jump(-99 * HOURS):
         assert subscriber.update() is not None
         assert subscriber.rollback(3).version == 3
-        assert same(bits_of(tensors), trainer.states[3])
+        assert models.same(models.bits_of(tensors), trainer.states[3])
         assert subscriber.update() is None
         subscriber.release()
     with clock_jump(99 * HOURS):
         receipt = subscriber.update()
     assert receipt is not None
     assert receipt.version == 7
-    assert same(bits_of(tensors), bits_of(model))
+    assert models.same(models.bits_of(tensors), models.bits_of(model))
 
 
 Place: TypeAlias = tuple[Proxy, Callable[[], Store]]
@@ -349,10 +341,10 @@ LONGER = ("308", "swallowed posts", "drip")
 )
 def test_all_survive_and_converge_when_the_network_is_right_again(place: Place, fault: str) -> None:
     proxy, opening = place
-    trainer = Trainer(opening(), plain_model()).attach()
+    trainer = Trainer(opening(), models.plain_model()).attach()
     trainer.step(1)
     store = opening()
-    tensors = tensors_of(trainer.model)
+    tensors = models.tensors_of(trainer.model)
     config = SubscribeConfig(url=store.url, poll_s=0.1)
     subscriber = Subscriber(config, tensors, store=store)
     stop = Event()
@@ -383,7 +375,7 @@ def test_all_survive_and_converge_when_the_network_is_right_again(place: Place, 
         following.join()
         trainer.publisher.close()
     assert all(error.retryable for error in troubles)
-    assert same(bits_of(tensors), bits_of(trainer.model))
+    assert models.same(models.bits_of(tensors), models.bits_of(trainer.model))
 
 
 def wait_for(done: Callable[[], bool]) -> None:

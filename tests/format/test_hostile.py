@@ -8,13 +8,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from deltachain import errors
 from deltachain.codec import Part
-from deltachain.errors import (
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    UnsupportedFormatError,
-)
 from tests.format import stranger
 from tests.format.forge import Forgery, compress, take_apart
 from tests.format.forgeries import FORGERIES, PARTS, forged, halves
@@ -28,7 +23,7 @@ def read(data: bytes) -> None:
 def is_refused(data: bytes) -> bool:
     try:
         read(data)
-    except FormatError:
+    except errors.FormatError:
         return True
     return False
 
@@ -72,7 +67,7 @@ def test_every_truncation_and_every_addition_is_found(name: str) -> None:
 
 def test_a_frame_that_was_replaced_is_a_mismatch() -> None:
     data = PARTS["step"]
-    with pytest.raises(DigestMismatchError):
+    with pytest.raises(errors.DigestMismatchError):
         read(data[:-1] + b"\x40")
 
 
@@ -80,7 +75,7 @@ def test_a_frame_that_was_replaced_is_a_mismatch() -> None:
 def test_what_breaks_a_rule_is_malformed_though_every_digest_is_right(name: str) -> None:
     data = forged(name)
     assert data not in PARTS.values()
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read(data)
 
 
@@ -101,7 +96,7 @@ def test_what_is_newer_is_unsupported(what: str) -> None:
     forgery = take_apart(PARTS["step"])
     NEWER[what](forgery)
     data = forgery.build()
-    with pytest.raises(UnsupportedFormatError):
+    with pytest.raises(errors.UnsupportedFormatError):
         read(data)
     with pytest.raises(UnsupportedError):
         stranger.read_part(data)
@@ -139,7 +134,7 @@ def test_a_tensor_may_be_cut_into_segments_anywhere() -> None:
 def peak_of_refusing(data: bytes) -> int:
     tracemalloc.start()
     try:
-        with pytest.raises(MalformedError):
+        with pytest.raises(errors.MalformedError):
             read(data)
         return tracemalloc.get_traced_memory()[1]
     finally:

@@ -23,14 +23,7 @@ from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
 from deltachain.codec.short_rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
-from deltachain.format.documents import (
-    RECORD_TYPES,
-    EdgeKind,
-    EdgeSummary,
-    PruneRecord,
-    signed_bytes,
-    unseal,
-)
+from deltachain.format import documents
 from deltachain.format.keys import digest_key, manifest_key
 from deltachain.kernels import host, reference
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
@@ -240,12 +233,12 @@ def test_the_keys_of_the_signatures() -> None:
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: f"{row['type']} {row['chain'][-1]}")
 def test_signatures(row: dict[str, str]) -> None:
-    (kind,) = (kind for kind, name in RECORD_TYPES.items() if name == row["type"])
+    (kind,) = (kind for kind, name in documents.RECORD_TYPES.items() if name == row["type"])
     payload = b'{"format":1}'
     signature = freeze_signed.KEY.sign(kind, row["chain"], payload)
     assert signature.value == row["value"]
     signed = stranger_chain.signed_bytes(row["type"], row["chain"], payload)
-    assert signed == signed_bytes(kind, row["chain"], payload)
+    assert signed == documents.signed_bytes(kind, row["chain"], payload)
     assert stranger_chain.verifies(PUBLIC.raw, to_builtins(signature), signed)
     assert not stranger_chain.verifies(PUBLIC.raw, to_builtins(signature), signed + b" ")
 
@@ -308,14 +301,14 @@ def test_the_prune_record_on_the_page_is_the_frozen_one() -> None:
     ((key, data),) = freeze_prunes.build().items()
     assert data == (freeze_prunes.FOLDER / key).read_bytes()
     assert block("json prune") == data.decode() + "\n"
-    assert unseal(data, PruneRecord, key=key) == freeze_prunes.RECORD
+    assert documents.unseal(data, documents.PruneRecord, key=key) == freeze_prunes.RECORD
     found = stranger_chain.read_prune(block("json prune").rstrip().encode())
     for row in table(section("8.11 A prune record")):
         kind, version = row["kind"], int(row["version"])
         base = None if row["base"] == "none" else int(row["base"])
-        edge = EdgeSummary(
+        edge = documents.EdgeSummary(
             version=version,
-            kind=cast(EdgeKind, kind),
+            kind=cast(documents.EdgeKind, kind),
             base=base,
             nbytes=0,
             parts=0,

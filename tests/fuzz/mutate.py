@@ -14,6 +14,7 @@ import numpy as np
 import zstandard
 from blake3 import blake3
 
+from deltachain import errors
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
@@ -21,16 +22,6 @@ from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.old_bits import OldBits
 from deltachain.delta import TensorDelta, changes, fold
-from deltachain.errors import (
-    BrokenChainError,
-    ChainMismatchError,
-    ConfigError,
-    ForkedChainError,
-    FormatError,
-    MalformedError,
-    ObjectNotFoundError,
-    StoreWentBackError,
-)
 from deltachain.format import keys
 from deltachain.format.documents import (
     Document,
@@ -77,11 +68,11 @@ class FindingError(Exception):
 
 
 REFUSALS: Final = (
-    FormatError,
-    BrokenChainError,
-    ChainMismatchError,
-    ForkedChainError,
-    StoreWentBackError,
+    errors.FormatError,
+    errors.BrokenChainError,
+    errors.ChainMismatchError,
+    errors.ForkedChainError,
+    errors.StoreWentBackError,
 )
 
 
@@ -89,7 +80,7 @@ REFUSALS: Final = (
 def refusing() -> Iterator[None]:
     try:
         yield
-    except ObjectNotFoundError:
+    except errors.ObjectNotFoundError:
         pass
     except REFUSALS as exc:
         if not exc.args[0] or not exc.hint:
@@ -124,7 +115,7 @@ def read_tensor(part: Part, name: str) -> TensorDelta:
     if not part.needs_old(name):
         return part.read(name)
     if spec.numel > MAX_OLD:
-        raise MalformedError("a tensor that is too large for the fuzzer")
+        raise errors.MalformedError("a tensor that is too large for the fuzzer")
     delta = part.read(name, old=OldBits(old_of(spec)))
     return delta.validate()
 
@@ -281,7 +272,7 @@ def follow_(store: MemoryStore) -> None:
 def take(opened: Chain, plan: Plan) -> None:
     try:
         fetched = fetch(opened, plan)
-    except ConfigError:
+    except errors.ConfigError:
         must(any(edge.kind == "base" for edge in plan.edges), "a wrong argument of nobody")
         return
     for name in fetched.names:

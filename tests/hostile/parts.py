@@ -6,12 +6,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final
 
+from deltachain import errors
 from deltachain.codec import encode_part
-from deltachain.errors import (
-    BaseMismatchError,
-    DigestMismatchError,
-    UnsupportedFormatError,
-)
 from deltachain.types import TensorSpec
 from tests.format.forge import Forgery, compress, take_apart
 from tests.format.forgeries import FORGERIES, OLD, PARTS, forged
@@ -88,19 +84,21 @@ def parts() -> Iterator[Case]:
     for category, name, act in (*CUT, *HUGE, *STRANGE):
         yield case("part", category, name, act)
     for name, edit in NEWER.items():
-        yield case("part", "requires", name, put(changed(edit)), error=UnsupportedFormatError)
+        yield case(
+            "part", "requires", name, put(changed(edit)), error=errors.UnsupportedFormatError
+        )
     yield from tiles()
     for category, name, act in LYING:
         yield case("part", category, name, act)
     for category, name, act in UNPROVEN:
-        yield case("part", category, name, act, error=DigestMismatchError)
+        yield case("part", category, name, act, error=errors.DigestMismatchError)
 
 
 def tiles() -> Iterator[Case]:
     for category, name, edit in TABLES:
         yield case("part", category, name, put(partial(retiled, edit)), scene=MAX)
     for category, name, edit in BITS:
-        spoilt: dict[str, Any] = {"error": BaseMismatchError, "at": "", "poisons": True}
+        spoilt: dict[str, Any] = {"error": errors.BaseMismatchError, "at": "", "poisons": True}
         yield case("part", category, name, put(partial(retiled, edit)), scene=MAX, **spoilt)
 
 

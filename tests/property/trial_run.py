@@ -14,13 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from deltachain import errors
 from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    BaseMismatchError,
-    DeltaChainError,
-    PartialApplyError,
-    TensorMismatchError,
-)
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.replica.layout.classes import agree, orphans
@@ -183,7 +178,7 @@ def _follow(stage: Stage) -> None:
     for engine in stage.engines:
         try:
             ranks.append(Rank(engine, stage.specs.values(), stage.recipe.aliases()))
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
         except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
             stage.outcome.broke.append(f"attaching raised {exc!r}")
@@ -204,7 +199,7 @@ def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
     try:
         for number, rank in enumerate(ranks if lost else ()):
             reports[number] |= rank.find_unused(lost)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
         return
     agreement = agree(stage.specs.values(), reports)
@@ -214,7 +209,7 @@ def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
         for number, rank in enumerate(ranks):
             holders = {name: who[number] for name, who in agreement.holders.items()}
             rank.agree(agreement.classes, holders)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
 
 
@@ -254,7 +249,7 @@ class _Chain:
             try:
                 rank.check_addresses()
                 rank.stage(ticket, spool.folder, BUDGET)
-            except (TensorMismatchError, BaseMismatchError) as exc:
+            except (errors.TensorMismatchError, errors.BaseMismatchError) as exc:
                 is_mine = self.stage.recipe.moves or are_parted(self.stage.recipe, new)
                 (outcome.told if is_mine else outcome.broke).append(str(exc))
         if outcome.told and not self.stage.recipe.moves:
@@ -270,7 +265,7 @@ class _Chain:
             engine.trip = 1 + self.stage.recipe.seed % 3
             try:
                 rank.swap(ticket, ticket, back=False)
-            except PartialApplyError:
+            except errors.PartialApplyError:
                 engine.trip = -1
             except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
                 self.stage.outcome.broke.append(f"a swap that failed raised {exc!r}")
