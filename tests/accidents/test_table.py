@@ -10,7 +10,7 @@ import pytest
 
 from tests.accidents.case import FATES, Case, Fate
 from tests.accidents.happenings import FAR, HAPPENINGS, LIKELY
-from tests.crash.places import KINDS, Place, open_place
+from tests.crash.child import KINDS, Place, open_place
 
 CORE: Final[tuple[tuple[str, Fate], ...]] = (
     ("nothing", "alive"),

@@ -32,7 +32,7 @@ from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedErr
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from tests.crash.places import Place
+from tests.crash.child import Place
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import (
     Replica,

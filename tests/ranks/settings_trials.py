@@ -27,8 +27,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.quantise.tensors import CutMessage
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.store import open_store
-from tests.ranks.layouts import LAYOUTS, set_up, train_step
-from tests.ranks.trials import check
+from tests.ranks.trials import LAYOUTS, check, set_up, train_step
 from tests.support.faults import FaultyStore
 
 LAYOUT = "rows"

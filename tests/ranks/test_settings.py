@@ -51,7 +51,7 @@ def test_only_rank_0_needs_the_signing_key(tmp_path: Path) -> None:
 
 def test_a_reverted_head_is_refused_on_every_rank(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
-    run("tests.ranks.apart:goes_back", 2, url)
+    run("tests.ranks.trials:goes_back", 2, url)
     assert len(list(verify(Chain.open(open_store(url))))) == 9
 
 
