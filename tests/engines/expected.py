@@ -178,6 +178,12 @@ def _shards(tensors: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]
     return found
 
 
+def holds(server: Any, checkpoint: Path, tp: int = 1) -> bool:
+    """Whether a server's parameters are those of a checkpoint, bit by bit."""
+    cut = sharded(checkpoint, tp)
+    return bool(server.checksums() == {name: server.digest(bits) for name, bits in cut.items()})
+
+
 class Judge:
     def __init__(self, checkpoint: Path) -> None:
         self._model, self._rounding = (

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.engines import strikes
-from tests.engines.expected import Judge, sharded
+from tests.engines.expected import Judge, holds
 from tests.engines.serving import Server, prompt, start
 from tests.engines.trainer import Trainer
 
@@ -44,8 +44,7 @@ class Replica:
         )
 
     def has(self, checkpoint: Path) -> bool:
-        wanted = sharded(checkpoint, self.tp)
-        return self.server.checksums() == {n: self.server.digest(t) for n, t in wanted.items()}
+        return holds(self.server, checkpoint, self.tp)
 
     def serves(self, version: int) -> bool:
         """Whether it is ready, and generates with what it holds."""

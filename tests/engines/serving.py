@@ -295,6 +295,12 @@ def prompt(dice: random.Random, length: int = 10) -> list[int]:
     return dice.choices(VOCABULARY, k=length)
 
 
+def answers(server: Server, prompts: int = 16) -> list[tuple[int, ...]]:
+    """Greedy tokens of the same prompts, whoever asks."""
+    dice = random.Random(3)
+    return [server.generate(prompt(dice), 24).tokens for _ in range(prompts)]
+
+
 @contextmanager
 def clients(
     server: Server, *, streams: int, labelled: int, length: int, applied: Callable[[], int]
@@ -342,3 +348,11 @@ def run_program(
         timeout=900,
         check=False,
     )
+
+
+def said_by(module: str, *arguments: str) -> dict[str, Any]:
+    """What a program that ends with 0 prints as its last line, in JSON."""
+    done = run_program(module, *arguments)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen
