@@ -242,8 +242,7 @@ class _Chain:
             self._judge("version 2 loaded again", two)
 
     def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:
-        deltas = _Plan(self.stage.specs, old, new).deltas()
-        spool = spool_of(self.stage.folder / "spool", deltas)
+        spool = spool_of(self.stage.folder / "spool", _deltas(self.stage.specs, old, new))
         outcome = self.stage.outcome
         for rank in self.ranks:
             try:
@@ -321,24 +320,17 @@ def bits_of(tensor: Tensor) -> Bits:
     return found
 
 
-class _Plan:
-    from_nothing = False
-    nbytes = 0
-
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
-    ) -> None:
-        self.specs, self.old, self.new = specs, old, new
-
-    def deltas(self) -> Iterator[TensorDelta]:
-        for number, (name, spec) in enumerate(self.specs.items()):
-            old, new = bits_of(self.old[name]), bits_of(self.new[name])
-            indices = np.flatnonzero(old != new)
-            if not indices.size:
-                continue
-            if number % 3 == 2:
-                yield TensorDelta.dense(spec, new)
-                continue
-            mask = np.arange(indices.size) % 2 == number % 3
-            values = np.where(mask, new[indices], new[indices] - old[indices])
-            yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)
+def _deltas(
+    specs: Mapping[str, TensorSpec], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> Iterator[TensorDelta]:
+    for number, (name, spec) in enumerate(specs.items()):
+        old, new = bits_of(before[name]), bits_of(after[name])
+        indices = np.flatnonzero(old != new)
+        if not indices.size:
+            continue
+        if number % 3 == 2:
+            yield TensorDelta.dense(spec, new)
+            continue
+        mask = np.arange(indices.size) % 2 == number % 3
+        values = np.where(mask, new[indices], new[indices] - old[indices])
+        yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)

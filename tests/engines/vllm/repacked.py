@@ -18,7 +18,7 @@ from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
 from deltachain.replica.layout.members import Members, numbers_in
 from deltachain.replica.rank import Rank
 from tests.engines.families import checkpoint
-from tests.engines.matrix import Change, attached, changed, copied, differences, live
+from tests.engines.matrix import attached, changed, copied, deltas, differences, live
 from tests.engines.vllm.fresh import known, load_in_context
 from tests.support.spools import spool_of
 
@@ -54,8 +54,7 @@ def served(family: str, scratch: Path, **arguments: Any) -> Iterator[Served]:
         assert not agreement.refused
         assert not [why for why in agreement.reasons.values() if "is not compared" in why]
         after = changed(specs, agreement, before, scratch / "after")
-        deltas = Change(specs, agreement, before, after).deltas()
-        spool = spool_of(scratch / "spool", deltas)
+        spool = spool_of(scratch / "spool", deltas(specs, before, after))
         rank.stage(1, spool.folder, 1 << 30)
         yield Served(rank, engine, model, Checkpoint(before), after)
 
