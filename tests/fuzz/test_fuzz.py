@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.engines.serving import run_program
 from tests.fuzz.mutate import MUTATORS, TARGETS, seeds
 
-ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 20
 
 
@@ -20,15 +17,7 @@ SECONDS = 20
 def test_fuzzing_finds_nothing(target: str, tmp_path: Path) -> None:
     corpus = tmp_path / "corpus"
     arguments = ["--target", target, "--seconds", str(SECONDS), "--corpus", str(corpus)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.run", *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = run_program("tests.fuzz.run", *arguments)
     log = done.stdout + done.stderr
     assert done.returncode == 0, log[-5000:]
     runs = int(log.split("Done ")[1].split(" runs")[0])
