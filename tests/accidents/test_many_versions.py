@@ -24,7 +24,7 @@ from deltachain.store.base import MAX_DOCUMENT
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, Version
 from tests.accidents.scene import Journal, Kept, Objects, put_all
-from tests.crash.child import KINDS, Place, open_place
+from tests.crash.child import KINDS, Place
 from tests.support.engine import Sharding, full_of
 from tests.support.models import Replica, State, bits_of, plain_model, replica_of, same, train_
 from tests.unit.control.replicas import app_of, served
@@ -194,11 +194,6 @@ def long() -> Long:
     return Long({info.key: store.get(info.key) for info in store.list()}, then, bits_of(model))
 
 
-@pytest.fixture(params=KINDS)
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    return open_place(request.param, tmp_path, request.getfixturevalue, monkeypatch.setenv)
-
-
 def until(long: Long, version: Version) -> dict[str, bytes]:
     return {
         key: data
@@ -246,6 +241,7 @@ def check(subscriber: Subscriber, store: Counting, replica: Replica, long: Long)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", KINDS, indirect=True)
 @pytest.mark.parametrize("hint", [True, False])
 @pytest.mark.parametrize("kind", ["dict", "folder"])
 def test_who_comes_now_and_who_is_far_behind_join_at_once(
