@@ -11,10 +11,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from urllib.parse import urlsplit
 
 import boto3
@@ -144,49 +144,6 @@ PEERS: Final[Mapping[str, PeerLayout | None]] = {
 WAYS: Final = (*PEERS, DELTACHAIN)
 
 
-class Sender(Protocol):
-    def send(self, version: int) -> None:
-        """Return once replicas can see the trainer's live weights as this version."""
-
-    def close(self) -> None: ...
-
-
-class Receiver(Protocol):
-    def receive(self, version: int) -> None:
-        """Return once the replica's live weights hold the version."""
-
-    def close(self) -> None: ...
-
-
-class ChainSender:
-    def __init__(self, scene: Scene, flat: U16, url: str) -> None:
-        self._weights = scene.tensors(flat)
-        self._publisher = Publisher(PublishConfig(url=url, when_busy="wait"))
-
-    def send(self, version: int) -> None:
-        if version == 0:
-            self._publisher.attach(self._weights.items, assets={})
-        else:
-            self._publisher.publish(step=version).result()
-
-    def close(self) -> None:
-        self._publisher.close()
-
-
-class ChainReceiver:
-    def __init__(self, scene: Scene, flat: U16, url: str, poll_s: float) -> None:
-        config = SubscribeConfig(url=url, poll_s=poll_s)
-        self._subscriber = Subscriber(config, scene.tensors(flat))
-        self._receipts = self._subscriber.follow()
-
-    def receive(self, version: int) -> None:
-        while next(self._receipts).version < version:
-            pass
-
-    def close(self) -> None:
-        self._subscriber.close()
-
-
 class Shelf:
     """Objects of one prefix, ``s3://bucket/prefix``, and a marker for each version."""
 
@@ -226,62 +183,72 @@ class Shelf:
         return f"{self._prefix}/versions/{version:06d}.json"
 
 
-class PeerSender:
-    """Version 0 is a full checkpoint in every layout; ``None`` sends nothing else."""
+@contextmanager
+def sender(way: str, scene: Scene, flat: U16, url: str) -> Iterator[Callable[[int], None]]:
+    """Yield what returns once replicas can see the trainer's live weights as a version."""
+    weights = scene.tensors(flat)
+    if way == DELTACHAIN:
+        with Publisher(PublishConfig(url=url, when_busy="wait")) as publisher:
 
-    def __init__(self, scene: Scene, flat: U16, layout: PeerLayout | None, shelf: Shelf) -> None:
-        self._scene, self._flat, self._layout, self._shelf = scene, flat, layout, shelf
-        self._weights = scene.tensors(flat)
-        self._snapshot = flat.copy()
+            def publish(version: int) -> None:
+                if version == 0:
+                    publisher.attach(weights.items, assets={})
+                else:
+                    publisher.publish(step=version).result()
 
-    def send(self, version: int) -> None:
-        if version == 0 or self._layout is None:
-            objects: Objects = (safetensors_torch.save(self._weights, {"format": "pt"}),)
+            yield publish
+        return
+    layout, shelf, snapshot = PEERS[way], Shelf(url, poll_s=0), flat.copy()
+
+    def put(version: int) -> None:
+        if version == 0 or layout is None:
+            objects: Objects = (safetensors_torch.save(weights, {"format": "pt"}),)
         else:
-            objects = self._layout.encode(self._changes())
-        self._shelf.put(version, objects)
+            objects = layout.encode(_found(scene, snapshot, flat))
+        shelf.put(version, objects)
 
-    def close(self) -> None: ...
-
-    def _changes(self) -> dict[str, TensorChange]:
-        """Find changed elements by the kernel of deltachain, the same for every layout."""
-        found = {}
-        for span in self._scene.spans:
-            part = slice(span.start, span.stop)
-            changed = host.diff_(self._snapshot[part], self._flat[part])
-            found[span.spec.name] = TensorChange(span.spec, *changed)
-        return found
+    yield put
 
 
-class PeerReceiver:
-    def __init__(self, scene: Scene, flat: U16, layout: PeerLayout | None, shelf: Shelf) -> None:
-        self._layout, self._shelf = layout, shelf
-        self._weights = scene.tensors(flat)
-        self._specs = {span.spec.name: span.spec for span in scene.spans}
-        self._live = {span.spec.name: flat[span.start : span.stop] for span in scene.spans}
+def _found(scene: Scene, snapshot: U16, flat: U16) -> dict[str, TensorChange]:
+    """Find changed elements by the kernel of deltachain, the same for every layout."""
+    found = {}
+    for span in scene.spans:
+        part = slice(span.start, span.stop)
+        found[span.spec.name] = TensorChange(span.spec, *host.diff_(snapshot[part], flat[part]))
+    return found
 
-    def receive(self, version: int) -> None:
-        objects = self._shelf.wait(version)
-        if version == 0 or self._layout is None:
+
+@contextmanager
+def receiver(
+    way: str, scene: Scene, flat: U16, url: str, poll_s: float
+) -> Iterator[Callable[[int], None]]:
+    """Yield what returns once the replica's live weights hold a version."""
+    weights = scene.tensors(flat)
+    if way == DELTACHAIN:
+        with Subscriber(SubscribeConfig(url=url, poll_s=poll_s), weights) as subscriber:
+            receipts = subscriber.follow()
+
+            def follow(version: int) -> None:
+                while next(receipts).version < version:
+                    pass
+
+            yield follow
+        return
+    layout, shelf = PEERS[way], Shelf(url, poll_s=poll_s)
+    specs = {span.spec.name: span.spec for span in scene.spans}
+    live = {span.spec.name: flat[span.start : span.stop] for span in scene.spans}
+
+    def get(version: int) -> None:
+        objects = shelf.wait(version)
+        if version == 0 or layout is None:
             for name, tensor in safetensors_torch.load(objects[0]).items():
-                self._weights[name].copy_(tensor)
+                weights[name].copy_(tensor)
             return
-        for name, write in self._layout.decode(objects, self._specs):
-            write.apply(self._live[name])
+        for name, write in layout.decode(objects, specs):
+            write.apply(live[name])
 
-    def close(self) -> None: ...
-
-
-def sender(way: str, scene: Scene, flat: U16, *, url: str) -> Sender:
-    if way == DELTACHAIN:
-        return ChainSender(scene, flat, url)
-    return PeerSender(scene, flat, PEERS[way], Shelf(url, poll_s=0))
-
-
-def receiver(way: str, scene: Scene, flat: U16, *, url: str, poll_s: float) -> Receiver:
-    if way == DELTACHAIN:
-        return ChainReceiver(scene, flat, url, poll_s)
-    return PeerReceiver(scene, flat, PEERS[way], Shelf(url, poll_s=poll_s))
+    yield get
 
 
 Order = Mapping[str, Any]
@@ -320,26 +287,25 @@ def trainer(order: Order) -> None:
     scene = Scene.open(Path(order["scene"]))
     flat = scene.first()
     optimizer = Replay(scene, flat)
-    with closing(sender(order["way"], scene, flat, url=order["url"])) as sending:
-        sending.send(0)
+    with sender(order["way"], scene, flat, order["url"]) as send:
+        send(0)
         _answer(sent=0)
         for each in _orders():
             optimizer.prepare(each["step"])
             optimizer.step()
             stepped = time.monotonic()
-            sending.send(each["step"])
+            send(each["step"])
             _answer(stepped=stepped, sent=time.monotonic())
 
 
 def replica(order: Order) -> None:
     scene = Scene.open(Path(order["scene"]))
     flat, truth = np.zeros(scene.numel, np.uint16), scene.first()
-    made = receiver(order["way"], scene, flat, url=order["url"], poll_s=order["poll_s"])
-    with closing(made) as receiving:
-        receiving.receive(0)
+    with receiver(order["way"], scene, flat, order["url"], order["poll_s"]) as receive:
+        receive(0)
         _answer(served=time.monotonic(), mismatches=int(np.count_nonzero(flat != truth)))
         for each in _orders():
-            receiving.receive(each["receive"])
+            receive(each["receive"])
             _answer(served=time.monotonic())
             change = scene.change(each["receive"])
             truth[change.indices] = change.bits
