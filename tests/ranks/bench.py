@@ -13,6 +13,7 @@ import json
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -138,8 +139,13 @@ def _measured(ranks: int) -> dict[str, float]:
         run("tests.ranks.bench:measure", ranks, folder)
         facts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     found = {"wire": max(fact["wire"] for fact in facts)}
-    for name, of in {"step_s": median, "seen_s": median, "peak": max}.items():
-        found[name] = max(of([one[name] for one in fact["versions"]]) for fact in facts)
+    figures: dict[str, Callable[[list[float]], float]] = {
+        "step_s": median,
+        "seen_s": median,
+        "peak": max,
+    }
+    for name, figure in figures.items():
+        found[name] = max(figure([one[name] for one in fact["versions"]]) for fact in facts)
     return found
 
 
