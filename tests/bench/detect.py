@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numba
 import numpy as np
@@ -32,7 +32,13 @@ CAST_FLOOR: Final = "floor: read fp32 and bf16"
 
 Kernel = Callable[[Bits, Any], Changes]
 
-_jit: Final[Any] = numba.njit(nogil=True, cache=True)
+_F = TypeVar("_F", bound=Callable[..., Any])
+_njit: Final[Any] = numba.njit(nogil=True, cache=True)
+
+
+def _jit(function: _F) -> _F:
+    compiled: _F = _njit(function)
+    return compiled
 
 
 @_jit
