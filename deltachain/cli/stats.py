@@ -35,7 +35,6 @@ def stats(
     """
     from deltachain.maintain.survey import Survey
 
-
     chain = opened(url)
     head = chain.head()
     if head is None:

@@ -118,13 +118,7 @@ def _worse_at(version: Version, before: Shelf, after: Shelf) -> Iterator[str]:
 
 
 def reused(known: Mapping[Version, str], before: Shelf, after: Shelf) -> Iterator[str]:
-    """A publisher that committed a version itself never commits that number again.
-
-    Args:
-        known: Digests of the manifests that it committed, or took over from, by version.
-        before: The store when it went on.
-        after: The store when it had.
-    """
+    """A publisher that committed a version itself never commits that number again."""
     for version in sorted(after.leaves.keys() - before.leaves.keys()):
         if known.get(version, after.leaves[version].digest) != after.leaves[version].digest:
             yield f"version {version} was opened again by the publisher that committed it"

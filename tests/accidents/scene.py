@@ -27,20 +27,12 @@ from deltachain.format import keys
 from deltachain.format.keys import object_digest
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
-from deltachain.store.base import MAX_DOCUMENT, Capabilities
 from deltachain.store.hf.store import HfStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, Version
 from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
-from tests.support.models import (
-    Replica,
-    State,
-    bits_of,
-    plain_model,
-    replica_of,
-    state_digest,
-    train_,
-)
+from tests.support import models
+from tests.support.faults import FaultyStore
 from tests.unit.cli.support import Done, invoke
 
 Objects = dict[str, bytes]
@@ -72,35 +64,15 @@ class Journal:
         return dict(self.writes)
 
 
-class Kept(Store):
+class Kept(FaultyStore):
     """Another store, whose writes go into a journal; some are lost behind a yes."""
 
     def __init__(self, inner: Store, journal: Journal) -> None:
-        self.inner, self.journal = inner, journal
+        super().__init__(inner)
+        self.journal = journal
         self.loses: tuple[str, ...] = ()
         self.lost: list[str] = []
         self.interrupted: tuple[str, Callable[[], None]] | None = None
-
-    @property
-    def url(self) -> str:
-        return self.inner.url
-
-    @property
-    def capabilities(self) -> Capabilities:
-        return self.inner.capabilities
-
-    @property
-    def requests(self) -> int:
-        return self.inner.requests
-
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        return self.inner.get(key, limit=limit)
-
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        return self.inner.read(key, nbytes=nbytes, pin=pin)
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        return self.inner.get_range(key, start, length)
 
     def put(self, key: str, data: Buffer) -> str:
         if self._loses(key):
@@ -113,18 +85,6 @@ class Kept(Store):
         if not self._loses(key):
             self.inner.put_if_absent(key, data)
             self.journal.writes.append((key, bytes(data)))
-
-    def find(self, key: str) -> ObjectInfo | None:
-        return self.inner.find(key)
-
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        return self.inner.find_all(keys)
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix)
-
-    def delete(self, key: str) -> None:
-        self.inner.delete(key)
 
     def close(self) -> None:
         self.inner.close()
@@ -224,7 +184,7 @@ class Turns(Event):
 class Follower:
     """One process that follows a chain; it looks when the test lets it."""
 
-    def __init__(self, who: str, replica: Replica, store: Store, **settings: Any) -> None:
+    def __init__(self, who: str, replica: models.Replica, store: Store, **settings: Any) -> None:
         self.who, self.replica = who, replica
         config = SubscribeConfig(url=store.url, poll_s=0.001, **settings)
         self.subscriber = Subscriber(config, replica.target, store=store)
@@ -256,7 +216,7 @@ class Follower:
         held = self.subscriber.held
         return View(who=self.who, held=held, bits=self.bits(), says=self.says, lag=lag)
 
-    def bits(self) -> State | None:
+    def bits(self) -> models.State | None:
         target = self.replica.target
         empty = isinstance(target, Path) and not (target / WEIGHTS_FILE).exists()
         return None if empty else self.replica.bits()
@@ -292,7 +252,7 @@ class Trainer:
     """One process that trains a model and publishes it."""
 
     def __init__(
-        self, model: nn.Module, store: Kept, note: Callable[[State], None], **settings: Any
+        self, model: nn.Module, store: Kept, note: Callable[[models.State], None], **settings: Any
     ) -> None:
         self.model, self.store, self._note = model, store, note
         self.said: list[str] = []
@@ -303,7 +263,7 @@ class Trainer:
         self.publisher = Publisher(config, store=store)
 
     def attach(self) -> Self:
-        self._note(bits_of(self.model))
+        self._note(models.bits_of(self.model))
         try:
             self.publisher.attach(self.model)
         except DeltaChainError as exc:
@@ -317,8 +277,8 @@ class Trainer:
         for _ in range(times if self.publisher.epoch >= 0 else 0):
             self.step = self.step + 1 if first is None else first
             first = None
-            train_(self.model, self.step, share=0.02)
-            self._note(bits_of(self.model))
+            models.train_(self.model, self.step, share=0.02)
+            self._note(models.bits_of(self.model))
             try:
                 future = self.publisher.publish(step=self.step)
                 self.publisher.flush()
@@ -445,22 +405,22 @@ class Recording:
     """A chain as its trainer left it."""
 
     journal: Journal
-    history: dict[str, State]
+    history: dict[str, models.State]
     model: nn.Module
     head: Version
 
 
 @cache
 def recording(versions: int) -> Recording:
-    history: dict[str, State] = {}
-    journal, store, model = Journal(), MemoryStore(), plain_model()
+    history: dict[str, models.State] = {}
+    journal, store, model = Journal(), MemoryStore(), models.plain_model()
     trainer = Trainer(model, Kept(store, journal), lambda _: None, anchor_every=EVERY).attach()
     chain = Chain.open(store)
     while trainer.publisher.version < versions:
-        history[str(state_digest(chain, bits_of(model)))] = bits_of(model)
+        history[str(models.state_digest(chain, models.bits_of(model)))] = models.bits_of(model)
         journal.mark(trainer.publisher.version)
         trainer.publish()
-    history[str(state_digest(chain, bits_of(model)))] = bits_of(model)
+    history[str(models.state_digest(chain, models.bits_of(model)))] = models.bits_of(model)
     journal.mark(versions)
     assert not trainer.said
     return Recording(journal, history, copy.deepcopy(model), versions)
@@ -481,7 +441,7 @@ class Scene:
         made = recording(self.versions)
         self.journal, self.history = made.journal.copy(), dict(made.history)
         self.model = copy.deepcopy(made.model)
-        self._replicas: dict[str, Replica] = {}
+        self._replicas: dict[str, models.Replica] = {}
         self._contents: dict[str, bytes] = {}
         self.put(self.journal.now)
         self.chain = Chain.open(self.store())
@@ -510,11 +470,8 @@ class Scene:
             self.trainer.publish()
             self.journal.mark(self.trainer.publisher.version)
 
-    def older_model(self, seed: int = 77) -> nn.Module:
-        return plain_model(seed)
-
-    def _note(self, bits: State) -> None:
-        self.history[str(state_digest(self.chain, bits))] = bits
+    def _note(self, bits: models.State) -> None:
+        self.history[str(models.state_digest(self.chain, bits))] = bits
 
     @property
     def head(self) -> Version:
@@ -528,9 +485,9 @@ class Scene:
 
     # The followers
 
-    def replica(self, name: str, kind: str) -> Replica:
+    def replica(self, name: str, kind: str) -> models.Replica:
         if name not in self._replicas:
-            self._replicas[name] = replica_of(self.model, kind, self.folder / name)
+            self._replicas[name] = models.replica_of(self.model, kind, self.folder / name)
         return self._replicas[name]
 
     def follow(self, name: str, kind: str, **settings: Any) -> Follower:
@@ -557,7 +514,7 @@ class Scene:
         old = self._replicas.pop(name)
         kind = "folder" if isinstance(old.target, Path) else old.kind
         count = len(list(self.folder.iterdir()))
-        self._replicas[name] = replica_of(self.model, kind, self.folder / f"{name}-{count}")
+        self._replicas[name] = models.replica_of(self.model, kind, self.folder / f"{name}-{count}")
         return self.follow(name, kind)
 
     def look(self, times: int = LOOKS) -> None:
@@ -632,7 +589,7 @@ class Scene:
 
     def join(self, kind: str) -> tuple[Version | None, str]:
         count = len(list(self.folder.iterdir()))
-        replica = replica_of(self.model, kind, self.folder / f"newcomer-{count}")
+        replica = models.replica_of(self.model, kind, self.folder / f"newcomer-{count}")
         config = SubscribeConfig(url=self.url)
         with Subscriber(config, replica.target, store=self.store()) as subscriber:
             try:

@@ -13,8 +13,8 @@ from deltachain.format.documents import reverted_to
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
-from tests.accidents import oracle
-from tests.accidents.person import roll_back
+from tests.accidents.case import roll_back
+from tests.accidents.oracle import converged
 from tests.accidents.scene import Liar, Objects, Scene
 from tests.support.models import State, bits_of, plain_model, replica_of, same, state_digest, train_
 from tests.support.seaweed import Seaweed
@@ -101,7 +101,7 @@ class Restored:
     def holds(self, state: State) -> bool:
         scene = self.scene
         scene.look()
-        assert not list(oracle.converged(scene.views(), scene.shelf(), scene.history))
+        assert not list(converged(scene.views(), scene.shelf(), scene.history))
         assert all(not follower.says for follower in scene.followers.values())
         held = [follower.bits() for follower in scene.followers.values()]
         return len(held) == len(FOLLOWERS) and all(bits and same(bits, state) for bits in held)

@@ -1,4 +1,4 @@
-"""Every accident, on every store, whatever becomes of the publisher; ``table.py`` prints them."""
+"""Every accident, on every store, whatever becomes of the publisher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.accidents.case import FATES, Case, Fate
 from tests.accidents.happenings import FAR, HAPPENINGS, LIKELY
-from tests.crash.places import KINDS, Place, open_place
+from tests.crash.child import KINDS, Place
 
 CORE: Final[tuple[tuple[str, Fate], ...]] = (
     ("nothing", "alive"),
@@ -37,11 +37,6 @@ def followers(tmp_path: Path) -> Path:
     made = tmp_path / "followers"
     made.mkdir()
     return made
-
-
-@pytest.fixture
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
-    return open_place(request.param, tmp_path, request.getfixturevalue, monkeypatch.setenv)
 
 
 @pytest.mark.parametrize(("accident", "fate"), CORE)

@@ -29,7 +29,7 @@ from deltachain.publish.session import Attempt, EdgeShare, Session
 from deltachain.subscribe import Subscriber
 from deltachain.threads import cores
 from tests.bench import report
-from tests.bench.timing import Candidate, Timings, round_robin, say
+from tests.bench.report import Candidate, Timings, round_robin, say
 
 NBYTES: Final = 256_000_000
 

@@ -141,23 +141,7 @@ BLOCK: Final = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class SyntheticChain:
-    """A training run, given by its seed; every call of `steps` replays it from the start.
-
-    Attributes:
-        seed: Tells runs apart. Chains with equal attributes have equal bits, on one version of
-            numpy: generators may change between versions.
-        lr: Learning rate of Adam, meant for 1e-7 to 1e-5. `with_density` finds one.
-        layout: Dimensions of the model.
-        warmup: Steps before the first one that is yielded. Momentum starts in its stationary
-            law; what has to settle is which embedding rows were touched last.
-        weight_std: Standard deviation of weights before row and column scales.
-        scale_sigma: Of ln(scale), for the lognormal scale of each row and of each column.
-        update_scale: Step length as a share of what ``lr * m / sqrt(v)`` gives; a free constant,
-            chosen so that a learning rate of 3e-6 gives a density of about 1 %.
-        norm_sigma: Of ln(gradient norm), drawn for each tensor and step.
-        activity_sigma: Of ln(gradient scale), drawn for each row and step.
-        drift: Standard deviation of the constant, rank-one part of the gradient; the noise has 1.
-    """
+    """A training run, given by its seed; every call of `steps` replays it from the start."""
 
     seed: int = 0
     lr: float = 2.9e-6
@@ -212,11 +196,7 @@ class SyntheticChain:
         values is uniform, so a step ``d`` changes the published bits with probability
         ``min(1, |d| / ulp)``. The learning rate is found by bisection on the mean of that over
         one warmed-up state; the density of a single step varies around it by a few percent.
-        Costs as much as the warm-up of one chain.
-
-        Raises:
-            ConfigError: ``density`` is not in (0, 0.5].
-        """
+        Costs as much as the warm-up of one chain."""
         states = self._warm_states()
         ulps_per_lr = np.concatenate([state.ulps_per_lr() for state in states])
         return replace(self, lr=_learning_rate(ulps_per_lr, density))

@@ -14,16 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import staging
-from deltachain.kernels.segments import (
-    ChangeBatch,
-    LivePlacement,
-    PlacementTable,
-    SegmentBatch,
-    StreamLayout,
-)
-from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm
-from tests.contract.segments import Given, batch_of
+from deltachain.kernels import segments, staging
+from tests.contract.batches import BATCH_CHECKS, GUARD, BatchArm, Given, batch_of
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS = 0
@@ -34,7 +26,7 @@ _empty = torch.empty
 class GuardedArm(BatchArm):
     maps: dict[int, mmap.mmap] = field(default_factory=dict)
 
-    def decode(self, batch: SegmentBatch) -> ChangeBatch:
+    def decode(self, batch: segments.SegmentBatch) -> segments.ChangeBatch:
         guarded = replace(batch, buffer=before_a_wall(batch.buffer, self.maps))
         return staging.decode(guarded, staging.upload(guarded, self.device))
 
@@ -77,15 +69,15 @@ class Guards:
 
 def check_launches(arm: BatchArm) -> None:
     rng = np.random.default_rng(26)
-    layout = StreamLayout(2, 1, absolute=False)
+    layout = segments.StreamLayout(2, 1, absolute=False)
     for tensors in (10, 100):
         given = []
         for tensor in range(tensors):
             indices = np.flatnonzero(rng.random(50) < 0.2)
             given.append(Given(tensor, 50, indices, np.ones(indices.size, np.uint16)))
         live = [torch.zeros(50, dtype=torch.int16) for _ in given]
-        placements = [LivePlacement(t, 0, [(50, 1, 1)], one) for t, one in enumerate(live)]
-        table = PlacementTable.build(placements, [(1, 2)] * tensors, arm.device)
+        placements = [segments.LivePlacement(t, 0, [(50, 1, 1)], one) for t, one in enumerate(live)]
+        table = segments.PlacementTable.build(placements, [(1, 2)] * tensors, arm.device)
         counts = []
         with mock.patch.object(staging, "launch", wraps=staging.launch) as launch:
             changes = arm.decode(batch_of(given, layout))

@@ -11,8 +11,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import torch
 
 from deltachain.kernels.device_diff import disagreements
-from tests.contract.arms import CrossingArm
-from tests.contract.kernels import DIFF_CHECKS
+from tests.contract.kernels import DIFF_CHECKS, CrossingArm
 from tests.contract.many_tensors import MANY_CHECKS
 
 

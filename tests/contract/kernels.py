@@ -6,10 +6,153 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from deltachain.kernels import reference
+from deltachain.kernels import device, host, reference
+from deltachain.kernels.device import pin_
+from deltachain.kernels.device_diff import Compared, DeviceDiff
+from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
 from deltachain.kernels.reference import Changes
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
+
+
+class DeviceArm:
+    def __init__(self, where: str) -> None:
+        self._where = torch.device(where)
+
+    def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest:
+        return device.digest(key, self.send(bits), start)
+
+    def digest_at(self, key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
+        return device.digest_at(key, torch.from_numpy(indices).to(self._where), self.send(bits))
+
+    def gather(self, weights: Bits, indices: Indices) -> Bits:
+        at = torch.from_numpy(indices).to(self._where)
+        return _receive(device.gather(self.send(weights), at), weights)
+
+    def scatter_(self, weights: Bits, indices: Indices, bits: Bits) -> None:
+        live = self.send(weights)
+        device.scatter_(live, torch.from_numpy(indices).to(self._where), self.send(bits))
+        weights[:] = _receive(live, weights)
+
+    def send(self, bits: Bits) -> Tensor:
+        signed = bits if bits.itemsize == 1 else bits.view(f"<i{bits.itemsize}")
+        return torch.from_numpy(signed.copy()).to(self._where)
+
+
+class CrossingArm(DeviceArm):
+    """``kernels.device_diff``, with the snapshot on the host or on the device."""
+
+    def __init__(self, where: str, *, resident: bool = False) -> None:
+        super().__init__(where)
+        self._resident, self.diff = resident, DeviceDiff(self._where)
+
+    def diff_(self, snapshot: Bits, current: Bits) -> Changes:
+        weights = self.send(current)
+        return self._diff(snapshot, weights, weights.dtype)
+
+    def cast_diff_(self, snapshot: Bits, master: Any) -> Changes:
+        weights = torch.from_numpy(master).to(self._where)
+        return self._diff(snapshot, weights, torch.bfloat16)
+
+    def _diff(self, snapshot: Bits, weights: Tensor, dtype: torch.dtype) -> Changes:
+        kept = self.send(snapshot) if self._resident else _pinned(snapshot, self._where)
+        found: dict[str, Changes] = {}
+        self.diff.add(Compared("w", kept, 0, weights, dtype, self._resident))
+        self.diff.settle(found)
+        if self._resident:
+            snapshot[:] = _receive(kept, snapshot)
+        empty = np.empty(0, snapshot.dtype)
+        return found.get("w", Changes(np.empty(0, np.int64), empty, empty))
+
+
+def _pinned(snapshot: Bits, where: torch.device) -> Tensor:
+    signed = snapshot if snapshot.itemsize == 1 else snapshot.view(f"<i{snapshot.itemsize}")
+    tensor = torch.from_numpy(signed)
+    if where.type == "cuda":
+        assert pin_(tensor)
+    return tensor
+
+
+def _receive(bits: Tensor, like: Bits) -> Bits:
+    return bits.cpu().numpy().view(like.dtype)
+
+
+def check_receive(live: LiveBits) -> None:
+    receive = kernels_for(live).receive
+    for array in (*_bits(), np.arange(7), np.arange(7) % 2 == 0):
+        frozen = array.copy()
+        frozen.flags.writeable = False
+        for sent in (array, frozen, array[::3], array[:0]):
+            there: Any = receive(sent, live)
+            assert receive(there, live) is there
+            assert type(there) is type(live)
+            assert there.shape == sent.shape
+            back = host.receive(there, np.empty(0, sent.dtype))
+            assert back.dtype == sent.dtype
+            np.testing.assert_array_equal(back, sent)
+
+
+def check_views(live: LiveBits) -> None:
+    kernels = kernels_for(live)
+    for array in _bits():
+        flat: Any = kernels.copy(kernels.receive(array, live))
+        for offset, shape, stride in (
+            (0, [7, 10], [10, 1]),
+            (3, [4, 2], [9, 5]),
+            (69, [1], [1]),
+            (5, [0, 3], [3, 1]),
+        ):
+            view: Any = kernels.strided(flat, offset, shape, stride)
+            at = offset + sum(
+                np.arange(n).reshape([-1 if i == axis else 1 for i in range(len(shape))]) * step
+                for axis, (n, step) in enumerate(zip(shape, stride, strict=True))
+            )
+            _equal_bits(kernels.flat(view), array[at].ravel())
+            kernels.overwrite_(view, kernels.receive(array[at] ^ 1, live))
+            array[at] ^= array.dtype.type(1)
+            _equal_bits(flat, array)
+
+
+def check_copy_and_equal(live: LiveBits) -> None:
+    kernels = kernels_for(live)
+    for array in _bits():
+        one: Any = kernels.copy(kernels.receive(array, live))
+        other: Any = kernels.copy(one)
+        assert kernels.address(one) != kernels.address(other)
+        assert kernels.address(one) == kernels.address(one[:5])
+        assert same_bits(one, other)
+        other[69] ^= 1
+        assert not same_bits(one, other)
+        _equal_bits(one, array)
+
+
+def check_bounds(live: LiveBits) -> None:
+    kernels = kernels_for(live)
+    for indices in (np.array([2, 3, 7, 7_000_000_000]), np.empty(0, np.int64)):
+        there = kernels.receive(indices, live)
+        for low, high in ((0, 2), (2, 3), (3, 8), (4, 7), (0, 1 << 40), (8, 8)):
+            expected = np.searchsorted(indices, [low, high]).tolist()
+            assert list(kernels.bounds(there, low, high)) == expected
+
+
+BIT_CHECKS: tuple[Callable[[LiveBits], None], ...] = (
+    check_receive,
+    check_views,
+    check_copy_and_equal,
+    check_bounds,
+)
+
+
+def _bits() -> list[Any]:
+    rng = np.random.default_rng(8)
+    return [rng.integers(0, 256, 70, dtype) for dtype in BITS_DTYPES.values()]
+
+
+def _equal_bits(found: Any, expected: Any) -> None:
+    np.testing.assert_array_equal(host.receive(found, expected), expected)
+
 
 KEY = (0x0123456789ABCDEF, 0xFEDCBA9876543210)
 

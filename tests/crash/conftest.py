@@ -9,8 +9,7 @@ from typing import Any, Final
 
 import pytest
 
-from tests.crash.child import run_job
-from tests.crash.places import KINDS, Place, open_place
+from tests.crash.child import KINDS, Place, open_place, run_job
 
 PROCESSES: Final = get_context("forkserver")
 """Has what children import imported once: torch alone takes longer than what a child does."""

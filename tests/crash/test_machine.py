@@ -32,7 +32,7 @@ from deltachain.errors import DeltaChainError, PoisonedError, PublisherFencedErr
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from tests.crash.places import Place
+from tests.crash.child import Place
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import (
     Replica,
@@ -336,43 +336,24 @@ class Machine(RuleBasedStateMachine):
             assert follower.tainted or same(bits, self.truth[held.version])
 
 
-def test_anything_in_any_order() -> None:
+def check(machine: type[Machine], examples: int, steps: int, **more: Any) -> None:
     chosen = settings(
-        max_examples=25,
-        stateful_step_count=30,
+        max_examples=examples,
+        stateful_step_count=steps,
         deadline=None,
-        derandomize=True,
         suppress_health_check=list(HealthCheck),
+        **more,
     )
-    run_state_machine_as_test(Machine, settings=chosen)
+    run_state_machine_as_test(machine, settings=chosen)
+
+
+def test_anything_in_any_order() -> None:
+    check(Machine, 25, 30, derandomize=True)
 
 
 @pytest.mark.slow
 def test_anything_in_any_order_for_longer() -> None:
-    chosen = settings(
-        max_examples=300,
-        stateful_step_count=60,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(Machine, settings=chosen)
-
-
-def test_the_machine_would_notice_a_wrong_bit() -> None:
-    machine = Machine()
-    machine.begin("step", 3)
-    machine.publish(1, 0.02)
-    machine.follow(0)
-    tensors = machine.followers[0].replica.target
-    assert isinstance(tensors, dict)
-    tensors["0.weight"].view(-1).view(torch.int16)[0] ^= 1
-    with pytest.raises(AssertionError):
-        machine.followers_hold_what_they_claim()
-    machine.truth[1] = machine.truth[0]
-    with pytest.raises(AssertionError):
-        machine.end()
-    shutil.rmtree(machine.folder)
+    check(Machine, 300, 60, database=None)
 
 
 @pytest.mark.slow
@@ -383,11 +364,4 @@ def test_anything_in_any_order_on_a_server(place: Place) -> None:
     class ServerMachine(Machine):
         fresh = staticmethod(lambda: open_store(place.url(str(next(numbers)))))
 
-    chosen = settings(
-        max_examples=16,
-        stateful_step_count=15,
-        deadline=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(ServerMachine, settings=chosen)
+    check(ServerMachine, 16, 15, derandomize=True)

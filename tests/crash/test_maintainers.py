@@ -29,9 +29,8 @@ from deltachain.maintain.survey import Survey
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from deltachain.verify import verify
-from tests.crash.child import GRACE_S, KEPT, maintain_for_ever, maintainer_of, publish_until
+from tests.crash.child import GRACE_S, KEPT, Place, maintain_for_ever, maintainer_of, publish_until
 from tests.crash.conftest import PROCESSES
-from tests.crash.places import Place
 from tests.support.models import TinyModel, tensors_of
 
 pytestmark = pytest.mark.full

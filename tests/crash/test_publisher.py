@@ -21,8 +21,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.subscribe.targets.folder import LOCK_FILE
-from tests.crash.child import STEPS
-from tests.crash.places import Place, contents, copy_store
+from tests.crash.child import STEPS, Place, contents, copy_store
 from tests.support.models import (
     State,
     TinyModel,

@@ -20,7 +20,7 @@ from deltachain.publish.writer import Writer, take_over
 from deltachain.store import MemoryStore, Store, open_store
 from deltachain.subscribe import Subscriber
 from deltachain.types import StateDigest
-from tests.crash.places import Place
+from tests.crash.child import Place
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import bits_of, plain_model, recompute, same, tensors_of, train_
 

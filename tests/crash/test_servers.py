@@ -18,7 +18,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.verify import verify
-from tests.crash.places import Place
+from tests.crash.child import Place
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import State, bits_of, fill_, recompute, same, tensors_of, train_
 

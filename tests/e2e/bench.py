@@ -45,8 +45,6 @@ PATIENCE_S: Final = 300.0
 NUMEL: Final = 10**9
 ANCHORS, SKIPS = 200, 50
 
-KINDS: Final = ("", "_median")
-
 SHOWN: Final = """
 const done = () => ["density", "bytes", "phases", "track"].every((name) =>
     document.getElementById(`${name}-chart`)?.hasAttribute("aria-label"))
@@ -241,7 +239,6 @@ def live(
     late = [seen[version] - at for version, at in committed.items() if version in seen]
     return {
         "page_share": (after["TaskDuration"] - before["TaskDuration"]) / wall,
-        "script_share": (after["ScriptDuration"] - before["ScriptDuration"]) / wall,
         "server_share": server / wall,
         "late_s": median(late),
     }
@@ -283,19 +280,15 @@ def measure(versions: int, count: int, rounds: int, live_s: float = LIVE_S) -> d
             "versions": versions,
             "replicas": count,
             "bytes": nbytes,
-            **_figures("open", pages),
-            **_figures("floor", floors),
+            **{f"open_{name}": value for name, value in _best(pages).items()},
+            **{f"floor_{name}": value for name, value in _best(floors).items()},
             **live(browser, url, pid, chain, head, live_s),
         }
 
 
-def _figures(name: str, openings: Sequence[Opening]) -> dict[str, float]:
-    return {
-        f"{name}_ms": min(one.shown_ms for one in openings),
-        f"{name}_median_ms": median(one.shown_ms for one in openings),
-        f"{name}_cpu_ms": min(one.cpu_ms for one in openings),
-        f"{name}_median_cpu_ms": median(one.cpu_ms for one in openings),
-    }
+def _best(openings: Sequence[Opening]) -> dict[str, float]:
+    shown, cpu = (min(getattr(one, name) for one in openings) for name in ("shown_ms", "cpu_ms"))
+    return {"ms": shown, "cpu_ms": cpu}
 
 
 def main() -> None:
@@ -307,16 +300,11 @@ def main() -> None:
     asked = parser.parse_args()
     found = measure(asked.versions, asked.replicas, asked.rounds)
     title = f"{asked.versions:,} versions, {asked.replicas} replicas, {found['bytes'] / 1e3:.0f} kB"
-    table = report.grid(title, "", "best", "median")
-    for unit, label in (("ms", "ms"), ("cpu_ms", "processor time of its main thread, ms")):
-        for name in ("open", "floor"):
-            best, usual = found[f"{name}_{unit}"], found[f"{name}_median_{unit}"]
-            table.add_row(f"{name}, {label}", f"{best:.0f}", f"{usual:.0f}")
-        pairs = [(found[f"open{kind}_{unit}"], found[f"floor{kind}_{unit}"]) for kind in KINDS]
-        table.add_row("  open / floor", *(f"{opened / least:.1f}" for opened, least in pairs))
+    table = report.grid(title, "best", "ms", "ms of its main thread")
+    for name in ("open", "floor"):
+        table.add_row(name, *(f"{found[f'{name}_{unit}']:.0f}" for unit in ("ms", "cpu_ms")))
     running = report.grid("A version each second", "", "")
     running.add_row("page's main thread, of a core", f"{found['page_share']:.1%}")
-    running.add_row("  of which scripts", f"{found['script_share']:.1%}")
     running.add_row("server, of a core", f"{found['server_share']:.1%}")
     running.add_row("a version is shown after, s", f"{found['late_s']:.1f}")
     report.emit({"machine": report.machine(), **found}, [table, running], json_output=asked.json)

@@ -1,4 +1,4 @@
-"""A publisher and its followers on one free token of the Hub, ten times as fast as in life.
+"""What newcomers and followers far behind ask of S3; and many on one free token of the Hub.
 
 In life: 1,000 requests in 300 s, a version every 10 s, a look every 5 s. Here windows, versions and
 looks are ten times shorter, and the counts are the same.
@@ -7,26 +7,69 @@ looks are ten times shorter, and the counts are the same.
 from __future__ import annotations
 
 import logging
+import random
 import time
 from collections import Counter
+from collections.abc import Callable
+from statistics import median
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 
+from deltachain.chain.chain import Chain
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.writer import HINT_EVERY
-from deltachain.store import open_store
+from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from deltachain.threads import Pool
 from tests.support.hub.server import HubServer
 from tests.support.models import bits_of, plain_model, same, tensors_of, train_
+from tests.support.seaweed import Seaweed
+from tests.unit.maintain.test_far_behind import VERSIONS, grow
+
+logger = logging.getLogger(__name__)
+
+READERS = 20
+WRITES = 8
+
+
+@pytest.mark.slow
+def test_the_requests_of_readers_do_not_grow_with_the_chain(
+    seaweed: Seaweed, s3_url: Callable[[], str]
+) -> None:
+    made, url = MemoryStore(), s3_url()
+    grow(made)
+    store = open_store(url, seaweed.options)
+    with Pool(WRITES) as pool:
+        for _ in pool.map(lambda key: store.put(key, made.get(key)), list(made._objects)):
+            pass
+    chosen = random.Random(3)
+    for held, most_edges, most_median in ((None, 24, 12), (1000, 44, 24)):
+        edges, requests = [], []
+        for _ in range(READERS):
+            with_its_own = open_store(url, seaweed.options)
+            target = chosen.randrange(held or 0, VERSIONS)
+            chain = Chain.open(with_its_own)
+            plan = chain.plan(None if held is None else target - held, chain.read(target))
+            chain.look_ahead(plan)
+            parts = sum(edge.parts for edge in plan.edges)
+            edges.append(len(plan.edges))
+            requests.append(with_its_own.requests + parts)
+            with_its_own.close()
+        logger.info("from %s: edges %s, requests %s", held or "nothing", edges, requests)
+        assert max(edges) <= most_edges
+        assert median(edges) <= most_median
+        assert max(requests) <= 100
+    store.close()
+
 
 FASTER = 10
 WINDOW_S = 300 / FASTER
 VERSION_S = 10 / FASTER
 LOOK_S = 5 / FASTER
 FOLLOWERS = 8
-VERSIONS = 34  # more than a window's worth
+STEPS = 34  # more than a window's worth
 CALLS = 1000
 
 
@@ -69,7 +112,7 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
         for thread in threads:
             thread.start()
         receipts = []
-        for step in range(1, VERSIONS + 1):
+        for step in range(1, STEPS + 1):
             time.sleep(max(0.0, began + step * VERSION_S - time.monotonic()))
             train_(model, step)
             publisher.publish(step=step)
@@ -77,13 +120,13 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
         counted = Counter(hub.counts()) - Counter(earlier)
         windows = (time.monotonic() - began) / WINDOW_S  # longer than planned on a busy machine
         deadline = time.monotonic() + 30
-        while any(f.version != VERSIONS for f in followers) and time.monotonic() < deadline:
+        while any(f.version != STEPS for f in followers) and time.monotonic() < deadline:
             time.sleep(0.05)
         stop.set()
         for follower, thread in zip(followers, threads, strict=True):
             follower.notify()
             thread.join()
-    assert [follower.version for follower in followers] == [VERSIONS] * FOLLOWERS
+    assert [follower.version for follower in followers] == [STEPS] * FOLLOWERS
     assert all(same(bits_of(target), bits_of(model)) for target in targets)
     assert "refused" not in counted
     assert "are spent" not in caplog.text  # nobody had to wait for its share either

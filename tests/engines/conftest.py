@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,3 +34,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.filterwarnings(*_FILTERS))
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Any]:
+    from tests.engines.trainer import Trainer  # noqa: PLC0415 - takes seconds
+
+    with Trainer(tmp_path) as trainer:
+        yield trainer
+
+
+@pytest.fixture
+def replica(shared: Any) -> Iterator[Any]:
+    """The replica that tests of a module share, settled before and after each."""
+    assert shared.is_settled()
+    yield shared
+    assert shared.is_settled()

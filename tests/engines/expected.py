@@ -7,17 +7,127 @@ are judged by transformers, in fp32 on the same bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, cast
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.functional import linear
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.engines import eight_bits, routers
+NAMES: Final = ("gate", "router")
+"""Last parts of the names that transformers gives them; each has a ``weight``, a row an expert."""
+
+
+def routers(model: nn.Module) -> dict[str, nn.Module]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] in NAMES and hasattr(module, "weight")
+    }
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: cast("Tensor", one.weight).detach() for name, one in routers(model).items()}
+
+
+@torch.no_grad()
+def inputs(model: nn.Module, run: Callable[[], object]) -> dict[str, Tensor]:
+    """What reaches each router while a model runs, ``(tokens, hidden size)`` in fp32, by name."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str, _: nn.Module, given: tuple[Any, ...]) -> None:
+        found[name] = given[0].reshape(-1, given[0].shape[-1]).float()
+
+    with ExitStack() as hooks:
+        for name, router in routers(model).items():
+            hook = router.register_forward_pre_hook(partial(keep, name))
+            hooks.callback(hook.remove)
+        run()
+    return found
+
+
+@torch.no_grad()
+def rounding(exact: nn.Module, rounded: nn.Module, run: Callable[[nn.Module], object]) -> float:
+    """The greatest difference between the router logits of a model and of itself in bf16."""
+    sides = [
+        {name: linear(given, weights(model)[name].float()) for name, given in found.items()}
+        for model in (exact, rounded)
+        for found in (inputs(model, partial(run, model)),)
+    ]
+    each = [float((sides[0][name] - sides[1][name]).abs().max()) for name in sides[0]]
+    return max(each, default=0.0)
+
+
+def nudged(model: nn.Module, position: int, by: float, run: Callable[[], object]) -> Iterator[None]:
+    """Move the logit of one expert after another at a position, up and down; yield at each."""
+    for name, given in inputs(model, run).items():
+        weight, at = weights(model)[name], given[position]
+        for expert in range(len(weight)):
+            for change in (by, -by):
+                with _restored(weight):
+                    weight[expert] += change * at / at.dot(at)
+                    yield
+
+
+@contextmanager
+def _restored(weight: Tensor) -> Iterator[None]:
+    kept = weight.clone()
+    try:
+        yield
+    finally:
+        weight.copy_(kept)
+
+
+SCALE = "_scale"
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+
+
+def is_quantised(checkpoint: Path) -> bool:
+    return "quantization_config" in json.loads((checkpoint / "config.json").read_text())
+
+
+def load(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """A model whose linear layers round as kernels of eight bits do.
+
+    Weights are codes times scales. The activations of a token become codes of the same dtype, the
+    largest magnitude the last one: compressed-tensors' dynamic strategy ``token``.
+    """
+    tensors = {n: t for f in checkpoint.glob("*.safetensors") for n, t in load_file(f).items()}
+    configuration = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
+    del configuration.quantization_config
+    made: PreTrainedModel = AutoModelForCausalLM.from_config(configuration, dtype=torch.float32)
+    codes = {name: tensor for name, tensor in tensors.items() if tensor.dtype in LARGEST}
+    floats = {name: tensor for name, tensor in tensors.items() if name not in codes}
+    scales = {name: floats.pop(name + SCALE).float() for name in codes}
+    weights = {name: tensor.float() * scales[name] for name, tensor in codes.items()}
+    absent, unexpected = made.load_state_dict(floats | weights, strict=False)
+    tied = {name for name in absent if name == "lm_head.weight"}
+    assert not unexpected
+    assert set(absent) <= tied
+    made.tie_weights()
+    for name, tensor in codes.items():
+        layer = made.get_submodule(name.removesuffix(".weight"))
+        layer.register_forward_pre_hook(partial(_round_activations, tensor.dtype))
+    return cast("PreTrainedModel", nn.Module.to(made, dtype).eval())
+
+
+def _round_activations(
+    dtype: torch.dtype, _: nn.Module, given: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    activations = cast("Tensor", given[0])
+    largest = activations.float().abs().amax(-1, keepdim=True).clamp_min(1e-7)
+    steps = largest / LARGEST[dtype]
+    codes = activations.float() / steps
+    rounded = codes.round() if dtype == torch.int8 else codes.to(dtype).float()
+    return ((rounded * steps).to(activations.dtype), *given[1:])
+
 
 MARGIN: Final = 0.25
 """Logits below the best one at which a token is not the greedy choice: both engines round."""
@@ -68,6 +178,12 @@ def _shards(tensors: dict[str, Tensor], rank: int, tp: int) -> dict[str, Tensor]
     return found
 
 
+def holds(server: Any, checkpoint: Path, tp: int = 1) -> bool:
+    """Whether a server's parameters are those of a checkpoint, bit by bit."""
+    cut = sharded(checkpoint, tp)
+    return bool(server.checksums() == {name: server.digest(bits) for name, bits in cut.items()})
+
+
 class Judge:
     def __init__(self, checkpoint: Path) -> None:
         self._model, self._rounding = (
@@ -96,11 +212,11 @@ class Judge:
         def run(model: nn.Module) -> Tensor:
             return self._logits(cast("PreTrainedModel", model), prompt, tokens)
 
-        by = ROUNDINGS * routers.rounding(self._model, self._rounding, run)
+        by = ROUNDINGS * rounding(self._model, self._rounding, run)
         at = len(prompt) + position - 1
         return any(
             _gap(run(self._model), tokens)[position] <= MARGIN
-            for _ in routers.nudged(self._model, at, by, lambda: run(self._model))
+            for _ in nudged(self._model, at, by, lambda: run(self._model))
         )
 
     def gaps(self, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[Tensor, float]:
@@ -136,8 +252,8 @@ class Judge:
 
 
 def _loaded(checkpoint: Path, dtype: torch.dtype) -> PreTrainedModel:
-    if eight_bits.is_quantised(checkpoint):
-        return eight_bits.load(checkpoint, dtype)
+    if is_quantised(checkpoint):
+        return load(checkpoint, dtype)
     found = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, local_files_only=True)
     return cast("PreTrainedModel", found.eval())
 

@@ -115,14 +115,8 @@ _ALL: Final = (
     _family("llama_v500", "llama", vocab_size=500, num_key_value_heads=1),
     _family("mistral", "mistral", _HEADS),
     _family("gemma", "gemma", _HEADS, _TIED),
-    _family(
-        "gemma2",
-        "gemma2",
-        _HEADS,
-        _TIED,
-        query_pre_attn_scalar=32,
-        hidden_act="gelu_pytorch_tanh",  # as real checkpoints say; SGLang reads it
-    ),
+    _family("gemma2", "gemma2", _HEADS, _TIED, query_pre_attn_scalar=32,
+            hidden_act="gelu_pytorch_tanh"),  # as real checkpoints say; SGLang reads it
     _family("gemma3", "gemma3_text", _HEADS, _TIED, query_pre_attn_scalar=32, sliding_window=64),
     _family("phi3", "phi3"),
     _family("olmo2", "olmo2"),
@@ -138,122 +132,40 @@ _ALL: Final = (
     # Dense, older: biases everywhere, projections fused or transposed in the checkpoint itself.
     _own("gpt2", "gpt2", n_embd=128, n_layer=2, n_head=4, n_positions=CONTEXT),
     _family("gpt_neox", "gpt_neox"),
-    _own(
-        "falcon",
-        "falcon",
-        hidden_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        new_decoder_architecture=False,
-        multi_query=True,
-    ),
+    _own("falcon", "falcon", hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+         new_decoder_architecture=False, multi_query=True),
     _own("bloom", "bloom", hidden_size=128, n_layer=2, n_head=4),
-    _own(
-        "opt",
-        "opt",
-        hidden_size=128,
-        ffn_dim=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=CONTEXT,
-        word_embed_proj_dim=128,
-    ),
+    _own("opt", "opt", hidden_size=128, ffn_dim=256, num_hidden_layers=2, num_attention_heads=4,
+         max_position_embeddings=CONTEXT, word_embed_proj_dim=128),
     # Mixtures of experts.
     _family("qwen2_moe", "qwen2_moe", _MOE, num_experts=4, shared_expert_intermediate_size=64),
     _family("qwen3_moe", "qwen3_moe", _HEADS, _MOE, num_experts=4),
-    _family(
-        "qwen3_next",
-        "qwen3_next",
-        _HEADS,
-        _MOE,
-        num_hidden_layers=4,
-        full_attention_interval=4,
-        num_experts=4,
-        shared_expert_intermediate_size=64,
-        linear_num_value_heads=4,
-        linear_num_key_heads=2,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-    ),
+    _family("qwen3_next", "qwen3_next", _HEADS, _MOE, num_hidden_layers=4,
+            full_attention_interval=4, num_experts=4, shared_expert_intermediate_size=64,
+            linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32,
+            linear_value_head_dim=32),
     _family("mixtral", "mixtral", num_local_experts=4, num_experts_per_tok=2),
     _family("phimoe", "phimoe", num_local_experts=4, num_experts_per_tok=2),
-    _family(
-        "gpt_oss",
-        "gpt_oss",
-        _HEADS,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=64,
-    ),
+    _family("gpt_oss", "gpt_oss", _HEADS, num_local_experts=4, num_experts_per_tok=2,
+            sliding_window=64),
     _family("olmoe", "olmoe", num_experts=4, num_experts_per_tok=2),
     _family("granitemoe", "granitemoe", num_local_experts=4, num_experts_per_tok=2),
-    _family(
-        "deepseek_v2",
-        "deepseek_v2",
-        _LATENT,
-        q_lora_rank=None,
-        topk_method="greedy",
-        scoring_func="softmax",
-        n_group=1,
-        topk_group=1,
-    ),
-    _family(
-        "deepseek_v3",
-        "deepseek_v3",
-        _LATENT,
-        q_lora_rank=64,
-        topk_method="noaux_tc",  # and so with a bias of scores, as the real ones
-        scoring_func="sigmoid",
-        n_group=2,
-        topk_group=1,
-    ),
-    _family(
-        "glm4_moe",
-        "glm4_moe",
-        _HEADS,
-        _MOE,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-    ),
-    _family(
-        "llama4_text",
-        "llama4_text",
-        _HEADS,
-        num_local_experts=4,
-        num_experts_per_tok=1,
-        intermediate_size_mlp=256,
-    ),
+    _family("deepseek_v2", "deepseek_v2", _LATENT, q_lora_rank=None, topk_method="greedy",
+            scoring_func="softmax", n_group=1, topk_group=1),
+    _family("deepseek_v3", "deepseek_v3", _LATENT, q_lora_rank=64, topk_method="noaux_tc",
+            scoring_func="sigmoid", n_group=2, topk_group=1),
+    _family("glm4_moe", "glm4_moe", _HEADS, _MOE, n_routed_experts=4, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=1, topk_group=1),
+    _family("llama4_text", "llama4_text", _HEADS, num_local_experts=4, num_experts_per_tok=1,
+            intermediate_size_mlp=256),
     # State spaces.
     _own("mamba", "mamba", hidden_size=128, state_size=16, num_hidden_layers=2),
-    _own(
-        "mamba2",
-        "mamba2",
-        hidden_size=128,
-        state_size=16,
-        num_hidden_layers=2,
-        expand=2,
-        head_dim=32,
-        num_heads=8,
-        n_groups=1,
-    ),
-    _family(
-        "jamba",
-        "jamba",
-        num_hidden_layers=4,
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=4,
-        num_experts_per_tok=2,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-    ),
-)
+    _own("mamba2", "mamba2", hidden_size=128, state_size=16, num_hidden_layers=2, expand=2,
+         head_dim=32, num_heads=8, n_groups=1),
+    _family("jamba", "jamba", num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1,
+            expert_layer_period=2, expert_layer_offset=1, num_experts=4, num_experts_per_tok=2,
+            mamba_d_state=16, mamba_d_conv=4, mamba_expand=2),
+)  # fmt: skip
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL})
 
@@ -285,8 +197,7 @@ def make(family: Family | str, folder: Path) -> Path:
 
 
 def named(family: str) -> Family:
-    from tests.engines.more import MORE  # noqa: PLC0415 - they are made of what is in here
-    from tests.engines.unusual import UNUSUAL  # noqa: PLC0415
+    from tests.engines.unusual import MORE, UNUSUAL  # noqa: PLC0415 - made of what is in here
 
     return {**FAMILIES, **UNUSUAL, **MORE}[family]
 

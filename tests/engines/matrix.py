@@ -169,7 +169,7 @@ def _compare(family: str, before: Path, scratch: Path, how: Any) -> Row:
             return _row(family, specs, None, wrong=wrong, refused=refused or "another rank refused")
         agreement = attached(mine, specs, rank, tp)
         after = changed(specs, agreement, before, scratch / "after")
-        spool = spool_of(scratch / "spool", Change(specs, agreement, before, after).deltas())
+        spool = spool_of(scratch / "spool", deltas(specs, before, after))
         mine.stage(1, spool.folder, 1 << 30)
         at_first |= computed(known, model)
         mine.swap(1, 1, back=False)
@@ -204,28 +204,22 @@ def engine_fresh() -> ModuleType:
     return import_module(f"tests.engines.{ENGINE}.fresh")
 
 
-class Change:
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], agreement: Agreement, before: Path, after: Path
-    ) -> None:
-        self.specs, self.agreement = specs, agreement
-        self.old, self.new = Checkpoint(before), Checkpoint(after)
-
-    def deltas(self) -> Iterator[TensorDelta]:
-        """Steps, absolute bits and whole tensors by turns; nothing of what is refused."""
-        for number, (name, spec) in enumerate(self.specs.items()):
-            old, new = self.old.bits(name), self.new.bits(name)
-            indices = np.flatnonzero(old != new)
-            if not indices.size:
-                continue
-            if number % 3 == 0:
-                yield TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])
-            elif number % 3 == 1:
-                mask = np.arange(indices.size) % 2 == 0
-                values = np.where(mask, new[indices], new[indices] - old[indices])
-                yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)
-            else:
-                yield TensorDelta.dense(spec, new)
+def deltas(specs: Mapping[str, TensorSpec], before: Path, after: Path) -> Iterator[TensorDelta]:
+    """Steps, absolute bits and whole tensors by turns."""
+    one, other = Checkpoint(before), Checkpoint(after)
+    for number, (name, spec) in enumerate(specs.items()):
+        old, new = one.bits(name), other.bits(name)
+        indices = np.flatnonzero(old != new)
+        if not indices.size:
+            continue
+        if number % 3 == 0:
+            yield TensorDelta(spec=spec, indices=indices, values=new[indices] - old[indices])
+        elif number % 3 == 1:
+            mask = np.arange(indices.size) % 2 == 0
+            values = np.where(mask, new[indices], new[indices] - old[indices])
+            yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)
+        else:
+            yield TensorDelta.dense(spec, new)
 
 
 def changed(
@@ -381,8 +375,7 @@ def _examine_many(rank: int, family: str, tp: int, versions: int, scratch: Path)
         agreement = attached(mine, specs, rank, tp)
         for version in range(1, versions + 1):
             folder = changed(specs, agreement, folders[-1], scratch / str(version), version)
-            change = Change(specs, agreement, folders[-1], folder)
-            spool = spool_of(scratch / f"spool-{version}", change.deltas())
+            spool = spool_of(scratch / f"spool-{version}", deltas(specs, folders[-1], folder))
             mine.stage(version, spool.folder, 1 << 30)
             mine.swap(version, version, back=False)
             proven += has_digest(mine, specs, agreement, folder, tp)

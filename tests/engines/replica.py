@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.engines import strikes
-from tests.engines.expected import Judge, sharded
+from tests.engines.expected import Judge, holds
 from tests.engines.serving import Server, prompt, start
 from tests.engines.trainer import Trainer
 
@@ -44,8 +44,7 @@ class Replica:
         )
 
     def has(self, checkpoint: Path) -> bool:
-        wanted = sharded(checkpoint, self.tp)
-        return self.server.checksums() == {n: self.server.digest(t) for n, t in wanted.items()}
+        return holds(self.server, checkpoint, self.tp)
 
     def serves(self, version: int) -> bool:
         """Whether it is ready, and generates with what it holds."""
@@ -55,12 +54,7 @@ class Replica:
         return self.server.generate([5, 6, 7], 4).spans == ((0, 4, str(version)),)
 
     def goes_on_as(self, version: int, *, label: int | None = None) -> bool:
-        """Whether new prompts get the tokens of a version, and some are not its neighbours'.
-
-        Args:
-            version: Which.
-            label: What its tokens are said to be of, if that is another one.
-        """
+        """Whether new prompts get the tokens of a version, and some are not its neighbours'."""
         said = str(version if label is None else label)
         dice = random.Random(version)
         answers = [self.server.generate(prompt(dice), 24) for _ in range(8)]

@@ -45,14 +45,7 @@ _LEASH: Final = "import os, sys; sys.stdin.read(); os.killpg(int(sys.argv[1]), 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What a request came back with.
-
-    Attributes:
-        prompt: Token ids that were asked with.
-        tokens: Token ids that came.
-        finish: Why there are no more.
-        spans: First token, end and version of each stretch, as the server labels them.
-    """
+    """What a request came back with."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -62,19 +55,7 @@ class Generated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How a server is started.
-
-    Attributes:
-        tp: Ranks of tensor parallelism.
-        environment: More variables.
-        arguments: More of the command line.
-        key: API key.
-        dev: Whether the engine's own development routes are open: an oracle is among them.
-        plain: Whether linear layers keep their weights, where the engine packs them.
-        strikes: The file of :mod:`tests.engines.strikes`, to let ranks fail.
-        requests: Most that run at once.
-        bare: Whether nothing but what its workers need is given to it, and no leader.
-    """
+    """How a server is started."""
 
     tp: int = 1
     environment: Mapping[str, str] | None = None
@@ -88,19 +69,7 @@ class Options:
 
 
 class Server(ABC):
-    """One server. It is started by entering it, and gone with all its processes after leaving it.
-
-    Args:
-        checkpoint: What it loads.
-        folder: Gets its log and its spool; made if it is not there.
-        url: The chain it follows; empty for none.
-        options: Everything else.
-
-    Attributes:
-        prefix: Of our routes.
-        sees_loads: Whether a checkpoint that the engine is told to load is noticed at once.
-        aborted: Why a request ended that was not finished.
-    """
+    """A server, started by entering it, and gone with all its processes after leaving it."""
 
     prefix: str
     aborted: str = "abort"
@@ -326,6 +295,12 @@ def prompt(dice: random.Random, length: int = 10) -> list[int]:
     return dice.choices(VOCABULARY, k=length)
 
 
+def answers(server: Server, prompts: int = 16) -> list[tuple[int, ...]]:
+    """Greedy tokens of the same prompts, whoever asks."""
+    dice = random.Random(3)
+    return [server.generate(prompt(dice), 24).tokens for _ in range(prompts)]
+
+
 @contextmanager
 def clients(
     server: Server, *, streams: int, labelled: int, length: int, applied: Callable[[], int]
@@ -373,3 +348,11 @@ def run_program(
         timeout=900,
         check=False,
     )
+
+
+def said_by(module: str, *arguments: str) -> dict[str, Any]:
+    """What a program that ends with 0 prints as its last line, in JSON."""
+    done = run_program(module, *arguments)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return seen

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import deltachain
-from tests.engines.serving import ENGINE, ROOT
+from tests.engines.serving import ENGINE, ROOT, run_program
 
 pytestmark = pytest.mark.engine
 
@@ -89,14 +89,7 @@ def test_sglang_is_the_pinned_one_and_supported() -> None:
 def test_every_candidate_of_the_benchmark_has_a_figure() -> None:
     """What it measures is proven, at a size whose figures mean nothing."""
     arguments = ("--sizes", "2M", "--rounds", "1", "--windows", "1", "--lost-size", "2M", "--json")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.bench", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+    done = run_program("tests.engines.bench", *arguments)
     assert done.returncode in (0, 1), done.stderr  # 1: a swap was slow, and at this size may be
     found = json.loads(done.stdout)
     plain, *stock = found["applied"]

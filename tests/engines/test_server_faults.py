@@ -29,13 +29,6 @@ def shared(
         yield replica
 
 
-@pytest.fixture
-def replica(shared: Replica) -> Iterator[Replica]:
-    assert shared.is_settled()
-    yield shared
-    assert shared.is_settled()
-
-
 @contextmanager
 def instead(file: Path, content: bytes | None) -> Iterator[None]:
     before = file.read_bytes()

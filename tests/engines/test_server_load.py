@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -124,12 +123,6 @@ def checked(trial: Trial, versions: int, *, finish: set[str], stale: bool = Fals
     trial.check_fresh()
     trial.check_labels(seen, stale=stale)
     return seen
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    with Trainer(tmp_path) as trainer:
-        yield trainer
 
 
 def test_versions_arrive_under_load_and_no_prefix_outlives_one(

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from threading import Thread
@@ -26,10 +25,10 @@ from deltachain.presence.record import PresenceRecord, parse_record
 from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
-from tests.engines.expected import Judge, sharded
+from tests.engines.expected import Judge, holds
 from tests.engines.families import named
 from tests.engines.replica import Replica, error_of, replicas, serving
-from tests.engines.serving import ENGINE, PAUSES, Server, prompt, start
+from tests.engines.serving import ENGINE, PAUSES, prompt, start
 from tests.engines.trainer import Trained, Trainer, train
 from tests.support.seaweed import Seaweed
 
@@ -85,11 +84,6 @@ NO_ANCHOR = 1000
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("chain") / "run"
     return train("qwen2", folder, VERSIONS, anchor_every=NO_ANCHOR, encoding="max")
-
-
-def holds(server: Server, checkpoint: Path, tp: int) -> bool:
-    cut = sharded(checkpoint, tp)
-    return server.checksums() == {name: server.digest(bits) for name, bits in cut.items()}
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -148,12 +142,6 @@ def s3(seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Seaweed:
     for name, value in seaweed.env().items():
         monkeypatch.setenv(name, value)
     return seaweed
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    with Trainer(tmp_path) as trainer:
-        yield trainer
 
 
 @pytest.mark.parametrize("tp", [1, 2])

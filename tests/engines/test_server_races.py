@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -14,14 +14,10 @@ import pytest
 
 from deltachain.control.agent import Agent, ReloadServer
 from deltachain.subscribe import SubscribeConfig
-from tests.engines.expected import Judge, sharded
+from tests.engines.expected import Judge, holds
 from tests.engines.replica import error_of, replicas, serving
 from tests.engines.serving import Server, clients, start
 from tests.engines.trainer import Trainer
-
-
-def holds(server: Server, checkpoint: Path) -> bool:
-    return server.checksums() == {n: server.digest(t) for n, t in sharded(checkpoint, 1).items()}
 
 
 def test_every_version_is_loaded_and_named(trainer: Trainer, tmp_path: Path) -> None:
@@ -44,12 +40,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 VERSIONS = 12
 
 LENGTH = 24
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    with Trainer(tmp_path) as trainer:
-        yield trainer
 
 
 class Callers:

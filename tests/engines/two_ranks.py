@@ -1,13 +1,7 @@
-"""Two real processes that are the two ranks of one tensor-parallel group.
-
-``python -m tests.engines.two_ranks MODULE:FUNCTION ARGUMENT...`` runs one function in both,
-as ``function(rank, *arguments)``, and prints what came of it as a JSON list. What the function
-returns must be JSON.
-"""
+"""Two real processes that are the two ranks of one tensor-parallel group."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
@@ -18,7 +12,6 @@ import time
 import traceback
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,27 +29,12 @@ _GRACE_S: Final = 10.0
 _TAIL: Final = 4000
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    rank: int
-    result: Any
-    error: str
-
-
 class RanksFailedError(RuntimeError):
     pass
 
 
 def two_ranks(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Any]:
-    """Run ``MODULE:FUNCTION`` in both ranks, and return what it returned in each."""
-    outcomes = run(function, *arguments, deadline_s=deadline_s)
-    failed = [f"rank {one.rank}: {one.error}" for one in outcomes if one.error]
-    if failed:
-        raise RanksFailedError("\n\n".join(failed))
-    return [one.result for one in outcomes]
-
-
-def run(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> list[Outcome]:
+    """Run ``MODULE:FUNCTION`` in both ranks, and return what it returned in each, as JSON."""
     with tempfile.TemporaryDirectory(prefix="deltachain-ranks-") as scratch:
         folder = Path(scratch)
         environment = _environment(folder)
@@ -66,11 +44,16 @@ def run(function: str, *arguments: object, deadline_s: float = DEADLINE_S) -> li
             late = _wait(processes, time.monotonic() + deadline_s)
         finally:
             for process in processes:
-                _kill(process)
-        return [
+                process.kill()
+                process.wait()
+        found = [
             _outcome(rank, process, folder, late=process in late)
             for rank, process in enumerate(processes)
         ]
+    failed = [f"rank {rank}: {one['error']}" for rank, one in enumerate(found) if one["error"]]
+    if failed:
+        raise RanksFailedError("\n\n".join(failed))
+    return [one["result"] for one in found]
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -89,7 +72,7 @@ def _environment(folder: Path) -> dict[str, str]:
 def _start(
     rank: int, words: Sequence[str], folder: Path, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", _MODULE, "--rank", str(rank), "--folder", str(folder)]
+    command = [sys.executable, "-m", _MODULE, str(rank), str(folder)]
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
             [*command, *words],
@@ -112,18 +95,13 @@ def _wait(
     return []
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-
-
-def _outcome(rank: int, process: subprocess.Popen[bytes], folder: Path, *, late: bool) -> Outcome:
+def _outcome(rank: int, process: subprocess.Popen[bytes], folder: Path, *, late: bool) -> Any:
     file = folder / f"{rank}.json"
     if file.exists():
-        return Outcome(rank, **json.loads(file.read_bytes()))
+        return json.loads(file.read_bytes())
     said = (folder / f"{rank}.log").read_text(errors="replace")[-_TAIL:]
     how = "killed, it took too long" if late else f"died with {process.returncode}"
-    return Outcome(rank, None, f"{how}; its last words:\n{said}")
+    return {"result": None, "error": f"{how}; its last words:\n{said}"}
 
 
 def _be_rank(rank: int, folder: Path, function: str, arguments: Sequence[str]) -> int:
@@ -142,20 +120,6 @@ def _be_rank(rank: int, folder: Path, function: str, arguments: Sequence[str]) -
     return 1 if found["error"] else 0
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("function", metavar="MODULE:FUNCTION")
-    parser.add_argument("arguments", nargs="*")
-    parser.add_argument("--deadline", type=float, default=DEADLINE_S, metavar="S")
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.rank is not None:
-        return _be_rank(options.rank, options.folder, options.function, options.arguments)
-    outcomes = run(options.function, *options.arguments, deadline_s=options.deadline)
-    sys.stdout.write(json.dumps([asdict(one) for one in outcomes], indent=1) + "\n")
-    return 1 if any(one.error for one in outcomes) else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    number, here, called, *given = sys.argv[1:]
+    sys.exit(_be_rank(int(number), Path(here), called, given))

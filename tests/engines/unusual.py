@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, TypeAlias
@@ -12,11 +13,207 @@ import torch
 from torch import Tensor
 
 from tests.engines.families import FAMILIES, Family
-from tests.engines.quantised import GPTQ, INT8, KEYS_AND_VALUES, to_gptq, to_int8, with_scales
 
 Tensors: TypeAlias = dict[str, Tensor]
 
 _WORDS: Final[Mapping[str, Any]] = FAMILIES["llama"].config
+
+_MOE: Final[Mapping[str, Any]] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_SECTIONS: Final[Mapping[str, Any]] = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 6, 6],
+        "partial_rotary_factor": 1.0,
+    }
+}
+_VISION: Final[Mapping[str, Any]] = {
+    "depth": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 128,
+    "in_channels": 3,
+}
+
+
+def _family(name: str, model_type: str, auto: str = "AutoModelForCausalLM", **more: Any) -> Family:
+    return Family(name, model_type, MappingProxyType({**_WORDS, **more}), auto)
+
+
+def _as(
+    base: str,
+    name: str,
+    architecture: str,
+    edit: Callable[[Tensors], Tensors] | None = None,
+    **said: Any,
+) -> Family:
+    said = {"architectures": [architecture], **said}
+    return replace(FAMILIES[base], name=name, edit=edit, said=MappingProxyType(said))
+
+
+def _seeing_more(name: str, model_type: str, **vision: Any) -> Family:
+    text = {**_WORDS, "head_dim": 32, "model_type": f"{model_type}_text", **_SECTIONS}
+    config = {
+        "text_config": text,
+        "vision_config": {**_VISION, **vision},
+        "tie_word_embeddings": False,
+    }
+    return Family(name, model_type, MappingProxyType(config), "AutoModelForImageTextToText")
+
+
+def _later(saved: Tensors) -> Tensors:
+    made = dict(saved)
+    for name, tensor in saved.items():
+        if name.startswith("model.layers.1."):
+            made[name.replace("model.layers.1.", "model.mtp_layers.0.")] = torch.empty_like(tensor)
+    for name in ("token_layernorm", "hidden_layernorm", "final_layernorm"):
+        made[f"model.mtp_layers.0.{name}.weight"] = torch.empty(128, dtype=torch.bfloat16)
+    made["model.mtp_layers.0.input_proj.weight"] = torch.empty(128, 256, dtype=torch.bfloat16)
+    return made
+
+
+_INTERN: Final = (
+    ("model.embed_tokens.", "model.tok_embeddings."),
+    ("lm_head.", "output."),
+    (".self_attn.o_proj.", ".attention.wo."),
+    (".mlp.gate_proj.", ".feed_forward.w1."),
+    (".mlp.down_proj.", ".feed_forward.w2."),
+    (".mlp.up_proj.", ".feed_forward.w3."),
+    (".input_layernorm.", ".attention_norm."),
+    (".post_attention_layernorm.", ".ffn_norm."),
+)
+
+
+def _intern(saved: Tensors) -> Tensors:
+    made = {}
+    for name, tensor in saved.items():
+        new = name
+        for before, after in _INTERN:
+            new = new.replace(before, after)
+        if "q_proj" in new:
+            shape = (2, -1, 32, 128)
+            parts = [saved[name.replace("q_proj", f"{k}_proj")].view(shape) for k in "qkv"]
+            joined = torch.cat(parts, 1).reshape(-1, 128)
+            made[new.replace("self_attn.q_proj", "attention.wqkv")] = joined
+        elif "self_attn" not in new:
+            made[new] = tensor
+    return made
+
+
+def _normed(saved: Tensors) -> Tensors:
+    norms = [name for name in saved if "norm" in name]
+    return saved | {n.replace(".weight", ".bias"): torch.empty_like(saved[n]) for n in norms}
+
+
+_ALL_MORE: Final = (
+    # Of another architecture.
+    _as("qwen2", "mimo", "MiMoForCausalLM", _later, num_nextn_predict_layers=1),
+    _as("llama", "minicpm", "MiniCPMForCausalLM", scale_emb=12, dim_model_base=64, scale_depth=1.4),
+    _as("llama", "xverse", "XverseForCausalLM"),
+    _as("llama", "orion", "OrionForCausalLM", _normed),
+    _as("llama", "internlm2", "InternLM2ForCausalLM", _intern, bias=False),
+    _as("qwen3", "sdar", "SDARForCausalLM"),
+    # Heads.
+    _family("qwen2_sequences", "qwen2", "AutoModelForSequenceClassification"),
+    _family("qwen3_sequences", "qwen3", "AutoModelForSequenceClassification", head_dim=32),
+    _family("gemma2_sequences", "gemma2", "AutoModelForSequenceClassification", head_dim=32,
+            query_pre_attn_scalar=32, hidden_act="gelu_pytorch_tanh", tie_word_embeddings=True),
+    _family("qwen3_bare", "qwen3", "AutoModel", head_dim=32),
+    _family("mistral_bare", "mistral", "AutoModel", head_dim=32),
+    # Layers of other kinds.
+    _family("granite_swa", "granite_swa"),
+    _family("mellum", "mellum", head_dim=32, num_experts=4, **_MOE),
+    _family("dots1", "dots1", head_dim=32, n_routed_experts=4, n_shared_experts=1,
+            first_k_dense_replace=1, n_group=1, topk_group=1, **_MOE),
+    _family("persimmon", "persimmon", num_key_value_heads=4),
+    _family("laguna", "laguna", head_dim=32, num_experts=4, **_MOE),
+    # Other senses.
+    _seeing_more("qwen2_5_vl", "qwen2_5_vl", fullatt_block_indexes=[1], window_size=56),
+    _seeing_more("glm4v", "glm4v", image_size=28),
+    _seeing_more("glm_ocr", "glm_ocr", image_size=28),
+)  # fmt: skip
+
+MORE: Final[Mapping[str, Family]] = MappingProxyType({one.name: one for one in _ALL_MORE})
+
+
+GROUP: Final = 32
+"""Columns of GPTQ that have a scale in common."""
+
+INT8: Final[Mapping[str, Any]] = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "quantization_status": "compressed",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel",
+                        "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "int", "symmetric": True,
+                                  "strategy": "token", "dynamic": True},
+        }
+    },
+}  # fmt: skip
+
+KEYS_AND_VALUES: Final[Mapping[str, Any]] = {
+    **INT8,
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor",
+                        "dynamic": False},
+}  # fmt: skip
+
+GPTQ: Final[Mapping[str, Any]] = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": GROUP,
+    "desc_act": False,
+    "sym": True,
+    "lm_head": False,
+}
+
+_LINEAR: Final = re.compile(r"^model\.layers\.\d+\..*_proj\.weight$")
+_ATTENTION: Final = re.compile(r"^(model\.layers\.\d+\.self_attn)\.k_proj\.weight$")
+
+
+def to_int8(saved: Tensors) -> Tensors:
+    made = dict(saved)
+    for name, weight in _linears(saved):
+        made[name] = _random(name, weight.shape, torch.int8)
+        made[f"{name}_scale"] = torch.empty(weight.shape[0], 1, dtype=torch.bfloat16)
+    return made
+
+
+def with_scales(saved: Tensors) -> Tensors:
+    prefixes = [found[1] for name in saved if (found := _ATTENTION.match(name))]
+    scales = [f"{prefix}.{kind}_scale" for prefix in prefixes for kind in "kv"]
+    return to_int8(saved) | {name: torch.empty(1, dtype=torch.bfloat16) for name in scales}
+
+
+def to_gptq(saved: Tensors) -> Tensors:
+    made = dict(saved)
+    for name, weight in _linears(saved):
+        del made[name]
+        rows, columns = weight.shape
+        layer, groups = name.removesuffix(".weight"), columns // GROUP
+        for part, shape in (("qweight", (columns // 8, rows)), ("qzeros", (groups, rows // 8))):
+            made[f"{layer}.{part}"] = _random(f"{layer}.{part}", shape, torch.int32)
+        made[f"{layer}.scales"] = torch.empty(groups, rows, dtype=torch.bfloat16)
+        made[f"{layer}.g_idx"] = torch.arange(columns, dtype=torch.int32) // GROUP
+    return made
+
+
+def _linears(saved: Tensors) -> Iterator[tuple[str, Tensor]]:
+    yield from ((name, tensor) for name, tensor in saved.items() if _LINEAR.match(name))
+
+
+def _random(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    limits = torch.iinfo(dtype)
+    return torch.randint(limits.min, limits.max, shape, generator=generator, dtype=dtype)
+
 
 _TEXT: Final = {**_WORDS, "head_dim": 32}
 _SIGHT: Final[Mapping[str, Any]] = {
@@ -27,10 +224,6 @@ _SIGHT: Final[Mapping[str, Any]] = {
     "image_size": 28,
     "patch_size": 14,
 }
-
-
-def _family(name: str, model_type: str, auto: str = "AutoModelForCausalLM", **more: Any) -> Family:
-    return Family(name, model_type, MappingProxyType({**_WORDS, **more}), auto)
 
 
 def _saying(said: Mapping[str, Any], *parts: str, **more: Any) -> Family:

@@ -13,7 +13,7 @@ from deltachain.codec import encode_part
 from deltachain.types import TensorSpec
 from tests.format.forge import Forgery, Json, compress, take_apart, unsized
 from tests.format.freeze import absolute, dense, step, tiny_change
-from tests.format.stranger_base import digest_of
+from tests.format.stranger import digest_of
 
 SPEC = TensorSpec("w", "BF16", (2, 4))
 OLD = np.arange(8, dtype=np.uint16) * np.uint16(0x1111)

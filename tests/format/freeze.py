@@ -292,13 +292,18 @@ def build() -> dict[str, bytes]:
     return files | {f"max/{name}": data for name, data in max_files()}
 
 
-def main(folder: Path) -> None:
+def frozen(folder: Path) -> dict[str, bytes]:
+    files = (file for file in sorted(folder.rglob("*")) if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def write(folder: Path, files: Mapping[str, bytes]) -> None:
     folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
-    for name, data in build().items():
+    for name, data in files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(data)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    write(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, build())

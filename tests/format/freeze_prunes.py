@@ -10,6 +10,7 @@ from typing import Final
 
 from deltachain.format.documents import PrunedRange, PruneRecord, seal
 from deltachain.format.keys import prune_key
+from tests.format.freeze import write
 
 FOLDER: Final = Path(__file__).parent / "v1_prunes"
 
@@ -32,13 +33,5 @@ def build() -> dict[str, bytes]:
     return {prune_key(RECORD.number): seal(RECORD)}
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
-    for name, data in build().items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-
-
 if __name__ == "__main__":
-    main(FOLDER)
+    write(FOLDER, build())

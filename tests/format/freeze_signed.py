@@ -16,7 +16,7 @@ from deltachain.format.documents import Edge
 from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
 from deltachain.types import Bits
-from tests.format.freeze import TINY, Builder, absolute, dense
+from tests.format.freeze import TINY, Builder, absolute, dense, write
 
 FOLDER: Final = Path(__file__).parent / "signed"
 KEY: Final = SigningKey.of(bytes(range(32)))
@@ -48,13 +48,5 @@ def build() -> Iterator[tuple[str, bytes]]:
         yield info.key, builder.store.get(info.key)
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
-    for name, data in build():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-
-
 if __name__ == "__main__":
-    main(FOLDER)
+    write(FOLDER, dict(build()))

@@ -35,13 +35,5 @@ def build() -> dict[str, bytes]:
     return {info.key: found.store.get(info.key) for info in found.store.list("tags/")}
 
 
-def main(folder: Path) -> None:
-    folder.mkdir(parents=True)  # what is frozen stays: an existing folder is an error
-    for name, data in build().items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(data)
-
-
 if __name__ == "__main__":
-    main(FOLDER)
+    freeze.write(FOLDER, build())

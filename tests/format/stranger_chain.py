@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from blake3 import blake3
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from tests.format.stranger import Delta, check_shape, numel_of, read_part
-from tests.format.stranger_base import (
+from tests.format.stranger import (
+    Delta,
     RefusedError,
     UnsupportedError,
+    check_shape,
     digest_of,
     is_size,
+    numel_of,
     read_json,
+    read_part,
     require,
     state_text,
     tensor_lanes,
@@ -345,3 +352,153 @@ class Chain:
 
 def manifest_key(version: int) -> str:
     return f"manifests/{version:020d}.json"
+
+
+NAME: Final = re.compile("[A-Za-z0-9_-][A-Za-z0-9._-]*")
+OF_CHAIN: Final[Fields] = {
+    **DOCUMENT,
+    "chain": (text, REQUIRED),
+    "signature": (one(SIGNATURE), REQUIRED),
+}
+
+
+def key_id(public: bytes) -> str:
+    return blake3(public).hexdigest()[:32]
+
+
+def signed_bytes(record: str, chain: str, payload: bytes) -> bytes:
+    require(NAME.fullmatch(chain), "the chain's id is no name")
+    return b"\0".join([b"deltachain signature", record.encode(), chain.encode(), payload])
+
+
+def verifies(public: bytes, signature: Mapping[str, str], signed: bytes) -> bool:
+    value = signature["value"]
+    if (signature["key_id"], signature["algorithm"]) != (key_id(public), "ed25519"):
+        return False
+    if re.fullmatch("[0-9a-f]{128}", value) is None:
+        return False
+    try:
+        Ed25519PublicKey.from_public_bytes(public).verify(bytes.fromhex(value), signed)
+    except InvalidSignature:
+        return False
+    return True
+
+
+def payload_of(envelope: bytes) -> bytes:
+    return envelope[envelope.index(b'"payload":') + 10 : envelope.rindex(b',"signatures":')]
+
+
+class SignedChain(Chain):
+    """The chain that ``get`` reads, of which only what a trusted key signed is believed."""
+
+    def __init__(self, get: Get, trusted: list[bytes]) -> None:
+        super().__init__(get)
+        self._trusted = trusted
+        self._id: str = self.identity["chain"]
+        signatures = [s for public in trusted if (s := self._of_chain(key_id(public))) is not None]
+        self.require_signed("chain", self.get("chain.json"), signatures)
+
+    def _of_chain(self, name: str) -> Any:
+        data = self._get(f"signatures/{self._id}/{name}.json")
+        return None if data is None else check_document(read_json(data), OF_CHAIN)["signature"]
+
+    def require_signed(self, record: str, payload: bytes, signatures: list[Any]) -> None:
+        first: dict[str, Any] = {}
+        for signature in signatures:
+            first.setdefault(signature["key_id"], signature)
+        signed = signed_bytes(record, self._id, payload)
+        found = [(public, first.get(key_id(public))) for public in self._trusted]
+        require(any(s and verifies(public, s, signed) for public, s in found), "not signed")
+
+    def require_envelope(self, record: str, key: str) -> None:
+        data = self.get(key)
+        self.require_signed(record, payload_of(data), read_json(data)["signatures"])
+
+    def head(self) -> int:
+        """The newest version; it is signed, and all others are named through their parents."""
+        newest = super().head()
+        self.require_envelope("manifest", manifest_key(newest))
+        return newest
+
+
+TAG: Final[Fields] = {
+    **DOCUMENT,
+    "chain": (text, REQUIRED),
+    "name": (text, REQUIRED),
+    "number": (is_size, REQUIRED),
+    "version": (maybe_size, REQUIRED),
+    "state": (text, REQUIRED),
+    "manifest": (text, REQUIRED),
+    "time": (number, REQUIRED),
+}
+
+
+def read_tag(data: bytes) -> Json:
+    """The fields of a tag record, checked."""
+    record = open_envelope(data, TAG)
+    name = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}", record["name"])
+    require(name is not None and record["number"] < 10**8, "no key has this name and number")
+    names = record["version"] is not None
+    require(names == bool(record["state"]) == bool(record["manifest"]), "version")
+    return record
+
+
+def tagged(get: Get, name: str) -> int | None:
+    """The version that a tag stands for; ``None`` if there is no such tag."""
+    newest, found = -1, None
+    while (data := get(f"tags/{name}/{newest + 1:08d}.json")) is not None:
+        newest, found = newest + 1, data
+    if found is None:
+        return None
+    chain, record = Chain(get), read_tag(found)
+    require(record["chain"] == chain.identity["chain"], "another chain")
+    require((record["name"], record["number"]) == (name, newest), "another tag")
+    if record["version"] is None:
+        return None
+    version = int(record["version"])
+    require(digest_of(chain.get(manifest_key(version))) == record["manifest"], "manifest")
+    require(chain.manifest(version)["state"] == record["state"], "state")
+    return version
+
+
+SPANS: Final = {
+    "anchor": range(1),
+    "delta": range(1, 2),
+    "skip": range(2, 1 << 63),
+}
+RANGE: Final[Fields] = {
+    "kind": (lambda value: isinstance(value, str) and value in SPANS, REQUIRED),
+    **dict.fromkeys(("span", "first", "last"), (is_size, REQUIRED)),
+    "after": (number, REQUIRED),
+}
+PRUNE: Final[Fields] = {
+    **DOCUMENT,
+    "chain": (text, REQUIRED),
+    "number": (is_size, REQUIRED),
+    "head": (is_size, REQUIRED),
+    "maintainer": (text, REQUIRED),
+    "time": (number, REQUIRED),
+    "pruned": (many(RANGE), []),
+}
+
+
+def read_prune(data: bytes) -> Json:
+    """The fields of a prune record, checked."""
+    record = open_envelope(data, PRUNE)
+    for row in record["pruned"]:
+        require(row["span"] in SPANS[row["kind"]], "span")
+        require(row["first"] <= row["last"] <= record["head"], "range")
+    for one, other in itertools.pairwise(record["pruned"]):
+        before, after = (one["kind"], one["span"]), (other["kind"], other["span"])
+        require(before <= after, "order of the ranges")
+        require(before < after or one["last"] < other["first"], "ranges that overlap")
+    return record
+
+
+def is_pruned(record: Json, kind: str, base: int | None, version: int) -> bool:
+    """Whether a prune record names an edge."""
+    span = 0 if base is None else version - base
+    return any(
+        (row["kind"], row["span"]) == (kind, span) and row["first"] <= version <= row["last"]
+        for row in record["pruned"]
+    )

@@ -12,32 +12,15 @@ from typing import Any
 import pytest
 from blake3 import blake3
 
+from deltachain import errors
 from deltachain.chain.chain import Chain
-from deltachain.errors import (
-    DigestMismatchError,
-    FormatError,
-    MalformedError,
-    UnsupportedFormatError,
-)
-from deltachain.format.documents import (
-    Document,
-    EdgeRecord,
-    Head,
-    Identity,
-    Manifest,
-    PruneRecord,
-    Table,
-    Tag,
-    parse,
-    unseal,
-)
+from deltachain.format import documents
 from deltachain.format.keys import edge_key, manifest_key, prune_key, tag_key
 from deltachain.store.memory import MemoryStore
 from tests.format import stranger_chain as stranger
 from tests.format.forge import KEYS, TABLES, enveloped, no_documents
-from tests.format.stranger_base import RefusedError, read_json
-from tests.format.stranger_prunes import read_prune
-from tests.format.stranger_tags import read_tag
+from tests.format.stranger import RefusedError, read_json
+from tests.format.stranger_chain import read_prune, read_tag
 
 VALUES: tuple[Any, ...] = (
     *(None, -1, 1 << 70, 10**4000, 1.5, True, "x", ""),
@@ -56,14 +39,14 @@ def envelope(fields: stranger.Fields) -> Reader:
     return partial(stranger.open_envelope, fields=fields)
 
 
-FILES: dict[str, tuple[Path, type[Document], Reader]] = {
-    "chain": (CHAIN / "chain.json", Identity, partial(bare, stranger.CHAIN)),
-    "table": (CHAIN / "table.json", Table, partial(bare, stranger.TABLE)),
-    "head": (CHAIN / "head.json", Head, partial(bare, stranger.HEAD)),
-    "manifest": (CHAIN / manifest_key(3), Manifest, envelope(stranger.MANIFEST)),
-    "record": (CHAIN / edge_key(2, "skip", 0), EdgeRecord, envelope(stranger.RECORD)),
-    "prune": (FOLDER / "v1_prunes" / prune_key(1), PruneRecord, read_prune),
-    "tag": (FOLDER / "v1_tags" / tag_key("best", 1), Tag, read_tag),
+FILES: dict[str, tuple[Path, type[documents.Document], Reader]] = {
+    "chain": (CHAIN / "chain.json", documents.Identity, partial(bare, stranger.CHAIN)),
+    "table": (CHAIN / "table.json", documents.Table, partial(bare, stranger.TABLE)),
+    "head": (CHAIN / "head.json", documents.Head, partial(bare, stranger.HEAD)),
+    "manifest": (CHAIN / manifest_key(3), documents.Manifest, envelope(stranger.MANIFEST)),
+    "record": (CHAIN / edge_key(2, "skip", 0), documents.EdgeRecord, envelope(stranger.RECORD)),
+    "prune": (FOLDER / "v1_prunes" / prune_key(1), documents.PruneRecord, read_prune),
+    "tag": (FOLDER / "v1_tags" / tag_key("best", 1), documents.Tag, read_tag),
 }
 ENVELOPES = ("manifest", "record", "prune", "tag")
 
@@ -72,16 +55,16 @@ def frozen(name: str) -> bytes:
     return FILES[name][0].read_bytes()
 
 
-def read(name: str, data: bytes) -> Document:
+def read(name: str, data: bytes) -> documents.Document:
     kind = FILES[name][1]
-    take = unseal if name in ENVELOPES else parse
+    take = documents.unseal if name in ENVELOPES else documents.parse
     return take(data, kind, key=name)
 
 
 def is_refused(name: str, data: bytes) -> bool:
     try:
         read(name, data)
-    except FormatError:
+    except errors.FormatError:
         return True
     return False
 
@@ -167,7 +150,7 @@ def test_fields_that_nobody_knows_are_malformed_at_every_depth(name: str) -> Non
             if not is_refused(name, sealed(name, changed)):
                 accepted.append(path)
     assert accepted == []
-    with pytest.raises(MalformedError, match="colour"):
+    with pytest.raises(errors.MalformedError, match="colour"):
         read(name, sealed(name, content | {"colour": "red"}))
 
 
@@ -183,7 +166,7 @@ def test_what_is_newer_is_unsupported_whatever_else_is_in_it(
     name: str, change: dict[str, Any]
 ) -> None:
     later = sealed(name, {"colour": "red"} | document(name) | change)
-    with pytest.raises(UnsupportedFormatError):
+    with pytest.raises(errors.UnsupportedFormatError):
         read(name, later)
     assert is_refused_by_stranger(name, later)
 
@@ -192,7 +175,7 @@ def test_what_is_newer_is_unsupported_whatever_else_is_in_it(
 def test_documents_without_a_format_are_malformed(name: str) -> None:
     content = document(name)
     del content["format"]
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read(name, sealed(name, content))
 
 
@@ -220,7 +203,7 @@ def test_what_is_no_document_is_malformed(name: str, what: str) -> None:
     sound = json.dumps(document(name), separators=(",", ":")).encode()
     data = no_documents(sound)[what]
     assert data != sound
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read(name, enveloped(data) if name in ENVELOPES else data)
 
 
@@ -236,7 +219,7 @@ def test_envelopes_are_strict_and_signatures_are_carried() -> None:
         enveloped(payload, b'[%s,"d":""}]' % signature[:-1]),
         enveloped(b"1"),
     ):
-        with pytest.raises(MalformedError):
+        with pytest.raises(errors.MalformedError):
             read("manifest", wrong)
         assert is_refused_by_stranger("manifest", wrong)
 
@@ -245,7 +228,7 @@ def test_a_changed_payload_is_not_the_one_that_was_sealed() -> None:
     for name in ENVELOPES:
         changed = frozen(name).replace(b'"format":1,', b'"format":1 ,')
         assert changed != frozen(name)
-        with pytest.raises(DigestMismatchError):
+        with pytest.raises(errors.DigestMismatchError):
             read(name, changed)
         assert is_refused_by_stranger(name, changed)
 
@@ -269,7 +252,7 @@ def test_edges_that_lead_nowhere_are_malformed(what: str) -> None:
     # Edges that led back, or were cheaper than nothing, would send a planner in circles.
     content = document("manifest")
     content["edge"] |= WAYS[what]
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read("manifest", sealed("manifest", content))
 
 
@@ -288,13 +271,13 @@ def test_edges_that_lead_nowhere_are_malformed(what: str) -> None:
 def test_summaries_that_can_not_be_are_malformed(change: dict[str, Any]) -> None:
     content = document("manifest")
     content["recent"][0] |= change
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read("manifest", sealed("manifest", content))
 
 
 def test_a_window_that_does_not_go_back_is_malformed() -> None:
     # Reading backwards from window to window would never end.
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read("manifest", sealed("manifest", document("manifest") | {"window_from": 3}))
 
 
@@ -302,7 +285,7 @@ def test_a_window_that_does_not_go_back_is_malformed() -> None:
 def test_keys_that_no_store_can_hold_are_malformed(key: str) -> None:
     content = document("record")
     content["edge"]["parts"][0]["key"] = key
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read("record", sealed("record", content))
 
 
@@ -313,7 +296,7 @@ def test_tables_of_no_model_are_malformed(what: str) -> None:
     identity = document("chain") | {"table": blake3(table).hexdigest()}
     store.put("table.json", table)
     store.put("chain.json", sealed("chain", identity))
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         Chain.open(store)
 
 
@@ -340,7 +323,7 @@ RANGES: dict[str, list[dict[str, Any]]] = {
 @pytest.mark.parametrize("what", RANGES)
 def test_ranges_that_cannot_be_are_malformed(what: str) -> None:
     data = sealed("prune", document("prune") | {"pruned": RANGES[what]})
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read("prune", data)
     assert is_refused_by_stranger("prune", data)
 
@@ -368,6 +351,6 @@ def test_ranges_in_order_are_sound() -> None:
 )
 def test_tags_that_cannot_be_are_malformed(change: dict[str, Any]) -> None:
     data = sealed("tag", document("tag") | change)
-    with pytest.raises(MalformedError):
+    with pytest.raises(errors.MalformedError):
         read("tag", data)
     assert is_refused_by_stranger("tag", data)

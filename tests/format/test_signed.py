@@ -12,15 +12,11 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.trust import Trust, TrustedKeys
 from deltachain.store import MemoryStore
 from deltachain.verify import verify
-from tests.format import freeze_signed, stranger_chain, stranger_signed
+from tests.format import freeze, freeze_signed, stranger_chain
 from tests.format.freeze_signed import FOLDER, KEY
-from tests.format.stranger_base import RefusedError
+from tests.format.stranger import RefusedError
 
-FILES = {
-    str(file.relative_to(FOLDER)): file.read_bytes()
-    for file in sorted(FOLDER.rglob("*"))
-    if file.is_file()
-}
+FILES = freeze.frozen(FOLDER)
 STRANGE = Ed25519PrivateKey.from_private_bytes(b"\7" * 32).public_key().public_bytes_raw()
 OWN = KEY.public.raw
 
@@ -51,13 +47,13 @@ def test_the_writer_still_makes_the_same_bytes() -> None:
 
 def test_what_is_frozen_is_not_written_again(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError):
-        freeze_signed.main(FOLDER)
-    freeze_signed.main(tmp_path / "other")
+        freeze.write(FOLDER, FILES)
+    freeze.write(tmp_path / "other", dict(freeze_signed.build()))
     assert len([file for file in (tmp_path / "other").rglob("*") if file.is_file()]) == len(FILES)
 
 
 def weights(get: Get, *trusted: bytes) -> list[stranger_chain.Weights]:
-    chain = stranger_signed.SignedChain(get, list(trusted))
+    chain = stranger_chain.SignedChain(get, list(trusted))
     return [chain.follow(way) for v in range(chain.head() + 1) for way in chain.routes(v)]
 
 

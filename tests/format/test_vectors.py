@@ -23,26 +23,12 @@ from deltachain.codec.encodings.sparse import WIDE_GAPS_BELOW
 from deltachain.codec.frames import FRAME, LEVEL
 from deltachain.codec.rows import with_full_rows, with_short_rows
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold
-from deltachain.format.documents import (
-    RECORD_TYPES,
-    EdgeKind,
-    EdgeSummary,
-    PruneRecord,
-    signed_bytes,
-    unseal,
-)
+from deltachain.format import documents
 from deltachain.format.keys import digest_key, manifest_key
 from deltachain.kernels import host, reference
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
-from tests.format import (
-    freeze,
-    freeze_prunes,
-    freeze_signed,
-    stranger,
-    stranger_prunes,
-    stranger_signed,
-)
-from tests.format.stranger_base import mix, state_text, tensor_key, tensor_lanes
+from tests.format import freeze, freeze_prunes, freeze_signed, stranger, stranger_chain
+from tests.format.stranger import mix, state_text, tensor_key, tensor_lanes
 
 TEXT: Final = (freeze.FOLDER.parents[2] / "deltachain" / "FORMAT.md").read_text(encoding="utf-8")
 TINY: Final = (freeze.FOLDER / "parts" / "tiny.safetensors").read_bytes()
@@ -239,7 +225,7 @@ PUBLIC = freeze_signed.KEY.public
 def test_the_keys_of_the_signatures() -> None:
     key = ed25519.Ed25519PrivateKey.from_private_bytes(bytes(range(32)))
     assert key.public_key().public_bytes_raw() == PUBLIC.raw
-    assert stranger_signed.key_id(PUBLIC.raw) == PUBLIC.key_id
+    assert stranger_chain.key_id(PUBLIC.raw) == PUBLIC.key_id
     assert f"`{PUBLIC}`" in SIGNED
     assert f"`{PUBLIC.key_id}`" in SIGNED
     assert len(SIGNATURES) == 5
@@ -247,14 +233,14 @@ def test_the_keys_of_the_signatures() -> None:
 
 @pytest.mark.parametrize("row", SIGNATURES, ids=lambda row: f"{row['type']} {row['chain'][-1]}")
 def test_signatures(row: dict[str, str]) -> None:
-    (kind,) = (kind for kind, name in RECORD_TYPES.items() if name == row["type"])
+    (kind,) = (kind for kind, name in documents.RECORD_TYPES.items() if name == row["type"])
     payload = b'{"format":1}'
     signature = freeze_signed.KEY.sign(kind, row["chain"], payload)
     assert signature.value == row["value"]
-    signed = stranger_signed.signed_bytes(row["type"], row["chain"], payload)
-    assert signed == signed_bytes(kind, row["chain"], payload)
-    assert stranger_signed.verifies(PUBLIC.raw, to_builtins(signature), signed)
-    assert not stranger_signed.verifies(PUBLIC.raw, to_builtins(signature), signed + b" ")
+    signed = stranger_chain.signed_bytes(row["type"], row["chain"], payload)
+    assert signed == documents.signed_bytes(kind, row["chain"], payload)
+    assert stranger_chain.verifies(PUBLIC.raw, to_builtins(signature), signed)
+    assert not stranger_chain.verifies(PUBLIC.raw, to_builtins(signature), signed + b" ")
 
 
 @pytest.mark.parametrize("row", NAMES)
@@ -315,14 +301,14 @@ def test_the_prune_record_on_the_page_is_the_frozen_one() -> None:
     ((key, data),) = freeze_prunes.build().items()
     assert data == (freeze_prunes.FOLDER / key).read_bytes()
     assert block("json prune") == data.decode() + "\n"
-    assert unseal(data, PruneRecord, key=key) == freeze_prunes.RECORD
-    found = stranger_prunes.read_prune(block("json prune").rstrip().encode())
+    assert documents.unseal(data, documents.PruneRecord, key=key) == freeze_prunes.RECORD
+    found = stranger_chain.read_prune(block("json prune").rstrip().encode())
     for row in table(section("8.11 A prune record")):
         kind, version = row["kind"], int(row["version"])
         base = None if row["base"] == "none" else int(row["base"])
-        edge = EdgeSummary(
+        edge = documents.EdgeSummary(
             version=version,
-            kind=cast(EdgeKind, kind),
+            kind=cast(documents.EdgeKind, kind),
             base=base,
             nbytes=0,
             parts=0,
@@ -331,7 +317,7 @@ def test_the_prune_record_on_the_page_is_the_frozen_one() -> None:
         )
         expected = row["pruned"] == "yes"
         assert freeze_prunes.RECORD.covers(edge) == expected
-        assert stranger_prunes.is_pruned(found, kind, base, version) == expected
+        assert stranger_chain.is_pruned(found, kind, base, version) == expected
 
 
 def test_the_limits_are_those_of_the_code() -> None:

@@ -21,8 +21,7 @@ with atheris.instrument_imports(
     exclude=[f"deltachain.kernels.{name}" for name in ("codes", "jit")]
     + [f"deltachain.codec.encodings.max.{name}" for name in ("classes", "decoder", "encoder")],
 ):
-    from tests.fuzz.mutate import MUTATORS, seeds
-    from tests.fuzz.targets import TARGETS, Target, must
+    from tests.fuzz.mutate import MUTATORS, TARGETS, Target, must, seeds
 
 SECONDS_AN_INPUT: Final = 5
 MEMORY: Final = 512

@@ -18,7 +18,7 @@ from torch import Tensor
 from deltachain.delta import STEP, new_bits
 from deltachain.kernels import device, staging
 from deltachain.kernels.segments import StreamLayout
-from tests.contract.segments import Given, batch_of
+from tests.contract.batches import Given, batch_of
 
 NUMEL = 1 << 28
 DENSITY = 0.01

@@ -18,10 +18,8 @@ from typing import Any
 
 import torch
 
-from tests.contract.arms import CrossingArm, DeviceArm
 from tests.contract.batches import BATCH_CHECKS, BatchArm
-from tests.contract.bits import BIT_CHECKS
-from tests.contract.kernels import DIFF_CHECKS, LIVE_CHECKS
+from tests.contract.kernels import BIT_CHECKS, DIFF_CHECKS, LIVE_CHECKS, CrossingArm, DeviceArm
 from tests.gpu.bench import bench
 from tests.gpu.diff import bench_diff, diff_checks
 
@@ -91,8 +89,7 @@ def _checks() -> Iterator[tuple[str, Callable[[], None]]]:
     yield from _batch_checks(card)
     yield from diff_checks("cuda")
     try:
-        from tests.gpu.ranks import checks  # noqa: PLC0415
-        from tests.gpu.snapshots import snapshot_checks  # noqa: PLC0415
+        from tests.gpu.ranks import checks, snapshot_checks  # noqa: PLC0415
     except ModuleNotFoundError as exc:
         sys.stdout.write(f"skipped snapshots and ranks: {exc}\n")
     else:

@@ -34,9 +34,8 @@ from deltachain.subscribe.targets.folder import write_assets
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import TensorSpec
-from tests.hostile.case import Case
 from tests.hostile.corpus import CORPUS
-from tests.hostile.scene import SCENES, Scene
+from tests.hostile.scene import SCENES, Case, Scene
 
 MEMORY: Final = 1 << 30
 """Bytes of address space a case may take: 16 times the largest directory of a part."""

@@ -4,35 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
+from deltachain import errors
 from deltachain.codec import encode_part
-from deltachain.errors import (
-    BaseMismatchError,
-    DigestMismatchError,
-    MalformedError,
-    UnsupportedFormatError,
-)
 from deltachain.types import TensorSpec
 from tests.format.forge import Forgery, compress, take_apart
 from tests.format.forgeries import FORGERIES, OLD, PARTS, forged
 from tests.format.freeze import absolute
-from tests.hostile.case import Case, Category
-from tests.hostile.scene import MAX, Scene, max_part
+from tests.hostile.scene import MAX, Case, Category, Scene, case, max_part
 
 NAMED: Final[dict[Category, tuple[str, ...]]] = {
     "truncated": (
-        *("a stream that is too short", "a stream that is missing", "a raw array that is missing"),
-        *("a column that is shorter", "a plain directory of one byte less"),
-        *("fewer gaps than elements", "a front without its digest"),
+        *("a stream that is too short", "a stream that is missing"),
+        *("a raw array that is missing", "a column that is shorter"),
+        *("a plain directory of one byte less", "fewer gaps than elements"),
+        "a front without its digest",
     ),
     "overlapping": (
         *("segments that overlap", "entries that overlap", "an array of two tensors"),
         *("a hole between entries", "an entry that goes backwards"),
     ),
     "oversized": (
-        *("a frame that is too large", "a frame beyond the limit", "a segment that is too long"),
-        *("a directory of a terabyte", "a directory of many digits", "very many dimensions"),
+        *("a frame that is too large", "a frame beyond the limit"),
+        *("a segment that is too long", "a directory of a terabyte"),
+        *("a directory of many digits", "very many dimensions"),
         *("an entry of very many dimensions", "a header nested deeply"),
         *("a directory nested deeply", "a number of many digits"),
     ),
@@ -41,27 +37,22 @@ NAMED: Final[dict[Category, tuple[str, ...]]] = {
         *("a segment that leaves the tensor", "a gap that leaves the segment"),
         *("a gap that leaves the segment inside the tensor", "raw indices beyond the tensor"),
         *("raw indices below zero", "a bucket beyond 64 bits", "a dimension below zero"),
-        *(
-            "a dimension beyond 64 bits",
-            "dimensions with a huge product",
-            "an entry beyond 64 bits",
-        ),
-        *("an escape at the end", "an escape in place of an element"),
+        *("a dimension beyond 64 bits", "dimensions with a huge product"),
+        *("an entry beyond 64 bits", "an escape at the end"),
+        "an escape in place of an element",
     ),
     "unsorted": ("raw indices that descend", "streams in another order"),
     "duplicate": (
-        *("raw indices that repeat", "a row that is there twice", "a field that is there twice"),
-        *("an entry that is there twice", "two frames in one", "a directory of two frames"),
+        *("raw indices that repeat", "a row that is there twice"),
+        *("a field that is there twice", "an entry that is there twice", "two frames in one"),
+        "a directory of two frames",
     ),
     "wrong type": (
-        *("a dtype that has no wire form", "a dtype of another width", "a shape that is no list"),
-        *(
-            "a raw tensor of another dtype",
-            "raw indices of another dtype",
-            "a name that is no text",
-        ),
-        *("a stream of signed bytes", "a number that is a float", "a number that is a truth"),
-        *("metadata that are no texts", "a directory that is no object"),
+        *("a dtype that has no wire form", "a dtype of another width"),
+        *("a shape that is no list", "a raw tensor of another dtype"),
+        *("raw indices of another dtype", "a name that is no text", "a stream of signed bytes"),
+        *("a number that is a float", "a number that is a truth", "metadata that are no texts"),
+        "a directory that is no object",
     ),
     "bomb": (
         *("a frame that claims a terabyte", "a frame of unstated size"),
@@ -69,13 +60,10 @@ NAMED: Final[dict[Category, tuple[str, ...]]] = {
     ),
     "lying size": (
         *("a frame of other length", "a frame of other content", "a huge number of elements"),
-        *(
-            "segments that are not there",
-            "a plain frame of other content",
-            "frames of swapped lengths",
-        ),
-        *("more elements than the segment is long", "a directory of one byte more"),
-        *("an entry of other bytes", "another number of elements"),
+        *("segments that are not there", "a plain frame of other content"),
+        *("frames of swapped lengths", "more elements than the segment is long"),
+        *("a directory of one byte more", "an entry of other bytes"),
+        "another number of elements",
     ),
 }
 """Forgeries by what is wrong with them; those that are not here break another rule."""
@@ -92,32 +80,26 @@ def category_of(name: str) -> Category:
 
 def parts() -> Iterator[Case]:
     for name, (scene, _) in FORGERIES.items():
-        yield case(category_of(name), name, put(partial(forged, name)), scene=scene)
+        yield case("part", category_of(name), name, put(partial(forged, name)), scene=scene)
     for category, name, act in (*CUT, *HUGE, *STRANGE):
-        yield case(category, name, act)
+        yield case("part", category, name, act)
     for name, edit in NEWER.items():
-        yield case("requires", name, put(changed(edit)), error=UnsupportedFormatError)
+        yield case(
+            "part", "requires", name, put(changed(edit)), error=errors.UnsupportedFormatError
+        )
     yield from tiles()
     for category, name, act in LYING:
-        yield case(category, name, act)
+        yield case("part", category, name, act)
     for category, name, act in UNPROVEN:
-        yield case(category, name, act, error=DigestMismatchError)
+        yield case("part", category, name, act, error=errors.DigestMismatchError)
 
 
 def tiles() -> Iterator[Case]:
     for category, name, edit in TABLES:
-        yield case(category, name, put(partial(retiled, edit)), scene=MAX)
+        yield case("part", category, name, put(partial(retiled, edit)), scene=MAX)
     for category, name, edit in BITS:
-        act = put(partial(retiled, edit))
-        yield Case(
-            level="part",
-            category=category,
-            name=name,
-            act=act,
-            error=BaseMismatchError,
-            scene=MAX,
-            poisons=True,
-        )
+        spoilt: dict[str, Any] = {"error": errors.BaseMismatchError, "at": "", "poisons": True}
+        yield case("part", category, name, put(partial(retiled, edit)), scene=MAX, **spoilt)
 
 
 def retiled(edit: Callable[[Forgery], object]) -> bytes:
@@ -173,19 +155,6 @@ BITS: Final[tuple[tuple[Category, str, Callable[[Forgery], object]], ...]] = (
     ("lying size", "a tile that ends late", lambda f: resized(f, 1)),
     ("out of range", "steps that are not canonical", lambda f: poke(f, "#0.tile", 0, 0xFF)),
 )
-
-
-def case(
-    category: Category,
-    name: str,
-    act: Callable[[Scene], object],
-    *,
-    error: type[MalformedError | UnsupportedFormatError | DigestMismatchError] = MalformedError,
-    scene: str = "step",
-) -> Case:
-    return Case(
-        level="part", category=category, name=name, act=act, error=error, at="part", scene=scene
-    )
 
 
 def put(make: Callable[[], bytes]) -> Callable[[Scene], object]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -13,6 +14,7 @@ from blake3 import blake3
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.delta import OldBits, changes
+from deltachain.errors import DeltaChainError, MalformedError
 from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef
 from deltachain.format.keys import digest_key
@@ -152,3 +154,62 @@ def front(data: bytes) -> str:
         return data[start + first : start + last].hex()
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""
+
+
+Level = Literal["part", "manifest", "record", "table", "chain", "head"]
+Category = Literal[
+    "truncated",
+    "overlapping",
+    "oversized",
+    "out of range",
+    "unsorted",
+    "duplicate",
+    "wrong type",
+    "bomb",
+    "path",
+    "lying size",
+    "requires",
+    "wrong digest",
+    "another rule",
+]
+
+ORDERED: Final[frozenset[Level]] = frozenset(("part", "manifest", "record"))
+"""Levels that have anything whose order is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A forgery in a sound chain, and what a follower that holds version 0 must do."""
+
+    level: Level
+    category: Category
+    name: str
+    act: Callable[[Scene], object]
+    error: type[DeltaChainError] | None = MalformedError  # None: it gets to the head all the same
+    at: Level | Literal["", "asset"] = ""  # the object that the error names; of a version: empty
+    scene: str = "step"
+    opens: bool = False  # by a new follower, which has not read the chain yet
+    assets: bool = False  # the small files are taken, instead of a version
+    poisons: bool = False  # the follower does not trust its target any more
+
+    @property
+    def id(self) -> str:
+        return f"{self.level}: {self.category}: {self.name}"
+
+
+def case(
+    level: Level,
+    category: Category,
+    name: str,
+    act: Callable[[Scene], object],
+    *,
+    error: type[DeltaChainError] | None = MalformedError,
+    **more: Any,
+) -> Case:
+    """A case whose error names its own level, if nothing else is said."""
+    more = {"at": level, "scene": "step", **more}
+    return Case(level=level, category=category, name=name, act=act, error=error, **more)
+
+
+def edited(level: Level, edit: Callable[[Any], object]) -> Callable[[Scene], object]:
+    return lambda scene: scene.edit(level, edit)

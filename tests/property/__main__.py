@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.property.check import KINDS, examine, told
+from tests.property.test_discovery import KINDS, examine, told
 from tests.property.trial_run import run
 
 

@@ -14,13 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from deltachain import errors
 from deltachain.delta import TensorDelta
-from deltachain.errors import (
-    BaseMismatchError,
-    DeltaChainError,
-    PartialApplyError,
-    TensorMismatchError,
-)
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.replica.layout.classes import agree, orphans
@@ -28,9 +23,8 @@ from deltachain.replica.rank import Rank
 from deltachain.torch_names import WIRE_NAMES
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.property.engine import RandomEngine
-from tests.property.layers import Packed
+from tests.property.layers import Packed, are_parted, first, later
 from tests.property.recipe import Recipe
-from tests.property.values import are_parted, first, later
 from tests.support.spools import spool_of
 
 LOADER = "loader_"
@@ -184,7 +178,7 @@ def _follow(stage: Stage) -> None:
     for engine in stage.engines:
         try:
             ranks.append(Rank(engine, stage.specs.values(), stage.recipe.aliases()))
-        except DeltaChainError as exc:
+        except errors.DeltaChainError as exc:
             stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
         except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
             stage.outcome.broke.append(f"attaching raised {exc!r}")
@@ -205,7 +199,7 @@ def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
     try:
         for number, rank in enumerate(ranks if lost else ()):
             reports[number] |= rank.find_unused(lost)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
         return
     agreement = agree(stage.specs.values(), reports)
@@ -215,7 +209,7 @@ def _settle_on_classes(stage: Stage, ranks: list[Rank]) -> None:
         for number, rank in enumerate(ranks):
             holders = {name: who[number] for name, who in agreement.holders.items()}
             rank.agree(agreement.classes, holders)
-    except DeltaChainError as exc:
+    except errors.DeltaChainError as exc:
         stage.outcome.refused["*"] = f"{type(exc).__name__}: {exc}"
 
 
@@ -248,14 +242,13 @@ class _Chain:
             self._judge("version 2 loaded again", two)
 
     def _stage(self, ticket: int, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> bool:
-        deltas = _Plan(self.stage.specs, old, new).deltas()
-        spool = spool_of(self.stage.folder / "spool", deltas)
+        spool = spool_of(self.stage.folder / "spool", _deltas(self.stage.specs, old, new))
         outcome = self.stage.outcome
         for rank in self.ranks:
             try:
                 rank.check_addresses()
                 rank.stage(ticket, spool.folder, BUDGET)
-            except (TensorMismatchError, BaseMismatchError) as exc:
+            except (errors.TensorMismatchError, errors.BaseMismatchError) as exc:
                 is_mine = self.stage.recipe.moves or are_parted(self.stage.recipe, new)
                 (outcome.told if is_mine else outcome.broke).append(str(exc))
         if outcome.told and not self.stage.recipe.moves:
@@ -271,7 +264,7 @@ class _Chain:
             engine.trip = 1 + self.stage.recipe.seed % 3
             try:
                 rank.swap(ticket, ticket, back=False)
-            except PartialApplyError:
+            except errors.PartialApplyError:
                 engine.trip = -1
             except Exception as exc:  # noqa: BLE001 - whatever it is, it must not be
                 self.stage.outcome.broke.append(f"a swap that failed raised {exc!r}")
@@ -327,24 +320,17 @@ def bits_of(tensor: Tensor) -> Bits:
     return found
 
 
-class _Plan:
-    from_nothing = False
-    nbytes = 0
-
-    def __init__(
-        self, specs: Mapping[str, TensorSpec], old: Mapping[str, Tensor], new: Mapping[str, Tensor]
-    ) -> None:
-        self.specs, self.old, self.new = specs, old, new
-
-    def deltas(self) -> Iterator[TensorDelta]:
-        for number, (name, spec) in enumerate(self.specs.items()):
-            old, new = bits_of(self.old[name]), bits_of(self.new[name])
-            indices = np.flatnonzero(old != new)
-            if not indices.size:
-                continue
-            if number % 3 == 2:
-                yield TensorDelta.dense(spec, new)
-                continue
-            mask = np.arange(indices.size) % 2 == number % 3
-            values = np.where(mask, new[indices], new[indices] - old[indices])
-            yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)
+def _deltas(
+    specs: Mapping[str, TensorSpec], before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> Iterator[TensorDelta]:
+    for number, (name, spec) in enumerate(specs.items()):
+        old, new = bits_of(before[name]), bits_of(after[name])
+        indices = np.flatnonzero(old != new)
+        if not indices.size:
+            continue
+        if number % 3 == 2:
+            yield TensorDelta.dense(spec, new)
+            continue
+        mask = np.arange(indices.size) % 2 == number % 3
+        values = np.where(mask, new[indices], new[indices] - old[indices])
+        yield TensorDelta(spec=spec, indices=indices, values=values, absolute=mask)

@@ -13,7 +13,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -34,17 +34,12 @@ STEPS: Final = 8
 RATE: Final = 3e-6
 
 
-ROWS: Final[tuple[tuple[str, Callable[[Mapping[str, float]], str]], ...]] = (
-    ("optimizer step, ms", lambda one: f"{one['step_s'] * 1e3:.0f}"),
-    ("publish, as the loop sees it, ms", lambda one: f"{one['seen_s'] * 1e3:.0f}"),
-    ("  of which the diff, ms", lambda one: f"{one['diff_s'] * 1e3:.0f}"),
-    ("publish / optimizer step", lambda one: f"{one['ratio']:.2f}"),
-    ("encode, put, commit behind it, ms", lambda one: f"{one['behind_s'] * 1e3:.0f}"),
-    ("changed", lambda one: f"{one['density']:.2%}"),
-    ("shard in the wire dtype, MB", lambda one: f"{one['wire'] / 1e6:.0f}"),
-    ("held by the publisher, MB", lambda one: f"{one['snapshot'] / 1e6:.0f}"),
-    ("at most while publishing, MB", lambda one: f"{one['peak'] / 1e6:.0f}"),
-)
+ROWS: Final = {
+    "step_s": ("optimizer step, ms", 1e3),
+    "seen_s": ("publish, as the loop sees it, ms", 1e3),
+    "wire": ("shard in the wire dtype, MB", 1e-6),
+    "peak": ("at most while publishing, MB", 1e-6),
+}
 
 
 def measure(rank: int, folder: str) -> None:
@@ -63,7 +58,6 @@ def measure(rank: int, folder: str) -> None:
         url=f"{folder}/chain", dtype="BF16", when_busy="wait", part_nbytes=32 << 20
     )
     with Publisher(config).attach(model) as publisher:
-        attached = _resident()
         found: list[dict[str, Any]] = []
         for number in range(STEPS):
             step_s = _step(model, optimizer, number + 1)
@@ -73,24 +67,9 @@ def measure(rank: int, folder: str) -> None:
             start = time.perf_counter()
             future = publisher.publish(step=number)
             seen_s = time.perf_counter() - start
-            receipt = future.result()
-            found.append(
-                {
-                    "step_s": step_s,
-                    "seen_s": seen_s,
-                    "diff_s": receipt.diff_s,
-                    "behind_s": receipt.encode_s + receipt.commit_s,
-                    "density": receipt.density,
-                    "nbytes": receipt.nbytes,
-                    "peak": _peak() - before,
-                }
-            )
-        facts = {
-            "wire": wire,
-            "snapshot": attached - before,
-            "peak": max(one["peak"] for one in found),
-            "versions": found[1:],  # the first one warms up
-        }
+            future.result()
+            found.append({"step_s": step_s, "seen_s": seen_s, "peak": _peak() - before})
+        facts = {"wire": wire, "versions": found[1:]}  # the first one warms up
     (Path(folder) / f"{rank}.json").write_text(json.dumps(facts))
 
 
@@ -147,8 +126,8 @@ def main() -> int:
     columns = (f"{count} rank{'s' * (count > 1)}" for count in counts)
     millions = LAYERS * 4 * WIDTH * WIDTH / 1e6
     table = report.grid(f"{millions:.0f} M parameters under FSDP2, a rank", "", *columns)
-    for label, cell in ROWS:
-        table.add_row(label, *(cell(found[count]) for count in counts))
+    for name, (label, scale) in ROWS.items():
+        table.add_row(label, *(f"{found[count][name] * scale:.0f}" for count in counts))
     document = {"benchmark": "ranks", "ranks": found, "machine": report.machine()}
     caveat = "Medians over versions, of the slowest rank; more ranks than cores take turns."
     report.emit(document, [table], json_output=asked.json, caveat=caveat)
@@ -159,12 +138,14 @@ def _measured(ranks: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run("tests.ranks.bench:measure", ranks, folder)
         facts = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    found = {name: max(fact[name] for fact in facts) for name in ("wire", "snapshot", "peak")}
-    for name in ("step_s", "seen_s", "diff_s", "behind_s", "density", "nbytes"):
-        found[name] = max(median(one[name] for one in fact["versions"]) for fact in facts)
-    found["ratio"] = max(
-        median(one["seen_s"] / one["step_s"] for one in fact["versions"]) for fact in facts
-    )
+    found = {"wire": max(fact["wire"] for fact in facts)}
+    figures: dict[str, Callable[[list[float]], float]] = {
+        "step_s": median,
+        "seen_s": median,
+        "peak": max,
+    }
+    for name, figure in figures.items():
+        found[name] = max(figure([one[name] for one in fact["versions"]]) for fact in facts)
     return found
 
 

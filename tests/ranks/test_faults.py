@@ -62,28 +62,28 @@ def test_ranks_that_publish_without_a_pause_commit_every_version(tmp_path: Path)
 
 
 def test_ranks_that_could_not_attach_meet_at_the_next_attempt(tmp_path: Path) -> None:
-    run("tests.ranks.apart:comes_late", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:comes_late", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_a_rank_that_flushes_alone_is_in_step_again_later(tmp_path: Path) -> None:
-    run("tests.ranks.apart:flushes_alone", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:flushes_alone", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_a_rank_that_can_not_read_the_store_tells_the_others(tmp_path: Path) -> None:
-    run("tests.ranks.apart:can_not_look", 2, (tmp_path / "chain").as_uri())
+    run("tests.ranks.trials:can_not_look", 2, (tmp_path / "chain").as_uri())
 
 
 def test_steps_after_the_last_version_are_published_at_the_end(tmp_path: Path) -> None:
-    run("tests.ranks.apart:leaves_steps", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:leaves_steps", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_a_rank_that_misses_a_publish_is_in_step_at_the_next(tmp_path: Path) -> None:
-    run("tests.ranks.apart:misses_one", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:misses_one", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_versions_that_cover_several_steps_are_of_one_step_on_all_ranks(tmp_path: Path) -> None:
-    run("tests.ranks.apart:covers", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:covers", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_a_store_that_went_back_stops_all_ranks_until_it_is_as_it_was(tmp_path: Path) -> None:
-    run("tests.ranks.apart:store_goes_back", 2, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:store_goes_back", 2, (tmp_path / "chain").as_uri(), str(tmp_path))

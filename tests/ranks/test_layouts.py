@@ -85,7 +85,7 @@ def test_ranks_publish_max_together(tmp_path: Path) -> None:
 
 
 def test_an_export_of_which_every_rank_gives_a_part(tmp_path: Path) -> None:
-    run("tests.ranks.apart:exports", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
+    run("tests.ranks.trials:exports", 3, (tmp_path / "chain").as_uri(), str(tmp_path))
 
 
 def test_a_restart_with_another_world_size_continues_the_chain(tmp_path: Path) -> None:

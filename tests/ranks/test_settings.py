@@ -13,9 +13,8 @@ from deltachain.chain.trust import SigningKey, Trust
 from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.store import open_store
 from deltachain.verify import verify
-from tests.ranks.hub_trials import HUB_VERSIONS
+from tests.ranks.settings_trials import HUB_VERSIONS, SYNCS
 from tests.ranks.spawn import run
-from tests.ranks.transfer_trials import SYNCS
 from tests.support.hub.server import HubServer
 
 REFUSALS = [
@@ -43,7 +42,7 @@ def test_only_rank_0_needs_the_signing_key(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(key.pem())
     for first in range(2):
-        run("tests.ranks.signed_trials:publishes", 2, str(file), url, first)
+        run("tests.ranks.settings_trials:publishes_signed", 2, str(file), url, first)
     trust = Trust.of_reader(str(key.public))
     proofs = list(verify(Chain.open(open_store(url), trust)))
     assert [proof.signed_by for proof in proofs] == [(key.public.key_id,)] * len(proofs)
@@ -52,13 +51,13 @@ def test_only_rank_0_needs_the_signing_key(tmp_path: Path) -> None:
 
 def test_a_reverted_head_is_refused_on_every_rank(tmp_path: Path) -> None:
     url = (tmp_path / "chain").as_uri()
-    run("tests.ranks.apart:goes_back", 2, url)
+    run("tests.ranks.trials:goes_back", 2, url)
     assert len(list(verify(Chain.open(open_store(url))))) == 9
 
 
 def test_ranks_take_no_more_requests_than_one_publisher(hub: HubServer, bucket: str) -> None:
     url = f"hf://buckets/{bucket}/run"
-    run("tests.ranks.hub_trials:publishes", 3, url, hub.url, hub.token)
+    run("tests.ranks.settings_trials:publishes_to_hub", 3, url, hub.url, hub.token)
     chain = Chain.open(open_store(url, {"endpoint": hub.url, "token": hub.token}))
     proofs = list(verify(chain))
     assert len(proofs) == HUB_VERSIONS + 1
@@ -68,7 +67,7 @@ def test_ranks_take_no_more_requests_than_one_publisher(hub: HubServer, bucket: 
 @pytest.mark.parametrize("wait", ["all", pytest.param("none", marks=pytest.mark.slow)])
 def test_every_sync_of_sharded_weights_is_a_version(tmp_path: Path, wait: str) -> None:
     url = (tmp_path / "chain").as_uri()
-    run("tests.ranks.transfer_trials:syncs", 2, url, str(tmp_path), wait)
+    run("tests.ranks.settings_trials:syncs", 2, url, str(tmp_path), wait)
     proofs = list(verify(Chain.open(open_store(url))))
     assert [proof.version for proof in proofs] == list(range(SYNCS + 1))
 
@@ -94,7 +93,7 @@ STEPS = 3
 
 def states(folder: Path, model: str, recipe: str, ranks: int, dim: int = 0) -> list[str]:
     url = (folder / f"{model}-{recipe}-{ranks}-{dim}").as_uri()
-    run("tests.ranks.quantised_trials:publishes", ranks, model, recipe, dim, url, STEPS)
+    run("tests.ranks.settings_trials:publishes_quantised", ranks, model, recipe, dim, url, STEPS)
     chain = Chain.open(open_store(url))
     return [chain.identity.table, *(chain.read(v).manifest.state for v in range(STEPS + 1))]
 
@@ -120,11 +119,17 @@ def test_ranks_share_experts(tmp_path: Path, recipe: str) -> None:
 def test_weights_that_are_not_finite_stop_every_rank(
     tmp_path: Path, spoilt: int, recipe: str
 ) -> None:
-    run("tests.ranks.quantised_trials:refuses", 2, recipe, (tmp_path / "chain").as_uri(), spoilt)
+    run(
+        "tests.ranks.settings_trials:refuses_quantised",
+        2,
+        recipe,
+        (tmp_path / "chain").as_uri(),
+        spoilt,
+    )
 
 
 def test_a_cut_between_codes_of_one_byte_is_refused_by_every_rank(tmp_path: Path) -> None:
-    run("tests.ranks.quantised_trials:splits_bytes", 3, (tmp_path / "chain").as_uri())
+    run("tests.ranks.settings_trials:splits_bytes", 3, (tmp_path / "chain").as_uri())
     assert not list(tmp_path.rglob("chain.json"))
 
 

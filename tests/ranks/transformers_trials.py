@@ -27,8 +27,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
 from deltachain.kernels.device import bits_of
 from deltachain.publish import PublishConfig, Publisher
-from tests.ranks.layouts import whole
-from tests.ranks.trials import RATE, compare
+from tests.ranks.trials import RATE, compare, whole
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,

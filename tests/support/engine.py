@@ -15,17 +15,8 @@ from torch import Tensor, nn
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
 from deltachain.errors import ApplyError, DeltaChainError, EngineVersionError
 from deltachain.kernels.device import bits_of
+from deltachain.replica import messages
 from deltachain.replica.layout.recorder import live_tensors
-from deltachain.replica.messages import (
-    RankReply,
-    RankRequest,
-    Refusal,
-    SwapRequest,
-    addressed,
-    decode_reply,
-    encode,
-    name_of,
-)
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
@@ -454,7 +445,7 @@ class Faults:
     shifted: set[str] = field(default_factory=set)
     fewer: set[str] = field(default_factory=set)
     stale: set[str] = field(default_factory=set)
-    mistyped: dict[str, RankReply] = field(default_factory=dict)
+    mistyped: dict[str, messages.RankReply] = field(default_factory=dict)
     truncated: set[str] = field(default_factory=set)
     writes: dict[tuple[int, str, int], Exception] = field(default_factory=dict)
     name: DeltaChainError | None = None
@@ -477,9 +468,9 @@ class FakeEngine:
         self.paused = self.dead = False
         self._before: list[str] = []
 
-    def call(self, request: RankRequest) -> Sequence[RankReply]:
-        name = name_of(request)
-        if isinstance(request, SwapRequest):
+    def call(self, request: messages.RankRequest) -> Sequence[messages.RankReply]:
+        name = messages.name_of(request)
+        if isinstance(request, messages.SwapRequest):
             assert self.paused, "weights are written while the engine runs"
             self.events.append("take back" if request.back else "write")
         if self.faults.dies.get(name) is False:
@@ -489,7 +480,7 @@ class FakeEngine:
             raise ApplyError(f"the engine did not answer {name!r}")
         return self._received(name, replies)
 
-    def _received(self, name: str, replies: list[str]) -> Sequence[RankReply]:
+    def _received(self, name: str, replies: list[str]) -> Sequence[messages.RankReply]:
         faults = self.faults
         if name in faults.shifted:
             replies = replies[1:] + replies[:1]
@@ -500,18 +491,18 @@ class FakeEngine:
             replies = [*replies[:-1], before[-1]]
         if name in faults.truncated:
             replies = [*replies[:-1], replies[-1][: len(replies[-1]) // 2]]
-        found: list[RankReply] = [decode_reply(text) for text in replies]
+        found: list[messages.RankReply] = [messages.decode_reply(text) for text in replies]
         if name in faults.mistyped:
-            found[-1] = addressed(faults.mistyped[name], found[-1].rank, found[-1])
+            found[-1] = messages.addressed(faults.mistyped[name], found[-1].rank, found[-1])
         return found
 
-    def _send(self, rank: int, request: RankRequest) -> str:
-        refusal = self.faults.refuses.get((rank, name_of(request)))
+    def _send(self, rank: int, request: messages.RankRequest) -> str:
+        refusal = self.faults.refuses.get((rank, messages.name_of(request)))
         if refusal is not None:
-            reply = Refusal(error=type(refusal).__name__, message=str(refusal.args[0]))
-            return encode(addressed(reply, rank, request))
+            reply = messages.Refusal(error=type(refusal).__name__, message=str(refusal.args[0]))
+            return messages.encode(messages.addressed(reply, rank, request))
         with self._failing_writes(rank):
-            return self.services[rank].answer(encode(request))
+            return self.services[rank].answer(messages.encode(request))
 
     @contextmanager
     def _failing_writes(self, rank: int) -> Iterator[None]:

@@ -15,15 +15,7 @@ from unittest import mock
 from typing_extensions import override
 
 from deltachain.errors import AlreadyExistsError, StorePermissionError, StoreUnavailableError
-from deltachain.store.base import (
-    MAX_DOCUMENT,
-    Capabilities,
-    ObjectInfo,
-    Store,
-    check_nbytes,
-    find_each,
-    not_found,
-)
+from deltachain.store import base
 from deltachain.types import Buffer
 
 Action: TypeAlias = Literal[
@@ -93,7 +85,7 @@ class Fault:
         return self.nth <= call and (self.times is None or call < self.nth + self.times)
 
 
-class FaultyStore(Store):
+class FaultyStore(base.Store):
     """Store wrapper with scripted faults.
 
     Args:
@@ -107,7 +99,7 @@ class FaultyStore(Store):
         keys_read: Keys of all whole reads, oldest first.
     """
 
-    def __init__(self, inner: Store, *faults: Fault) -> None:
+    def __init__(self, inner: base.Store, *faults: Fault) -> None:
         self.inner = inner
         self.down = False
         self.struck: list[tuple[str, str]] = []
@@ -138,7 +130,7 @@ class FaultyStore(Store):
         return self.inner.url
 
     @property
-    def capabilities(self) -> Capabilities:
+    def capabilities(self) -> base.Capabilities:
         if not self._listed:
             return self.inner.capabilities
         return replace(self.inner.capabilities, list_consistent=False)
@@ -148,7 +140,7 @@ class FaultyStore(Store):
         return self.inner.requests
 
     @override
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
+    def get(self, key: str, *, limit: int = base.MAX_DOCUMENT) -> bytes:
         self._check_up(key)
         return self._spoiled(key, self.inner.get(key, limit=limit))
 
@@ -157,14 +149,14 @@ class FaultyStore(Store):
         self._check_up(key)
         data = bytes(self.inner.read(key, nbytes=nbytes, pin=pin))
         data = self._spoiled(key, data)
-        check_nbytes(key, self.url, expected=nbytes, actual=len(data))
+        base.check_nbytes(key, self.url, expected=nbytes, actual=len(data))
         return data
 
     @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
         self._check_up(key)
         data = self._spoiled(key, self.inner.get_range(key, start, length))
-        check_nbytes(key, self.url, expected=length, actual=len(data))
+        base.check_nbytes(key, self.url, expected=length, actual=len(data))
         return data
 
     @override
@@ -176,7 +168,7 @@ class FaultyStore(Store):
         self._write(key, data, self.inner.put_if_absent, _CREATES)
 
     @override
-    def find(self, key: str) -> ObjectInfo | None:
+    def find(self, key: str) -> base.ObjectInfo | None:
         self._check_up(key)
         hidden = False
         for fault in self._due(key, _LOOKS):
@@ -185,11 +177,11 @@ class FaultyStore(Store):
         return None if hidden else self.inner.find(key)
 
     @override
-    def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
-        return find_each(self, keys)
+    def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
+        return base.find_each(self, keys)
 
     @override
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+    def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         self._check_up(prefix)
         found = self.inner.list(prefix)
         for fault in self._due(prefix, _LISTS):
@@ -261,7 +253,7 @@ class FaultyStore(Store):
     def _spoil(self, fault: Fault, key: str, data: bytes) -> bytes:
         self._fail_read(fault, key)
         if fault.do == "hide":
-            raise not_found(key, self.url)
+            raise base.not_found(key, self.url)
         if fault.do == "cut":
             message = f"{key!r}: the body ended after {len(data) // 2} of {len(data)} bytes"
             raise StoreUnavailableError(message, key=key, url=self.url)

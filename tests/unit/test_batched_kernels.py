@@ -24,7 +24,7 @@ from deltachain.kernels.segments import (
     pack,
 )
 from deltachain.types import StateDigest, TensorSpec
-from tests.contract.segments import Given, batch_of, streams_of
+from tests.contract.batches import Given, batch_of, streams_of
 
 CPU = torch.device("cpu")
 STEPS = StreamLayout(2, 1, absolute=False)

@@ -13,7 +13,7 @@ import torch
 
 from deltachain.kernels import device as pinned
 from deltachain.kernels.device_diff import BLOCK, DeviceDiff, compares_on, spans_of
-from tests.contract.compile import ARCHITECTURES
+from tests.contract.compiled_diff import ARCHITECTURES
 from tests.contract.many_tensors import Weights, settle
 
 ROOT = Path(__file__).resolve().parents[2]

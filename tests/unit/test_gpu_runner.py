@@ -13,8 +13,7 @@ import pytest
 from deltachain.kernels import device
 from tests.gpu.bench import bench
 from tests.gpu.diff import MOE_18K, ModelShape, bench_diff
-from tests.gpu.ranks import checks
-from tests.gpu.snapshots import snapshot_checks
+from tests.gpu.ranks import checks, snapshot_checks
 from tests.gpu.update import bench_update
 
 RANKS = dict(checks("cpu"))

@@ -21,10 +21,8 @@ from deltachain.kernels.protocol import (
     write_,
 )
 from deltachain.types import BITS_DTYPES, TensorSpec
-from tests.contract.arms import DeviceArm
-from tests.contract.bits import BIT_CHECKS
 from tests.contract.host import HOST_CHECKS, HostArm
-from tests.contract.kernels import CHECKS, LIVE_CHECKS, Arm, pairs
+from tests.contract.kernels import BIT_CHECKS, CHECKS, LIVE_CHECKS, Arm, DeviceArm, pairs
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -12,11 +12,17 @@ from typing import Any, Final, NoReturn
 
 from deltachain.errors import DeltaChainError
 from tests.bench import report
-from tests.bench.cross_region import figures
-from tests.bench.cross_region.measure import WARM_UP, Sample, measure, opened
+from tests.bench.cross_region.measure import (
+    WARM_UP,
+    Sample,
+    document,
+    measure,
+    opened,
+    rows,
+    tables,
+)
 from tests.bench.cross_region.network import REPLICAS, STORE, TRAINER, check_host, network
-from tests.bench.cross_region.scene import Scene, make_scene
-from tests.bench.cross_region.ways import WAYS
+from tests.bench.cross_region.roles import WAYS, Scene, make_scene
 
 CAVEAT: Final = (
     "One machine for all: trainer, store and replicas share its cores. Seconds from the end of "
@@ -65,10 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
         f"{settings['parameters'] / 1e6:.0f} M parameters, {settings['density']:.2%} changed, "
         f"{settings['versions']} versions"
     )
-    found = figures.document(samples, settings)
-    made = figures.tables(samples)
+    found = document(samples, settings)
+    made = tables(samples)
     report.emit(found, made, json_output=asked.json, caveat=f"{title}. {CAVEAT}")
-    return 1 if any(row["mismatches"] for row in figures.rows(samples)) else 0
+    return 1 if any(row["mismatches"] for row in rows(samples)) else 0
 
 
 def _density(scene: Scene, versions: int) -> float:

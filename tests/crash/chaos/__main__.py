@@ -32,9 +32,8 @@ from deltachain.chain.chain import Chain
 from deltachain.errors import DeltaChainError
 from tests.crash.chaos.accidents import Accident, Deck, epoch_of, happen
 from tests.crash.chaos.load import Load, Record
-from tests.crash.chaos.report import Diary, lines, totals_of
+from tests.crash.chaos.report import Diary, Watch, lines, totals_of
 from tests.crash.chaos.scene import Scene, leash
-from tests.crash.chaos.watch import Watch
 from tests.engines.trainer import make_batches, one_thread, pretrain
 
 START_S: Final = 600.0
@@ -121,7 +120,6 @@ class Run:
 
     def _check_alert(self, one: Accident, since: float, versions: int) -> None:
         must = bool(one.alerts) and versions >= one.versions
-        self._diary.note("passed", kind=one.kind, alert=must)
         if must and not self._watch.saw(one.alerts, one.engine, since):
             kinds = " or ".join(one.alerts)
             self._fail(f"the dashboard did not show {kinds} of {one.kind} {one.detail}")
@@ -136,7 +134,6 @@ class Run:
                 return True
             time.sleep(LOOK_S)
         if not self._stop.is_set():
-            self._diary.note("unwell", after=after)
             self._fail(f"not well {seconds:.0f} s after {after}: {why}")
         return False
 
@@ -159,9 +156,8 @@ class Run:
         (scene.folder / "verify.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         if done.returncode:
             self._fail(f"deltachain verify exits with {done.returncode}")
-        restarts = {name: one.deaths for name, one in scene.services.items()}
         took = head.manifest.epoch - about["epoch"]
-        self._diary.note("end", **about, head=head.version, taken_over=took, restarts=restarts)
+        self._diary.note("end", **about, head=head.version, taken_over=took)
         return None
 
     def _head(self) -> int:

@@ -162,11 +162,6 @@ class Scene:
     def direct(self) -> dict[str, str]:
         return {**os.environ, **self._environment(self.store.endpoint)}
 
-    @property
-    def services(self) -> dict[str, Service]:
-        every = [self.trainer, self.maintainer, self.dashboard]
-        return {one.name: one for one in (*every, *(e.service for e in self.engines.values()))}
-
     def another_trainer(self) -> Service:
         return self._trainer("second-trainer", most_starts=1)
 

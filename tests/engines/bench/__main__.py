@@ -51,7 +51,7 @@ def main() -> int:
 def _apply(size: str, rounds: int) -> list[tuple[Drawn, Applied]]:
     from tests.engines.bench.chains import draw
 
-    measure = import_module(f"tests.engines.{ENGINE}.bench.offline").measure
+    measure = import_module(f"tests.engines.{ENGINE}.bench_engine").measure_updates
     densities = DENSITIES * (rounds + 1)  # the first round does not count
     with tempfile.TemporaryDirectory() as scratch:
         drawn = _alone(draw, size, Path(scratch), densities)
@@ -65,7 +65,7 @@ def _lose(size: str, windows: int) -> tuple[Drawn, list[Lost]]:
     """Follow one chain while generating on all cores but one, which staging then has."""
     from tests.engines.bench.chains import draw
 
-    measure = import_module(f"tests.engines.{ENGINE}.bench.losing").measure
+    measure = import_module(f"tests.engines.{ENGINE}.bench_engine").measure_losses
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         drawn = _alone(draw, size, folder, [LOST_DENSITY] * (1 + 2 * LOST_TIMES * windows))

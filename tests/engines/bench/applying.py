@@ -24,7 +24,7 @@ from deltachain.delta import TensorDelta
 from deltachain.replica.rank import Rank
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import Write
-from tests.bench.timing import say
+from tests.bench.report import say
 from tests.engines.bench.figures import (
     FETCH,
     FLOOR,

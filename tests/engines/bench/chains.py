@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from deltachain.publish import PublishConfig, Publisher
-from tests.bench.timing import say
+from tests.bench.report import say
 from tests.engines.bench.figures import Drawn
 
 CONTEXT: Final = 512

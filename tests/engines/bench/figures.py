@@ -21,7 +21,7 @@ ENVIRONMENT: Final[Mapping[str, str]] = {
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 EXTENSIONS: Final[Mapping[bool, str]] = {
-    True: "tests.engines.vllm.bench.plain.WorkerExtension",
+    True: "tests.engines.vllm.bench_plain.WorkerExtension",
     False: "deltachain_vllm.WorkerExtension",
 }
 

@@ -22,7 +22,7 @@ from deltachain.replica.engine import Engine
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe.config import SubscribeConfig
-from tests.bench.timing import say
+from tests.bench.report import say
 from tests.engines.bench.figures import Drawn, Lost
 
 Generate: TypeAlias = "Callable[[list[int], int], AsyncIterator[int]]"

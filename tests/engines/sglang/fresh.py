@@ -30,17 +30,8 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
 _published: dict[str, Any] = {}
 
 
-def load_fresh(
-    checkpoint: Path,
-    *,
-    tp: int = 1,
-    rank: int = 0,
-    plain_linears: bool = True,
-    plain_experts: bool = False,
-) -> nn.Module:
-    with load_in_context(
-        checkpoint, tp=tp, rank=rank, plain_linears=plain_linears, plain_experts=plain_experts
-    ) as (_, model):
+def load_fresh(checkpoint: Path, **how: Any) -> nn.Module:
+    with load_in_context(checkpoint, **how) as (_, model):
         return model
 
 

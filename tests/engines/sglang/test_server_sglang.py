@@ -28,13 +28,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replica]:
         yield replica
 
 
-@pytest.fixture
-def replica(shared: Replica) -> Iterator[Replica]:
-    assert shared.is_settled()
-    yield shared
-    assert shared.is_settled()
-
-
 def told(replica: Replica, path: str, **more: Any) -> tuple[int, dict[str, Any]]:
     body = {"model_path": path, **more}
     response = replica.server.client.post("/update_weights_from_disk", json=body)

@@ -24,6 +24,55 @@ from torch.distributed import FileStore, HashStore  # type: ignore[attr-defined]
 from deltachain.replica.engine import EngineModel
 from tests.engines.two_ranks import RENDEZVOUS
 
+
+def packs_linears() -> bool:
+    """Whether linear layers are packed: oneDNN has no such kernel of bf16 below AVX-512."""
+    from vllm.model_executor.layers import utils
+
+    layer = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return not layer.weight.numel()
+
+
+def has_fp8_cache() -> bool:
+    """Whether keys and values can be kept in fp8: the condition of vLLM's backend for CPUs."""
+    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def multiplies_codes_exactly() -> bool:
+    """Whether int8 products are exact sums: without VNNI, oneDNN's saturate at 16 bits."""
+    from vllm import _custom_ops
+
+    weight, scales = torch.full((64, 64), 127, dtype=torch.int8), torch.ones(64, 1)
+    packed = _custom_ops.create_onednn_scaled_mm(weight.t(), scales, torch.float32, True, False)
+    codes, found = torch.full((1, 64), 127, dtype=torch.int8), torch.empty(1, 64)
+    _custom_ops.onednn_scaled_mm(packed, codes, found, torch.ones(1, 1), None, None, None)
+    return bool((found == 64 * 127 * 127).all())
+
+
+@contextmanager
+def packed_linears() -> Iterator[None]:
+    """Pack linear layers as they are where :func:`packs_linears`; elsewhere into copies.
+
+    Of a packed layer nobody can read a weight, whichever kernel has it.
+    """
+    from vllm.model_executor.layers import utils
+
+    dispatch = utils.dispatch_cpu_unquantized_gemm
+
+    def pack(layer: Any, remove_weight: bool) -> None:
+        dispatch(layer, remove_weight)
+        if layer.weight.ndim != 2 or not layer.weight.numel():
+            return
+        held = layer.weight.detach().clone()
+        layer.cpu_linear = lambda x, _, bias: nn.functional.linear(x, held, bias)
+        if remove_weight:
+            layer.weight = nn.Parameter(held.new_empty(0), requires_grad=False)
+
+    with patch.object(utils, "dispatch_cpu_unquantized_gemm", pack):
+        yield
+
+
 _ENVIRONMENT: Final[Mapping[str, str]] = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -33,17 +82,8 @@ _ENVIRONMENT: Final[Mapping[str, str]] = {
 _STOCK: Final[Mapping[str, str]] = {"VLLM_PLUGINS": ""}
 
 
-def load_fresh(
-    checkpoint: Path,
-    *,
-    tp: int = 1,
-    rank: int = 0,
-    plain_linears: bool = True,
-    plain_experts: bool = False,
-) -> nn.Module:
-    with load_in_context(
-        checkpoint, tp=tp, rank=rank, plain_linears=plain_linears, plain_experts=plain_experts
-    ) as (_, model):
+def load_fresh(checkpoint: Path, **how: Any) -> nn.Module:
+    with load_in_context(checkpoint, **how) as (_, model):
         return model
 
 

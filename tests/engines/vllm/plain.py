@@ -1,29 +1,19 @@
 """A worker whose linear layers compute from their parameters, as those of an accelerator do.
 
 Stock vLLM on a CPU packs them into handles of its kernels: nothing could be written in place, and
-``/weight_checker`` would see no weight. See :func:`tests.engines.vllm.fresh.unpacked`.
+``/weight_checker`` would see no weight.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.nn import functional
-from vllm.model_executor.layers import utils
+from contextlib import ExitStack
+from typing import Final
 
 from tests.engines.vllm import strikes
+from tests.engines.vllm.fresh import unpacked
 
-_packing = utils.dispatch_cpu_unquantized_gemm
-
-
-def _plain(layer: Any, remove_weight: bool) -> None:
-    if layer.weight.ndim == 2:
-        layer.cpu_linear = functional.linear
-    else:
-        _packing(layer, remove_weight)
-
-
-utils.dispatch_cpu_unquantized_gemm = _plain
+_KEPT: Final = ExitStack()
+_KEPT.enter_context(unpacked())  # for as long as the process lives
 
 
 class WorkerExtension(strikes.WorkerExtension):

@@ -4,20 +4,64 @@ from __future__ import annotations
 
 import tempfile
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
-from deltachain.replica.layout.members import Members
+from deltachain.replica.layout.members import Members, numbers_in
+from deltachain.replica.rank import Rank
 from tests.engines.families import checkpoint
-from tests.engines.matrix import copied, differences, live
+from tests.engines.matrix import attached, changed, copied, deltas, differences, live
 from tests.engines.vllm.fresh import known, load_in_context
+from tests.support.spools import spool_of
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    rank: Rank
+    engine: Any
+    model: nn.Module
+    before: Checkpoint
+    after: Path
+
+    def everything(self) -> dict[str, Tensor]:
+        return everything(self.engine, self.model)
+
+
+def everything(engine: Any, model: nn.Module) -> dict[str, Tensor]:
+    found = copied(live(model))
+    for name, module in model.named_modules():
+        found |= {f"{name}.{key}": torch.tensor(one) for key, one in numbers_in(module)}
+    outputs = engine.compute(frozenset(engine.modules()))
+    return found | {f"{name}()": output for name, output in copied(outputs).items()}
+
+
+@contextmanager
+def served(family: str, scratch: Path, **arguments: Any) -> Iterator[Served]:
+    before = checkpoint(family)
+    specs = dict(Checkpoint(before).specs)
+    with load_in_context(before, plain_linears=False, **arguments) as (config, model):
+        engine = known(config, model)
+        rank = Rank(engine, specs.values(), {})
+        agreement = attached(rank, specs, 0, 1)
+        assert not agreement.refused
+        assert not [why for why in agreement.reasons.values() if "is not compared" in why]
+        after = changed(specs, agreement, before, scratch / "after")
+        spool = spool_of(scratch / "spool", deltas(specs, before, after))
+        rank.stage(1, spool.folder, 1 << 30)
+        yield Served(rank, engine, model, Checkpoint(before), after)
+
+
+def fresh(folder: Path, **arguments: Any) -> dict[str, Tensor]:
+    with load_in_context(folder, plain_linears=False, **arguments) as (config, model):
+        return everything(known(config, model), model)
 
 
 def examine(rank: int, family: str, tp: int = 1, *, plain: bool = False) -> dict[str, Any]:
@@ -26,8 +70,9 @@ def examine(rank: int, family: str, tp: int = 1, *, plain: bool = False) -> dict
     before = checkpoint(family)
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        after = changed(before, Path(scratch) / "after")
-        one, other = _weights(before), _weights(after)
+        one = load_file(before / WEIGHTS_FILE)
+        other = {name: _other(name, tensor) for name, tensor in one.items()}
+        after = _write(before, other, Path(scratch) / "after")
         fresh = _fresh(after, how)
         with load_in_context(before, **how) as (config, model):
             engine = known(config, model)
@@ -66,10 +111,6 @@ def _repack(engine: Any, layers: Iterable[str], tensors: Iterable[tuple[str, Ten
     members.settle()
 
 
-def changed(before: Path, after: Path) -> Path:
-    return _write(before, {name: _other(name, t) for name, t in _weights(before).items()}, after)
-
-
 def _other(name: str, tensor: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"other/{name}".encode()))
     if tensor.is_floating_point():
@@ -83,10 +124,6 @@ def _write(before: Path, tensors: Mapping[str, Tensor], folder: Path) -> Path:
         (folder / name).write_bytes(data)
     save_file(dict(tensors), folder / WEIGHTS_FILE, metadata={"format": "pt"})
     return folder
-
-
-def _weights(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / WEIGHTS_FILE)
 
 
 def _fresh(folder: Path, how: Any) -> dict[str, Tensor]:
@@ -117,11 +154,3 @@ def _groups(engine: Any, files: Checkpoint) -> list[tuple[set[str], set[str]]]:
             merged = (merged[0] | more, merged[1] | names)
         groups = [*rest, merged]
     return groups
-
-
-def report(families: Iterable[str]) -> dict[str, Any]:
-    found: dict[str, Any] = defaultdict(dict)
-    for family in families:
-        for plain in (True, False):
-            found[family]["plain" if plain else "packed"] = examine(0, family, plain=plain)
-    return found

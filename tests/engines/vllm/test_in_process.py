@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ from deltachain.store import open_store
 from deltachain_vllm.compat import pause
 from deltachain_vllm.endpoint import EndpointPlugin
 from tests.engines.families import make
-from tests.engines.serving import run_program
+from tests.engines.serving import run_program, said_by
 from tests.engines.trainer import train
 
 
@@ -93,9 +92,7 @@ pytestmark = pytest.mark.engine
 
 def test_an_asynchronous_engine_follows_while_it_generates(tmp_path: Path) -> None:
     chain = train("qwen3", tmp_path, 3, rate=1e-2)
-    done = run_program("tests.engines.vllm.async_offline", chain.url, str(chain.base))
-    assert done.returncode == 0, done.stderr[-4000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = said_by("tests.engines.vllm.async_offline", chain.url, str(chain.base))
     assert seen["wrong"] == {"2": [[]], "1": [[]]}
     assert seen["tokens"] == [200, 12]
     assert seen["scrubbed"] is True

@@ -20,11 +20,9 @@ from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import Rank
 from tests.engines.families import checkpoint, with_tokenizer
 from tests.engines.matrix import differences
-from tests.engines.serving import start
-from tests.engines.vllm.cpu import has_fp8_cache, packed_linears
-from tests.engines.vllm.fresh import known, load_in_context
-from tests.engines.vllm.served import Served, fresh, served
-from tests.engines.vllm.test_server_quantised import answers
+from tests.engines.serving import answers, start
+from tests.engines.vllm.fresh import has_fp8_cache, known, load_in_context, packed_linears
+from tests.engines.vllm.repacked import Served, fresh, served
 
 UTILS: Final = "vllm.model_executor.layers.utils"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,9 @@ from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
 from tests.engines.families import make
-from tests.engines.serving import run_program
+from tests.engines.serving import said_by
 from tests.engines.trainer import NAMES, train
-from tests.engines.vllm.cpu import packs_linears
+from tests.engines.vllm.fresh import packs_linears
 
 pytestmark = pytest.mark.engine
 
@@ -34,10 +33,7 @@ def follow(family: str, folder: Path, *options: str) -> dict[str, Any]:
 
 
 def run(url: str, base: Path, *options: str) -> dict[str, Any]:
-    done = run_program("tests.engines.vllm.offline", url, str(base), *options)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return seen
+    return said_by("tests.engines.vllm.offline", url, str(base), *options)
 
 
 def check(seen: dict[str, Any], ranks: int) -> None:

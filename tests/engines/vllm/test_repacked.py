@@ -16,22 +16,39 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
-from deltachain.delta import TensorDelta, changes
+from deltachain.delta import changes
 from deltachain.errors import (
     BaseMismatchError,
     ConfigError,
     EngineDamagedError,
     TensorMismatchError,
 )
+from deltachain.replica.layout.runtime_tables import made_by_running
 from deltachain.replica.rank import Rank
 from deltachain_vllm.compat import own_loader
 from deltachain_vllm.model import VllmModel
 from tests.engines.families import checkpoint
-from tests.engines.matrix import Change, attached, changed, copied, live
+from tests.engines.matrix import attached, changed, copied, deltas, live
 from tests.engines.two_ranks import two_ranks
 from tests.engines.vllm.fresh import known, load_fresh, load_in_context
 from tests.engines.vllm.repacked import examine
 from tests.support.spools import spool_of
+
+
+def test_what_a_model_holds_before_it_runs_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.model_loader.base_loader import BaseModelLoader  # noqa: PLC0415
+
+    from deltachain_vllm import register  # noqa: PLC0415
+
+    monkeypatch.setattr(BaseModelLoader, "load_model", BaseModelLoader.load_model)
+    register()
+    hooked = BaseModelLoader.load_model
+    register()
+    assert BaseModelLoader.load_model is hooked
+    model = load_fresh(checkpoint("llama"))
+    assert made_by_running(model) == frozenset()
+    vars(model.get_submodule("model.norm"))["table"] = torch.ones(3)
+    assert made_by_running(model) == {"model.norm.table"}
 
 
 @pytest.mark.parametrize("mode", ["enable_eplb", "enable_elastic_ep"])
@@ -57,7 +74,7 @@ def test_a_version_is_not_written_over_experts_that_moved(is_mapped: bool, tmp_p
         rank = Rank(engine, specs.values(), {})
         agreement = attached(rank, specs, 0, 1)
         after = changed(specs, agreement, before, tmp_path / "after")
-        spool = spool_of(tmp_path / "spool", Change(specs, agreement, before, after).deltas())
+        spool = spool_of(tmp_path / "spool", deltas(specs, before, after))
         rank.stage(1, spool.folder, 1 << 30)
         rank.check_addresses()
         turned: list[Tensor] = [layer.w13_weight, layer.w2_weight]
@@ -119,8 +136,7 @@ def test_a_version_that_parts_a_head_from_the_embedding_is_refused(
 def staged(rank: Rank, ticket: int, before: Path, after: Path, folder: Path) -> None:
     old, new = Checkpoint(before), Checkpoint(after)
     found = [changes(spec, old.bits(name), new.bits(name)) for name, spec in old.specs.items()]
-    deltas: list[TensorDelta] = [delta for delta in found if delta.nnz]
-    spool = spool_of(folder / f"spool {ticket}", deltas)
+    spool = spool_of(folder / f"spool {ticket}", [delta for delta in found if delta.nnz])
     rank.stage(ticket, spool.folder, 1 << 30)
 
 

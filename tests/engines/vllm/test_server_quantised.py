@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.engines.serving import Server, prompt, start
+from tests.engines.serving import Server, answers, start
 from tests.engines.test_server_load import Trial, checked
 from tests.engines.trainer import Trainer
-from tests.engines.vllm.cpu import multiplies_codes_exactly
+from tests.engines.vllm.fresh import multiplies_codes_exactly
 
 pytestmark = pytest.mark.engine
 
@@ -19,13 +18,6 @@ RECIPES = ("int8-row", "fp8-row")
 
 ONLINE = "fp8_per_channel"
 """A scheme of vLLM that quantises bf16 weights while they are loaded, and runs on a CPU."""
-
-PROMPTS = 16
-
-
-def answers(server: Server) -> list[tuple[int, ...]]:
-    dice = random.Random(3)
-    return [server.generate(prompt(dice), 24).tokens for _ in range(PROMPTS)]
 
 
 def equals_a_fresh_load(

@@ -2,46 +2,33 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.engines.replica import error_of, serving
-from tests.engines.serving import Server, prompt, start
+from tests.engines.serving import answers, start
 from tests.engines.trainer import Trainer
-
-
-def tokens(server: Server) -> list[tuple[int, ...]]:
-    dice = random.Random(3)
-    return [server.generate(prompt(dice), 24).tokens for _ in range(8)]
 
 
 def test_a_server_of_phi_serves_what_it_serves_without_us(tmp_path: Path) -> None:
     """vLLM registers the bias of its head while it loads it: that is not there before."""
     with Trainer(tmp_path, family="phi") as trainer, Trainer(tmp_path / "other") as other:
         with start(trainer.base, tmp_path / "alone") as server:
-            alone = tokens(server)
+            alone = answers(server, 8)
         lenient = {"DELTACHAIN_STRICT": "0"}
         folder = tmp_path / "refused"
         with start(trainer.base, folder, other.url, environment=lenient) as server:
             assert server.get("ready").status_code == 503
-            assert tokens(server) == alone
+            assert answers(server, 8) == alone
         with serving(trainer, tmp_path, plain=False) as replica:
             assert "refused" not in replica.server.status()["classes"]
-            assert tokens(replica.server) == alone
+            assert answers(replica.server, 8) == alone
             replica.server.update(trainer.step())
             assert replica.goes_on_as(1)
 
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-
-
-@pytest.fixture
-def trainer(tmp_path: Path) -> Iterator[Trainer]:
-    with Trainer(tmp_path) as trainer:
-        yield trainer
 
 
 def test_nobody_else_can_write_through_the_backend(trainer: Trainer, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import httpx
 
-from tests.support.hub.settings import READ_TOKEN, S3_KEY, S3_SECRET, WRITE_TOKEN
+from tests.support.hub.world import READ_TOKEN, S3_KEY, S3_SECRET, WRITE_TOKEN
 
 if TYPE_CHECKING:
     from types import TracebackType

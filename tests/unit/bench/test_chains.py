@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from tests.bench.chains import SMALL, TINY, U16, Step, SyntheticChain, bf16_bits
-from tests.bench.limits import ChainStats, EntropyLimits, chain_stats, code_limits, entropy_limits
-from tests.bench.updates import fp8_blocks, int8_rows
+from tests.bench.updates import (
+    ChainStats,
+    EntropyLimits,
+    chain_stats,
+    code_limits,
+    entropy_limits,
+    fp8_blocks,
+    int8_rows,
+)
 
 pytestmark = pytest.mark.full
 

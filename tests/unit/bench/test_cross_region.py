@@ -16,7 +16,7 @@ import pytest
 from deltachain.errors import ConfigError
 from tests.bench.cross_region import network
 from tests.bench.cross_region.__main__ import main
-from tests.bench.cross_region.delay import DelayProxy
+from tests.bench.cross_region.network import DelayProxy
 
 pytestmark = pytest.mark.full
 

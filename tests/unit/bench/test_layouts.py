@@ -25,9 +25,16 @@ from tests.bench.chains import (
     count,
 )
 from tests.bench.detect import Data
-from tests.bench.layouts.layout import PeerLayout
-from tests.bench.layouts.registry import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1
-from tests.bench.timing import Candidate, Timings, one_core, round_robin
+from tests.bench.layouts import (
+    LAYOUTS,
+    NEMO_XOR,
+    PULSE,
+    SLIME_DELTAS,
+    TRL_GAPS,
+    TRL_V1,
+    PeerLayout,
+)
+from tests.bench.report import Candidate, Timings, one_core, round_robin
 
 pytestmark = pytest.mark.full
 

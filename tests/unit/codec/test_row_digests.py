@@ -31,7 +31,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 from deltachain.verify import Weights
 from tests.format import stranger
 from tests.format.forge import take_apart
-from tests.format.stranger_base import RefusedError
+from tests.format.stranger import RefusedError
 
 NAMES = ("h.0.a", "h.0.b", "h.0.c", "h.1.a", "h.1.b")
 SPECS = tuple(TensorSpec(name, "BF16", (64, 32)) for name in NAMES)

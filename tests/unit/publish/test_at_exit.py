@@ -10,7 +10,7 @@ import pytest
 
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore, open_store
-from tests.crash.places import open_place
+from tests.crash.child import open_place
 from tests.support.models import bits_of, plain_model, recompute, same, train_
 
 SCRIPT = """

@@ -19,7 +19,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
 from deltachain.publish.quantise.settings import RECIPES, Quantization
 from deltachain.store import open_store
-from tests.ranks.quantised_trials import mixture
+from tests.ranks.settings_trials import mixture
 from tests.unit.publish.library import COMPRESSED, PRESETS, differing, llama, quantised_state
 
 

@@ -17,7 +17,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.revert import revert
 from deltachain.store import Store, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from tests.crash.places import KINDS, Place, open_place
+from tests.crash.child import KINDS, Place, open_place
 from tests.support.models import TinyModel, bits_of, replica_of, same, train_
 
 VERSIONS = 5

@@ -1,1 +1,0 @@
-"""What of the benchmark only vLLM has."""
