@@ -29,15 +29,9 @@ from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.hostile.signed import MALLORY, NOBODY, SPEC, Author, Follower, bits_of, key_of, trust_of
+from tests.unit.replica.replicas import eventually
 
 LIMIT_S = 60.0
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def follower_of(store: MemoryStore, *, mirror: bool = False) -> Follower:
@@ -196,13 +190,6 @@ def test_a_heartbeat_that_no_trusted_key_signed_is_no_sign(
     with pytest.raises(FormatError):
         follower.subscriber.update()
     assert not follower.holds(bits_of(1))
-
-
-def test_an_old_heartbeat_that_is_shown_again_is_old() -> None:
-    author = Author().grow(2)
-    beat(author, age=LIMIT_S + 1)
-    with pytest.raises(StaleChainError):
-        follower_of(author.store).subscriber.update()
 
 
 def test_a_limit_of_age_needs_trusted_keys(monkeypatch: pytest.MonkeyPatch) -> None:

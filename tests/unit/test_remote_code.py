@@ -144,11 +144,6 @@ def test_arrays_with_pickled_objects_neither_go_into_a_chain_nor_come_out(tmp_pa
     assert write_assets(chain, tmp_path / "out") == ["numbers.npy"]
 
 
-def test_who_trusts_code_elsewhere_gets_it() -> None:
-    data = json.dumps({"auto_map": {"AutoModel": EVIL}}).encode()
-    assert without_remote_code("config.json", data, trusted=True, where="here") == data
-
-
 @pytest.mark.parametrize(
     "name", ["config.json", "tokenizer_config.json", "processor_config.json", "other.json"]
 )

@@ -85,13 +85,6 @@ def test_a_record_is_what_the_format_says() -> None:
     assert keys.version_of("tags/a/00000000.json") is None
 
 
-def test_nothing_is_written_where_the_tag_stands_for_the_version_already() -> None:
-    chain = filled(MemoryStore())
-    first = tags.set_(chain, "best", chain.read(2), time=1.0)
-    assert tags.set_(chain, "best", chain.read(2), time=2.0) == first
-    assert len(list(chain.store.list("tags/"))) == 1
-
-
 @pytest.mark.parametrize("name", ["", ".x", "a/b", "a b", "é", "x" * 129, "../x"])
 def test_a_name_is_one_segment_of_a_key(name: str) -> None:
     chain = filled(MemoryStore())
@@ -264,3 +257,10 @@ def test_records_of_others_and_damaged_ones_are_refused() -> None:
         damaged = {name: getattr(tag, name) for name in tag.__struct_fields__} | fields
         with pytest.raises(ValueError, match="tag"):
             Tag(**damaged)
+
+
+def test_nothing_is_written_where_the_tag_stands_for_the_version_already() -> None:
+    chain = filled(MemoryStore())
+    first = tags.set_(chain, "best", chain.read(2), time=1.0)
+    assert tags.set_(chain, "best", chain.read(2), time=2.0) == first
+    assert len(list(chain.store.list("tags/"))) == 1

@@ -74,12 +74,9 @@ def test_an_element_that_two_parts_give_is_refused() -> None:
         list(verify(chain))
 
 
-def test_a_window_is_a_segment_for_each_run() -> None:
+def test_a_window_is_a_segment_for_each_run_and_never_raw() -> None:
     part = Part.from_bytes(encode_part([window(COLUMNS[:, 1:3].reshape(-1))]).data)
     assert part.directory.segments.start == (1, 5, 9, 13, 17, 21)
     assert part.directory.segments.length == (2,) * 6
-
-
-def test_windows_are_not_written_raw() -> None:
     with pytest.raises(ConfigError, match="windows"):
         encode_part([window(np.arange(3))], raw=True)

@@ -330,23 +330,6 @@ def test_closing_leaves_nothing_in_a_store_that_was_emptied(
     assert head_of(store) == 0
 
 
-def test_an_anchor_that_only_the_hint_names_is_listed_by_the_next_publisher(
-    attach: Attach, store: MemoryStore
-) -> None:
-    model = plain_model()
-    publisher = attach(model, anchor_factor=1000.0)
-    publish(publisher, model, 1, 2, 3)
-    session = publisher._session
-    assert session is not None
-    anchor = session.add_anchor(topic="")
-    publisher.close()
-    attach(model, anchor_factor=1000.0)
-    lose(store, HEAD_KEY)
-    chain = Chain.open(store)
-    assert anchor in chain.read(4).manifest.recent
-    assert chain.plan(None, chain.read(4)).edges[0] == anchor
-
-
 @pytest.mark.parametrize("lost", [manifest_key(2), "deltas/00000000000000000002"])
 def test_an_anchor_is_due_where_something_on_the_way_to_the_head_is_gone(
     attach: Attach, store: MemoryStore, lost: str

@@ -192,16 +192,6 @@ def test_an_export_is_quantised_by_its_configuration(tmp_path: Path) -> None:
     assert differing(pulled(url, tmp_path, 1), expected_of(model, "int8-row")) == set()
 
 
-def test_tied_layers_have_tied_scales(tmp_path: Path) -> None:
-    model = nn.ModuleDict({name: nn.Linear(30, 30, bias=False) for name in ("a", "b")})
-    model["b"].weight = model["a"].weight
-    url = str(tmp_path / "chain")
-    config = PublishConfig(url=url, quantization="fp8-row", dtype="BF16")
-    Publisher(config).attach(model).close()
-    table = Chain.open(open_store(url)).table
-    assert table.aliases == {"b.weight": "a.weight", "b.weight_scale": "a.weight_scale"}
-
-
 def test_a_pushed_output_layer_that_is_tied_is_left_by_name(tmp_path: Path) -> None:
     model = llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "0")  # without lm_head.weight

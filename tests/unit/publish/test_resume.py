@@ -16,7 +16,6 @@ from deltachain.errors import (
     PublisherFencedError,
     StoreUnavailableError,
 )
-from deltachain.format.keys import HEAD_KEY
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from tests.support.faults import Fault, FaultyStore
@@ -186,12 +185,6 @@ def test_an_object_that_is_corrupt_once_is_fetched_again(
     attach(model, on=FaultyStore(store, Fault("corrupt", "anchors/")))
     assert versions(store)[5] == (5, "delta", 1)
     assert not same(bits_of(model), bits_of(trained))
-
-
-def test_the_hint_may_be_gone(attach: Attach, store: MemoryStore, trained: TinyModel) -> None:
-    store.delete(HEAD_KEY)
-    assert attach(at_step(3)).version == 4
-    assert same(head(store), bits_of(trained))
 
 
 def test_attaching_can_be_tried_again(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import subprocess
 import sys
@@ -159,15 +158,6 @@ def test_an_old_record_is_not_waited_for(
     monkeypatch.setattr(chain, "clock", lambda: 1e10)
     monkeypatch.setattr(tenure, "WATCH_S", 1e6)
     assert attach(plain_model()).version == 1
-
-
-def test_another_publisher_of_the_same_process_is_no_mistake(attach: Attach) -> None:
-    first, second = plain_model(), plain_model()
-    one = attach(first)
-    attach(second)
-    train_(first, 1)
-    with pytest.raises(PublisherFencedError, match=f"taken over by process {os.getpid()} on host"):
-        one.publish(step=1).result()
 
 
 def test_the_fenced_publisher_says_who_came_after_it(

@@ -122,29 +122,6 @@ def test_the_effect_is_that_of_the_host(tmp_path: Path, kind: str) -> None:
     assert effects[0] == effects[1]
 
 
-def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = OnDevice(Sharding(tp=2), tmp_path)
-    here.publish(1)
-    staged = here.subscriber.stage()
-    assert staged is not None
-    write, left = staging.write_, [1]
-
-    def half(changes: Any) -> None:
-        if left:
-            left.pop()
-            write(replace(changes, blocks=changes.blocks[:1]))
-            raise torch.OutOfMemoryError("no room")
-        write(changes)
-
-    monkeypatch.setattr(staging, "write_", half)
-    with pytest.raises(Exception, match="no room"):
-        here.subscriber.swap(staged)
-    assert here.holds(0)
-    here.subscriber.update()
-    assert here.holds(1)
-    here.close()
-
-
 def test_one_byte_and_a_half_a_change_cross_to_the_device(
     one_percent: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,3 +247,26 @@ def test_random_streams_are_refused_or_decoded_as_on_the_host(part: str) -> None
         assert mine == outcome(data, on_device=False)
         found.add(mine[0])
     assert "sound" in found
+
+
+def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = OnDevice(Sharding(tp=2), tmp_path)
+    here.publish(1)
+    staged = here.subscriber.stage()
+    assert staged is not None
+    write, left = staging.write_, [1]
+
+    def half(changes: Any) -> None:
+        if left:
+            left.pop()
+            write(replace(changes, blocks=changes.blocks[:1]))
+            raise torch.OutOfMemoryError("no room")
+        write(changes)
+
+    monkeypatch.setattr(staging, "write_", half)
+    with pytest.raises(Exception, match="no room"):
+        here.subscriber.swap(staged)
+    assert here.holds(0)
+    here.subscriber.update()
+    assert here.holds(1)
+    here.close()

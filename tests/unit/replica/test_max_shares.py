@@ -311,16 +311,6 @@ def test_a_share_that_cuts_a_tile_is_refused() -> None:
     assert torch.equal(live, before)
 
 
-def test_other_live_bits_are_a_base_mismatch_or_other_elements() -> None:
-    states = versions(2)
-    plan = plan_of(states[:2], ("max",))
-    wrong = states[0].copy()
-    wrong[::3] ^= np.uint16(0x0780)
-    live, offset = shards(wrong, 1, 0)[0]
-    with pytest.raises(BaseMismatchError):
-        _prepared(plan, share_of(live, offset))
-
-
 def test_a_plan_from_nothing_needs_no_live_bits() -> None:
     states = versions(2)
     whole = Change(TensorDelta.dense(SPEC, states[0]), StateDigest())

@@ -209,8 +209,3 @@ def test_who_asked_is_known_of_a_request_that_a_newer_leader_sends() -> None:
     assert call_id(text) == CallId("one", 7)
     for nothing in NONE_AT_ALL:
         assert call_id(nothing) == CallId()
-
-
-def test_no_two_messages_have_one_name() -> None:
-    for kinds in (typing.get_args(AnyRequest), typing.get_args(AnyReply)):
-        assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from deltachain.errors import (
-    ApplyError,
     BaseMismatchError,
     DigestMismatchError,
     TensorMismatchError,
@@ -313,20 +312,6 @@ def test_ranks_forget_what_nobody_can_ask_for(followed: Build) -> None:
     assert here.holds(3)
 
 
-def test_the_host_and_not_the_network_is_asked_for_spools(followed: Build) -> None:
-    here = followed()
-    here.publish(1)
-    here.spool.parent.mkdir(parents=True, exist_ok=True)
-    here.spool.write_bytes(b"not a folder")
-    with pytest.raises(ApplyError, match="cannot be written there") as caught:
-        here.subscriber.update()
-    assert "DELTACHAIN_SPOOL" in caught.value.hint
-    assert here.holds(0)
-    here.spool.unlink()
-    here.subscriber.update()
-    assert here.holds(1)
-
-
 def test_a_version_that_changes_nothing_is_followed(followed: Build) -> None:
     here = followed()
     here.subscriber.open()
@@ -336,14 +321,6 @@ def test_a_version_that_changes_nothing_is_followed(followed: Build) -> None:
     if here.subscriber.update() is not None:
         assert here.subscriber.version == 1
     assert here.holds(0)
-
-
-def test_an_engine_that_holds_something_else_than_it_loaded_is_refused(followed: Build) -> None:
-    here = followed()
-    here.publish(1)
-    here.engine.models[1].root.get_parameter("norm.weight").data.zero_()
-    with pytest.raises(TensorMismatchError, match="no proven way"):
-        here.subscriber.open()
 
 
 def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:

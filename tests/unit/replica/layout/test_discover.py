@@ -238,12 +238,6 @@ def test_a_constant_of_the_engine_needs_no_source(one_layer: Make, extra: Tensor
     assert untouched(model, source).classes == {"w": "in_place"}
 
 
-def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> None:
-    model, source = one_layer(PLANNED["copy"])
-    vars(model)["limit"] = float("nan")
-    assert untouched(model, source).classes == {"w": "in_place"}
-
-
 def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: Make) -> None:
     """A load without post-load processing leaves it as it is, whatever is loaded."""
     model, source = one_layer(PLANNED["copy"])
@@ -379,3 +373,9 @@ def test_another_layout_is_not_followed(tmp_path: Path) -> None:
     before = discover(FakeModel(shape, 0, folder), source)
     with pytest.raises(TensorMismatchError, match="changed the layout of its weights"):
         rediscover(FakeModel(shape, 1, folder), source, before)
+
+
+def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    vars(model)["limit"] = float("nan")
+    assert untouched(model, source).classes == {"w": "in_place"}
