@@ -50,6 +50,9 @@ COMMANDS: Final = {
     "pull": ("pull", "{chain}", "--out", "{out}/pulled"),
     "revert": ("revert", "{chain}", "--to", "1"),
     "follow": ("follow", "{chain}", "--out", "{out}/followed", "--once"),
+    "doctor": ("doctor", "{chain}"),
+    "fleet": ("fleet", "--help"),
+    "agent": ("agent", "--help"),
 }
 
 

@@ -21,6 +21,8 @@ SLOW_DOWN = Answer(503, "SlowDown")
 BROKEN = Answer(500, "InternalError")
 CONFLICT = Answer(409, "ConditionalRequestConflict")
 TAKEN = Answer(412, "PreconditionFailed")
+READS = ("get", "read", "find", "find_all", "list")
+CALLS = (*READS, "put", "large", "put_if_absent", "delete")
 
 
 def opened(stub: Stub, **options: object) -> S3Store:
@@ -47,8 +49,7 @@ def test_failure_that_passes_is_retried_and_every_request_counted(answer: Answer
 def test_failure_that_does_not_pass_ends_at_the_deadline(answer: Answer) -> None:
     with Stub(answer) as stub:
         store = opened(stub, deadline_s=0.6)
-        names = "get read put large put_if_absent find find_all list delete".split()
-        for name in names if answer is SLOW_DOWN else ["put_if_absent"]:
+        for name in CALLS if answer is SLOW_DOWN else ["put_if_absent"]:
             (call,) = calls_of(store, name)
             before, began = len(stub.seen), time.monotonic()
             with pytest.raises(StoreUnavailableError):

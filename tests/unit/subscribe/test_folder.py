@@ -226,41 +226,6 @@ def test_a_full_disk_while_writing_the_journal_writes_nothing(
     assert same(bits(mirror), bits_of(model))
 
 
-def test_a_full_disk_while_a_folder_is_first_filled_leaves_no_weights(
-    mirror: Path,
-    subscribe: Subscribe,
-    publish: Publish,
-    model: TinyModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    publish(1)
-    subscriber = subscribe(mirror)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(folder, "write", full)
-        with pytest.raises(PartialApplyError):
-            subscriber.update()
-    assert [path.name for path in mirror.iterdir()] == [LOCK_FILE]
-    assert subscriber.version is None
-    subscriber.update()
-    assert same(bits(mirror), bits_of(model))
-
-
-def test_what_a_killed_process_left_behind_is_removed(
-    mirror: Path, subscribe: Subscribe, publish: Publish, model: TinyModel
-) -> None:
-    publish(1)
-    mirror.mkdir()
-    left = mirror / ".model.safetensors.0123456789abcdef"
-    left.write_bytes(b"half a file")
-    subscribe(mirror).update()
-    assert not left.exists()
-    assert same(bits(mirror), bits_of(model))
-
-
 # What lies in the folder
 
 

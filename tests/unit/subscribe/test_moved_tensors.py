@@ -171,16 +171,6 @@ def test_a_backward_pass_through_weights_that_were_updated_is_an_error(
         loss.backward()
 
 
-def test_own_writes_are_not_taken_for_those_of_others(trained: Any, tmp_path: Path) -> None:
-    subscriber = Subscriber(str(tmp_path), model())
-    subscriber.update()
-    publish(*trained)
-    subscriber.update()
-    assert not subscriber.target.is_altered()
-    subscriber.rollback()
-    assert not subscriber.target.is_altered()
-
-
 def read_only(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
     np.save(folder / "weight.npy", tensor.detach().view(torch.int16).numpy())
     with warnings.catch_warnings():

@@ -57,11 +57,6 @@ def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
 
 
 @pytest.fixture
-def zeros(model: TinyModel) -> dict[str, Tensor]:
-    return tensors_of(model)
-
-
-@pytest.fixture
 def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe, publish: Publish) -> Subscriber:
     """Holds version 1 of 2."""
     publish(1)
