@@ -29,6 +29,7 @@ from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.hostile.signed import MALLORY, NOBODY, SPEC, Author, Follower, bits_of, key_of, trust_of
+from tests.support.values import present
 from tests.unit.replica.replicas import eventually
 
 LIMIT_S = 60.0
@@ -221,8 +222,7 @@ def test_a_publisher_with_a_key_renews_its_heartbeat_while_it_is_idle() -> None:
     author = Author().grow(2)
     with beating(author) as writer:
         eventually(lambda: seen_in(author))
-        first = seen_in(author)
-        assert first is not None
+        first = present(seen_in(author))
         assert (first.version, first.manifest) == (1, head_of(author).digest)
         eventually(lambda: (seen_in(author) or first).time > first.time)
         writer.parent = head_of(author.grow(1))
@@ -235,8 +235,7 @@ def test_a_clock_that_is_set_back_delays_no_heartbeat(monkeypatch: pytest.Monkey
         patched.setattr("deltachain.publish.beside.time.time", lambda: now() + ahead)
         with beating(author):
             eventually(lambda: seen_in(author))
-            first = seen_in(author)
-            assert first is not None
+            first = present(seen_in(author))
             ahead = 0.0
             eventually(lambda: (seen_in(author) or first).time < first.time - 3000)
 

@@ -23,6 +23,7 @@ from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef, Tag, seal, unseal
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer
+from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, manifest_after
 
 STORES = [MemoryStore, SingleWriterStore, WideStore]
@@ -104,8 +105,7 @@ def test_a_version_without_a_way_is_not_tagged(kind: Callable[[], MemoryStore]) 
     with pytest.raises(BrokenChainError, match="version 4 cannot be rebuilt") as refused:
         tags.set_(chain, "best", chain.read(4), time=1.0)
     assert "the tag was not set" in str(refused.value)
-    best = tags.read(chain, "best")
-    assert best is not None
+    best = present(tags.read(chain, "best"))
     assert best.version == 1
 
 
@@ -170,8 +170,7 @@ def test_a_tag_that_another_moved_meanwhile_is_not_taken_back() -> None:
     chain = store.chain = filled(store)
     with pytest.raises(BrokenChainError):
         tags.set_(chain, "best", chain.read(4), time=1.0)
-    best = tags.read(chain, "best")
-    assert best is not None
+    best = present(tags.read(chain, "best"))
     assert (best.version, best.number) == (1, 1)
 
 

@@ -106,8 +106,7 @@ def test_errors_go_to_stderr_with_their_hint_and_exit_code(tmp_path: Path) -> No
 def test_errors_of_the_file_system_are_told_with_a_hint() -> None:
     explained = explain(FileNotFoundError(errno.ENOENT, "No such file or directory", "absent/d"))
     assert explained is not None
-    assert explained.exit_code == 1
-    assert explained.args == ("absent/d: No such file or directory",)
+    assert (explained.exit_code, explained.args) == (1, ("absent/d: No such file or directory",))
     assert "check the path" in explained.hint
 
 

@@ -119,8 +119,7 @@ def test_an_error_of_a_command_with_json_is_json(tmp_path: Path) -> None:
     done = invoke("log", tmp_path / "absent", "--json")
     assert (done.code, done.stdout) == (3, "")
     error = json.loads(done.stderr.splitlines()[-1])["error"]
-    assert error["type"] == "ObjectNotFoundError"
-    assert error["exit_code"] == 3
+    assert (error["type"], error["exit_code"]) == ("ObjectNotFoundError", 3)
     assert error["hint"]
     assert "chain.json" in error["message"]
     assert error["retryable"] is False

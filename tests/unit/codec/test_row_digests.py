@@ -33,6 +33,7 @@ from deltachain.verify.walk import Weights
 from tests.format import stranger
 from tests.format.forge import take_apart
 from tests.format.stranger_base import RefusedError
+from tests.support.values import present
 
 NAMES = ("h.0.a", "h.0.b", "h.0.c", "h.1.a", "h.1.b")
 SPECS = tuple(TensorSpec(name, "BF16", (64, 32)) for name in NAMES)
@@ -102,8 +103,7 @@ def test_changes_are_compared_where_the_digest_of_all_is_known() -> None:
     assert found.add("h.1.b", digest(5)) is None
     assert found.add("h.0.a", digest(1)) is None
     assert found.add("h.0.b", digest(2)) == (digest(1) + digest(2) + digest(3),) * 2
-    other = found.add("h.1.a", digest(7))
-    assert other is not None
+    other = present(found.add("h.1.a", digest(7)))
     assert other.actual - other.expected == digest(7) - digest(4)
     assert found.named("h.1.a") == "'h.1.a' to 'h.1.b'"
     assert RowDigests([row("w", 1)]).named("w") == "'w'"
@@ -134,8 +134,7 @@ def part_of(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
     rows = []
     for spec in SPECS:
         delta = changes(spec, old[spec.name], new[spec.name])
-        at = delta.indices
-        assert at is not None
+        at = present(delta.indices)
         change = digest_change(spec, at, old[spec.name][at], new[spec.name][at])
         encoding, before = ENCODINGS.get("max"), partial(OldBits, old[spec.name])
         rows.append(Change(delta, change, encoding=encoding, old=before))
@@ -244,8 +243,7 @@ def test_unused_tensors_that_share_a_digest_are_known_in_their_sum() -> None:
     state = UnusedState({"a": digest(1), "b": digest(2)})
     one = after(state, row("a", 0), row("b", 30))
     assert one.total == digest(1) + digest(2) + digest(30)
-    effect = state.effect(one)
-    assert effect is not None
+    effect = present(state.effect(one))
     assert effect.change == digest(30)
     two = after(one, row("a", 100))
     assert two.total == digest(1) + digest(2) + digest(30) + digest(100)

@@ -23,6 +23,7 @@ from tests.support.models import (
     tensors_of,
     train_,
 )
+from tests.support.values import present
 
 Attach = Callable[..., Publisher]
 
@@ -42,8 +43,7 @@ def anchored(store: MemoryStore) -> list[int]:
 def joined(store: MemoryStore, model: nn.Module) -> str:
     """The plan by which a newcomer came to hold the model."""
     tensors = tensors_of(model)
-    receipt = Subscriber("memory://unused", tensors, store=store).update()
-    assert receipt is not None
+    receipt = present(Subscriber("memory://unused", tensors, store=store).update())
     assert same(bits_of(tensors), bits_of(model))
     return receipt.plan
 
@@ -94,8 +94,7 @@ def manifests_of_a_plan(store: MemoryStore) -> int:
     """Number of manifests that a newcomer reads to plan a way through versions 0 to 79."""
     faulty = FaultyStore(store)
     chain = Chain.open(faulty)
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     assert [edge.version for edge in chain.plan(None, head).edges] == list(range(80))
     return len([key for key in faulty.keys_read if key.startswith("manifests/")])
 
@@ -133,8 +132,7 @@ def test_a_publisher_started_again_lists_every_edge_it_claims(
             publisher.publish(step=step)
         publisher.close()
     chain = Chain.open(store)
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     manifests = [committed.manifest for committed in chain.history(0, head.version)]
     for manifest in manifests:
         listed = {edge.version for edge in manifest.recent if not edge.record}

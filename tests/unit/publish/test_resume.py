@@ -28,6 +28,7 @@ from tests.support.models import (
     same,
     train_,
 )
+from tests.support.values import present
 
 Attach = Callable[..., Publisher]
 
@@ -243,8 +244,7 @@ def test_a_base_is_referred_to_and_not_uploaded(
     publisher.publish()
     publisher.flush()
     found = recompute(store)
-    reference = found[0].committed.manifest.edge.reference
-    assert reference is not None
+    reference = present(found[0].committed.manifest.edge.reference)
     assert [file.name for file in reference.files] == ["model.safetensors"]
     assert list(store.list("anchors/")) == []
     assert same(found[1].state, bits_of(model))
@@ -277,6 +277,5 @@ def test_a_restart_without_its_base_starts_over_with_an_anchor(
     shutil.rmtree(base)
     train_(model, 1)
     attach(model)
-    newest = Chain.open(store).head()
-    assert newest is not None
+    newest = present(Chain.open(store).head())
     assert (newest.version, newest.manifest.edge.kind) == (2, "anchor")

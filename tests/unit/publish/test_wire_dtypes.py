@@ -86,8 +86,7 @@ def test_a_wire_dtype_wider_than_the_model_is_refused(tmp_path: Path) -> None:
 
 def test_each_weight_has_its_own_dtype_by_default() -> None:
     found = dtypes(TinyModel())
-    assert found["layer.weight"] == "BF16"
-    assert found["norm.weight"] == "F32"
+    assert (found["layer.weight"], found["norm.weight"]) == ("BF16", "F32")
 
 
 def test_dtypes_of_single_tensors_differ_as_in_the_checkpoint(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from deltachain.replica.messages import (
 )
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding
+from tests.support.values import present
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -50,8 +51,7 @@ def here(followed: Build) -> Followed:
 def heals(here: Followed, version: int = 2) -> bool:
     """Whether the next update leads out of it, from nothing."""
     here.engine.events.clear()
-    receipt = here.subscriber.update()
-    assert receipt is not None
+    receipt = present(here.subscriber.update())
     assert receipt.previous is None
     assert here.engine.events == ["pause", "write", f"name {version}", "resume"]
     return here.holds(version) and here.subscriber.scrub()
@@ -291,8 +291,7 @@ def test_who_failed_is_not_asked_to_write_again(here: Followed) -> None:
 
 
 def test_a_rank_that_forgot_its_ticket_keeps_the_others_from_writing(here: Followed) -> None:
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     here.engine.services[0].rank.keep([])
     before = here.engine.bits()
     with pytest.raises(PartialApplyError, match="rank 0: nothing is staged under ticket"):
@@ -331,8 +330,7 @@ def test_without_the_old_bits_a_failure_poisons(followed: Build, rank: int) -> N
 
 def test_tensors_replaced_between_stage_and_swap_poison(here: Followed) -> None:
     """One rank has written when the other finds out."""
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     live = here.engine.models[1].root.get_parameter("norm.weight")
     live.data = live.data.clone()
     with pytest.raises(PoisonedError, match="replaced live tensors"):

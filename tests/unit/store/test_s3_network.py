@@ -21,6 +21,7 @@ from deltachain.store.s3.store import PART_NBYTES, RANGE_NBYTES, S3Store
 from deltachain.testing.store import pattern
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed
+from tests.support.values import present
 from tests.unit.store.calls import calls_of
 
 LARGE = 20_000_000
@@ -115,8 +116,7 @@ def test_answer_that_is_cut_in_its_head_is_asked_for_again(
         proxy.cut_after(nbytes)
         assert call() == b"data"
     proxy.cut_after(nbytes)
-    found = store.find("a")
-    assert found is not None
+    found = present(store.find("a"))
     assert found.nbytes == 4
     assert proxy.cuts == 4
 
@@ -149,8 +149,7 @@ def test_other_calls_survive_a_lost_reply(connect: Connect, proxy: Proxy) -> Non
     proxy.drop_reply("GET")
     assert store.get("a") == b"data"
     proxy.drop_reply("HEAD")
-    found = store.find("a")
-    assert found is not None
+    found = present(store.find("a"))
     assert found.nbytes == 4
     proxy.drop_reply("GET")
     assert [entry.key for entry in store.list()] == ["a"]

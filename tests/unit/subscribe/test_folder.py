@@ -25,6 +25,7 @@ from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.subscribe.targets.local import Patches
 from deltachain.subscribe.targets.patch import Patch
 from tests.support.models import State, TinyModel, bits_of, plain_model, same
+from tests.support.values import present
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -91,8 +92,7 @@ def test_the_same_process_heals_from_nothing(
     subscriber: Subscriber, mirror: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(subscriber, monkeypatch, after=2)
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert receipt.previous is None
     assert same(bits(mirror), bits_of(model))
 
@@ -145,8 +145,7 @@ def test_a_journal_that_is_damaged_is_forgotten_and_the_folder_heals(
     interrupt(subscriber, monkeypatch, after=after)
     damage(mirror)
     again = subscribe(mirror, verify_at_start=verify)
-    receipt = again.update()
-    assert receipt is not None
+    receipt = present(again.update())
     assert receipt.previous == (None if after else 1)
     assert same(bits(mirror), bits_of(model))
     assert again.scrub()
@@ -245,8 +244,7 @@ def test_a_plan_that_does_not_fill_an_empty_folder_is_refused(
     mirror: Path, subscribe: Subscribe, store: MemoryStore
 ) -> None:
     subscriber = subscribe(mirror)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     assert store.find("manifests/00000000000000000000.json") is not None
     assert isinstance(subscriber.target, FolderTarget)
     assert isinstance(staged.prepared, Patches)
@@ -281,8 +279,7 @@ def test_a_checkpoint_in_several_files_is_followed_where_it_lies(
     index = {n: f"model-{int(n in names[3:])}.safetensors" for n in names}
     (mirror / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     publish(1)
-    receipt = subscribe(mirror).update()
-    assert receipt is not None
+    receipt = present(subscribe(mirror).update())
     assert receipt.previous == 0
     merged: dict[str, object] = {}
     for file in mirror.glob("*.safetensors"):

@@ -28,6 +28,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of, train_
+from tests.support.values import present
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -63,8 +64,7 @@ def test_an_object_that_is_corrupt_once_is_fetched_again(
     action: Action,
 ) -> None:
     faulty.add(Fault(action, delta(2)))
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert [key.startswith(delta(2)) for key in receipt.refetched] == [True]
     assert same(bits_of(zeros), bits_of(model))
 
@@ -101,8 +101,7 @@ def test_an_unusable_object_is_planned_around(
     add_anchor()
     publish(4)
     faulty.add(Fault(action, delta(2), times=None))
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert "anchor->3" in receipt.plan
     assert same(bits_of(zeros), bits_of(model))
 
@@ -163,8 +162,7 @@ def test_an_anchor_whose_record_is_gone_is_planned_around(
     model: TinyModel,
 ) -> None:
     store.delete(record)
-    receipt = subscribe(zeros).update()
-    assert receipt is not None
+    receipt = present(subscribe(zeros).update())
     assert "anchor->0" in receipt.plan
     assert same(bits_of(zeros), bits_of(model))
 
@@ -187,8 +185,7 @@ def test_an_anchor_whose_record_was_rewritten_is_planned_around(
         edge=document.edge,
     )
     store.put(record, seal(forged))
-    receipt = subscribe(zeros).update()
-    assert receipt is not None
+    receipt = present(subscribe(zeros).update())
     assert "anchor->0" in receipt.plan
     assert same(bits_of(zeros), bits_of(model))
 
@@ -210,8 +207,7 @@ def test_an_unknown_encoding_disables_its_edge_alone(
     assert "anchor" in caught.value.hint
     assert same(bits_of(zeros), before)
     add_anchor()
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert receipt.plan.startswith("1 to 3: anchor->3 ")
     assert same(bits_of(zeros), bits_of(model))
 
@@ -245,8 +241,7 @@ def test_a_newcomer_starts_from_the_base_wherever_it_lies(
 ) -> None:
     moved = base.rename(tmp_path / "moved")
     tensors = tensors_of(based)
-    receipt = subscribe(tensors, base=moved).update()
-    assert receipt is not None
+    receipt = present(subscribe(tensors, base=moved).update())
     assert receipt.plan.startswith("nothing to 2: base->0 ")
     assert same(bits_of(tensors), bits_of(based))
 
@@ -301,8 +296,7 @@ def test_a_base_that_is_gone_is_planned_around(
         publisher.flush()
         session.add_anchor(topic="")
     tensors = tensors_of(based)
-    receipt = subscribe(tensors, base=base).update()
-    assert receipt is not None
+    receipt = present(subscribe(tensors, base=base).update())
     assert "anchor->" in receipt.plan
     assert same(bits_of(tensors), bits_of(based))
 

@@ -25,6 +25,7 @@ from tests.support.models import (
     same,
     scribble,
 )
+from tests.support.values import present
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -140,8 +141,7 @@ def test_a_rollback_pins_until_it_is_released(
     assert subscriber.update() is None
     assert same(replica.bits(), truth[3])
     subscriber.release()
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert (receipt.previous, receipt.version) == (3, 4)
     assert same(replica.bits(), truth[4])
     assert subscriber.rollback().version == 3
@@ -181,8 +181,7 @@ def test_what_was_staged_before_a_pin_does_not_lead_away_from_it(
 ) -> None:
     subscriber = subscribe(replica)
     subscriber.update(2)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     subscriber.rollback(2)
     with pytest.raises(BaseMismatchError, match="version 4 was staged before another swap"):
         subscriber.swap(staged)
@@ -225,8 +224,7 @@ def test_a_pinned_replica_heals_where_it_is_pinned(
     subscriber = at_head(subscribe(replica))
     subscriber.rollback(2)
     subscriber.poisoned = True
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert (receipt.previous, receipt.version) == (None, 2)
     assert subscriber.pinned
     assert same(replica.bits(), truth[2])
@@ -296,7 +294,6 @@ def test_a_rollback_that_poisoned_leaves_no_way_back(
     assert subscriber.poisoned
     with pytest.raises(ChainError, match="from version None"):
         subscriber.rollback()
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert (receipt.previous, receipt.version) == (None, 4)
     assert same(replica.bits(), truth[4])

@@ -15,6 +15,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.faults import FaultyStore
 from tests.support.models import Replica, TinyModel, bits_of, same, scribble
+from tests.support.values import present
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -54,8 +55,7 @@ def test_a_newcomer_joins_from_nothing(
     replica: Replica, subscribe: Subscribe, publish: Publish, model: TinyModel
 ) -> None:
     publish(1, 2)
-    receipt = subscribe(replica).update()
-    assert receipt is not None
+    receipt = present(subscribe(replica).update())
     assert (receipt.version, receipt.previous, receipt.step) == (2, None, 2)
     assert_holds(replica, model)
 
@@ -69,8 +69,7 @@ def test_one_version_is_caught_up_with_its_delta_alone(
     subscriber.update()
     publish(2)
     faulty.keys_read.clear()
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert (receipt.version, receipt.previous, receipt.lag_versions) == (2, 1, 0)
     payloads = [key for key in faulty.keys_read if key.startswith(("anchors/", "deltas/"))]
     assert [key.split("-")[0] for key in payloads] == [f"deltas/{2:020d}"]
@@ -86,8 +85,7 @@ def test_several_versions_are_folded_into_one_apply(
     subscriber = subscribe(replica)
     subscriber.update()
     publish(2, 3, 4, 5)
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert (receipt.version, receipt.previous) == (5, 1)
     assert receipt.plan.count("delta->") == 4
     assert_holds(replica, model)
@@ -112,8 +110,7 @@ def test_a_version_can_be_named(
     at_one = bits_of(model)
     publish(2)
     subscriber = subscribe(replica)
-    receipt = subscriber.update(1)
-    assert receipt is not None
+    receipt = present(subscriber.update(1))
     assert (receipt.version, receipt.lag_versions) == (1, 1)
     assert same(replica.bits(), at_one)
     with pytest.raises(ChainError, match="version 7 is not committed, head is 2"):
@@ -171,8 +168,7 @@ def test_what_was_staged_before_another_swap_is_refused(
     subscriber = subscribe(replica)
     subscriber.update()
     publish(2)
-    stale = subscriber.stage()
-    assert stale is not None
+    stale = present(subscriber.stage())
     publish(3)
     subscriber.update()
     before = replica.bits()
@@ -190,8 +186,7 @@ def test_what_was_staged_before_a_scrub_that_failed_is_refused(
     subscriber = subscribe(replica)
     subscriber.update()
     publish(2)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     scribble(replica)
     assert not subscriber.scrub()
     with pytest.raises(BaseMismatchError):
@@ -223,8 +218,7 @@ def test_a_foreign_write_where_a_delta_writes_is_found_before_anything_is_writte
         subscriber.update()
     assert same(replica.bits(), before)
     assert subscriber.version is None
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert receipt.previous is None
     assert_holds(replica, model)
 
@@ -240,8 +234,7 @@ def test_a_scrub_finds_a_foreign_write_and_the_next_update_heals(
     assert not subscriber.scrub()
     assert subscriber.status().poisoned
     assert subscriber.status().version is None
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert (receipt.version, receipt.previous) == (1, None)
     assert subscriber.scrub()
     assert_holds(replica, model)

@@ -88,8 +88,7 @@ def test_what_is_computed_is_loaded(one_layer: Make, style: str) -> None:
 def test_what_is_served_in_another_dtype_is_loaded(one_layer: Make) -> None:
     model, source = one_layer(PLANNED["copy"], torch.float32)
     layout = untouched(model, source)
-    assert layout.classes == {"w": "loaded"}
-    assert layout.reasons["w"] == "the engine serves it as F32"
+    assert (layout.classes, layout.reasons["w"]) == ({"w": "loaded"}, "the engine serves it as F32")
 
 
 def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
@@ -306,8 +305,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
             "stuck": "refused",
         }
         experts = Counter(kind for n, kind in layout.classes.items() if "experts" in n)
-        assert experts["in_place"] == 8 // shape.tp
-        assert experts["absent"] == 8 - 8 // shape.tp
+        assert (experts["in_place"], experts["absent"]) == (8 // shape.tp, 8 - 8 // shape.tp)
 
 
 @pytest.mark.parametrize("layers", [2, 8])
