@@ -22,7 +22,7 @@ from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_reader import FileReader
 from deltachain.filebits import FileBits
 from deltachain.publish.push import push
-from deltachain.store.memory import MemoryStore
+from deltachain.store import MemoryStore
 from deltachain.types import Buffer, TensorSpec
 
 ROWS = 1 << 18

@@ -43,7 +43,7 @@ def without_torch(code: str, *args: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-COMMANDS: Final = {
+LIGHT_COMMANDS: Final = {
     "log": ("log", "{chain}"),
     "verify": ("verify", "{chain}"),
     "inspect": ("inspect", "{chain}", "--table"),
@@ -56,10 +56,10 @@ COMMANDS: Final = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", LIGHT_COMMANDS)
 def test_a_command_needs_no_torch(pushed: Pushed, tmp_path: Path, name: str) -> None:
     places = {"chain": pushed.url, "out": tmp_path}
-    done = without_torch(RUN, *(part.format(**places) for part in COMMANDS[name]))
+    done = without_torch(RUN, *(part.format(**places) for part in LIGHT_COMMANDS[name]))
     assert done.returncode == 0, done.stderr
 
 

@@ -14,9 +14,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from deltachain.errors import ConfigError, StoreUnavailableError
-from deltachain.publish import DeltaChainCallback, PublishConfig, attach
+from deltachain.publish import DeltaChainCallback, PublishConfig, Publisher, attach
 from deltachain.publish.integrations import hf_trainer as callback_module
-from deltachain.publish.publisher import Publisher
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber
 from tests.support.faults import Fault, FaultyStore

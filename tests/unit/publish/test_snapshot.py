@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from deltachain.errors import ConfigError
-from deltachain.publish.config import PublishConfig
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.source import collect_weights
-from deltachain.publish.publisher import Publisher
 from deltachain.publish.snapshot import (
     Memory,
     Slabs,

@@ -25,7 +25,7 @@ CREATES = Promises(writes="put", create={"mode": "create"}, list_consistent=True
 
 
 @pytest.fixture
-def objects() -> MemoryFileSystem:
+def memory_fs() -> MemoryFileSystem:
     filesystem = MemoryFileSystem(skip_instance_cache=True)
     filesystem.store, filesystem.pseudo_dirs = {}, [""]  # by default all share one
     return filesystem
@@ -57,7 +57,7 @@ class HttpError(Exception):
     ],
 )
 def test_errors_say_what_to_do(
-    objects: MemoryFileSystem,
+    memory_fs: MemoryFileSystem,
     monkeypatch: pytest.MonkeyPatch,
     error: Exception,
     expected: type[Exception],
@@ -65,14 +65,14 @@ def test_errors_say_what_to_do(
     module = type(sys)("gcsfs.retry")
     module.HttpError = HttpError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "gcsfs.retry", module)
-    store = FsspecStore(objects, "bucket", promises=CREATES)
+    store = FsspecStore(memory_fs, "bucket", promises=CREATES)
     store.put("a", b"data")
 
     def fail(*_args: object, **_kwargs: object) -> None:
         raise error
 
     for method in ("info", "cat_file", "pipe_file", "rm_file", "find"):
-        setattr(objects, method, fail)
+        setattr(memory_fs, method, fail)
     for call in [*calls_of(store), lambda: store.put_if_absent("b", b"")]:
         with pytest.raises(expected) as caught:
             call()
@@ -82,14 +82,14 @@ def test_errors_say_what_to_do(
             assert "unexpected RecursionError" in str(caught.value)
 
 
-def test_bucket_that_is_not_there(objects: MemoryFileSystem) -> None:
-    store = FsspecStore(objects, "bucket", promises=CREATES)
+def test_bucket_that_is_not_there(memory_fs: MemoryFileSystem) -> None:
+    store = FsspecStore(memory_fs, "bucket", promises=CREATES)
 
     def fail(*_args: object, **_kwargs: object) -> None:
         raise FileNotFoundError("bucket")
 
     for method in ("pipe_file", "find"):
-        setattr(objects, method, fail)
+        setattr(memory_fs, method, fail)
     for write in (store.put, store.put_if_absent):
         with pytest.raises(StoreUnavailableError, match="no place for it") as caught:
             write("a", b"data")
