@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -15,8 +15,6 @@ from deltachain.format.documents import (
     summarise,
 )
 from deltachain.format.keys import PayloadKind, edge_key, payload_key
-
-logger = logging.getLogger(__name__)
 
 DIGEST = "0" * 64
 
@@ -32,17 +30,11 @@ OVERHEAD = 1200
 
 @dataclass(frozen=True)
 class Run:
-    """A simulated chain, in bytes; without version 0.
-
-    Attributes:
-        newcomer: The most that a newcomer had to fetch, in anchors; documents count.
-        replayed: The most versions that a newcomer had to replay.
-    """
+    """A simulated chain in bytes, without version 0, and the most versions replayed."""
 
     anchors: int
     deltas: int
     manifests: int
-    newcomer: float
     replayed: int
 
 
@@ -65,7 +57,7 @@ def simulate(params: float, density: float, versions: int) -> Run:
     delta = int(params * density * BITS_A_CHANGE[density] / 8) + OVERHEAD
     anchor, parts = int(0.67 * 2 * params), max(1, round(delta / 200e6))
     known, added, replay = KnownEdges(), list[EdgeSummary](), Replay()
-    spent, anchors, newcomer, replayed = Replay(), 0, 0.0, 0
+    spent, anchors, replayed = Replay(), 0, 0
     for version in range(versions + 1):
         edge = edge_of("delta", version, delta, parts)
         if version == 0:
@@ -93,76 +85,52 @@ def simulate(params: float, density: float, versions: int) -> Run:
         own = Replay(versions=1, deltas=edge.nbytes, manifests=len(seal(manifest)))
         spent, replay = spent + own, replay + own
         replayed = max(replayed, replay.versions)
-        newcomer = max(newcomer, 1 + (replay.deltas + replay.manifests) / anchor)
         if anchor_due(replay, anchor):
             later = edge_of("anchor", version, anchor, 16)
             key = edge_key(version, "anchor", None)
             added = [summarise(version, later, manifest.state, record=key, digest=DIGEST)]
             anchors, replay = anchors + anchor, Replay()
-    return Run(anchors, spent.deltas, spent.manifests, newcomer, replayed)
+    return Run(anchors, spent.deltas, spent.manifests, replayed)
 
 
 @pytest.mark.parametrize(
-    ("params", "density", "versions"),
-    [
-        (2e6, 0.01, 10_000),
-        (2e6, 0.001, 10_000),
-        (0.6e9, 0.01, 3000),
-        (0.6e9, 0.001, 3000),
-        (8e9, 0.01, 3000),
-        (8e9, 0.001, 3000),
-        (70e9, 0.01, 3000),
-        (70e9, 0.001, 3000),
-    ],
+    ("params", "versions"), [(2e6, 10_000), (0.6e9, 3000), (8e9, 3000), (70e9, 3000)]
 )
+@pytest.mark.parametrize("density", [0.01, 0.001])
 def test_anchors_and_manifests_cost_at_most_half_of_the_deltas(
     params: float, density: float, versions: int
 ) -> None:
     run = simulate(params, density, versions)
-    anchors, manifests = run.anchors / run.deltas, run.manifests / run.deltas
-    logger.info(  # shown by pytest --log-cli-level=info
-        "%.0f M at %.1f %%, %d versions: anchors %.3f and manifests %.4f of %.1f MB of deltas; a "
-        "newcomer fetches up to %.2f anchors, and %d versions without skips",
-        params / 1e6,
-        100 * density,
-        versions,
-        anchors,
-        manifests,
-        run.deltas / 1e6,
-        run.newcomer,
-        run.replayed,
-    )
-    assert anchors + manifests <= SHARE
+    assert run.anchors + run.manifests <= SHARE * run.deltas
     assert run.replayed <= MOST_VERSIONS
 
 
-def test_an_anchor_is_due_when_deltas_outweigh_it() -> None:
-    assert not anchor_due(Replay(versions=9, deltas=1999), 1000)
-    assert anchor_due(Replay(versions=9, deltas=2000), 1000)
-    assert not anchor_due(Replay(versions=9, deltas=2000, manifests=1), 1000)
-    assert not anchor_due(Replay(versions=9, deltas=2000), 1000, factor=4)
-
-
-def test_an_anchor_is_due_where_nothing_else_leads_to_the_head() -> None:
-    assert anchor_due(None, 1000)
-    assert anchor_due(None, 1000, every=100)
-
-
-def test_no_anchor_is_due_at_the_version_of_the_last_one() -> None:
-    assert not anchor_due(Replay(), 0)
-    assert not anchor_due(Replay(), 0, factor=0.001)
-    assert not anchor_due(Replay(), 0, every=1)
-
-
-def test_a_set_cadence_replaces_costs() -> None:
-    assert not anchor_due(Replay(versions=4, deltas=1 << 40), 1000, every=5)
-    assert anchor_due(Replay(versions=5), 1000, every=5)
-
-
-def test_a_factor_of_one_asks_for_an_anchor_of_every_version() -> None:
-    assert anchor_due(Replay(versions=1), 1 << 40, factor=1)
-
-
-def test_many_versions_without_changes_end_in_an_anchor() -> None:
-    assert not anchor_due(Replay(versions=MOST_VERSIONS - 1, manifests=1 << 30), 1000)
-    assert anchor_due(Replay(versions=MOST_VERSIONS, manifests=1 << 30), 1000)
+@pytest.mark.parametrize(
+    ("replay", "anchor", "settings", "due"),
+    [
+        # deltas outweigh it
+        (Replay(versions=9, deltas=1999), 1000, {}, False),
+        (Replay(versions=9, deltas=2000), 1000, {}, True),
+        (Replay(versions=9, deltas=2000, manifests=1), 1000, {}, False),
+        (Replay(versions=9, deltas=2000), 1000, {"factor": 4}, False),
+        # nothing else leads to the head
+        (None, 1000, {}, True),
+        (None, 1000, {"every": 100}, True),
+        # the version of the last one
+        (Replay(), 0, {}, False),
+        (Replay(), 0, {"factor": 0.001}, False),
+        (Replay(), 0, {"every": 1}, False),
+        # a set cadence replaces costs
+        (Replay(versions=4, deltas=1 << 40), 1000, {"every": 5}, False),
+        (Replay(versions=5), 1000, {"every": 5}, True),
+        # a factor of one asks for one of every version
+        (Replay(versions=1), 1 << 40, {"factor": 1}, True),
+        # many versions without changes
+        (Replay(versions=MOST_VERSIONS - 1, manifests=1 << 30), 1000, {}, False),
+        (Replay(versions=MOST_VERSIONS, manifests=1 << 30), 1000, {}, True),
+    ],
+)
+def test_when_an_anchor_is_due(
+    replay: Replay | None, anchor: int, settings: dict[str, Any], due: bool
+) -> None:
+    assert anchor_due(replay, anchor, **settings) is due

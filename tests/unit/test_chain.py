@@ -317,13 +317,6 @@ def test_a_record_that_is_not_the_one_listed_is_refused(
         chain.edge(msgspec.structs.replace(summary, **wrong))
 
 
-def test_parts_of_another_version_are_refused(chain: Chain) -> None:
-    first, second = extend(chain, 2)
-    summary = chain.add_edge(second, anchor_of(first), "")
-    with pytest.raises(MalformedError, match="as a part"):
-        chain.edge(summary)
-
-
 # Planning over what is in the store
 
 

@@ -22,7 +22,7 @@ from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_reader import FileReader
 from deltachain.filebits import FileBits
 from deltachain.publish.push import push
-from deltachain.store.memory import MemoryStore
+from deltachain.store import MemoryStore
 from deltachain.types import Buffer, TensorSpec
 
 ROWS = 1 << 18
@@ -107,16 +107,13 @@ def test_a_checkpoint_that_was_cut_is_refused(tmp_path: Path) -> None:
         list(checkpoint.files())
 
 
-def test_a_followed_file_that_was_cut_is_refused(tmp_path: Path) -> None:
+def test_followed_and_delta_files_that_were_cut_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "w"
     file.write_bytes(bytes(1 << 20))
     place = FileBits(file, 0, TensorSpec("w", "U8", (1 << 20,)))
     cut(file)
     with pytest.raises(MalformedError, match="was cut"):
         place.bits.sum()
-
-
-def test_a_delta_file_that_was_cut_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "w"
     file.write_bytes(bytes(1 << 20))
     reader = FileReader(file)
@@ -209,30 +206,32 @@ def refused(folder: Path, why: str) -> None:
     assert not list(store.list(""))
 
 
-def test_an_index_that_names_an_absent_tensor_is_refused(tmp_path: Path) -> None:
+ONE = dict.fromkeys(tensors(1.0), "one.safetensors")
+INDICES = {
+    "absent tensor": (
+        ONE | {"w9": "one.safetensors"},
+        "'w9' in one.safetensors, which does not",
+    ),
+    "absent shard": (ONE | {"x": "three.safetensors"}, "three.safetensors is missing"),
+    "two shards": (
+        ONE | {"w3": "two.safetensors"},
+        "is in two files, one.safetensors and two",
+    ),
+    "not named": (
+        dict.fromkeys(["w0", "w1"], "one.safetensors"),
+        "hold 'w2', which is not in",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", INDICES)
+def test_an_index_that_is_not_of_its_shards_is_refused(tmp_path: Path, case: str) -> None:
+    places, why = INDICES[case]
     save(tmp_path / "c/one.safetensors")
-    index(tmp_path / "c", dict.fromkeys([*tensors(1.0), "w9"], "one.safetensors"))
-    refused(tmp_path / "c", "'w9' in one.safetensors, which does not hold it")
-
-
-def test_an_index_that_names_an_absent_shard_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "c/one.safetensors")
-    index(tmp_path / "c", dict.fromkeys(tensors(1.0), "one.safetensors") | {"x": "two.safetensors"})
-    refused(tmp_path / "c", "two.safetensors is missing")
-
-
-def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
-    save(tmp_path / "c/one.safetensors", 1.0)
-    save(tmp_path / "c/two.safetensors", 2.0)
-    places = dict.fromkeys(tensors(1.0), "one.safetensors") | {"w3": "two.safetensors"}
+    if case == "two shards":
+        save(tmp_path / "c/two.safetensors", 2.0)
     index(tmp_path / "c", places)
-    refused(tmp_path / "c", "is in two files, one.safetensors and two.safetensors")
-
-
-def test_tensors_that_the_index_does_not_name_are_refused(tmp_path: Path) -> None:
-    save(tmp_path / "c/one.safetensors")
-    index(tmp_path / "c", dict.fromkeys(["w0", "w1"], "one.safetensors"))
-    refused(tmp_path / "c", "hold 'w2', which is not in model")
+    refused(tmp_path / "c", why)
 
 
 def test_a_half_downloaded_shard_is_refused(tmp_path: Path) -> None:

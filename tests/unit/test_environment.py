@@ -50,6 +50,8 @@ def test_a_name_that_means_nothing_is_refused_by_the_nearest_that_does(
         ("POLL_S", "0"),
         ("POLL_S", "-1"),
         ("POLL_S", "1e999"),
+        ("POLL_S", "nan"),
+        ("POLL_S", "often"),
         ("STAGE_BUDGET", "-1"),
         ("STAGE_BUDGET", "4GiB"),
         ("HF_CALLS", "0"),

@@ -90,14 +90,6 @@ def decoded(chain: Chain, *, hold: bool) -> dict[str, bytes]:
         return {name: fetched.read(name).values.tobytes() for name in fetched.arriving()}
 
 
-def test_large_objects_are_not_held_where_ranges_are_cheap(chain: Chain) -> None:
-    sizes = [ref.nbytes for ref in parts_of(chain)]
-    for hold, expected in ((True, sizes), (False, [0] * len(sizes))):
-        with fetching(chain, chain.plan(None, chain.read(0)), hold=hold) as fetched:
-            assert [len(part.data) for part in fetched.parts] == expected
-    assert decoded(chain, hold=False) == decoded(chain, hold=True)
-
-
 def test_an_object_that_is_corrupt_once_is_verified_again_without_being_held(chain: Chain) -> None:
     expected, last = decoded(chain, hold=True), parts_of(chain)[-1].key
     faults_of(chain).add(Fault("corrupt", last))

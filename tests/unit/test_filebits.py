@@ -54,7 +54,7 @@ def test_a_map_cannot_be_written_to(tmp_path: Path) -> None:
         place.bits[0] = 1
 
 
-def test_room_is_taken_and_what_was_there_stays(tmp_path: Path) -> None:
+def test_room_is_taken_and_holes_are_filled(tmp_path: Path) -> None:
     file = tmp_path / "w"
     file.write_bytes(b"header")
     reserve(file, 1 << 20)

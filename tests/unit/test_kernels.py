@@ -58,10 +58,12 @@ def test_kernels_of_live_bits_do_what_numpy_does(
     check(LIVE[where])
 
 
-def test_live_bits_choose_their_kernels() -> None:
+def test_live_bits_choose_the_fastest_kernels() -> None:
     chosen: list[Any] = [kernels_for(bits) for bits in LIVE.values()]
     assert chosen == [host, device]
     assert not same_bits(LIVE["host"], LIVE["device"])
+    assert str(host.NAME) == "numba"
+    assert host.diff_ is jit.diff_
 
 
 @pytest.mark.parametrize("name", ["BLOCK", "CHUNK", "mix_", "__wrapped__"])
@@ -127,8 +129,3 @@ def test_cast_keeps_nans_quiet_and_signed() -> None:
     expected = np.array([0x7FC0, 0xFFC0, 0x7FFF, 0xFFC1], np.uint16)
     np.testing.assert_array_equal(jit.cast_bf16(masters.view(np.float32)), expected)
     np.testing.assert_array_equal(reference.cast_bf16(masters.view(np.float32)), expected)
-
-
-def test_the_host_kernels_are_the_fastest_that_are_installed() -> None:
-    assert str(host.NAME) == "numba"
-    assert host.diff_ is jit.diff_

@@ -176,25 +176,6 @@ def test_fields_are_written_in_the_order_of_the_format() -> None:
     assert seal(head) == envelope
 
 
-def test_density_is_the_changed_share() -> None:
-    fields: dict[str, Any] = {
-        **dict.fromkeys(("chain", "commit_id", "parent", "base_state"), ""),
-        "version": 1,
-        "epoch": 0,
-        "step": None,
-        "time": 0.0,
-        "state": "0" * 32,
-        "edge": Edge(kind="delta", base=0),
-    }
-    assert Manifest(nnz=1, numel=8, **fields).density == 0.125
-    assert Manifest(nnz=0, numel=0, **fields).density == 0.0
-
-
-def test_specs_are_the_tensors_of_the_table() -> None:
-    table = Table(tensors=(("a", "F32", (2, 3)), ("b", "U8", ())), aliases={"c": "a"})
-    assert [(s.name, s.dtype, s.shape) for s in table.specs()] == list(table.tensors)
-
-
 def test_state_digests_of_documents_are_checked() -> None:
     digest = StateDigest(1, 2)
     assert read_state(str(digest), key="k") == digest

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltachain.errors import ConfigError
-from deltachain.figures import COUNTERS, GAUGES, Figure, figures, info, phases
+from deltachain.figures import Figure, figures, info, phases
 from deltachain.metrics import MetricsServer, exposition, parse_address, register_figures
 
 
@@ -32,10 +32,8 @@ def samples(text: str) -> dict[tuple[str, str], float]:
 
 def test_figures_are_what_prometheus_reads() -> None:
     found = samples(exposition(shown).decode())
-    assert found["deltachain_version", ""] == 7
-    assert found["deltachain_applies_total", ""] == 3
-    assert found["deltachain_info", "c"] == 1
-    assert found["deltachain_phase_seconds", "fetch"] == 0.5
+    assert (found["deltachain_version", ""], found["deltachain_applies_total", ""]) == (7, 3)
+    assert (found["deltachain_info", "c"], found["deltachain_phase_seconds", "fetch"]) == (1, 0.5)
     assert found["deltachain_phase_seconds", "swap"] == 0.25
     assert not [name for name, _ in found if "lag" in name]
 
@@ -46,10 +44,6 @@ def test_the_registry_of_the_process_shows_the_last_source() -> None:
     found = samples(generate_latest(REGISTRY).decode())
     assert found["deltachain_version", ""] == 8
     assert ("deltachain_info", "c") not in found
-
-
-def test_a_metric_is_a_gauge_or_a_counter() -> None:
-    assert not GAUGES.keys() & COUNTERS.keys()
 
 
 def test_the_server_answers_scrapes_and_probes() -> None:

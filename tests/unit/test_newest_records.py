@@ -26,6 +26,7 @@ from deltachain.publish.beside import HeartbeatThread, NewestRecords
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from tests.hostile.signed import OWNER, SPEC, Author, trust_of
+from tests.support.values import present
 from tests.unit.cli.support import invoke, ok, random_state, train, write_checkpoint
 
 READER = trust_of(1)
@@ -85,11 +86,9 @@ def test_what_is_the_newest_is_read(author: Author) -> None:
     assert choose(chain, VersionChoice(tag="prod")).version == 3
     assert tags.read(chain, "old") is None
     assert [(one.name, one.version) for one in tags.read_all(chain)] == [("prod", 3)]
-    found = newest_prune(chain)
-    assert found is not None
+    found = present(newest_prune(chain))
     assert found.number == 2
-    named = read_heartbeat(chain)
-    assert named is not None
+    named = present(read_heartbeat(chain))
     assert (named.tags, named.prunes) == ({"old": 1, "prod": 1}, 3)
 
 
@@ -149,8 +148,7 @@ def test_a_tag_that_went_back_is_right_once_it_is_set_again(author: Author) -> N
     with pytest.raises(StaleChainError):
         tags.read(reader_of(author), "prod")
     tag(author, "prod", 3)  # which record 1 says as well
-    found = tags.read(reader_of(author), "prod")
-    assert found is not None
+    found = present(tags.read(reader_of(author), "prod"))
     assert (found.number, found.version) == (5, 3)
     author.store.delete(tag_key("old", 1))
     tags.remove(author.chain, "old", time=2.0)
@@ -237,8 +235,7 @@ def test_a_tag_that_went_back_with_its_heartbeat_is_told_by_pull(
 
 
 def test_a_heartbeat_that_names_no_tags_is_not_enough_with_a_limit_of_age(author: Author) -> None:
-    found = read_heartbeat(reader_of(author))
-    assert found is not None
+    found = present(read_heartbeat(reader_of(author)))
     chain = author.chain.identity.chain
     author.store.put(HEARTBEAT_KEY, OWNER.seal(changed(found, tags=None), chain))
     assert choose(reader_of(author), VersionChoice(tag="prod")).version == 3
@@ -273,8 +270,7 @@ def test_a_heartbeat_names_only_records_that_a_trusted_key_signed(author: Author
     record = PruneRecord(chain=chain, number=3, head=0, maintainer="m", time=1.0, pruned=())
     author.store.put(prune_key(3), mallory.seal(record, chain))
     beat(author, newest)
-    found = read_heartbeat(reader_of(author))
-    assert found is not None
+    found = present(read_heartbeat(reader_of(author)))
     assert (found.tags, found.prunes) == ({"old": 1, "prod": 1}, 3)
 
 

@@ -25,7 +25,7 @@ def key(number: int) -> str:
     return f"tags/x/{number:08d}.json"
 
 
-def filled(store: MemoryStore, count: int) -> MemoryStore:
+def numbered(store: MemoryStore, count: int) -> MemoryStore:
     for number in range(count):
         store.put(key(number), b"x")
     return store
@@ -33,7 +33,7 @@ def filled(store: MemoryStore, count: int) -> MemoryStore:
 
 @given(st.integers(0, 300), st.booleans())
 def test_the_newest_is_found(count: int, wide: bool) -> None:
-    store = filled(WideStore() if wide else MemoryStore(), count)
+    store = numbered(WideStore() if wide else MemoryStore(), count)
     assert newest_number(store, key) == count - 1
     for known in range(0, count, 7):
         assert newest_number(store, key, known=known) == count - 1
@@ -42,17 +42,17 @@ def test_the_newest_is_found(count: int, wide: bool) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 100, 5000])
 def test_lookups_grow_with_the_logarithm(count: int) -> None:
     store = CountingStore()
-    filled(store, count)
+    numbered(store, count)
     newest_number(store, key)
     assert store.asked <= 2 * count.bit_length() + 1
     wide = WideStore()
-    filled(wide, count)
+    numbered(wide, count)
     newest_number(wide, key)
     assert len(wide.looks) <= 4
 
 
 def test_a_record_lost_below_the_newest_hides_nothing() -> None:
-    store = filled(WideStore(), 40)
+    store = numbered(WideStore(), 40)
     store.delete(key(5))
     assert newest_number(store, key) == 39
 

@@ -17,6 +17,7 @@ from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.store import MemoryStore, ObjectInfo
 from deltachain.types import StateDigest
 from tests.support.faults import FaultyStore
+from tests.support.values import present
 from tests.unit.manifest_chains import ANCHOR, WideStore, create, extend, manifest_after
 
 LONG = 20_000
@@ -106,8 +107,7 @@ def read_edges(chain: Chain, edges: Iterable[EdgeSummary]) -> None:
 def test_a_newcomer_with_unknown_bits_reads_few_documents(counting: Counting) -> None:
     chain = Chain.open(counting)
     assert chain.find_state(StateDigest(1, 1)) is None
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     assert head.version == LONG - 1
     plan = chain.plan(None, head)
     assert plan.edges[0].base is None
@@ -159,8 +159,7 @@ def test_a_past_that_is_gone_is_not_needed() -> None:
     for version in range(190):
         store.delete(manifest_key(version))
     chain = Chain.open(store)
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     assert chain.find_state(StateDigest(1, 1)) is None
     assert [edge.version for edge in chain.plan(None, head).edges] == list(range(192, 200))
     with pytest.raises(BrokenChainError):
@@ -204,8 +203,7 @@ def test_a_hint_that_lies_stays_cheap(hint: bytes) -> None:
     grow(store, 300, anchor=1, delta=1)
     store.put(HEAD_KEY, hint)
     counting = Counting(store)
-    head = Chain.open(counting).head()
-    assert head is not None
+    head = present(Chain.open(counting).head())
     assert head.version == 299
     assert counting.looks <= 50
 

@@ -100,13 +100,10 @@ def test_unknown_encodings_disable_the_edge_alone() -> None:
     assert make_plan(0, 1, edges, encodings=KNOWN | {"max"}).edges == (edges[1],)
 
 
-def test_who_holds_something_starts_over_when_that_is_cheaper() -> None:
+def test_the_cheaper_of_two_ways_is_taken() -> None:
     deltas = [edge(n, n - 1, 1 << 20) for n in range(1, 6)]
     plan = make_plan(0, 5, [*deltas, edge(5, None, 1 << 20)], encodings=KNOWN)
     assert [e.kind for e in plan.edges] == ["anchor"]
-
-
-def test_skips_save_requests() -> None:
     edges = [*(edge(n, n - 1, 10) for n in range(1, 9)), edge(8, 0, 90)]
     assert [e.kind for e in make_plan(0, 8, edges, encodings=KNOWN).edges] == ["skip"]
 

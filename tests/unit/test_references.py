@@ -50,8 +50,11 @@ def summary(**fields: Any) -> EdgeSummary:
     return EdgeSummary(**{name: getattr(true, name) for name in true.__struct_fields__} | fields)
 
 
-def test_an_edge_that_is_as_it_was_listed_is_taken() -> None:
+def test_what_lies_where_it_belongs_is_taken() -> None:
     assert check_edge(SKIP, summary(), summary(), KEY) is SKIP
+    check_record(record(), DIGEST, "0" * 32, KEY)
+    sound = identity(asset_key(DIGEST, "a.json"), asset_key(DIGEST, "b.json"))
+    assert check_assets(sound) is sound
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -88,10 +91,6 @@ def record(*, version: int = 3, kind: EdgeKind = "skip", base: int | None = 1) -
     )
 
 
-def test_a_record_that_lies_where_it_belongs_is_taken() -> None:
-    check_record(record(), DIGEST, "0" * 32, KEY)
-
-
 @pytest.mark.parametrize(
     ("there", "manifest", "state"),
     [
@@ -113,11 +112,6 @@ def test_a_record_of_something_else_is_refused(
 def identity(*keys: str) -> Identity:
     refs = tuple(ObjectRef(key=key, nbytes=1, blake3=DIGEST) for key in keys)
     return Identity(chain="one", created=0.0, table="", assets=refs)
-
-
-def test_files_that_lie_where_their_content_says_are_taken() -> None:
-    sound = identity(asset_key(DIGEST, "a.json"), asset_key(DIGEST, "b.json"))
-    assert check_assets(sound) is sound
 
 
 @pytest.mark.parametrize(

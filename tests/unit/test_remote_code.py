@@ -19,6 +19,7 @@ from deltachain.remote_code import without_remote_code
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe.targets.folder import write_assets
 from tests.support.models import TinyModel
+from tests.support.values import present
 from tests.unit.cli.support import ok, random_state, write_checkpoint
 
 EVIL = "attacker/repo--modeling.Evil"
@@ -26,8 +27,7 @@ EVIL = "attacker/repo--modeling.Evil"
 
 def stripped(document: Any) -> Any:
     data = json.dumps(document).encode()
-    kept = without_remote_code("config.json", data, trusted=False, where="here")
-    assert kept is not None
+    kept = present(without_remote_code("config.json", data, trusted=False, where="here"))
     return json.loads(kept)
 
 
@@ -108,8 +108,7 @@ def test_no_other_spelling_gets_through(hyphen: str) -> None:
 
 def test_of_a_field_given_twice_no_reading_finds_code() -> None:
     data = b'{"auto_map": {"A": "attacker/repo--m.Evil"}, "auto_map": {"A": "m.A"}}'
-    found = without_remote_code("config.json", data, trusted=False, where="here")
-    assert found is not None
+    found = present(without_remote_code("config.json", data, trusted=False, where="here"))
     assert b"Evil" not in found
     assert json.loads(found) == {"auto_map": {"A": "m.A"}}
 
@@ -142,11 +141,6 @@ def test_arrays_with_pickled_objects_neither_go_into_a_chain_nor_come_out(tmp_pa
     chain = Chain.create(MemoryStore(), Table(tensors=()), chain_id="one", time=0.0, assets=files)
     (tmp_path / "out").mkdir()
     assert write_assets(chain, tmp_path / "out") == ["numbers.npy"]
-
-
-def test_who_trusts_code_elsewhere_gets_it() -> None:
-    data = json.dumps({"auto_map": {"AutoModel": EVIL}}).encode()
-    assert without_remote_code("config.json", data, trusted=True, where="here") == data
 
 
 @pytest.mark.parametrize(

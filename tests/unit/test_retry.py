@@ -46,7 +46,7 @@ def test_it_ends_though_bytes_move_if_they_are_too_few(clock: list[float]) -> No
         deadline.moved()
 
 
-def test_pause_is_never_longer_than_what_is_left(clock: list[float]) -> None:
+def test_pauses_fit_what_is_left(clock: list[float]) -> None:
     deadline = Deadline("a", "s3://b", 7)
     assert deadline.pause(5)
     assert deadline.pause(5)

@@ -44,10 +44,6 @@ def test_a_signature_counts_for_its_type_chain_payload_and_key_alone() -> None:
     assert signers([]) == ()
 
 
-def test_equal_documents_get_equal_signatures() -> None:
-    assert KEY.sign(Manifest, CHAIN, PAYLOAD) == KEY.sign(Manifest, CHAIN, PAYLOAD)
-
-
 def test_several_signatures_may_lie_beside_a_document() -> None:
     both = [key.sign(Manifest, CHAIN, PAYLOAD) for key in (OTHER, KEY)]
     assert signers(both, keys=(KEY, OTHER)) == (KEY.public.key_id, OTHER.public.key_id)
@@ -139,3 +135,7 @@ def test_keys_come_from_the_environment_and_a_writer_trusts_its_own(tmp_path: Pa
     assert Trust.of_writer(environment=signing) == Trust.of_writer(file, {}) == own
     both = Trust(key=KEY, trusted=TrustedKeys((KEY.public, OTHER.public)))
     assert Trust.of_writer(environment=signing | trusting) == both
+
+
+def test_equal_documents_get_equal_signatures() -> None:
+    assert KEY.sign(Manifest, CHAIN, PAYLOAD) == KEY.sign(Manifest, CHAIN, PAYLOAD)

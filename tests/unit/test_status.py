@@ -47,7 +47,7 @@ STATUSES: Final = [
 ]
 
 
-def figures(one: Status) -> dict[str, float]:
+def figures_of(one: Status) -> dict[str, float]:
     """The figures of a replica that rules read, as a replica gives them."""
     lag = None if one.version is None or one.head is None else one.head - one.version
     silence_s = one.silence_s if one.following else None
@@ -81,7 +81,7 @@ def test_an_alert_rule_fires_where_the_rule_of_health_complains(name: str) -> No
     ]
     assert {complains for _, complains in told} == {True, False}
     for one, complains in told:
-        assert fires(expression, figures(one)) == complains, one
+        assert fires(expression, figures_of(one)) == complains, one
 
 
 @pytest.mark.parametrize(

@@ -47,15 +47,6 @@ def test_work_is_done_side_by_side() -> None:
         assert sorted(pool.map(lambda n: (barrier.wait(), n)[1], range(4))) == [0, 1, 2, 3]
 
 
-def test_results_come_in_order_and_errors_where_they_belong() -> None:
-    with Pool(2) as pool:
-        assert list(pool.map(divmod, range(9), [2] * 9)) == [divmod(n, 2) for n in range(9)]
-        results = pool.map(lambda n: 1 // n, [1, 0, 1])
-        assert next(results) == 1
-        with pytest.raises(ZeroDivisionError):
-            next(results)
-
-
 def test_threads_end_with_the_pool() -> None:
     before, release = threading.active_count(), Event()
     with Pool(3) as pool:

@@ -30,7 +30,7 @@ def test_state_digests_add_up_in_any_order(a: StateDigest, b: StateDigest, c: St
 
 
 @given(DIGESTS)
-def test_state_digests_survive_as_text(digest: StateDigest) -> None:
+def test_state_digests_have_one_text(digest: StateDigest) -> None:
     assert len(str(digest)) == 32
     assert StateDigest.parse(str(digest)) == digest
 
@@ -66,7 +66,7 @@ def test_shapes_beyond_the_limit_are_none(shape: tuple[int, ...]) -> None:
         TensorSpec("layer.w", "U8", shape)
 
 
-def test_tensors_have_64_dimensions_at_most() -> None:
+def test_sizes_up_to_the_limits_are_tensors() -> None:
     assert TensorSpec("w", "U8", (1,) * MAX_DIMS).numel == 1
     with pytest.raises(ConfigError, match=f"{MAX_DIMS + 1} dimensions"):
         TensorSpec("w", "U8", (1,) * (MAX_DIMS + 1))

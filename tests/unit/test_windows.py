@@ -18,24 +18,24 @@ from deltachain.store import MemoryStore
 from deltachain.types import Bits, Indices, TensorSpec
 from deltachain.verify import verify
 
-SPEC = TensorSpec("w", "BF16", (6, 4))
+WINDOWED = TensorSpec("w", "BF16", (6, 4))
 BITS: Bits = np.arange(100, 124, dtype=np.uint16)
 COLUMNS = np.arange(24).reshape(6, 4)
 
 
 def window(indices: Indices) -> Change:
-    delta = TensorDelta(spec=SPEC, indices=indices, values=BITS[indices], absolute=ABSOLUTE)
+    delta = TensorDelta(spec=WINDOWED, indices=indices, values=BITS[indices], absolute=ABSOLUTE)
     return Change(
-        delta, reference.digest_at(digest_key(SPEC), indices, BITS[indices]), windows=True
+        delta, reference.digest_at(digest_key(WINDOWED), indices, BITS[indices]), windows=True
     )
 
 
 def chain_of(*windows: Indices) -> Chain:
     """A chain whose only version is an anchor in as many parts."""
     store = MemoryStore()
-    table = Table(tensors=((SPEC.name, SPEC.dtype, SPEC.shape),))
+    table = Table(tensors=((WINDOWED.name, WINDOWED.dtype, WINDOWED.shape),))
     chain = Chain.create(store, table, chain_id="0" * 32, time=0.0, assets={})
-    writer = Writer(chain, numel=SPEC.numel, metadata={}, parent=None)
+    writer = Writer(chain, numel=WINDOWED.numel, metadata={}, parent=None)
     refs = []
     for number, indices in enumerate(windows):
         part = encode_part([window(indices)])
@@ -44,8 +44,8 @@ def chain_of(*windows: Indices) -> Chain:
         nbytes, directory = len(part.data), part.directory
         refs.append(ObjectRef(key=key, nbytes=nbytes, blake3=part.digest, directory=directory))
     edge = Edge(kind="anchor", encodings=("dense",), parts=tuple(refs))
-    state = reference.digest(digest_key(SPEC), BITS)
-    writer.commit(writer.draft(state=state, step=None, nnz=SPEC.numel), edge)
+    state = reference.digest(digest_key(WINDOWED), BITS)
+    writer.commit(writer.draft(state=state, step=None, nnz=WINDOWED.numel), edge)
     return chain
 
 
@@ -74,12 +74,9 @@ def test_an_element_that_two_parts_give_is_refused() -> None:
         list(verify(chain))
 
 
-def test_a_window_is_a_segment_for_each_run() -> None:
+def test_a_window_is_a_segment_for_each_run_and_never_raw() -> None:
     part = Part.from_bytes(encode_part([window(COLUMNS[:, 1:3].reshape(-1))]).data)
     assert part.directory.segments.start == (1, 5, 9, 13, 17, 21)
     assert part.directory.segments.length == (2,) * 6
-
-
-def test_windows_are_not_written_raw() -> None:
     with pytest.raises(ConfigError, match="windows"):
         encode_part([window(np.arange(3))], raw=True)

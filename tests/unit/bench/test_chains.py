@@ -50,8 +50,7 @@ def test_a_fair_coin_for_each_element_costs_two_bits_a_change() -> None:
     new[2::4] -= 1
     limits = entropy_limits({"w": (old, new)})
 
-    assert limits.density == 0.5
-    assert limits.positions == pytest.approx(2.0)
+    assert (limits.density, limits.positions) == (0.5, pytest.approx(2.0))
     assert limits.positions_given_exponent == pytest.approx(2.0)
     assert limits.sign == pytest.approx(1.0)
     assert limits.magnitude == limits.magnitude_given_exponent == 0.0
@@ -76,11 +75,8 @@ def test_codes_that_tell_all_leave_nothing_to_say() -> None:
     new[:500] += 1
     limits = code_limits({"codes": (old, new), "scales": (np.zeros(2, np.uint32),) * 2})
 
-    assert limits.density == 0.5
-    assert limits.positions == pytest.approx(2.0)
-    assert limits.move == 0.0
-    assert limits.without_base == pytest.approx(2.0)
-    assert limits.stateless == pytest.approx(0.0)
+    assert (limits.density, limits.positions, limits.move) == (0.5, pytest.approx(2.0), 0.0)
+    assert (limits.without_base, limits.stateless) == (pytest.approx(2.0), pytest.approx(0.0))
 
 
 def test_moves_are_counted_given_the_old_code() -> None:
@@ -91,8 +87,7 @@ def test_moves_are_counted_given_the_old_code() -> None:
     limits = code_limits({"codes": (old, new)})
 
     assert limits.positions == limits.positions_given_code == pytest.approx(2.0)
-    assert limits.move == pytest.approx(1.0)
-    assert limits.move_given_code == pytest.approx(0.0)
+    assert (limits.move, limits.move_given_code) == (pytest.approx(1.0), pytest.approx(0.0))
 
 
 def weight(rows: int, cols: int) -> torch.Tensor:
@@ -146,10 +141,7 @@ def test_shares_are_counted_over_hand_made_steps() -> None:
     stats = chain_stats([{"w": (start, middle)}, {"w": (middle, end)}])
 
     assert (stats.numel, stats.steps, stats.median_weight) == (4, 2, 1.0)
-    assert stats.density == 5 / 8
-    assert stats.ulp1 == 3 / 5
-    assert stats.ulp2 == 4 / 5
-    assert stats.recurrence == 2 / 3
+    assert (stats.density, stats.ulp1, stats.ulp2, stats.recurrence) == (5 / 8, 3 / 5, 4 / 5, 2 / 3)
     assert stats.sign_kept == 1 / 2
 
 
@@ -158,8 +150,7 @@ def test_rows_by_exponent_add_up() -> None:
     new = bits(ONE + 1, ONE, 0x3F00 + 2, 0x8000)
     rows = {row.exponent: row for row in chain_stats([{"w": (old, new)}]).exponents}
 
-    assert rows[0] == (0, 0.5, 1 / 3, 0.5, 1.0)
-    assert rows[-1] == (-1, 0.25, 1 / 3, 1.0, 0.0)
+    assert (rows[0], rows[-1]) == ((0, 0.5, 1 / 3, 0.5, 1.0), (-1, 0.25, 1 / 3, 1.0, 0.0))
     assert rows[-127].flip_probability == 1.0
 
 

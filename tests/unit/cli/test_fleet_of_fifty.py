@@ -108,10 +108,8 @@ def test_all_are_shown_and_the_eleven_come_first(fleet: FleetOfFifty) -> None:
     assert set(named[6:11]) == set(fleet.cut_off)
     assert set(named[11:]) == set(fleet.healthy)
     rows = [line.split("http")[0].split() for line in lines if "://" in line]
-    assert rows[:5] == [["failed", "-", "-"]] * 5
-    assert rows[5] == ["in", "doubt", "1", "0"]
-    assert rows[6:11] == [["cut", "off", "0", "1"]] * 5
-    assert rows[11:] == [["ready", "1", "0"]] * 39
+    assert (rows[:5], rows[5]) == ([["failed", "-", "-"]] * 5, ["in", "doubt", "1", "0"])
+    assert (rows[6:11], rows[11:]) == ([["cut", "off", "0", "1"]] * 5, [["ready", "1", "0"]] * 39)
     assert "39 ready" in lines[-1]
     assert shown.returncode == 7
 

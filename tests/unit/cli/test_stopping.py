@@ -17,7 +17,7 @@ from tests.unit.cli.support import Pushed
 
 Words = Callable[[Path, Path], list[object]]
 
-COMMANDS: dict[str, Words] = {
+LONG_COMMANDS: dict[str, Words] = {
     "follow": lambda url, new: ["follow", url, "--out", new, "--poll", 0.1, "--json"],
     "mirror": lambda url, new: ["mirror", url, new, "--follow", "--poll", 0.1, "--json"],
     "maintain": lambda _, new: ["maintain", new, "--every", "1s"],  # says that it waits for a chain
@@ -33,7 +33,7 @@ def first_line(process: subprocess.Popen[str], name: str) -> str:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", LONG_COMMANDS)
 def test_ctrl_c_is_130_and_sigterm_is_0(
     pushed: Pushed, tmp_path: Path, name: str, number: signal.Signals, code: int
 ) -> None:
@@ -42,7 +42,7 @@ def test_ctrl_c_is_130_and_sigterm_is_0(
             sys.executable,
             "-m",
             "deltachain",
-            *map(str, COMMANDS[name](pushed.url, tmp_path / "new")),
+            *map(str, LONG_COMMANDS[name](pushed.url, tmp_path / "new")),
         ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -66,7 +66,7 @@ def test_ctrl_c_is_130_and_sigterm_is_0(
 def test_a_dashboard_that_does_not_serve_yet_ends_too(
     pushed: Pushed, number: signal.Signals, code: int
 ) -> None:
-    words = COMMANDS["dashboard"](pushed.url, pushed.url)
+    words = LONG_COMMANDS["dashboard"](pushed.url, pushed.url)
     process = subprocess.Popen(
         [sys.executable, "-m", "deltachain", *map(str, words)], stderr=subprocess.PIPE, text=True
     )

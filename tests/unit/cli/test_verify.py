@@ -19,6 +19,7 @@ from deltachain.kernels import host
 from deltachain.store import open_store
 from deltachain.types import StateDigest
 from deltachain.verify import verify
+from tests.support.values import present
 from tests.unit.cli.support import SPECS, Pushed, State, invoke, ok
 
 
@@ -47,11 +48,9 @@ def test_a_whole_chain_is_proven(pushed: Pushed) -> None:
     assert (report["first"], report["last"]) == (0, 3)
     anchors = report["edges"]["anchor"]
     assert anchors["proven"] == anchors["edges"] == 2  # one of version 0, one added behind another
-    assert report["edges"]["delta"]["proven"] == 3
-    assert report["refetched"] == []
+    assert (report["edges"]["delta"]["proven"], report["refetched"]) == (3, [])
     assert [v["version"] for v in report["versions"]] == [0, 1, 2, 3]
-    head = Chain.open(open_store(pushed.url)).head()
-    assert head is not None
+    head = present(Chain.open(open_store(pushed.url)).head())
     assert report["state"] == str(head.state)
     assert "proven" in ok("verify", pushed.url).stdout
 
@@ -145,8 +144,7 @@ def test_what_lies_behind_a_lost_manifest_is_proven_as_the_hint_says(pushed: Pus
     assert f"restore {keys.manifest_key(1)} from a backup" in " ".join(done.stderr.split())
     (first,) = re.findall(r"--from (\d+)", done.stderr)
     report = ok("verify", pushed.url, "--from", first, "--json").document
-    assert report["last"] == 3
-    assert report["not_rebuilt"] == []
+    assert (report["last"], report["not_rebuilt"]) == (3, [])
 
 
 def test_a_lost_manifest_behind_which_nothing_can_be_rebuilt_asks_for_an_anchor(
@@ -199,8 +197,7 @@ def test_assets_and_table_are_proven(pushed: Pushed) -> None:
 def append(url: Path, edit: Callable[[Manifest], Manifest]) -> None:
     """Commit a version that nobody checked."""
     chain = Chain.open(open_store(url))
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     before = head.manifest
     manifest = Manifest(
         chain=before.chain, version=before.version + 1, epoch=before.epoch, commit_id="f" * 32,

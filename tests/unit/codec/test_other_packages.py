@@ -19,6 +19,7 @@ from deltachain.codec.encodings import ENCODINGS, GROUP, EncodingRegistry
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.errors import BrokenChainError, ConfigError, UnsupportedFormatError
 from deltachain.store import open_store
+from tests.support.values import present
 from tests.unit.cli.support import invoke
 from tests.unit.codec.acme_zigzag import ZIGZAG
 
@@ -69,10 +70,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_installed_encoding_is_published_followed_and_verified(written: Path) -> None:
     chain = Chain.open(open_store(written / "chain"))
-    head = chain.head()
-    assert head is not None
-    assert head.version == 3
-    assert head.manifest.edge.encodings == ("acme.zigzag",)
+    head = present(chain.head())
+    assert (head.version, head.manifest.edge.encodings) == (3, ("acme.zigzag",))
 
 
 def test_a_reader_without_the_package_names_the_encoding(written: Path) -> None:
@@ -85,8 +84,7 @@ def test_a_reader_without_the_package_names_the_encoding(written: Path) -> None:
 
 def test_a_plan_without_the_package_says_what_it_left_out(written: Path) -> None:
     chain = Chain.open(open_store(written / "chain"))
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     with pytest.raises(BrokenChainError, match=r"'acme\.zigzag'") as caught:
         chain.plan(0, head)
     assert "install the package" in caught.value.hint

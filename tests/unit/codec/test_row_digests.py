@@ -24,7 +24,7 @@ from deltachain.codec.rows import (
 from deltachain.delta import OldBits, changes
 from deltachain.errors import ConfigError, DigestMismatchError, MalformedError
 from deltachain.format.keys import digest_key
-from deltachain.kernels import host
+from deltachain.kernels import host as kernel_host
 from deltachain.kernels.protocol import digest_change
 from deltachain.replica.unused_state import UnusedState
 from deltachain.types import Bits, StateDigest, TensorSpec
@@ -32,6 +32,7 @@ from deltachain.verify import Weights
 from tests.format import stranger
 from tests.format.forge import take_apart
 from tests.format.stranger import RefusedError
+from tests.support.values import present
 
 NAMES = ("h.0.a", "h.0.b", "h.0.c", "h.1.a", "h.1.b")
 SPECS = tuple(TensorSpec(name, "BF16", (64, 32)) for name in NAMES)
@@ -55,20 +56,20 @@ def row(name: str, number: int, *, encoding: str = "max", numel: int = 10) -> Te
     )
 
 
-def given(rows: list[TensorRow]) -> list[str]:
+def told(rows: list[TensorRow]) -> list[str]:
     return [one.digest and str(StateDigest.parse(one.digest).lane0) for one in rows]
 
 
 def test_tensors_of_a_layer_leave_their_digests_to_the_last() -> None:
     rows = [row(name, number) for number, name in enumerate(NAMES, 1)]
-    assert given(share(rows)) == ["", "", "6", "", "9"]
+    assert told(share(rows)) == ["", "", "6", "", "9"]
     assert [len(group) for group in groups(share(rows))] == [3, 2]
 
 
 def test_rows_of_other_encodings_lie_between() -> None:
     rows = [row("h.0.a", 1), row("h.0.s", 7, encoding="step"), row("h.0.b", 2), row("h.1.a", 3)]
     found = share(rows)
-    assert given(found) == ["", "7", "3", "3"]
+    assert told(found) == ["", "7", "3", "3"]
     assert [[one.name for one in group] for group in groups(found)] == [
         ["h.0.s"],
         ["h.0.a", "h.0.b"],
@@ -77,17 +78,17 @@ def test_rows_of_other_encodings_lie_between() -> None:
 
 
 def test_other_encodings_names_without_a_layer_and_large_tensors_keep_theirs() -> None:
-    assert given(share([row("h.0.a", 1), row("h.0.b", 2, encoding="step"), row("h.0.c", 3)])) == [
+    assert told(share([row("h.0.a", 1), row("h.0.b", 2, encoding="step"), row("h.0.c", 3)])) == [
         "",
         "2",
         "4",
     ]
-    assert given(share([row("embed", 1), row("embed.x", 2), row("h.10.a", 3)])) == ["1", "2", "3"]
-    assert given(share([row("h.1.a", 1), row("h.10.b", 2)])) == ["1", "2"]
+    assert told(share([row("embed", 1), row("embed.x", 2), row("h.10.a", 3)])) == ["1", "2", "3"]
+    assert told(share([row("h.1.a", 1), row("h.10.b", 2)])) == ["1", "2"]
     half = SHARED_NUMEL // 2
     rows = [row(f"h.0.{n}", n, numel=half) for n in range(1, 4)]
-    assert given(share(rows)) == ["", "3", "3"]
-    assert given(share([row("h.0.a", 1, numel=half), row("h.0.b", 2, numel=half + 1)])) == [
+    assert told(share(rows)) == ["", "3", "3"]
+    assert told(share([row("h.0.a", 1, numel=half), row("h.0.b", 2, numel=half + 1)])) == [
         "1",
         "2",
     ]
@@ -101,8 +102,7 @@ def test_changes_are_compared_where_the_digest_of_all_is_known() -> None:
     assert found.add("h.1.b", digest(5)) is None
     assert found.add("h.0.a", digest(1)) is None
     assert found.add("h.0.b", digest(2)) == (digest(1) + digest(2) + digest(3),) * 2
-    other = found.add("h.1.a", digest(7))
-    assert other is not None
+    other = present(found.add("h.1.a", digest(7)))
     assert other.actual - other.expected == digest(7) - digest(4)
     assert found.named("h.1.a") == "'h.1.a' to 'h.1.b'"
     assert RowDigests([row("w", 1)]).named("w") == "'w'"
@@ -129,12 +129,11 @@ def weights() -> tuple[dict[str, Bits], dict[str, Bits]]:
     return old, new
 
 
-def part_of(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
+def data_of(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
     rows = []
     for spec in SPECS:
         delta = changes(spec, old[spec.name], new[spec.name])
-        at = delta.indices
-        assert at is not None
+        at = present(delta.indices)
         change = digest_change(spec, at, old[spec.name][at], new[spec.name][at])
         encoding, before = ENCODINGS.get("max"), partial(OldBits, old[spec.name])
         rows.append(Change(delta, change, encoding=encoding, old=before))
@@ -143,7 +142,7 @@ def part_of(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
 
 def test_a_part_states_the_sums_and_strangers_read_it() -> None:
     old, new = weights()
-    data = part_of(old, new)
+    data = data_of(old, new)
     part = Part.from_bytes(data)
     assert [bool(one.digest) for one in part.directory.tensors] == [False, False, True, False, True]
     digests = RowDigests(part.directory.tensors)
@@ -161,7 +160,7 @@ def test_a_part_states_the_sums_and_strangers_read_it() -> None:
 
 def test_a_digest_left_to_no_row_is_malformed() -> None:
     old, new = weights()
-    pieces = take_apart(part_of(old, new))
+    pieces = take_apart(data_of(old, new))
     pieces.rows[-1]["digest"] = ""
     data = pieces.build()
     with pytest.raises(MalformedError, match=r"no row has the digest of tensor 'h\.1\.b'"):
@@ -187,7 +186,7 @@ def test_digests_that_are_none_are_refused(rows: list[TensorRow], why: str) -> N
 
 def told_wrongly(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
     """A part whose first digest is that of other changes."""
-    pieces = take_apart(part_of(old, new))
+    pieces = take_apart(data_of(old, new))
     total = StateDigest.parse(pieces.rows[2]["digest"])
     pieces.rows[2]["digest"] = str(total + StateDigest(1, 0))
     return pieces.build()
@@ -195,21 +194,21 @@ def told_wrongly(old: dict[str, Bits], new: dict[str, Bits]) -> bytes:
 
 def proven(data: bytes, old: dict[str, Bits], new: dict[str, Bits]) -> dict[str, Bits]:
     """The weights after the proof of an edge of one part."""
-    digests = {s.name: host.digest(digest_key(s), old[s.name]) for s in SPECS}
+    digests = {s.name: kernel_host.digest(digest_key(s), old[s.name]) for s in SPECS}
     specs = {spec.name: spec for spec in SPECS}
     found = Weights(specs, {n: bits.copy() for n, bits in old.items()}, digests)
     edge = SimpleNamespace(record=None, version=1, base=0, kind="delta")
     fetched: Any = SimpleNamespace(
         plan=SimpleNamespace(edges=[edge]), base=None, names=NAMES, parts=[Part.from_bytes(data)]
     )
-    state = sum((host.digest(digest_key(s), new[s.name]) for s in SPECS), StateDigest())
+    state = sum((kernel_host.digest(digest_key(s), new[s.name]) for s in SPECS), StateDigest())
     found.prove(fetched, state, write=True)
     return found.bits
 
 
 def test_verification_compares_the_sums() -> None:
     old, new = weights()
-    bits = proven(part_of(old, new), old, new)
+    bits = proven(data_of(old, new), old, new)
     assert all((bits[name] == new[name]).all() for name in NAMES)
     with pytest.raises(DigestMismatchError, match=r"'h\.0\.a' to 'h\.0\.c'"):
         proven(told_wrongly(old, new), old, new)
@@ -243,8 +242,7 @@ def test_unused_tensors_that_share_a_digest_are_known_in_their_sum() -> None:
     state = UnusedState({"a": digest(1), "b": digest(2)})
     one = after(state, row("a", 0), row("b", 30))
     assert one.total == digest(1) + digest(2) + digest(30)
-    effect = state.effect(one)
-    assert effect is not None
+    effect = present(state.effect(one))
     assert effect.change == digest(30)
     two = after(one, row("a", 100))
     assert two.total == digest(1) + digest(2) + digest(30) + digest(100)
@@ -278,4 +276,4 @@ def test_a_checkpoint_gives_each_anew() -> None:
     found = state.after(plan)
     assert not found.joint
     for name in "ab":
-        assert found.digests[name] == host.digest(digest_key(plan.specs[name]), bits)
+        assert found.digests[name] == kernel_host.digest(digest_key(plan.specs[name]), bits)

@@ -80,8 +80,7 @@ def test_a_server_that_is_down_is_waited_for(store: MemoryStore, tmp_path: Path)
             assert receipt.version == 2
             stop.set()
             agent.subscriber.notify()
-        assert server.brought == []
-        assert server.down == 2
+        assert (server.brought, server.down) == ([], 2)
         with pytest.raises(ControlPlaneError):
             agent.update()
         with pytest.raises(ControlPlaneError):
@@ -267,8 +266,7 @@ def test_a_server_behind_a_proxy_that_answers_for_it_is_asked_again(
             agent.update()
         is_starting = False
         agent.update()
-    assert engine.named == "2"
-    assert engine.asked[-1] == "resume"  # of vLLM, not of SGLang
+    assert (engine.named, engine.asked[-1]) == ("2", "resume")
 
 
 def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
@@ -283,8 +281,7 @@ def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
         assert "continue_generation" not in engine.asked
         engine.refuses = False
         agent.update()
-    assert engine.named == "2"
-    assert engine.asked[-1] == "continue_generation"
+    assert (engine.named, engine.asked[-1]) == ("2", "continue_generation")
 
 
 def test_an_agent_is_not_ready_before_its_server_has_loaded(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import tracemalloc
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from threading import Event
 
 import msgspec
@@ -19,20 +18,10 @@ from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.replica.leader import Leader
-from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed
 
 TOKEN = "one that nobody guesses"  # noqa: S105
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Followed]:
-    yield from followed(tmp_path)
-
-
-@pytest.fixture
-def leader(here: Followed) -> Iterator[Leader]:
-    yield from leader_of(here)
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
 from fastapi.testclient import TestClient
 
 from deltachain.replica.leader import Leader
-from tests.unit.control.replicas import app_of, followed, leader_of
+from tests.unit.control.replicas import app_of
 from tests.unit.replica.replicas import Followed
 
 PREFIX = "/v1/deltachain"
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Followed]:
-    yield from followed(tmp_path)
-
-
-@pytest.fixture
-def leader(here: Followed) -> Iterator[Leader]:
-    yield from leader_of(here)
 
 
 def test_a_replica_whose_engine_is_dead_is_not_ready(here: Followed, leader: Leader) -> None:

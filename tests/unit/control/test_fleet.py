@@ -38,8 +38,7 @@ def test_all_hold_it_before_the_trainer_goes_on(heres: list[tuple[Followed, Lead
             for version in (1, 2):
                 announced = fleet.announce(version)
                 assert announced.enough
-                assert announced.stragglers == ()
-                assert announced.held == dict.fromkeys(urls, version)
+                assert (announced.stragglers, announced.held) == ((), dict.fromkeys(urls, version))
                 assert all(here.holds(version) for here, _ in heres)
             assert fleet.announce(2).waited_s < 1  # known already
 
@@ -123,8 +122,7 @@ def test_one_that_hangs_holds_up_no_other(heres: list[tuple[Followed, Leader]]) 
         fleet = stack.enter_context(Fleet(urls))
         with lock:  # nothing is swapped there meanwhile
             announced = fleet.announce(1, deadline=2.0)
-            assert announced.stragglers == (urls[0],)
-            assert announced.held[urls[1]] == 1
+            assert (announced.stragglers, announced.held[urls[1]]) == ((urls[0],), 1)
         assert fleet.announce(1, deadline=30).enough
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from contextlib import ExitStack
 
 import pytest
 
@@ -19,24 +18,12 @@ from deltachain.replica.leader import Leader
 from deltachain.status import HealthLimits
 from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.models import train_
-from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.control.replicas import app_of, served
 from tests.unit.control.statuses import status
 from tests.unit.replica.replicas import Followed
 from tests.unit.subscribe.accidents import copy, restore
 
 OTHER = "0" * 64
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Followed]:
-    with contextmanager(followed)(tmp_path) as made:
-        yield made
-
-
-@pytest.fixture
-def leader(here: Followed) -> Iterator[Leader]:
-    with contextmanager(leader_of)(here) as made:
-        yield made
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from deltachain.control.routes import router
 from tests.unit.control.replicas import app_of, followed, leader_of
 
 TOKEN = "one that nobody guesses"  # noqa: S105
-ROUTES = [route for route in router.routes if isinstance(route, APIRoute)]
-PATHS = [route.path for route in ROUTES]
+DOCUMENTED = [route for route in router.routes if isinstance(route, APIRoute)]
+PATHS = [route.path for route in DOCUMENTED]
 PROBES = ("/healthz", "/readyz")
 VERSIONED = ("/stage", "/update", "/rollback")
 """Routes that take a version: what else can be sent to them is known to their documents."""

@@ -14,18 +14,8 @@ from deltachain.control.fleet import Fleet
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.errors import ControlPlaneError
 from deltachain.replica.leader import Leader
-from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> Iterator[Followed]:
-    yield from followed(tmp_path)
-
-
-@pytest.fixture
-def leader(here: Followed) -> Iterator[Leader]:
-    yield from leader_of(here)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from deltachain.errors import StoreUnavailableError
 from deltachain.format.keys import manifest_key
 from deltachain.store import MemoryStore
 from tests.support.faults import FaultyStore
+from tests.support.values import present
 from tests.unit.dashboard.reports import chain_of
 from tests.unit.manifest_chains import WideStore, create, extend, manifest_after
 
@@ -46,8 +47,7 @@ def test_a_store_without_a_chain_is_waited_for() -> None:
     view = index.refresh(2.0)
     assert (view.trouble, view.head, view.rows) == ("", None, ())
     extend(chain, 1)
-    head = index.refresh(3.0).head
-    assert head is not None
+    head = present(index.refresh(3.0).head)
     assert head.version == 0
 
 
@@ -85,8 +85,7 @@ def test_a_store_that_went_back_is_read_again() -> None:
     index.refresh(200.0)
     view = index.refresh(300.0)
     assert versions(index) == [0, 1, 2, 3]
-    row = view.at(3)
-    assert row is not None
+    row = present(view.at(3))
     assert row.manifest == fresh.read(3).digest
     assert "5" in view.doubt
 

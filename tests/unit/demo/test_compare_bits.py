@@ -66,8 +66,7 @@ def test_a_wrong_alias_counts_although_the_other_name_is_right(dump: Path, tmp_p
     wrong = (-Tied().head).detach().bfloat16()
     held = checkpoint(tmp_path / "held", drop="scale", head=wrong, scale=torch.tensor(0.0))
     result = compare_bits.compare(dump, held)
-    assert result.different == ("head",)
-    assert result.missing == ("scale",)
+    assert (result.different, result.missing) == (("head",), ("scale",))
     assert result.mismatching_bits == wrong.numel() + 16
 
 
@@ -105,8 +104,7 @@ def test_another_dtype_or_shape_counts_with_all_its_bits(
     dump: Path, tmp_path: Path, other: torch.Tensor
 ) -> None:
     result = compare_bits.compare(dump, checkpoint(tmp_path / "held", offset=other))
-    assert result.different == ("offset",)
-    assert result.mismatching_bits == 3 * 16
+    assert (result.different, result.mismatching_bits) == (("offset",), 3 * 16)
 
 
 def test_nothing_compared_is_not_equal(tmp_path: Path) -> None:

@@ -142,8 +142,7 @@ def draw(kind: engines.EngineKind, body: dict[str, Any]) -> engines.Sampled:
 def test_tokens_have_the_version_that_drew_them() -> None:
     spans = [{"start": 0, "end": 2, "version": "4"}, {"start": 2, "end": 3, "version": "5"}]
     found = draw("vllm", vllm(spans))
-    assert found.tokens == (7, 8, 9)
-    assert found.logprobs == (-1.0, -2.0, -3.0)
+    assert (found.tokens, found.logprobs) == ((7, 8, 9), (-1.0, -2.0, -3.0))
     assert found.versions == (4, 4, 5)
     meta = {
         "output_token_logprobs": [[-1.0, 7, None], [-2.0, 8, None], [-3.0, 9, None]],
@@ -174,9 +173,7 @@ def test_a_game_knows_what_it_drew() -> None:
     game.say(engines.Sampled(tokens=(3,), logprobs=(-0.5,), versions=(7,), finished=True))
     game.read([4])
     game.say(engines.Sampled(tokens=(5,), logprobs=(-0.25,), versions=(6,), finished=True))
-    assert game.drawn == [0, 0, 1, 0, 1]
-    assert game.logprobs == [0, 0, -0.5, 0, -0.25]
-    assert game.oldest == 6
+    assert (game.drawn, game.logprobs, game.oldest) == ([0, 0, 1, 0, 1], [0, 0, -0.5, 0, -0.25], 6)
 
 
 def written(tmp_path: Path, *lines: tuple[int, float, list[list[int]], int]) -> Path:
@@ -198,8 +195,7 @@ def test_rewards_rise_by_more_than_chance(tmp_path: Path) -> None:
     earned = [0.0, 0.2, 0.1, 0.3, 0.9, 1.1, 1.0, 1.2]  # of four groups of two games
     lines = [(n // 2, reward, [[0, 1]], 0) for n, reward in enumerate(earned)]
     rewards = rewards_of(written(tmp_path, *lines), 0.5)
-    assert rewards.first == pytest.approx(0.15)
-    assert rewards.last == pytest.approx(1.05)
+    assert (rewards.first, rewards.last) == (pytest.approx(0.15), pytest.approx(1.05))
     assert rewards.error == pytest.approx(math.hypot(0.05, 0.05))  # means 0.1 and 0.2: ±0.05
     assert rewards_of(written(tmp_path, *lines), 0.1).error == math.inf  # one group tells nothing
 

@@ -15,6 +15,7 @@ from deltachain.format.keys import prune_key
 from deltachain.maintain import Maintainer, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.store import open_store
+from tests.support.values import present
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import Grown
 from tests.unit.maintain.pruning import Backup, Clock, pruner_of
@@ -67,8 +68,7 @@ def test_a_skip_that_would_count_as_pruned_is_not_made() -> None:
     grown = Grown(Clock())
     grown.grow(40)
     write_record(grown, PrunedRange(kind="skip", span=8, first=16, last=32, after=1.0))
-    done = Maintainer(Chain.open(grown.store), None).round()
-    assert done is not None
+    done = present(Maintainer(Chain.open(grown.store), None).round())
     assert not done.failed
     assert [skip.version for skip in done.skips] == [8]
 
@@ -96,8 +96,7 @@ def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
     maintainer.hint(grown.chain.read(grown.head))
     grown.grow(40)
     maintainer.other = pruner_of(grown, last=17)
-    done = maintainer.round()
-    assert done is not None
+    done = present(maintainer.round())
     assert not done.failed
     assert grown.chain.prunes.newest() is not None
     assert {skip.version for skip in done.skips} == {96, 88, 80, 72, 64, 56}
@@ -117,6 +116,5 @@ def test_a_store_that_was_restored_is_not_closed_by_a_record_that_it_lost() -> N
     maintainer.chain.prunes.refresh()
     assert maintainer.chain.prunes.is_closed(16)
     backup.restore(grown)
-    done = maintainer.round()
-    assert done is not None
+    done = present(maintainer.round())
     assert {skip.version for skip in done.skips} == set(range(8, 90, 8))

@@ -17,6 +17,7 @@ from deltachain.maintain import KeepRule, Maintainer, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.support.values import present
 from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import SPECS, Grown
 
@@ -88,8 +89,7 @@ def test_a_record_that_names_everything_is_taken_back_while_its_time_has_not_com
     grown.store.put(prune_key(0), seal(everything(after=1e18)))
     Pruner(Survey(Chain.open(grown.store)), KeepRule()).run()
     chain = Chain.open(grown.store)
-    newest = chain.prunes.newest()
-    assert newest is not None
+    newest = present(chain.prunes.newest())
     assert (newest.number, newest.pruned) == (1, ())
     assert is_reachable(chain, HEAD)
 
@@ -138,8 +138,7 @@ def maintain(grown: Grown, trust: Trust) -> int:
     for _ in range(3):
         survey = Survey(Chain.open(grown.store, trust))
         pruner = Pruner(survey, KeepRule(last=17, every=40), grace_s=0)
-        done = Maintainer(survey.chain, pruner, anchor_every=64).round()
-        assert done is not None
+        done = present(Maintainer(survey.chain, pruner, anchor_every=64).round())
         assert done.pruned is not None
         orphans += len(done.pruned.orphans)
     return orphans

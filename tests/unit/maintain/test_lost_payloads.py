@@ -19,6 +19,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.faults import FaultyStore
+from tests.support.values import present
 from tests.unit.maintain.grown import SPECS, Grown
 
 
@@ -27,9 +28,7 @@ def follower(grown: Grown, folder: Path) -> Subscriber:
 
 
 def maintained(grown: Grown) -> Maintained:
-    done = Maintainer(Chain.open(grown.store), None).round()
-    assert done is not None
-    return done
+    return present(Maintainer(Chain.open(grown.store), None).round())
 
 
 def expire(grown: Grown, chance: random.Random) -> list[str]:
@@ -62,8 +61,7 @@ def test_followers_go_on_and_newcomers_come_in_with_an_anchor(tmp_path: Path, ro
         for number in range(rounds):
             lost = expire(grown, chance)
             grown.grow(chance.randint(1, 3))
-            receipt = ahead.update()
-            assert receipt is not None
+            receipt = present(ahead.update())
             assert receipt.version == grown.head
             check(grown, tmp_path / "copy")
             chain = Chain.open(grown.store)
@@ -96,13 +94,11 @@ def test_rounds_look_for_no_lost_payload_again_and_name_it_once() -> None:
         grown.store.delete(key)
     store = CountingReads(grown.store)
     maintainer = Maintainer(Chain.open(store), None)
-    first = maintainer.round()
-    assert first is not None
+    first = present(maintainer.round())
     assert [skip.version for skip in first.skips] == [64, 56, 48]
     assert len(first.failed) == 1
     assert "parts of 36 edges, the delta to version 1 first, are gone" in first.failed[0]
-    again = maintainer.round()
-    assert again is not None
+    again = present(maintainer.round())
     assert (again.skips, again.failed) == ((), ())
     assert not store.reads & set(lost)
 

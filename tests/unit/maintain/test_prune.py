@@ -20,6 +20,7 @@ from deltachain.publish.revert import revert
 from deltachain.store import Store
 from deltachain.types import Version
 from deltachain.verify import verify
+from tests.support.values import present
 from tests.unit.maintain.grown import SPECS, Grown
 from tests.unit.maintain.pruning import Backup, Clock, finish, grow_sixty, pruner_of
 from tests.unit.manifest_chains import SingleWriterStore
@@ -49,8 +50,7 @@ def test_nothing_is_deleted_before_the_grace_is_over_by_the_clock_of_the_store(
 ) -> None:
     store, before = grown.store, payloads(grown.store)
     pruner = pruner_of(grown, last=17)
-    plan = pruner.run()
-    assert plan is not None
+    plan = present(pruner.run())
     assert plan.retired
     assert not plan.due
     assert payloads(store) == before
@@ -58,8 +58,7 @@ def test_nothing_is_deleted_before_the_grace_is_over_by_the_clock_of_the_store(
     assert not run(pruner).due
     assert payloads(store) == before
     Clock.now += 2
-    expected = pruner.plan()
-    assert expected is not None
+    expected = present(pruner.plan())
     done = run(pruner)
     assert payloads(store).keys() == before.keys() - {info.key for info in expected.due}
     freed = sum(before.values()) - sum(payloads(store).values())
@@ -70,9 +69,7 @@ def test_nothing_is_deleted_before_the_grace_is_over_by_the_clock_of_the_store(
 
 
 def run(pruner: Pruner) -> PrunePlan:
-    plan = pruner.run()
-    assert plan is not None
-    return plan
+    return present(pruner.run())
 
 
 def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
@@ -193,8 +190,7 @@ def test_orphans_go_and_parts_on_their_way_stay(grown: Grown) -> None:
     odd = f"skips/{45:020d}-00000000-{digits}/00000.safetensors"  # another program's: any span
     for key in (old, late, lost, skip, coming, odd):
         store.put(key, b"x" * 10)
-    plan = pruner_of(grown, last=1000).run()
-    assert plan is not None
+    plan = present(pruner_of(grown, last=1000).run())
     assert {info.key for info in plan.orphans} == {old, lost, skip}
     assert {late, coming, odd} <= payloads(store).keys()
     assert all(proof.rebuilt for proof in verify(Chain.open(store)))
@@ -233,8 +229,7 @@ def grow_maintained(last: int, tag: Version, versions: int) -> Grown:
             tagged.append(tag)
         if version % 10 == 0:
             Clock.now += 10
-            done = maintainer.round()
-            assert done is not None
+            done = present(maintainer.round())
             assert not done.failed
     return made
 
@@ -272,25 +267,21 @@ def test_records_that_vanish_are_forgotten(grown: Grown) -> None:
 
 def test_a_dry_run_writes_nothing(grown: Grown) -> None:
     before = {info.key: bytes(grown.store.get(info.key)) for info in grown.store.list("")}
-    plan = pruner_of(grown, last=17).plan(dry=True)
-    assert plan is not None
+    plan = present(pruner_of(grown, last=17).plan(dry=True))
     assert plan.retired
     assert {i.key: bytes(grown.store.get(i.key)) for i in grown.store.list("")} == before
 
 
 def test_the_loser_of_a_race_reads_and_decides_again(grown: Grown) -> None:
     one, other = pruner_of(grown, last=17), pruner_of(grown, last=30)
-    late, early = one.plan(), other.plan()
-    assert late is not None
-    assert early is not None
+    late, early = present(one.plan()), present(other.plan())
     assert other.record(early) is not None
     one._newest = lambda: None  # type: ignore[method-assign]  # as if it had looked before
     with pytest.raises(AlreadyExistsError):
         one.record(late)
     del one._newest
     one.run()
-    newest = Chain.open(grown.store).prunes.newest()
-    assert newest is not None
+    newest = present(Chain.open(grown.store).prunes.newest())
     assert newest.number == 1
 
 
@@ -327,8 +318,7 @@ def test_numbers_of_records_are_found_by_few_looks(grown: Grown) -> None:
     for number in range(40):
         pruner.rule = KeepRule(last=17 if number % 2 else 30)  # each takes the other's back
         pruner.run()
-    newest = Chain.open(grown.store).prunes.newest()
-    assert newest is not None
+    newest = present(Chain.open(grown.store).prunes.newest())
     assert newest.number == 39
     assert grown.store.find(prune_key(newest.number + 1)) is None
 
@@ -383,8 +373,7 @@ def test_a_store_that_was_restored_keeps_what_a_trainer_publishes_again() -> Non
     backup.restore(grown)
     grown.grow(10)
     before = payloads(grown.store)
-    plan = pruner.run()
-    assert plan is not None
+    plan = present(pruner.run())
     assert not plan.orphans
     assert payloads(grown.store) == before
     check_bits(grown, 39)
@@ -413,8 +402,7 @@ def test_a_record_is_not_written_after_another_that_its_plan_does_not_know(grown
     pruner = pruner_of(grown, last=17)
     pruner.run()
     grown.grow(16)
-    plan = pruner.plan()
-    assert plan is not None
+    plan = present(pruner.plan())
     pruner_of(grown, last=46).run()
     with pytest.raises(AlreadyExistsError):
         pruner.record(plan)

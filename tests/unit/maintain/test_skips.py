@@ -22,6 +22,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.store import MemoryStore
 from deltachain.types import StateDigest
 from deltachain.verify import verify
+from tests.support.values import present
 from tests.unit.maintain.grown import SPECS, Grown
 
 
@@ -80,8 +81,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
 def test_every_skip_leads_to_the_bits_of_its_version(encodings: tuple[str, ...]) -> None:
     grown = Grown(MemoryStore(), encodings, seed=len(encodings))
     grown.grow(76)
-    done = maintainer_of(grown.chain).round()
-    assert done is not None
+    done = present(maintainer_of(grown.chain).round())
     assert not done.failed
     spans = [edge.version - (edge.base or 0) for edge in done.skips]
     assert spans.count(8) == 75 // 8
@@ -109,13 +109,10 @@ def test_a_round_without_news_adds_nothing() -> None:
     grown = Grown(MemoryStore())
     grown.grow(70)
     maintainer = maintainer_of(grown.chain)
-    first, second = maintainer.round(), maintainer.round()
-    assert first is not None
-    assert second is not None
+    first, second = present(maintainer.round()), present(maintainer.round())
     assert first.skips
     assert not second.skips
-    another = maintainer_of(Chain.open(grown.store)).round()
-    assert another is not None
+    another = present(maintainer_of(Chain.open(grown.store)).round())
     assert not another.skips
 
 
@@ -175,13 +172,11 @@ def test_two_maintainers_agree_on_every_skip() -> None:
     other.survey.edges(grown.chain.read(grown.head))
     one.round()
     assert len(edges_of(grown)) > len(known)
-    done = other.round()  # it has not seen the records of the first
-    assert done is not None
+    done = present(other.round())  # it has not seen the records of the first
     for edge in itertools.chain(done.skips, edges_of(grown)):
         grown.chain.edge(edge)
     pruner = Pruner(Survey(grown.chain), KeepRule(last=1000), grace_s=0, tagged=lambda _: ())
-    plan = pruner.run()
-    assert plan is not None
+    plan = present(pruner.run())
     assert not plan.due
     assert all(proof.rebuilt for proof in verify(grown.chain))
 
@@ -195,8 +190,7 @@ def test_a_skip_that_leads_to_another_state_is_not_recorded(
     grown.grow(8)
     monkeypatch.setattr(grown, "state", lambda _: StateDigest())
     grown.commit()
-    done = Maintainer(grown.chain, None).round()
-    assert done is not None
+    done = present(Maintainer(grown.chain, None).round())
     assert not done.skips
     assert "skip from 0 to 8: the edges from version 0 to version 8" in done.failed[0]
     assert not list(grown.store.list("edges/"))

@@ -1,15 +1,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
-from deltachain.format.keys import PUBLISHER_KEY
+from deltachain.format.keys import MIRROR_KEY, PUBLISHER_KEY
+from deltachain.mirror import Mirror, MirrorReceipt
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from tests.support.models import TinyModel, train_
 
 Grow = Callable[..., None]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A store that versions are published into, and one of a mirror."""
+
+    source: MemoryStore
+    there: MemoryStore
+    grow: Grow
+    model: TinyModel
+
+    def mirror(self, **settings: Any) -> Mirror:
+        return Mirror(self.source, self.there, **settings)
+
+    def copy(self, **settings: Any) -> list[MirrorReceipt]:
+        return list(self.mirror(**settings).catch_up())
+
+    def check(self) -> None:
+        """Check that the mirror has the objects of its source, and its own record."""
+        found = copy_of(self.there)
+        found.pop(MIRROR_KEY)
+        assert found == copy_of(self.source)
 
 
 def copy_of(store: Store) -> dict[str, bytes]:
@@ -24,11 +49,6 @@ def model() -> TinyModel:
 
 @pytest.fixture
 def source() -> MemoryStore:
-    return MemoryStore()
-
-
-@pytest.fixture
-def mirror_store() -> MemoryStore:
     return MemoryStore()
 
 
@@ -50,3 +70,8 @@ def grow(source: MemoryStore, model: TinyModel) -> Grow:
                 publisher.flush()
 
     return run
+
+
+@pytest.fixture
+def pair(source: MemoryStore, grow: Grow, model: TinyModel) -> Pair:
+    return Pair(source, MemoryStore(), grow, model)

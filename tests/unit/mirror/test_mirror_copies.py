@@ -36,8 +36,9 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from tests.support.faults import Action, Fault, FaultyStore
-from tests.support.models import TinyModel, bits_of, recompute, same, tensors_of, train_
-from tests.unit.mirror.conftest import Grow, copy_of
+from tests.support.models import bits_of, recompute, same, tensors_of, train_
+from tests.support.values import present
+from tests.unit.mirror.conftest import Pair, copy_of
 
 
 class Ordered(MemoryStore):
@@ -65,165 +66,133 @@ class Ordered(MemoryStore):
         super().put_if_absent(key, data)
 
 
-def test_a_mirror_has_every_byte_of_its_source(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, model: TinyModel
-) -> None:
-    grow(9)
-    receipts = list(Mirror(source, mirror_store).catch_up())
+def test_a_mirror_has_every_byte_of_its_source(pair: Pair) -> None:
+    pair.grow(9)
+    receipts = pair.copy()
     assert [receipt.version for receipt in receipts] == list(range(10))
     assert receipts[-1].lag_versions == 0
-    found = copy_of(mirror_store)
+    found = copy_of(pair.there)
     assert sum(receipt.nbytes for receipt in receipts) == sum(
         len(data) for key, data in found.items() if key not in (MIRROR_KEY, HEAD_KEY)
     )
     found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
-    tensors = tensors_of(model)
-    Subscriber("memory://unused", tensors, store=mirror_store).update()
-    assert same(bits_of(tensors), bits_of(model))
+    assert found == copy_of(pair.source)
+    tensors = tensors_of(pair.model)
+    Subscriber("memory://unused", tensors, store=pair.there).update()
+    assert same(bits_of(tensors), bits_of(pair.model))
 
 
-def test_a_document_is_put_after_what_it_names_and_the_hint_last(
-    source: MemoryStore, grow: Grow
-) -> None:
-    grow(9, every=1)
+def test_a_document_is_put_after_what_it_names_and_the_hint_last(pair: Pair) -> None:
+    pair.grow(9, every=1)
     store = Ordered()
-    list(Mirror(source, store).catch_up())
-    assert store.written[0] == MIRROR_KEY
-    assert store.written[-1] == HEAD_KEY
+    list(Mirror(pair.source, store).catch_up())
+    assert (store.written[0], store.written[-1]) == (MIRROR_KEY, HEAD_KEY)
 
 
-def test_nothing_is_copied_twice(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(5)
-    list(Mirror(source, mirror_store).catch_up())
+def test_nothing_is_copied_twice(pair: Pair) -> None:
+    pair.grow(5)
+    pair.copy()
     store = Ordered()
-    for key, data in copy_of(mirror_store).items():
+    for key, data in copy_of(pair.there).items():
         MemoryStore.put(store, key, data)
-    reading = FaultyStore(source)
+    reading = FaultyStore(pair.source)
     assert list(Mirror(reading, store).catch_up()) == []
     assert getattr(store, "written", []) == [HEAD_KEY]
     assert not [key for key in reading.keys_read if key.startswith(("deltas/", "anchors/"))]
 
 
-def test_later_versions_and_late_anchors_follow(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(2)
-    mirror = Mirror(source, mirror_store)
+def test_later_versions_and_late_anchors_follow(pair: Pair) -> None:
+    pair.grow(2)
+    mirror = pair.mirror()
     list(mirror.catch_up())
     assert list(mirror.catch_up()) == []
-    grow(7, every=2)
+    pair.grow(7, every=2)
     list(mirror.catch_up())
-    found = copy_of(mirror_store)
+    found = copy_of(pair.there)
     found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+    assert found == copy_of(pair.source)
     assert any(key.startswith("edges/") for key in found)
 
 
-def test_an_interrupted_payload_is_proven_before_it_counts(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(3)
-    whole = copy_of(source)
+def test_an_interrupted_payload_is_proven_before_it_counts(pair: Pair) -> None:
+    pair.grow(3)
+    whole = copy_of(pair.source)
     first, second, *_ = sorted(key for key in whole if key.startswith("deltas/"))
-    mirror_store.put(MIRROR_KEY, b"")
-    mirror_store.delete(MIRROR_KEY)
-    mirror_store.put(first, whole[first])
-    mirror_store.put(second, bytes(len(whole[second])))  # of the right length
-    reading = FaultyStore(source)
-    list(Mirror(reading, mirror_store).catch_up())
+    pair.there.put(MIRROR_KEY, b"")
+    pair.there.delete(MIRROR_KEY)
+    pair.there.put(first, whole[first])
+    pair.there.put(second, bytes(len(whole[second])))  # of the right length
+    reading = FaultyStore(pair.source)
+    list(Mirror(reading, pair.there).catch_up())
     assert first not in reading.keys_read
     assert second in reading.keys_read
-    found = copy_of(mirror_store)
+    found = copy_of(pair.there)
     found.pop(MIRROR_KEY)
     assert found == whole
 
 
-def test_a_mirror_that_lost_objects_heals(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(9)
-    list(Mirror(source, mirror_store).catch_up())
+def test_a_mirror_that_lost_objects_heals(pair: Pair) -> None:
+    pair.grow(9)
+    pair.copy()
     for prefix in ("deltas/00000000000000000003", "anchors/", "edges/", manifest_key(5)):
-        for info in list(mirror_store.list(prefix)):
-            mirror_store.delete(info.key)
-    list(Mirror(source, mirror_store).catch_up())
-    found = copy_of(mirror_store)
-    found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+        for info in list(pair.there.list(prefix)):
+            pair.there.delete(info.key)
+    pair.copy()
+    pair.check()
 
 
 @pytest.mark.parametrize(("start", "first"), [("head", 8), (7, 4), (3, 0)])
-def test_a_mirror_may_hold_less(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    model: TinyModel,
-    start: Any,
-    first: int,
-) -> None:
-    grow(9)
-    list(Mirror(source, mirror_store, start=start, writer="deltachain 1").catch_up())
-    record = read_mirror(mirror_store)
-    assert record is not None
-    assert (record.first, record.source, record.writer) == (first, source.url, "deltachain 1")
-    whole, found = copy_of(source), copy_of(mirror_store)
+def test_a_mirror_may_hold_less(pair: Pair, start: Any, first: int) -> None:
+    pair.grow(9)
+    pair.copy(start=start, writer="deltachain 1")
+    record = present(read_mirror(pair.there))
+    assert (record.first, record.source, record.writer) == (first, pair.source.url, "deltachain 1")
+    whole, found = copy_of(pair.source), copy_of(pair.there)
     found.pop(MIRROR_KEY)
     assert all(whole[key] == data for key, data in found.items())
     left = sorted(whole.keys() - found.keys())
     assert all(key.startswith(("deltas/", "anchors/")) for key in left)
     assert all(int(key.split("/")[1][:20]) < first for key in left)
     assert bool(left) == (first > 0)
-    tensors = tensors_of(model)
-    Subscriber("memory://unused", tensors, store=mirror_store).update()
-    assert same(bits_of(tensors), bits_of(model))
-    list(Mirror(source, mirror_store).catch_up())  # goes on from where it began
-    assert read_mirror(mirror_store) == record
+    tensors = tensors_of(pair.model)
+    Subscriber("memory://unused", tensors, store=pair.there).update()
+    assert same(bits_of(tensors), bits_of(pair.model))
+    pair.copy()  # goes on from where it began
+    assert read_mirror(pair.there) == record
 
 
-def test_another_start_is_refused(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(9)
-    list(Mirror(source, mirror_store, start="head").catch_up())
+def test_another_start_is_refused(pair: Pair) -> None:
+    pair.grow(9)
+    pair.copy(start="head")
     with pytest.raises(ConfigError, match="from version 8 on"):
-        list(Mirror(source, mirror_store, start=5).catch_up())
+        pair.copy(start=5)
 
 
 def test_payloads_that_the_source_lost_are_left_out_and_named(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    model: TinyModel,
-    caplog: pytest.LogCaptureFixture,
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    grow(9)
-    gone = [info.key for info in source.list("deltas/00000000000000000002")]
+    pair.grow(9)
+    gone = [info.key for info in pair.source.list("deltas/00000000000000000002")]
     for key in gone:
-        source.delete(key)
-    mirror = Mirror(source, mirror_store)
+        pair.source.delete(key)
+    mirror = pair.mirror()
     with caplog.at_level(logging.WARNING):
         list(mirror.catch_up())
     assert mirror.left_out == set(gone)
-    assert f"{gone[0]} is gone from {source.url}" in caplog.text
-    tensors = tensors_of(model)
-    Subscriber("memory://unused", tensors, store=mirror_store).update()
-    assert same(bits_of(tensors), bits_of(model))
+    assert f"{gone[0]} is gone from {pair.source.url}" in caplog.text
+    tensors = tensors_of(pair.model)
+    Subscriber("memory://unused", tensors, store=pair.there).update()
+    assert same(bits_of(tensors), bits_of(pair.model))
 
 
 def test_of_many_lost_payloads_the_first_are_named(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    caplog: pytest.LogCaptureFixture,
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    grow(9)
-    gone = [info.key for info in source.list("deltas/")][:7]
+    pair.grow(9)
+    gone = [info.key for info in pair.source.list("deltas/")][:7]
     for key in gone:
-        source.delete(key)
-    mirror = Mirror(source, mirror_store)
+        pair.source.delete(key)
+    mirror = pair.mirror()
     with caplog.at_level(logging.WARNING):
         list(mirror.catch_up())
     assert mirror.left_out == set(gone)
@@ -233,58 +202,45 @@ def test_of_many_lost_payloads_the_first_are_named(
 
 
 def test_a_mirror_of_a_mirror_that_holds_less_misses_nothing(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    caplog: pytest.LogCaptureFixture,
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    grow(9)
+    pair.grow(9)
     second = MemoryStore()
-    list(Mirror(source, mirror_store, start="head").catch_up())
-    mirror = Mirror(mirror_store, second)
+    pair.copy(start="head")
+    mirror = Mirror(pair.there, second)
     with caplog.at_level(logging.WARNING):
         list(mirror.catch_up())
     assert "is left out" not in caplog.text
     assert not mirror.left_out
-    record = read_mirror(second)
-    assert record is not None
+    record = present(read_mirror(second))
     assert record.first == 8
-    assert copy_of(second).keys() == copy_of(mirror_store).keys()
+    assert copy_of(second).keys() == copy_of(pair.there).keys()
 
 
-def test_a_start_that_is_not_committed_is_named(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(3)
+def test_a_start_that_is_not_committed_is_named(pair: Pair) -> None:
+    pair.grow(3)
     with pytest.raises(ChainError, match="does not have version 99") as caught:
-        list(Mirror(source, mirror_store, start=99).catch_up())
+        pair.copy(start=99)
     assert caught.value.hint == "the head is version 3"
-    assert not list(mirror_store.list())
+    assert not list(pair.there.list())
 
 
-def test_a_mirror_that_no_newcomer_can_join_says_so_and_heals_by_an_anchor(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(5, every=1000)
-    for info in list(source.list("anchors/")):
-        source.delete(info.key)
-    mirror = Mirror(source, mirror_store)
+def test_a_mirror_that_no_newcomer_can_join_says_so_and_heals_by_an_anchor(pair: Pair) -> None:
+    pair.grow(5, every=1000)
+    for info in list(pair.source.list("anchors/")):
+        pair.source.delete(info.key)
+    mirror = pair.mirror()
     with pytest.raises(BrokenChainError, match=r"no newcomer can join .* version 5"):
         list(mirror.catch_up())
     assert mirror.version == 5
-    grow(1, every=1)
+    pair.grow(1, every=1)
     list(mirror.catch_up())
     assert mirror.version == 7
 
 
-def test_memory_is_bounded(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    grow(9)
-    largest = max(info.nbytes for info in source.list())
+def test_memory_is_bounded(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.grow(9)
+    largest = max(info.nbytes for info in pair.source.list())
     monkeypatch.setattr(flow, "AHEAD_NBYTES", largest)
     held: list[int] = []
 
@@ -295,34 +251,28 @@ def test_memory_is_bounded(
 
     has_room = flow.CopyPipeline._has_room
     monkeypatch.setattr(flow.CopyPipeline, "_has_room", measure)
-    list(Mirror(source, mirror_store).catch_up())
+    pair.copy()
     assert max(held) <= largest
-    found = copy_of(mirror_store)
-    found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+    pair.check()
 
 
 @pytest.mark.parametrize("restarts", [False, True])
 def test_documents_that_a_killed_writer_left_empty_are_copied_again(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    restarts: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, restarts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "SURVEY", 1)
-    grow(20)
-    chain = Chain.open(source)
+    pair.grow(20)
+    chain = Chain.open(pair.source)
     tags.set_(chain, "best", chain.read(3), time=1.0)
-    mirror = Mirror(source, mirror_store)
+    mirror = pair.mirror()
     list(mirror.catch_up())
-    whole = copy_of(mirror_store)
+    whole = copy_of(pair.there)
     for key in whole:
         if not key.startswith(PAYLOADS) and key not in (MIRROR_KEY, HEAD_KEY):
-            mirror_store.put(key, b"")
-    mirror = Mirror(source, mirror_store) if restarts else mirror
+            pair.there.put(key, b"")
+    mirror = pair.mirror() if restarts else mirror
     list(mirror.catch_up())
-    assert copy_of(mirror_store) == whole
+    assert copy_of(pair.there) == whole
 
 
 @pytest.mark.parametrize("do", ["fail", "lose-reply"])
@@ -331,90 +281,79 @@ def test_documents_that_a_killed_writer_left_empty_are_copied_again(
     ["mirror", "table", "assets/", "chain", "deltas/", "anchors/", "edges/", "manifests/", "head"],
 )
 def test_a_store_that_fails_costs_a_round_and_no_object(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, do: Action, prefix: str
+    pair: Pair, do: Action, prefix: str
 ) -> None:
-    grow(6, every=2)
-    faulty = FaultyStore(mirror_store, Fault(do, prefix), Fault(do, prefix, nth=3))
-    mirror = Mirror(source, faulty)
+    pair.grow(6, every=2)
+    faulty = FaultyStore(pair.there, Fault(do, prefix), Fault(do, prefix, nth=3))
+    mirror = Mirror(pair.source, faulty)
     for _ in range(2):
         with suppress(StoreUnavailableError):
             list(mirror.catch_up())
     list(mirror.catch_up())
     assert faulty.struck
-    found = copy_of(mirror_store)
-    found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+    pair.check()
 
 
-def test_a_lost_reply_is_no_failure(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(3)
-    faulty = FaultyStore(mirror_store, Fault("own-412", "manifests/"))
-    list(Mirror(source, faulty).catch_up())
+def test_a_lost_reply_is_no_failure(pair: Pair) -> None:
+    pair.grow(3)
+    faulty = FaultyStore(pair.there, Fault("own-412", "manifests/"))
+    list(Mirror(pair.source, faulty).catch_up())
     assert faulty.struck
-    recompute(mirror_store)
+    recompute(pair.there)
 
 
-def test_a_source_without_a_chain_is_named(source: MemoryStore, mirror_store: MemoryStore) -> None:
+def test_a_source_without_a_chain_is_named(pair: Pair) -> None:
     with pytest.raises(ObjectNotFoundError, match=r"chain\.json"):
-        list(Mirror(source, mirror_store).catch_up())
-    assert list(mirror_store.list()) == []
+        pair.copy()
+    assert list(pair.there.list()) == []
 
 
-def test_a_store_with_a_chain_is_no_mirror(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(1)
-    grow(1, to=mirror_store)
-    before = copy_of(mirror_store)
+def test_a_store_with_a_chain_is_no_mirror(pair: Pair) -> None:
+    pair.grow(1)
+    pair.grow(1, to=pair.there)
+    before = copy_of(pair.there)
     with pytest.raises(ConfigError, match="has a chain, and is no mirror"):
-        list(Mirror(source, mirror_store).catch_up())
-    assert copy_of(mirror_store) == before
+        pair.copy()
+    assert copy_of(pair.there) == before
 
 
-def test_a_mirror_has_one_chain(source: MemoryStore, mirror_store: MemoryStore, grow: Grow) -> None:
+def test_a_mirror_has_one_chain(pair: Pair) -> None:
     other = MemoryStore()
-    grow(1)
-    grow(1, to=other)
-    list(Mirror(source, mirror_store).catch_up())
+    pair.grow(1)
+    pair.grow(1, to=other)
+    pair.copy()
     with pytest.raises(ChainMismatchError, match="mirrors chain"):
-        list(Mirror(other, mirror_store).catch_up())
+        list(Mirror(other, pair.there).catch_up())
 
 
-def test_a_mirror_of_a_mirror_is_the_same(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(5)
+def test_a_mirror_of_a_mirror_is_the_same(pair: Pair) -> None:
+    pair.grow(5)
     second = MemoryStore()
-    list(Mirror(source, mirror_store).catch_up())
-    list(Mirror(mirror_store, second).catch_up())
+    pair.copy()
+    list(Mirror(pair.there, second).catch_up())
     found = copy_of(second)
-    assert found.pop(MIRROR_KEY) != mirror_store.get(MIRROR_KEY)
-    assert found == copy_of(source)
+    assert found.pop(MIRROR_KEY) != pair.there.get(MIRROR_KEY)
+    assert found == copy_of(pair.source)
 
 
-def test_publishers_refuse_a_mirror_until_it_is_promoted(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, model: TinyModel
-) -> None:
-    grow(5)
-    mirror = Mirror(source, mirror_store)
+def test_publishers_refuse_a_mirror_until_it_is_promoted(pair: Pair) -> None:
+    pair.grow(5)
+    mirror = pair.mirror()
     list(mirror.catch_up())
-    before = copy_of(mirror_store)
-    publisher = Publisher(PublishConfig(url=mirror_store.url), store=mirror_store)
+    before = copy_of(pair.there)
+    publisher = Publisher(PublishConfig(url=pair.there.url), store=pair.there)
     with pytest.raises(ConfigError, match=r"is a mirror of .*nothing is written there") as refused:
-        publisher.attach(model)
+        publisher.attach(pair.model)
     assert "--promote" in refused.value.hint
-    assert copy_of(mirror_store) == before
-    assert promote(mirror_store) == 5
-    with Publisher(PublishConfig(url=mirror_store.url), store=mirror_store).attach(model) as again:
-        train_(model, 77)
+    assert copy_of(pair.there) == before
+    assert promote(pair.there) == 5
+    with Publisher(PublishConfig(url=pair.there.url), store=pair.there).attach(pair.model) as again:
+        train_(pair.model, 77)
         again.publish()
     with pytest.raises(ConfigError, match="not this mirror any more"):
         list(mirror.catch_up())
-    recompute(mirror_store)
-    head = Chain.open(mirror_store).head()
-    assert head is not None
+    recompute(pair.there)
+    head = present(Chain.open(pair.there).head())
     assert head.version == 7
     with pytest.raises(ConfigError, match="is no mirror"):
-        promote(mirror_store)
+        promote(pair.there)

@@ -11,15 +11,14 @@ from contextlib import contextmanager
 import pytest
 
 from deltachain.errors import ForkedChainError, MirrorLagsError
-from deltachain.format.keys import MIRROR_KEY, manifest_key
+from deltachain.format.keys import manifest_key
 from deltachain.mirror import Mirror, MirrorReceipt, follow
 from deltachain.mirror import copies as flow
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.faults import FaultyStore
-from tests.support.models import TinyModel, bits_of, same, tensors_of, train_
-from tests.unit.mirror.conftest import Grow, copy_of
+from tests.support.models import bits_of, same, tensors_of, train_
+from tests.unit.mirror.conftest import Pair, copy_of
 from tests.unit.subscribe.accidents import Told, nothing
 from tests.unit.subscribe.clock import Clock
 
@@ -55,107 +54,95 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_a_mirror_follows_a_running_publisher(
-    source: MemoryStore, mirror_store: MemoryStore, model: TinyModel
-) -> None:
-    mirror = Mirror(source, mirror_store)
-    tensors = tensors_of(model)
+def test_a_mirror_follows_a_running_publisher(pair: Pair) -> None:
+    mirror = pair.mirror()
+    tensors = tensors_of(pair.model)
     with following(mirror) as receipts:  # started before the trainer
         time.sleep(0.05)
-        config = PublishConfig(url=source.url, anchor_every=5, when_busy="wait")
-        with Publisher(config, store=source).attach(model) as publisher:
+        config = PublishConfig(url=pair.source.url, anchor_every=5, when_busy="wait")
+        with Publisher(config, store=pair.source).attach(pair.model) as publisher:
             for step in range(1, 31):
-                train_(model, step)
+                train_(pair.model, step)
                 publisher.publish(step=step)
         until(
-            lambda: mirror.version == 30 and copy_of(source).keys() < copy_of(mirror_store).keys()
+            lambda: (
+                mirror.version == 30 and copy_of(pair.source).keys() < copy_of(pair.there).keys()
+            )
         )
-        subscriber = Subscriber("memory://unused", tensors, store=mirror_store)
+        subscriber = Subscriber("memory://unused", tensors, store=pair.there)
         subscriber.update()
         assert subscriber.version == 30
-    assert same(bits_of(tensors), bits_of(model))
+    assert same(bits_of(tensors), bits_of(pair.model))
     assert sorted({r.version for r in receipts}) == list(range(31))
     list(mirror.catch_up())
-    found = copy_of(mirror_store)
-    found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+    pair.check()
 
 
 def test_failures_are_logged_once_and_tried_again(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, caplog: pytest.LogCaptureFixture
+    pair: Pair, caplog: pytest.LogCaptureFixture
 ) -> None:
-    grow(3)
-    faulty = FaultyStore(source)
-    mirror = Mirror(faulty, mirror_store)
+    pair.grow(3)
+    faulty = FaultyStore(pair.source)
+    mirror = Mirror(faulty, pair.there)
     with caplog.at_level(logging.WARNING), following(mirror):
         until(lambda: mirror.version == 3)
         faulty.down = True
         until(lambda: "mirroring: " in caplog.text)
-        grow(2)
+        pair.grow(2)
         faulty.down = False
         until(lambda: mirror.version == 6)
     assert caplog.text.count("mirroring: ") == 1
 
 
-def test_a_fork_ends_the_loop(source: MemoryStore, mirror_store: MemoryStore, grow: Grow) -> None:
-    grow(3)
-    mirror = Mirror(source, mirror_store)
+def test_a_fork_ends_the_loop(pair: Pair) -> None:
+    pair.grow(3)
+    mirror = pair.mirror()
     list(mirror.catch_up())
-    mirror_store.put(manifest_key(4), b"{}")
-    grow(1)
+    pair.there.put(manifest_key(4), b"{}")
+    pair.grow(1)
     with pytest.raises(ForkedChainError), following(mirror):
         time.sleep(0.3)
 
 
-def test_stopping_loses_nothing(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    grow(9)
+def test_stopping_loses_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair.grow(9)
     monkeypatch.setattr(flow, "AHEAD", 4)
-    stop, mirror = threading.Event(), Mirror(source, mirror_store)
+    stop, mirror = threading.Event(), pair.mirror()
     for receipt in mirror.catch_up(stop):
         if receipt.version == 4:
             stop.set()
     assert 4 <= mirror.version < 9
     list(mirror.catch_up())
-    found = copy_of(mirror_store)
-    found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+    pair.check()
 
 
-def test_a_subscriber_goes_from_the_source_to_a_mirror(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, model: TinyModel
-) -> None:
-    grow(3)
-    tensors = tensors_of(model)
-    first = Subscriber("memory://unused", tensors, store=source)
+def test_a_subscriber_goes_from_the_source_to_a_mirror(pair: Pair) -> None:
+    pair.grow(3)
+    tensors = tensors_of(pair.model)
+    first = Subscriber("memory://unused", tensors, store=pair.source)
     first.update()
-    grow(4)
-    list(Mirror(source, mirror_store).catch_up())
-    second = Subscriber(SubscribeConfig(url="memory://unused"), tensors, store=mirror_store)
+    pair.grow(4)
+    pair.copy()
+    second = Subscriber(SubscribeConfig(url="memory://unused"), tensors, store=pair.there)
     receipt = second.update()
     assert receipt is not None
     assert receipt.previous == 4  # the publisher that was started again began with these bits
     assert second.version == 8
-    assert same(bits_of(tensors), bits_of(model))
+    assert same(bits_of(tensors), bits_of(pair.model))
 
 
 def test_a_follower_ahead_of_its_mirror_waits(
-    source: MemoryStore,
-    mirror_store: MemoryStore,
-    grow: Grow,
-    tmp_path: object,
-    monkeypatch: pytest.MonkeyPatch,
+    pair: Pair, tmp_path: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    grow(3)
-    mirror = Mirror(source, mirror_store)
+    pair.grow(3)
+    mirror = pair.mirror()
     list(mirror.catch_up())
-    grow(3)
+    pair.grow(3)
     folder = f"{tmp_path}/weights"
-    with Subscriber("memory://unused", folder, store=source) as first:
+    with Subscriber("memory://unused", folder, store=pair.source) as first:
         first.update()
     config = SubscribeConfig(url="memory://unused", poll_s=0.001, mirror=True)
-    follower = Subscriber(config, folder, store=mirror_store)
+    follower = Subscriber(config, folder, store=pair.there)
     told = Told(follower, Clock(follower, monkeypatch))
     with pytest.raises(
         MirrorLagsError, match=r"the mirror lags: version 7 is held, the newest .* 3"
@@ -169,7 +156,7 @@ def test_a_follower_ahead_of_its_mirror_waits(
     list(mirror.catch_up())
     assert told.run(nothing) == []
     assert told.said[-1] is None
-    grow(1)
+    pair.grow(1)
     list(mirror.catch_up())
     assert told.run(nothing)[-1] == 9
     follower.close()

@@ -34,7 +34,7 @@ from deltachain.mirror import Mirror
 from deltachain.store import MemoryStore
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import recompute
-from tests.unit.mirror.conftest import Grow, copy_of
+from tests.unit.mirror.conftest import Pair, copy_of
 
 AT = 5
 """The version that is forged, of nine; version 4 has an anchor, which it lists."""
@@ -120,96 +120,82 @@ FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError
 
 
 @pytest.mark.parametrize("what", FORGERIES)
-def test_nothing_past_a_forgery_is_copied(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, what: str
-) -> None:
-    grow(9)
-    true = copy_of(source)
+def test_nothing_past_a_forgery_is_copied(pair: Pair, what: str) -> None:
+    pair.grow(9)
+    true = copy_of(pair.source)
     act, error, at = FORGERIES[what]
-    act(source)
-    mirror = Mirror(source, mirror_store)
+    act(pair.source)
+    mirror = pair.mirror()
     for _ in range(3):
         with pytest.raises(error):
             list(mirror.catch_up())
     with pytest.raises(error):
-        list(Mirror(source, mirror_store).catch_up())
-    found = copy_of(mirror_store)
+        pair.copy()
+    found = copy_of(pair.there)
     assert manifest_key(AT - 1) in found
     assert manifest_key(at) not in found
     assert not any((version_of(key) or 0) > at for key in found)
     assert HEAD_KEY not in found
     if at == AT:
         assert all(true[key] == data for key, data in found.items() if key != MIRROR_KEY)
-        recompute(mirror_store)
+        recompute(pair.there)
         for key, data in true.items():  # put back: the mirror goes on
-            source.put(key, data)
-        list(Mirror(source, mirror_store).catch_up())
-        found = copy_of(mirror_store)
+            pair.source.put(key, data)
+        pair.copy()
+        found = copy_of(pair.there)
         found.pop(MIRROR_KEY)
         assert found == true
 
 
 @pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
-def test_a_forged_identity_is_not_copied(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, key: str
-) -> None:
-    grow(2)
-    document = json.loads(source.get(key))
+def test_a_forged_identity_is_not_copied(pair: Pair, key: str) -> None:
+    pair.grow(2)
+    document = json.loads(pair.source.get(key))
     document["unknown" if key == CHAIN_KEY else "ext"] = {"forged": 1}
-    source.put(key, json.dumps(document).encode())
+    pair.source.put(key, json.dumps(document).encode())
     with pytest.raises(FormatError):
-        list(Mirror(source, mirror_store).catch_up())
-    assert copy_of(mirror_store) == {}
+        pair.copy()
+    assert copy_of(pair.there) == {}
 
 
-def test_a_forged_asset_ends_the_copy(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(2)
-    flip(source, "assets/")
+def test_a_forged_asset_ends_the_copy(pair: Pair) -> None:
+    pair.grow(2)
+    flip(pair.source, "assets/")
     with pytest.raises(DigestMismatchError):
-        list(Mirror(source, mirror_store).catch_up())
-    assert copy_of(mirror_store).keys() == {MIRROR_KEY, TABLE_KEY}
+        pair.copy()
+    assert copy_of(pair.there).keys() == {MIRROR_KEY, TABLE_KEY}
 
 
-def test_a_bit_that_flips_in_transit_is_read_again(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(6)
+def test_a_bit_that_flips_in_transit_is_read_again(pair: Pair) -> None:
+    pair.grow(6)
     faulty = FaultyStore(
-        source,
+        pair.source,
         Fault("corrupt", f"deltas/{3:020d}"),
         Fault("corrupt", manifest_key(2)),
         Fault("corrupt", "edges/"),
     )
-    list(Mirror(faulty, mirror_store).catch_up())
+    list(Mirror(faulty, pair.there).catch_up())
     assert len(faulty.struck) == 3
-    found = copy_of(mirror_store)
-    found.pop(MIRROR_KEY)
-    assert found == copy_of(source)
+    pair.check()
 
 
-def test_a_forged_hint_misleads_nobody(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(6)
-    source.put(HEAD_KEY, b"nonsense")
-    list(Mirror(source, mirror_store).catch_up())
-    found = copy_of(mirror_store)
+def test_a_forged_hint_misleads_nobody(pair: Pair) -> None:
+    pair.grow(6)
+    pair.source.put(HEAD_KEY, b"nonsense")
+    pair.copy()
+    found = copy_of(pair.there)
     assert HEAD_KEY not in found
-    assert found.keys() - {MIRROR_KEY} == copy_of(source).keys() - {HEAD_KEY}
+    assert found.keys() - {MIRROR_KEY} == copy_of(pair.source).keys() - {HEAD_KEY}
 
 
-def test_a_forged_head_far_ahead_takes_no_memory(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
+def test_a_forged_head_far_ahead_takes_no_memory(pair: Pair) -> None:
     """All before the gap is copied, and what is committed once the forgery is gone."""
-    grow(3)
+    pair.grow(3)
     far = 3_000_000
-    forged = unseal(source.get(manifest_key(0)), Manifest, key=manifest_key(0))
-    source.put(manifest_key(far), seal(replace(forged, version=far)))
-    source.put(HEAD_KEY, dump(Head(version=far)))
-    mirror = Mirror(source, mirror_store)
+    forged = unseal(pair.source.get(manifest_key(0)), Manifest, key=manifest_key(0))
+    pair.source.put(manifest_key(far), seal(replace(forged, version=far)))
+    pair.source.put(HEAD_KEY, dump(Head(version=far)))
+    mirror = pair.mirror()
     tracemalloc.start()
     with pytest.raises(BrokenChainError, match="manifest of version 4 is missing"):
         list(mirror.catch_up())
@@ -217,64 +203,56 @@ def test_a_forged_head_far_ahead_takes_no_memory(
     tracemalloc.stop()
     assert mirror.version == 3
     assert most < 20 << 20
-    source.delete(manifest_key(far))
-    source.delete(HEAD_KEY)
-    grow(2)
+    pair.source.delete(manifest_key(far))
+    pair.source.delete(HEAD_KEY)
+    pair.grow(2)
     list(mirror.catch_up())
     assert mirror.version == 6
 
 
-def test_a_lost_manifest_is_named(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(6)
-    source.delete(KEY)
+def test_a_lost_manifest_is_named(pair: Pair) -> None:
+    pair.grow(6)
+    pair.source.delete(KEY)
     with pytest.raises(BrokenChainError, match="manifest of version 5 is missing"):
-        list(Mirror(source, mirror_store).catch_up())
-    assert manifest_key(4) in copy_of(mirror_store)
+        pair.copy()
+    assert manifest_key(4) in copy_of(pair.there)
 
 
-def test_a_source_that_went_back_is_named(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(3)
-    earlier = copy_of(source)
-    grow(3)
-    list(Mirror(source, mirror_store).catch_up())
-    for info in list(source.list()):
-        source.delete(info.key)
+def test_a_source_that_went_back_is_named(pair: Pair) -> None:
+    pair.grow(3)
+    earlier = copy_of(pair.source)
+    pair.grow(3)
+    pair.copy()
+    for info in list(pair.source.list()):
+        pair.source.delete(info.key)
     for key, data in earlier.items():
-        source.put(key, data)
-    before = copy_of(mirror_store)
+        pair.source.put(key, data)
+    before = copy_of(pair.there)
     with pytest.raises(StoreWentBackError, match="the source went back"):
-        list(Mirror(source, mirror_store).catch_up())
-    assert copy_of(mirror_store) == before
+        pair.copy()
+    assert copy_of(pair.there) == before
 
 
 @pytest.mark.parametrize("more", [0, 3])
-def test_a_source_with_another_history_is_named(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, more: int
-) -> None:
-    grow(3)
-    list(Mirror(source, mirror_store).catch_up())
-    before = copy_of(mirror_store)
-    forge(source, manifest_key(3), step=1000)
+def test_a_source_with_another_history_is_named(pair: Pair, more: int) -> None:
+    pair.grow(3)
+    pair.copy()
+    before = copy_of(pair.there)
+    forge(pair.source, manifest_key(3), step=1000)
     for _ in range(more):
-        grow(1)
+        pair.grow(1)
     with pytest.raises(ForkedChainError, match="version 3"):
-        list(Mirror(source, mirror_store).catch_up())
-    assert copy_of(mirror_store) == before
+        pair.copy()
+    assert copy_of(pair.there) == before
 
 
-def test_a_mirror_with_another_document_is_left_as_it_is(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(3)
-    mirror = Mirror(source, mirror_store)
+def test_a_mirror_with_another_document_is_left_as_it_is(pair: Pair) -> None:
+    pair.grow(3)
+    mirror = pair.mirror()
     list(mirror.catch_up())
-    grow(3)
-    mirror_store.put(manifest_key(5), b"{}")
+    pair.grow(3)
+    pair.there.put(manifest_key(5), b"{}")
     with pytest.raises(ForkedChainError, match="has another manifests/"):
         list(mirror.catch_up())
-    assert mirror_store.get(manifest_key(5)) == b"{}"
+    assert pair.there.get(manifest_key(5)) == b"{}"
     assert mirror.version == 4

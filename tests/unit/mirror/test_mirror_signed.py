@@ -27,7 +27,7 @@ from tests.hostile.signed import (
     trust_of,
 )
 
-AT = 3
+SIGNED_AT = 3
 READER = trust_of(1)
 
 
@@ -42,38 +42,40 @@ def relink(store: MemoryStore) -> None:
     """Publish another history from a version on, as somebody who controls the store."""
     evil = Author(MALLORY, evil=1).grow(6)
     for key, data in objects(evil.store).items():
-        if (version_of(key) or 0) >= AT:
+        if (version_of(key) or 0) >= SIGNED_AT:
             store.put(key, data)
 
 
 NEWEST = "another history by another key"
-FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError]]] = {
+SIGNED_FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError]]] = {
     "a manifest without its signature, its successors as they were": (
-        lambda store: edit(store, manifest_key(AT), lambda p: p.update(step=9), keeps=False),
+        lambda store: edit(store, manifest_key(SIGNED_AT), lambda p: p.update(step=9), keeps=False),
         SignatureError,
     ),
     "a changed manifest with the signature of another": (
-        lambda store: edit(store, manifest_key(AT), lambda p: p.update(step=9), keeps=True),
+        lambda store: edit(store, manifest_key(SIGNED_AT), lambda p: p.update(step=9), keeps=True),
         SignatureError,
     ),
     NEWEST: (relink, DeltaChainError),
 }
 
 
-@pytest.mark.parametrize("what", FORGERIES)
-def test_nothing_past_a_forgery_is_copied(what: str) -> None:
+@pytest.mark.parametrize("what", SIGNED_FORGERIES)
+def test_nothing_past_a_forgery_is_copied_with_keys(what: str) -> None:
     source, there = Author(OWNER).grow(6).store, MemoryStore()
     true = objects(source)
-    act, error = FORGERIES[what]
+    act, error = SIGNED_FORGERIES[what]
     act(source)
     for _ in range(2):
         with pytest.raises(error):
             mirrored(source, there)
     found = objects(there)
     found.pop(MIRROR_KEY)
-    assert (manifest_key(AT - 1) in found) is (what != NEWEST)  # a forged head ends it at once
+    assert (manifest_key(SIGNED_AT - 1) in found) is (
+        what != NEWEST
+    )  # a forged head ends it at once
     assert all(true[key] == data for key, data in found.items())
-    assert not any((version_of(key) or 0) >= AT for key in found)
+    assert not any((version_of(key) or 0) >= SIGNED_AT for key in found)
     for key, data in true.items():
         source.put(key, data)
     assert mirrored(source, there) == true
@@ -84,16 +86,16 @@ def test_a_history_that_was_hashed_and_linked_again_is_refused() -> None:
     parent = ""
     for version in range(6):
         key = manifest_key(version)
-        if version >= AT:
+        if version >= SIGNED_AT:
             edit(source, key, partial(dict.update, step=99, parent=parent), keeps=True)
         parent = Chain.open(source, NOBODY).read(version).digest
     with pytest.raises(SignatureError, match=r"manifests/0*5"):
         mirrored(source, there)
-    assert not any((version_of(key) or 0) >= AT for key in objects(there))
+    assert not any((version_of(key) or 0) >= SIGNED_AT for key in objects(there))
 
 
 def test_a_running_mirror_copies_nothing_of_another_history() -> None:
-    author, there = Author(OWNER).grow(AT), MemoryStore()
+    author, there = Author(OWNER).grow(SIGNED_AT), MemoryStore()
     mirror = Mirror(author.store, there, trust=READER)
     list(mirror.catch_up())
     author.grow(1)
@@ -101,7 +103,7 @@ def test_a_running_mirror_copies_nothing_of_another_history() -> None:
     for _ in range(10):
         with pytest.raises((SignatureError, ForkedChainError)):
             list(mirror.catch_up())
-    assert not any((version_of(key) or 0) >= AT for key in objects(there))
+    assert not any((version_of(key) or 0) >= SIGNED_AT for key in objects(there))
 
 
 def test_an_unsigned_identity_is_not_copied() -> None:
@@ -171,6 +173,6 @@ def test_tags_follow_their_versions() -> None:
 
 def test_a_fork_is_named_without_keys_too() -> None:
     source, there = Author(OWNER).grow(6).store, MemoryStore()
-    edit(source, manifest_key(AT), lambda p: p.update(step=9), keeps=False)
+    edit(source, manifest_key(SIGNED_AT), lambda p: p.update(step=9), keeps=False)
     with pytest.raises(ForkedChainError):
         list(Mirror(source, there, trust=NOBODY).catch_up())

@@ -21,7 +21,7 @@ from deltachain.mirror.mirror import LOOK_BACK, MirrorTotals, follow
 from deltachain.presence.writer import mirror_status
 from deltachain.status import Status
 from deltachain.store import MemoryStore
-from tests.unit.mirror.conftest import Grow, copy_of
+from tests.unit.mirror.conftest import Pair, copy_of
 
 GIVEN = {"MAX_SILENCE_S": 60.0, "MAX_LAG": 2}
 
@@ -45,10 +45,10 @@ def totals(monkeypatch: pytest.MonkeyPatch) -> MirrorTotals:
 
 
 def test_a_mirror_that_is_cut_off_from_its_source_is_not_ready(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, totals: MirrorTotals
+    pair: Pair, totals: MirrorTotals
 ) -> None:
-    grow(1)
-    mirror = Mirror(source, mirror_store)
+    pair.grow(1)
+    mirror = pair.mirror()
     assert mirror_status(mirror, totals, GIVEN, url="x").reason.startswith("it holds no version")
     for receipt in mirror.catch_up():
         totals.count(receipt)
@@ -64,16 +64,16 @@ def test_a_mirror_that_is_cut_off_from_its_source_is_not_ready(
 
 @pytest.mark.parametrize("lost", ["manifests/00000000000000000003", "anchors/"])
 def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, lost: str
+    pair: Pair, lost: str
 ) -> None:
     """However many rounds pass, most of which look at the newest version alone."""
-    grow(3, every=100)
+    pair.grow(3, every=100)
     if "manifests" in lost:
-        list(Mirror(source, mirror_store).catch_up())
-    backup = {info.key: source.get(info.key) for info in source.list(lost)}
+        pair.copy()
+    backup = {info.key: pair.source.get(info.key) for info in pair.source.list(lost)}
     for key in backup:
-        source.delete(key)
-    mirror, totals, stop = Mirror(source, mirror_store), MirrorTotals(), Event()
+        pair.source.delete(key)
+    mirror, totals, stop = pair.mirror(), MirrorTotals(), Event()
     seen = list[Status]()
 
     def looked(trouble: DeltaChainError | None) -> None:
@@ -81,7 +81,7 @@ def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
         seen.append(mirror_status(mirror, totals, {}, url="x"))
         if len(seen) == 20:
             for key, data in backup.items():
-                source.put(key, data)
+                pair.source.put(key, data)
         if seen[-1].ready or len(seen) > 300:
             stop.set()
 
@@ -93,28 +93,26 @@ def test_a_mirror_whose_source_lost_something_is_not_ready_until_it_is_back(
 
 @pytest.mark.parametrize("kind", [ObjectNotFoundError, StorePermissionError, StoreUnavailableError])
 def test_a_mirror_that_cannot_write_its_copy_is_not_ready(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow, kind: type[StoreError]
+    pair: Pair, kind: type[StoreError]
 ) -> None:
-    grow(2)
-    mirror, totals = Mirror(source, mirror_store), MirrorTotals()
+    pair.grow(2)
+    mirror, totals = pair.mirror(), MirrorTotals()
     for receipt in mirror.catch_up():
         totals.count(receipt)
     assert mirror_status(mirror, totals, {}, url="x").ready
-    totals.looked(kind("its copy is gone", url=mirror_store.url))
+    totals.looked(kind("its copy is gone", url=pair.there.url))
     assert mirror_status(mirror, totals, {}, url="x").reason == "its copy is gone"
 
 
-def test_a_mirror_finds_another_history_of_its_source_in_a_few_rounds(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(2)
-    backup, mirror = copy_of(source), Mirror(source, mirror_store)
-    grow(1)
+def test_a_mirror_finds_another_history_of_its_source_in_a_few_rounds(pair: Pair) -> None:
+    pair.grow(2)
+    backup, mirror = copy_of(pair.source), pair.mirror()
+    pair.grow(1)
     list(mirror.catch_up())
-    for key in copy_of(source).keys() - backup.keys():
-        source.delete(key)
-    grow(1)
-    source.delete(manifest_key(mirror.version + 1))  # as many versions, the newest another one
+    for key in copy_of(pair.source).keys() - backup.keys():
+        pair.source.delete(key)
+    pair.grow(1)
+    pair.source.delete(manifest_key(mirror.version + 1))  # as many versions, the newest another one
     rounds = (receipt for _ in range(LOOK_BACK) for receipt in mirror.catch_up())
     with pytest.raises(ForkedChainError, match=r"version \d of .* differs"):
         list(rounds)
@@ -129,9 +127,9 @@ def test_a_hung_write_to_the_mirror_is_silence(source: MemoryStore, totals: Mirr
     assert 30 <= totals.silence_of(mirror) < 60
 
 
-def test_a_long_copy_is_no_silence(mirror_store: MemoryStore, totals: MirrorTotals) -> None:
+def test_a_long_copy_is_no_silence(totals: MirrorTotals) -> None:
     source = Answering()
-    mirror = Mirror(source, mirror_store)
+    mirror = Mirror(source, MemoryStore())
     assert totals.silence_of(mirror) > 60
     mirror.is_copying = True
     assert totals.silence_of(mirror) == 0.0
@@ -139,11 +137,9 @@ def test_a_long_copy_is_no_silence(mirror_store: MemoryStore, totals: MirrorTota
     assert totals.silence_of(mirror) > 60
 
 
-def test_a_mirror_says_while_it_copies(
-    source: MemoryStore, mirror_store: MemoryStore, grow: Grow
-) -> None:
-    grow(3)
-    mirror = Mirror(source, mirror_store)
+def test_a_mirror_says_while_it_copies(pair: Pair) -> None:
+    pair.grow(3)
+    mirror = pair.mirror()
     receipts = mirror.catch_up()
     next(receipts)
     assert mirror.is_copying

@@ -10,12 +10,12 @@ import pytest
 from deltachain.format.keys import CHAIN_KEY, MIRROR_KEY, TABLE_KEY
 from deltachain.mirror import Mirror
 from deltachain.mirror.mirror import LOOK_BACK
-from deltachain.store import MemoryStore, Store, open_store
+from deltachain.store import Store, open_store
 from deltachain.subscribe import Subscriber
 from tests.support.hub.server import HubServer
 from tests.support.models import TinyModel, bits_of, recompute, same, tensors_of
 from tests.support.seaweed import Seaweed
-from tests.unit.mirror.conftest import Grow, copy_of
+from tests.unit.mirror.conftest import Pair, copy_of
 
 
 def check(first: Store, last: Store, model: TinyModel) -> None:
@@ -31,24 +31,24 @@ def check(first: Store, last: Store, model: TinyModel) -> None:
 
 
 def test_from_a_folder_to_s3_and_back(
-    seaweed: Seaweed, s3_url: Callable[[], str], tmp_path: Path, grow: Grow, model: TinyModel
+    pair: Pair, seaweed: Seaweed, s3_url: Callable[[], str], tmp_path: Path
 ) -> None:
     folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
     there = open_store(s3_url(), seaweed.options, writer=True)
-    grow(5, to=folder)
+    pair.grow(5, to=folder)
     for source, destination in ((folder, there), (there, back)):
         mirror = Mirror(source, destination)
         list(mirror.catch_up())
-        grow(2, to=folder)
+        pair.grow(2, to=folder)
         list(Mirror(folder, there).catch_up())
         list(mirror.catch_up())
-        check(source, destination, model)
+        check(source, destination, pair.model)
     there.close()
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_to_a_bucket_of_the_hub_and_back(
-    hub: HubServer, bucket: str, tmp_path: Path, grow: Grow, model: TinyModel, *, with_keys: bool
+    pair: Pair, hub: HubServer, bucket: str, tmp_path: Path, *, with_keys: bool
 ) -> None:
     hub.configure(calls=1_000_000)
     options = {"endpoint": hub.url, "token": hub.token, "calls": 1_000_000}
@@ -57,26 +57,26 @@ def test_to_a_bucket_of_the_hub_and_back(
         options |= {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret}
     there = open_store(f"hf://buckets/{bucket}/run/1", options, writer=True)
     folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
-    grow(5, to=folder)
+    pair.grow(5, to=folder)
     mirror = Mirror(folder, there)
     list(mirror.catch_up())
-    grow(3, to=folder)
+    pair.grow(3, to=folder)
     list(mirror.catch_up())
-    check(folder, there, model)
+    check(folder, there, pair.model)
     assert list(Mirror(folder, there).catch_up()) == []
     list(Mirror(there, back).catch_up())
-    check(there, back, model)
+    check(there, back, pair.model)
     there.close()
 
 
 @pytest.mark.parametrize("key", [CHAIN_KEY, TABLE_KEY])
 def test_a_mirror_that_follows_restores_a_lost_identity_within_a_look_back(
-    key: str, source: MemoryStore, mirror_store: MemoryStore, grow: Grow
+    pair: Pair, key: str
 ) -> None:
-    grow(1)
-    mirror = Mirror(source, mirror_store)
+    pair.grow(1)
+    mirror = pair.mirror()
     list(mirror.catch_up())
-    mirror_store.delete(key)
+    pair.there.delete(key)
     for _ in range(LOOK_BACK):
         list(mirror.catch_up())
-    assert mirror_store.get(key) == source.get(key)
+    assert pair.there.get(key) == pair.source.get(key)

@@ -68,8 +68,7 @@ def test_it_is_written_again_and_again_and_removed_at_the_end(
         source.wait(4)
         assert [info.key for info in store.list()] == [made.key]
         (found,) = records(store)
-        assert found.status == status()
-        assert found.ended is None
+        assert (found.status, found.ended) == (status(), None)
     assert records(store) == []
     made.close()  # again
 

@@ -23,6 +23,7 @@ from tests.support.models import (
     tensors_of,
     train_,
 )
+from tests.support.values import present
 
 Attach = Callable[..., Publisher]
 
@@ -42,8 +43,7 @@ def anchored(store: MemoryStore) -> list[int]:
 def joined(store: MemoryStore, model: nn.Module) -> str:
     """The plan by which a newcomer came to hold the model."""
     tensors = tensors_of(model)
-    receipt = Subscriber("memory://unused", tensors, store=store).update()
-    assert receipt is not None
+    receipt = present(Subscriber("memory://unused", tensors, store=store).update())
     assert same(bits_of(tensors), bits_of(model))
     return receipt.plan
 
@@ -69,14 +69,6 @@ def test_anchors_are_added_when_a_newcomer_would_pay_too_much(
     assert joined(store, model).count("->") <= 50 // len(found)
 
 
-def test_a_late_joiner_starts_from_the_newest_anchor(attach: Attach, store: MemoryStore) -> None:
-    model = plain_model()
-    publisher = attach(model, anchor_factor=0.001)
-    publish(publisher, model, range(1, 4))
-    assert anchored(store) == [1, 2, 3]
-    assert joined(store, model).startswith("nothing to 3: anchor->3 ")
-
-
 def test_anchors_come_as_often_as_is_set(attach: Attach, store: MemoryStore) -> None:
     model = plain_model()
     publisher = attach(model, anchor_every=3)
@@ -98,6 +90,15 @@ def test_the_anchor_of_the_head_is_found_by_the_hint_and_by_the_next_manifest(
     assert "anchor->2 " in joined(store, model)
 
 
+def manifests_of_a_plan(store: MemoryStore) -> int:
+    """Number of manifests that a newcomer reads to plan a way through versions 0 to 79."""
+    faulty = FaultyStore(store)
+    chain = Chain.open(faulty)
+    head = present(chain.head())
+    assert [edge.version for edge in chain.plan(None, head).edges] == list(range(80))
+    return len([key for key in faulty.keys_read if key.startswith("manifests/")])
+
+
 def test_a_long_history_is_read_a_window_at_a_time(attach: Attach, store: MemoryStore) -> None:
     model = nn.Linear(1280, 1280, dtype=torch.bfloat16)
     publisher = attach(model, anchor_factor=1000.0)
@@ -105,14 +106,7 @@ def test_a_long_history_is_read_a_window_at_a_time(attach: Attach, store: Memory
         train_(model, step, share=0.7)
         publisher.publish(step=step)
         publisher.flush()
-    faulty = FaultyStore(store)
-    chain = Chain.open(faulty)
-    head = chain.head()
-    assert head is not None
-    plan = chain.plan(None, head)
-    assert [edge.version for edge in plan.edges] == list(range(80))
-    manifests = [key for key in faulty.keys_read if key.startswith("manifests/")]
-    assert len(manifests) <= 80 // VERSIONS_LISTED + 2
+    assert manifests_of_a_plan(store) <= 80 // VERSIONS_LISTED + 2
 
 
 def test_small_deltas_have_small_manifests_and_few_of_them_are_read(
@@ -123,14 +117,7 @@ def test_small_deltas_have_small_manifests_and_few_of_them_are_read(
     sizes = [info.nbytes for info in store.list("manifests/")]
     assert sum(sizes) / len(sizes) < 2048
     assert max(sizes) > 3072  # of a version divisible by 16
-    faulty = FaultyStore(store)
-    chain = Chain.open(faulty)
-    head = chain.head()
-    assert head is not None
-    plan = chain.plan(None, head)
-    assert [edge.version for edge in plan.edges] == list(range(80))
-    manifests = [key for key in faulty.keys_read if key.startswith("manifests/")]
-    assert len(manifests) <= 80 // VERSIONS_LISTED + 6
+    assert manifests_of_a_plan(store) <= 80 // VERSIONS_LISTED + 6
 
 
 def test_a_publisher_started_again_lists_every_edge_it_claims(
@@ -145,8 +132,7 @@ def test_a_publisher_started_again_lists_every_edge_it_claims(
             publisher.publish(step=step)
         publisher.close()
     chain = Chain.open(store)
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     manifests = [committed.manifest for committed in chain.history(0, head.version)]
     for manifest in manifests:
         listed = {edge.version for edge in manifest.recent if not edge.record}
@@ -154,11 +140,13 @@ def test_a_publisher_started_again_lists_every_edge_it_claims(
         assert any(edge.base is None for edge in manifest.recent) or manifest.version == 0
 
 
-def test_an_anchor_is_planned_around_when_it_is_unusable(
+def test_the_newest_anchor_is_where_newcomers_start_unless_it_is_unusable(
     attach: Attach, store: MemoryStore
 ) -> None:
     model = plain_model()
     publish(attach(model, anchor_factor=0.001), model, range(1, 4))
+    assert anchored(store) == [1, 2, 3]
+    assert joined(store, model).startswith("nothing to 3: anchor->3 ")
     for info in list(store.list("anchors/00000000000000000003")):
         store.delete(info.key)
     assert joined(store, model).startswith("nothing to 3: anchor->2 ")

@@ -21,11 +21,9 @@ from transformers import (
 )
 
 from deltachain.errors import ConfigError
-from deltachain.publish import PublishConfig
-from deltachain.publish.publisher import Publisher
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.push import push
-from deltachain.store import FileStore
-from deltachain.store.memory import MemoryStore
+from deltachain.store import FileStore, MemoryStore
 from tests.unit.publish.library import llama
 
 

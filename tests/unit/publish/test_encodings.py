@@ -9,8 +9,9 @@ import time
 import torch
 from torch import nn
 
-from deltachain import PublishConfig, Publisher, PublishReceipt, Subscriber
 from deltachain.chain.upload import UploadClock
+from deltachain.publish import PublishConfig, Publisher, PublishReceipt
+from deltachain.subscribe import Subscriber
 from tests.unit.cli.support import invoke
 
 

@@ -23,6 +23,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.types import Buffer
 from tests.support.models import bits_of, fill_, recompute, same, tensors_of, train_
+from tests.support.values import present
 
 Attach = Callable[..., Publisher]
 
@@ -99,14 +100,12 @@ def test_versions_are_committed_while_an_anchor_is_on_its_way(
     publisher.flush()
     gated.delete(HEAD_KEY)
     tensors = tensors_of(model)
-    head = Chain.open(gated).head()
-    assert head is not None
+    head = present(Chain.open(gated).head())
     assert [(e.version, e.kind) for e in head.manifest.recent if e.base is None] == [
         (0, "anchor"),
         (1, "anchor"),
     ]
-    receipt = Subscriber("memory://unused", tensors, store=gated).update()
-    assert receipt is not None
+    receipt = present(Subscriber("memory://unused", tensors, store=gated).update())
     assert receipt.plan.startswith("nothing to 7: anchor->1 ")
 
 
@@ -122,8 +121,7 @@ def test_the_next_publisher_lists_an_anchor_that_only_the_hint_has(
     publisher.close()
     attach_to(gated, attach, model, anchor_factor=1000.0).close()
     gated.delete(HEAD_KEY)
-    head = Chain.open(gated).head()
-    assert head is not None
+    head = present(Chain.open(gated).head())
     assert head.version == 3
     assert 1 in [edge.version for edge in head.manifest.recent if edge.kind == "anchor"]
 

@@ -215,7 +215,8 @@ def test_a_tensor_that_is_new_is_refused(
     model = plain_model()
     publisher = attach(model)
     add(model)
-    refused(publisher, store, "'scores' was not there")
+    caught = refused(publisher, store, "'scores' was not there")
+    assert "URL of its own" in caught.hint
 
 
 def test_a_buffer_that_is_not_saved_may_come(attach: Attach) -> None:
@@ -243,7 +244,7 @@ def test_a_tensor_that_is_gone_is_refused(store: MemoryStore, attach: Attach) ->
     model: Any = TinyModel()
     publisher = attach(model)
     del model.head
-    refused(publisher, store, "'head.weight' is gone")
+    assert "URL of its own" in refused(publisher, store, "'head.weight' is gone").hint
 
 
 @pytest.mark.parametrize("convert", ["half", "double"])

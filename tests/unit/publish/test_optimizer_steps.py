@@ -17,7 +17,15 @@ from torch.optim import SGD, AdamW
 
 from deltachain.errors import ConfigError
 from tests.support.models import bits_of, same
-from tests.unit.publish.test_hook import Hook, fp32_model, hook, step, versions
+from tests.unit.publish.test_hook import (
+    Hook,
+    assert_published,
+    backward,
+    fp32_model,
+    hook,
+    step,
+    versions,
+)
 
 __all__ = ["hook"]  # a fixture
 
@@ -30,27 +38,6 @@ def test_one_optimizer_of_several_is_refused_before_anything_is_committed(
         hook(model, SGD([next(model.parameters())]))
     assert "attach(model, [one, other], url=...)" in caught.value.hint
     assert not (tmp_path / "chain").exists()
-
-
-def test_a_version_follows_the_step_of_the_last_of_several_optimizers(
-    hook: Hook, tmp_path: Path
-) -> None:
-    model = fp32_model()
-    first, *others = model.parameters()
-    one, other = SGD([first], lr=0.1), AdamW(others, lr=0.1)
-    attachment = hook(model, [other, one], when_busy="wait")  # in any order
-    truth = []
-    for seed in range(3):
-        torch.manual_seed(seed)
-        model(torch.randn(4, 24)).square().mean().backward()
-        one.step()
-        other.step()
-        truth.append(bits_of(model))
-        model.zero_grad()
-    attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 4
-    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
 
 
 def test_optimizers_that_step_inside_backward_make_one_version_a_step(
@@ -68,13 +55,10 @@ def test_optimizers_that_step_inside_backward_make_one_version_a_step(
     attachment = hook(model, list(mine.values()), when_busy="wait")
     truth = []
     for seed in range(3):
-        torch.manual_seed(seed)
-        model(torch.randn(4, 24)).square().mean().backward()
+        backward(model, seed)
         truth.append(bits_of(model))
     attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 4
-    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+    assert_published(tmp_path, truth)
 
 
 @pytest.mark.parametrize("orders", [("ab", "ba", "ab"), ("ba", "ab", "ab"), ("aab", "aab")])
@@ -87,16 +71,13 @@ def test_a_version_follows_once_each_optimizer_has_stepped(
     attachment = hook(model, list(optimizers.values()), when_busy="wait")
     truth = []
     for seed, order in enumerate(orders):
-        torch.manual_seed(seed)
-        model(torch.randn(4, 24)).square().mean().backward()
+        backward(model, seed)
         for name in order:
             optimizers[name].step()
         truth.append(bits_of(model))
         model.zero_grad()
     attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 1 + len(orders)
-    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+    assert_published(tmp_path, truth)
 
 
 def replaced(model: nn.Module, optimizer: Any) -> Any:
@@ -204,9 +185,7 @@ def test_a_step_inside_a_step_is_part_of_it(hook: Hook, tmp_path: Path) -> None:
         optimizer.step(loss)
         truth.append(bits_of(model))
     attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 3
-    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+    assert_published(tmp_path, truth)
 
 
 def test_the_inner_optimizer_of_a_step_in_two_calls_is_told(hook: Hook) -> None:
@@ -255,9 +234,7 @@ def test_what_a_step_does_after_the_one_it_inherits_is_part_of_it(
     attachment = hook(model, optimizer)
     step(model, optimizer, 0)
     attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 2
-    assert same(found[1].state, bits_of(model))
+    assert_published(tmp_path, [bits_of(model)])
 
 
 def test_a_step_that_fails_is_not_published_and_the_next_is(hook: Hook, tmp_path: Path) -> None:
@@ -288,15 +265,12 @@ def test_a_compiled_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
     compiled = torch.compile(optimizer.step, backend="eager")
     truth = []
     for seed in range(3):
-        torch.manual_seed(seed)
-        model(torch.randn(4, 24)).square().mean().backward()
+        backward(model, seed)
         compiled()
         truth.append(bits_of(model))
         optimizer.zero_grad()
     attachment.detach()
-    found = versions(tmp_path)
-    assert len(found) == 4
-    assert all(same(found[v].state, bits) for v, bits in enumerate(truth, start=1))
+    assert_published(tmp_path, truth)
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own

@@ -67,7 +67,7 @@ def test_a_weight_that_changes_changes_its_byte_alone(recipe: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("recipe", sorted(WIDTHS))
-def test_a_scale_that_moves_changes_its_block_alone(recipe: str, tmp_path: Path) -> None:
+def test_a_scale_that_moves_changes_its_packed_block_alone(recipe: str, tmp_path: Path) -> None:
     width = WIDTHS[recipe]
     nnz, where = differences(tmp_path, str(tmp_path / "chain"), recipe, linear(), 1.5)
     assert where.keys() == {"weight_packed", "weight_scale"}

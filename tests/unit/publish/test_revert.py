@@ -34,6 +34,7 @@ from tests.support.models import (
     same,
     train_,
 )
+from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore
 
 Attach = Callable[..., Publisher]
@@ -68,8 +69,7 @@ def back(store: MemoryStore, version: int, **settings: object) -> Reverted:
 
 
 def head(store: MemoryStore) -> Manifest:
-    found = Chain.open(store).head()
-    assert found is not None
+    found = present(Chain.open(store).head())
     return found.manifest
 
 
@@ -99,8 +99,7 @@ def test_followers_go_back_and_stay_there_when_started_again(
     with Subscriber(config, replica.target, store=store) as subscriber:
         subscriber.update()
         back(store, 2)
-        receipt = subscriber.update()
-        assert receipt is not None
+        receipt = present(subscriber.update())
         assert (receipt.version, receipt.previous) == (7, 6)
         assert same(replica.bits(), truth)
     late = replica_of(model, kind, tmp_path / "late")

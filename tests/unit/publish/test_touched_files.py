@@ -25,10 +25,9 @@ from transformers import (
 from deltachain.chain.chain import Chain
 from deltachain.checkpoint import ASSET_NBYTES
 from deltachain.errors import ChainMismatchError, ConfigError
-from deltachain.publish import PublishConfig
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
 from deltachain.publish.model.kept_files import with_dtype_of
-from deltachain.publish.publisher import Publisher
 from deltachain.publish.push import push
 from deltachain.store import FileStore
 from deltachain.subscribe import Subscriber

@@ -31,6 +31,7 @@ from tests.format.forge import take_apart
 from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.gpu.ranks import Bench
 from tests.support.engine import Sharding, full_of
+from tests.support.values import present
 from tests.unit.replica.replicas import SHAPES, Followed
 
 
@@ -122,29 +123,6 @@ def test_the_effect_is_that_of_the_host(tmp_path: Path, kind: str) -> None:
     assert effects[0] == effects[1]
 
 
-def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = OnDevice(Sharding(tp=2), tmp_path)
-    here.publish(1)
-    staged = here.subscriber.stage()
-    assert staged is not None
-    write, left = staging.write_, [1]
-
-    def half(changes: Any) -> None:
-        if left:
-            left.pop()
-            write(replace(changes, blocks=changes.blocks[:1]))
-            raise torch.OutOfMemoryError("no room")
-        write(changes)
-
-    monkeypatch.setattr(staging, "write_", half)
-    with pytest.raises(Exception, match="no room"):
-        here.subscriber.swap(staged)
-    assert here.holds(0)
-    here.subscriber.update()
-    assert here.holds(1)
-    here.close()
-
-
 def test_one_byte_and_a_half_a_change_cross_to_the_device(
     one_percent: OnDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,8 +146,7 @@ def test_one_byte_and_a_half_a_change_cross_to_the_device(
 
 def test_what_lies_in_the_spool_is_what_came_over_the_wire(one_percent: OnDevice) -> None:
     here, wire = one_percent, wire_nbytes(one_percent, 1)
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     (spool,) = here.spools()
     written = sum(file.stat().st_size for file in spool.iterdir())
     assert wire <= written <= 1.1 * wire
@@ -270,3 +247,25 @@ def test_random_streams_are_refused_or_decoded_as_on_the_host(part: str) -> None
         assert mine == outcome(data, on_device=False)
         found.add(mine[0])
     assert "sound" in found
+
+
+def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = OnDevice(Sharding(tp=2), tmp_path)
+    here.publish(1)
+    staged = present(here.subscriber.stage())
+    write, left = staging.write_, [1]
+
+    def half(changes: Any) -> None:
+        if left:
+            left.pop()
+            write(replace(changes, blocks=changes.blocks[:1]))
+            raise torch.OutOfMemoryError("no room")
+        write(changes)
+
+    monkeypatch.setattr(staging, "write_", half)
+    with pytest.raises(Exception, match="no room"):
+        here.subscriber.swap(staged)
+    assert here.holds(0)
+    here.subscriber.update()
+    assert here.holds(1)
+    here.close()

@@ -22,7 +22,7 @@ EVERY_S = 0.01
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+def watched_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
     monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 0.2)
     found = Followed(Sharding(tp=2), tmp_path)
     yield found
@@ -30,9 +30,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
 
 
 @contextmanager
-def watched(here: Followed, **settings: object) -> Iterator[Leader]:
+def watched(watched_ranks: Followed, **settings: object) -> Iterator[Leader]:
     """A started leader that asks its engine often."""
-    with led(here, **settings) as leader:
+    with led(watched_ranks, **settings) as leader:
         leader.engine_watch = EngineWatch(
             leader.target, lambda: bool(leader.released), every_s=EVERY_S
         )
@@ -53,16 +53,16 @@ def has(leader: Leader, reason: str) -> Status:
 
 
 @pytest.mark.parametrize("follow", [False, True])
-def test_an_idle_engine_that_hangs_is_not_ready(here: Followed, follow: bool) -> None:
-    answers, call = Event(), here.engine.call
+def test_an_idle_engine_that_hangs_is_not_ready(watched_ranks: Followed, follow: bool) -> None:
+    answers, call = Event(), watched_ranks.engine.call
 
     def hang(*given: object) -> object:
         assert answers.wait(60)
         return call(*given)  # type: ignore[arg-type]
 
-    with watched(here, follow=follow) as leader:
+    with watched(watched_ranks, follow=follow) as leader:
         assert has(leader, "").ready
-        with mock.patch.object(here.engine, "call", hang):
+        with mock.patch.object(watched_ranks.engine, "call", hang):
             found = has(leader, "the engine has not answered for")
             assert not found.ready
             assert found.fault == found.reason
@@ -70,63 +70,63 @@ def test_an_idle_engine_that_hangs_is_not_ready(here: Followed, follow: bool) ->
             assert has(leader, "").fault == ""
 
 
-def test_an_engine_that_refuses_connections_is_not_ready(here: Followed) -> None:
-    with watched(here) as leader:
-        here.engine.faults.dies["status"] = False
+def test_an_engine_that_refuses_connections_is_not_ready(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        watched_ranks.engine.faults.dies["status"] = False
         assert not has(leader, "the engine has not answered for").ready
-        here.engine.faults.dies.clear()
+        watched_ranks.engine.faults.dies.clear()
         assert has(leader, "").ready
 
 
-def test_an_engine_that_another_client_paused_is_not_ready(here: Followed) -> None:
-    with watched(here) as leader:
-        here.engine.paused = True
+def test_an_engine_that_another_client_paused_is_not_ready(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        watched_ranks.engine.paused = True
         found = has(leader, "paused by another client")
         assert found.paused
         assert not found.ready
-        here.publish(1)
+        watched_ranks.publish(1)
         assert leader.update() is not None
-        assert here.engine.paused  # through the swap, as before
+        assert watched_ranks.engine.paused  # through the swap, as before
         assert has(leader, "paused by another client").version == 1
-        here.engine.paused = False
+        watched_ranks.engine.paused = False
         assert not has(leader, "").paused
 
 
-def test_an_engine_that_another_client_paused_is_asked_often(here: Followed) -> None:
-    with led(here) as leader:
+def test_an_engine_that_another_client_paused_is_asked_often(watched_ranks: Followed) -> None:
+    with led(watched_ranks) as leader:
         leader.engine_watch = EngineWatch(leader.target, lambda: False, every_s=3600)
-        here.engine.paused = True
+        watched_ranks.engine.paused = True
         leader.start()
         assert has(leader, "paused by another client").paused
-        here.engine.paused = False
+        watched_ranks.engine.paused = False
         assert not has(leader, "").paused
 
 
-def test_resuming_by_our_route_counts_at_once(here: Followed) -> None:
-    with watched(here) as leader:
-        here.engine.paused = True
+def test_resuming_by_our_route_counts_at_once(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        watched_ranks.engine.paused = True
         has(leader, "paused by another client")
         leader.resume()
         assert leader.status().ready
 
 
-def test_the_pause_of_a_swap_is_not_of_another_client(here: Followed) -> None:
-    holds = PauseHolds(here.engine)
+def test_the_pause_of_a_swap_is_not_of_another_client(watched_ranks: Followed) -> None:
+    holds = PauseHolds(watched_ranks.engine)
 
     def during_a_swap() -> bool:
-        asked.side_effect = lambda: here.engine.paused
+        asked.side_effect = lambda: watched_ranks.engine.paused
         holds.hold()
-        paused = here.engine.paused
+        paused = watched_ranks.engine.paused
         holds.go_on()
         return paused  # read after the swap
 
-    with mock.patch.object(here.engine, "is_paused", side_effect=during_a_swap) as asked:
+    with mock.patch.object(watched_ranks.engine, "is_paused", side_effect=during_a_swap) as asked:
         holds.look()
     assert holds.why == ""
 
 
-def test_a_leader_that_was_replaced_says_so_without_being_called(here: Followed) -> None:
-    with watched(here) as leader, led(here) as other:
+def test_a_leader_that_was_replaced_says_so_without_being_called(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader, led(watched_ranks) as other:
         other.start()
         found = has(leader, "rank 0: another leader has attached")
         assert found.fault == found.reason
@@ -134,18 +134,18 @@ def test_a_leader_that_was_replaced_says_so_without_being_called(here: Followed)
         assert other.status().ready
 
 
-def test_an_engine_is_watched_too_where_the_caller_follows(here: Followed) -> None:
-    with led(here) as leader:
+def test_an_engine_is_watched_too_where_the_caller_follows(watched_ranks: Followed) -> None:
+    with led(watched_ranks) as leader:
         leader.engine_watch = EngineWatch(leader.target, lambda: False, every_s=EVERY_S)
-        here.publish(1)
+        watched_ranks.publish(1)
         following = leader.follow()
         next(following)
-        here.engine.faults.dies["status"] = False
+        watched_ranks.engine.faults.dies["status"] = False
         assert not has(leader, "the engine has not answered for").ready
 
 
-def test_a_sleeping_engine_is_not_asked(here: Followed) -> None:
-    with watched(here) as leader:
+def test_a_sleeping_engine_is_not_asked(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
         leader.released = frozenset({"weights"})
         refuses = mock.Mock(side_effect=ApplyError("the engine has released its weights"))
         with mock.patch.object(leader.target, "look", refuses):
@@ -156,8 +156,8 @@ def test_a_sleeping_engine_is_not_asked(here: Followed) -> None:
             assert leader.status().fault == ""
 
 
-def test_an_update_session_of_another_client_is_an_answer(here: Followed) -> None:
-    with watched(here) as leader:
+def test_an_update_session_of_another_client_is_an_answer(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
         session = mock.Mock(side_effect=PartialApplyError("an open update session"))
         with mock.patch.object(leader.target, "look", session):
             eventually(lambda: session.call_count > 50)

@@ -29,6 +29,7 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import StateDigest
 from tests.support.engine import FakeEngine, Sharding, save, trained
 from tests.support.models import train_
+from tests.support.values import present
 from tests.unit.replica.rank_process import RankProcess
 from tests.unit.replica.replicas import Followed
 
@@ -96,8 +97,7 @@ class Apart:
     def publish(self, seed: int) -> StateDigest:
         train_(self.model, seed, share=0.05)
         self.publisher.publish(step=seed)
-        receipt = self.publisher.flush()
-        assert receipt is not None
+        receipt = present(self.publisher.flush())
         return receipt.state
 
     @property
@@ -143,8 +143,7 @@ def test_two_ranks_with_spools_apart_follow_heal_and_roll_back(tmp_path: Path) -
         assert here.subscriber.update() is not None  # two versions, folded
         assert here.live == states[3]
         here.subscriber._poison()
-        healed = here.subscriber.update()  # from nothing: an anchor and three deltas
-        assert healed is not None
+        healed = present(here.subscriber.update())  # from nothing: an anchor and three deltas
         assert healed.plan.startswith("nothing")
         assert here.live == states[3]
         here.publish(4)
@@ -152,8 +151,7 @@ def test_two_ranks_with_spools_apart_follow_heal_and_roll_back(tmp_path: Path) -
         assert here.subscriber.rollback().version == 3
         assert here.live == states[3]
         here.subscriber.rollback(1)  # by the store
-        assert here.live == states[1]
-        assert here.engine.version == 1
+        assert (here.live, here.engine.version) == (states[1], 1)
 
 
 def test_a_fetcher_that_fails_is_replaced_by_another_rank_of_its_host(tmp_path: Path) -> None:
@@ -186,8 +184,7 @@ def test_spools_of_all_hosts_go_once_they_are_written(tmp_path: Path) -> None:
         here.subscriber.update()
         assert here.left() == []
         here.publish(1)
-        staged = here.subscriber.stage()
-        assert staged is not None
+        staged = present(here.subscriber.stage())
         names = [one.name for one in here.left()]
         assert len(set(names)) == 2
         here.subscriber.swap(staged)

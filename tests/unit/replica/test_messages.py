@@ -59,7 +59,7 @@ INDEX = SpoolIndex(
     objects=(SpooledObject(ref=ObjectRef(key="deltas/a", nbytes=9, blake3="b", pin="c"), edge=1),),
 )
 
-REQUESTS: list[RankRequest] = [
+MESSAGES: list[RankRequest] = [
     AttachRequest(
         leader="one",
         sequence=1,
@@ -129,11 +129,11 @@ def kind_of(message: object) -> str:
 
 
 def test_every_message_is_tried_here() -> None:
-    assert {type(one) for one in REQUESTS} == set(typing.get_args(AnyRequest))
+    assert {type(one) for one in MESSAGES} == set(typing.get_args(AnyRequest))
     assert {type(one) for one in REPLIES} == set(typing.get_args(AnyReply))
 
 
-@pytest.mark.parametrize("request_", REQUESTS, ids=kind_of)
+@pytest.mark.parametrize("request_", MESSAGES, ids=kind_of)
 def test_requests_arrive_as_they_were_sent(request_: RankRequest) -> None:
     assert decode_request(encode(request_)) == request_
     assert decode_request(encode(request_).encode()) == request_
@@ -158,7 +158,7 @@ def test_what_is_no_message_is_a_typed_error(text: Any) -> None:
     assert "same version of deltachain" in reply.value.hint
 
 
-@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=kind_of)
+@pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
 def test_truncated_messages_are_typed_errors(message: RankRequest | RankReply) -> None:
     text = encode(message)
     for end in range(len(text)):
@@ -168,13 +168,13 @@ def test_truncated_messages_are_typed_errors(message: RankRequest | RankReply) -
             decode_reply(text[:end])
 
 
-@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=kind_of)
+@pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
 def test_a_request_is_no_reply_and_a_reply_no_request(message: RankRequest | RankReply) -> None:
     with pytest.raises((ConfigError, ApplyError)):
         (decode_reply if isinstance(message, RankRequest) else decode_request)(encode(message))
 
 
-@pytest.mark.parametrize("message", [*REQUESTS, *REPLIES], ids=kind_of)
+@pytest.mark.parametrize("message", [*MESSAGES, *REPLIES], ids=kind_of)
 def test_no_field_is_of_another_type_more_or_missing(message: RankRequest | RankReply) -> None:
     decode = decode_request if isinstance(message, RankRequest) else decode_reply
     fields: dict[str, Any] = msgspec.to_builtins(message)
@@ -209,8 +209,3 @@ def test_who_asked_is_known_of_a_request_that_a_newer_leader_sends() -> None:
     assert call_id(text) == CallId("one", 7)
     for nothing in NONE_AT_ALL:
         assert call_id(nothing) == CallId()
-
-
-def test_no_two_messages_have_one_name() -> None:
-    for kinds in (typing.get_args(AnyRequest), typing.get_args(AnyReply)):
-        assert len({kind.__struct_config__.tag for kind in kinds}) == len(kinds)

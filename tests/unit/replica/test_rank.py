@@ -46,8 +46,7 @@ def test_what_fits_the_budget_is_kept_and_the_rest_is_deferred(bench: Bench) -> 
     assert 0 < staged.nbytes <= whole.nbytes // 2
     assert staged.deferred
     assert staged.placed
-    assert staged.names == whole.names
-    assert staged.effects == whole.effects
+    assert (staged.names, staged.effects) == (whole.names, whole.effects)
     bench.rank.swap(2, 1, back=False)
     assert bench.model.holds(bench.new)
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from deltachain.errors import (
-    ApplyError,
     BaseMismatchError,
     DigestMismatchError,
     TensorMismatchError,
@@ -19,6 +18,7 @@ from deltachain.kernels import device
 from deltachain.replica.target import PreparedSwap
 from tests.support.engine import HOSTED, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
+from tests.support.values import present
 from tests.unit.replica.replicas import SHAPES, Followed
 
 Build = Callable[..., Followed]
@@ -29,12 +29,10 @@ EVERY = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_versions_are_followed_folded_and_taken_back(followed: Build, shape: Sharding) -> None:
     here = followed(shape)
     here.publish(1, 2, 3)
-    receipt = here.subscriber.update(1)
-    assert receipt is not None
+    receipt = present(here.subscriber.update(1))
     assert (receipt.previous, receipt.version) == (0, 1)
     assert here.holds(1)
-    receipt = here.subscriber.update()  # two versions in one apply
-    assert receipt is not None
+    receipt = present(here.subscriber.update())  # two versions in one apply
     assert (receipt.previous, receipt.version) == (1, 3)
     assert here.holds(3)
     assert here.subscriber.scrub()
@@ -66,8 +64,7 @@ def test_a_poisoned_replica_heals_from_nothing(followed: Build, shape: Sharding)
     here.subscriber.open()
     here.subscriber.poisoned = True
     here.engine.events.clear()
-    receipt = here.subscriber.update()
-    assert receipt is not None
+    receipt = present(here.subscriber.update())
     assert receipt.previous is None
     assert here.holds(1)
     assert here.engine.events == ["pause", "write", "name 1", "resume"]
@@ -80,8 +77,7 @@ def test_without_a_budget_everything_is_written_as_it_is_decoded(
 ) -> None:
     here = followed(shape, stage_budget=0)
     here.publish(1)
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     assert isinstance(staged.prepared, PreparedSwap)
     assert not staged.prepared.can_undo
     assert all(not rank.rank.staged[staged.prepared.ticket].placed for rank in here.engine.services)
@@ -229,8 +225,7 @@ def test_a_foreign_write_is_refused_and_then_healed(followed: Build, shape: str,
         here.subscriber.update()
     assert here.engine.bits() == before
     assert here.subscriber.version is None
-    receipt = here.subscriber.update()
-    assert receipt is not None
+    receipt = present(here.subscriber.update())
     assert receipt.previous is None
     assert here.holds(2)
     assert here.subscriber.scrub()
@@ -283,8 +278,7 @@ def test_tensors_that_the_engine_replaced_are_found_again_and_healed(
 def test_spools_are_gone_once_they_are_written(followed: Build) -> None:
     here = followed()
     here.publish(1, 2)
-    staged = here.subscriber.stage(1)
-    assert staged is not None
+    staged = present(here.subscriber.stage(1))
     (spool,) = here.spools()
     assert {file.name for file in spool.iterdir()} == {
         "00000.safetensors",
@@ -313,20 +307,6 @@ def test_ranks_forget_what_nobody_can_ask_for(followed: Build) -> None:
     assert here.holds(3)
 
 
-def test_the_host_and_not_the_network_is_asked_for_spools(followed: Build) -> None:
-    here = followed()
-    here.publish(1)
-    here.spool.parent.mkdir(parents=True, exist_ok=True)
-    here.spool.write_bytes(b"not a folder")
-    with pytest.raises(ApplyError, match="cannot be written there") as caught:
-        here.subscriber.update()
-    assert "DELTACHAIN_SPOOL" in caught.value.hint
-    assert here.holds(0)
-    here.spool.unlink()
-    here.subscriber.update()
-    assert here.holds(1)
-
-
 def test_a_version_that_changes_nothing_is_followed(followed: Build) -> None:
     here = followed()
     here.subscriber.open()
@@ -336,14 +316,6 @@ def test_a_version_that_changes_nothing_is_followed(followed: Build) -> None:
     if here.subscriber.update() is not None:
         assert here.subscriber.version == 1
     assert here.holds(0)
-
-
-def test_an_engine_that_holds_something_else_than_it_loaded_is_refused(followed: Build) -> None:
-    here = followed()
-    here.publish(1)
-    here.engine.models[1].root.get_parameter("norm.weight").data.zero_()
-    with pytest.raises(TensorMismatchError, match="no proven way"):
-        here.subscriber.open()
 
 
 def test_a_corrupt_object_reaches_no_rank(followed: Build) -> None:
@@ -369,8 +341,7 @@ def test_another_subscriber_finds_what_the_last_one_left(followed: Build) -> Non
     again = here.subscribe()
     again.open()
     assert again.version == 1
-    receipt = again.update()
-    assert receipt is not None
+    receipt = present(again.update())
     assert receipt.previous == 1
     assert here.holds(2)
     assert again.scrub()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import msgspec
@@ -12,7 +13,6 @@ import pytest
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
-    DeltaChainError,
     PartialApplyError,
     PoisonedError,
     TensorMismatchError,
@@ -23,9 +23,12 @@ from deltachain.replica.messages import (
     PollRequest,
     RankReply,
     StagedReply,
+    StartedReply,
+    SwapReply,
 )
 from deltachain.types import StateDigest
-from tests.support.engine import Sharding
+from tests.support.engine import Faults, Sharding
+from tests.support.values import present
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -48,32 +51,145 @@ def here(followed: Build) -> Followed:
 def heals(here: Followed, version: int = 2) -> bool:
     """Whether the next update leads out of it, from nothing."""
     here.engine.events.clear()
-    receipt = here.subscriber.update()
-    assert receipt is not None
+    receipt = present(here.subscriber.update())
     assert receipt.previous is None
     assert here.engine.events == ["pause", "write", f"name {version}", "resume"]
     return here.holds(version) and here.subscriber.scrub()
 
 
-# Before anything is written
+Arrange = Callable[[Faults], object]
+REFUSALS = (ApplyError("no memory"), TensorMismatchError("no way"))
+UNWRITTEN: dict[str, tuple[Arrange, type[Exception], str]] = {
+    **{
+        f"rank {rank} refuses to {verb}: {error}": (
+            lambda faults, at=(rank, verb), error=error: faults.refuses.update({at: error}),
+            type(error),
+            f"rank {rank}: {error.args[0]}",
+        )
+        for rank, verb, error in product((0, 1), ("stage", "poll"), REFUSALS)
+    },
+    **{
+        f"dies in a {verb}, {first}": (
+            lambda faults, verb=verb, first=first: faults.dies.update({verb: first}),
+            ApplyError,
+            f"did not answer '{verb}'",
+        )
+        for verb, first in product(("stage", "poll"), (False, True))
+    },
+    **{
+        f"{fault} answers to {verb}": (
+            lambda faults, fault=fault, verb=verb: getattr(faults, fault).add(verb),
+            PoisonedError,
+            f"mixed up its ranks' answers to '{verb}'",
+        )
+        for fault, verb in product(("shifted", "fewer", "stale"), ("stage", "poll"))
+    },
+    **{
+        f"truncated answer to {verb}": (
+            lambda faults, verb=verb: faults.truncated.add(verb),
+            ApplyError,
+            "cannot read a rank's reply",
+        )
+        for verb in ("stage", "poll")
+    },
+    **{
+        f"{type(reply).__name__} to {verb}": (
+            lambda faults, verb=verb, reply=reply: faults.mistyped.update({verb: reply}),
+            PoisonedError,
+            f"ranks' answers to '{verb}'",
+        )
+        for verb, reply in (
+            ("stage", PendingReply()),
+            ("poll", StartedReply()),
+            ("poll", SwapReply(seconds=0, version=2, pid=1)),
+        )
+    },
+}
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("verb", ["stage", "poll"])
-@pytest.mark.parametrize("error", [ApplyError("no memory"), TensorMismatchError("no way")])
-def test_one_refusal_is_everybodys(
-    here: Followed, rank: int, verb: str, error: DeltaChainError
-) -> None:
-    here.engine.faults.refuses[rank, verb] = error
+@pytest.mark.parametrize("case", UNWRITTEN)
+def test_a_stage_that_fails_has_written_nothing(here: Followed, case: str) -> None:
+    arrange, error, why = UNWRITTEN[case]
+    arrange(here.engine.faults)
     before = here.engine.bits()
-    with pytest.raises(type(error), match=f"rank {rank}: {error.args[0]}"):
+    with pytest.raises(error, match=why) as caught:
         here.subscriber.update()
+    assert "truncated" not in case or "same version of deltachain" in caught.value.hint
     assert here.engine.bits() == before
     assert here.engine.events == [], "it was not even paused"
-    assert here.subscriber.version == 1
-    here.engine.faults.refuses.clear()
+    here.engine.faults = Faults()
     here.subscriber.update()
     assert here.holds(2)
+
+
+def test_a_status_of_another_type_is_not_believed(here: Followed) -> None:
+    here.engine.faults.mistyped["status"] = StartedReply()
+    with pytest.raises(PartialApplyError, match="ranks' answers to 'status'"):
+        here.subscriber.update()
+    assert here.holds(1)
+    assert "write" not in here.engine.events
+
+
+UNKNOWN: dict[str, tuple[Arrange, type[Exception], str]] = {
+    "cannot take back": (
+        lambda faults: faults.writes.update({(0, "write", 4): LOST, (0, "write", 6): LOST}),
+        PoisonedError,
+        "so did taking it back",
+    ),
+    "cannot take back what another failed at": (
+        lambda faults: faults.writes.update({(1, "write", 4): LOST, (0, "take back", 2): LOST}),
+        PoisonedError,
+        "could not be taken back on every other rank",
+    ),
+    **{
+        f"dies, {first}": (
+            lambda faults, first=first: faults.dies.update({"swap": first}),
+            ApplyError,
+            "did not answer 'swap'",
+        )
+        for first in (False, True)
+    },
+    **{
+        f"{fault} answers": (
+            lambda faults, fault=fault: getattr(faults, fault).add("swap"),
+            PoisonedError,
+            "mixed up its ranks' answers to 'swap'",
+        )
+        for fault in ("shifted", "fewer", "stale")
+    },
+    "mistyped answer": (
+        lambda faults: faults.mistyped.update({"swap": StartedReply()}),
+        PoisonedError,
+        "ranks' answers to 'swap'",
+    ),
+    "truncated answer": (
+        lambda faults: faults.truncated.add("swap"),
+        ApplyError,
+        "cannot read a rank's reply",
+    ),
+    # its weights are there, but what older ones cached may be as well
+    "cannot be named": (
+        lambda faults: setattr(faults, "name", ApplyError("the prefix cache could not be reset")),
+        ApplyError,
+        "prefix cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_a_swap_whose_end_is_unknown_poisons(here: Followed, case: str) -> None:
+    arrange, error, why = UNKNOWN[case]
+    arrange(here.engine.faults)
+    with pytest.raises(error, match=why):
+        here.subscriber.update()
+    assert "resume" not in here.engine.events, "it stays paused"
+    assert here.engine.paused
+    assert here.subscriber.version is None
+    here.engine.faults = Faults()
+    assert heals(here)
+
+
+# Before anything is written
 
 
 def lies_when_polled(
@@ -119,31 +235,6 @@ def test_a_rank_that_leaves_elements_out_is_found_out(
     assert here.engine.events == []
 
 
-@pytest.mark.parametrize("first", [False, True])
-@pytest.mark.parametrize("verb", ["stage", "poll"])
-def test_an_engine_that_dies_while_staging_has_written_nothing(
-    here: Followed, verb: str, first: bool
-) -> None:
-    here.engine.faults.dies[verb] = first
-    with pytest.raises(ApplyError, match=f"did not answer '{verb}'"):
-        here.subscriber.update()
-    assert here.holds(1)
-    assert here.engine.events == []
-    here.engine.faults.dies.clear()
-    here.subscriber.update()
-    assert here.holds(2)
-
-
-@pytest.mark.parametrize("fault", ["shifted", "fewer", "stale"])
-@pytest.mark.parametrize("verb", ["stage", "poll"])
-def test_answers_of_others_are_not_believed(here: Followed, verb: str, fault: str) -> None:
-    getattr(here.engine.faults, fault).add(verb)
-    with pytest.raises(PoisonedError, match=f"mixed up its ranks' answers to '{verb}'"):
-        here.subscriber.update()
-    assert here.holds(1)
-    assert here.engine.events == []
-
-
 def test_a_rank_that_never_ends_staging_is_given_up(
     here: Followed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,30 +261,20 @@ def test_an_engine_that_does_not_pause_is_not_written_to(here: Followed) -> None
 # In the middle of writing
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("nth", [1, 4, 20])
-def test_a_failure_on_one_rank_is_taken_back_on_all(here: Followed, rank: int, nth: int) -> None:
-    here.engine.faults.writes[rank, "write", nth] = LOST
+@pytest.mark.parametrize(("ranks", "nth"), [([0], 1), ([1], 4), ([1], 20), ([0, 1], 3)])
+def test_a_failure_on_one_rank_is_taken_back_on_all(
+    here: Followed, ranks: list[int], nth: int
+) -> None:
+    here.engine.faults.writes.update({(rank, "write", nth): LOST for rank in ranks})
     before = here.engine.bits()
-    with pytest.raises(PartialApplyError, match=f"rank {rank}: .*every rank has its old bits"):
+    with pytest.raises(PartialApplyError, match=f"rank {ranks[0]}: .*every rank has its old bits"):
         here.subscriber.update()
     assert not here.engine.faults.writes, "it was to fail"
     assert here.engine.bits() == before
-    assert here.engine.events == ["pause", "write", "take back", "resume"]
+    taken_back = ["take back"] if len(ranks) == 1 else []
+    assert here.engine.events == ["pause", "write", *taken_back, "resume"]
     assert here.subscriber.version == 1
     assert here.subscriber.scrub()
-    here.subscriber.update()
-    assert here.holds(2)
-
-
-def test_a_failure_on_every_rank_is_taken_back_by_each(here: Followed) -> None:
-    for rank in (0, 1):
-        here.engine.faults.writes[rank, "write", 3] = LOST
-    before = here.engine.bits()
-    with pytest.raises(PartialApplyError):
-        here.subscriber.update()
-    assert here.engine.bits() == before
-    assert here.engine.events == ["pause", "write", "resume"]
     here.subscriber.update()
     assert here.holds(2)
 
@@ -209,18 +290,8 @@ def test_who_failed_is_not_asked_to_write_again(here: Followed) -> None:
     assert here.engine.bits() == before
 
 
-def test_a_rank_that_refuses_to_write_keeps_the_others_from_it(here: Followed) -> None:
-    here.engine.faults.refuses[1, "swap"] = PartialApplyError("nothing is staged")
-    before = here.engine.bits()
-    with pytest.raises(PartialApplyError):
-        here.subscriber.update()
-    assert here.engine.bits() == before
-    assert here.subscriber.version == 1
-
-
 def test_a_rank_that_forgot_its_ticket_keeps_the_others_from_writing(here: Followed) -> None:
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     here.engine.services[0].rank.keep([])
     before = here.engine.bits()
     with pytest.raises(PartialApplyError, match="rank 0: nothing is staged under ticket"):
@@ -245,25 +316,6 @@ def test_a_failed_rollback_leaves_the_newer_version(here: Followed, rank: int) -
 # What cannot be taken back
 
 
-def test_a_rank_that_can_not_take_back_poisons(here: Followed) -> None:
-    here.engine.faults.writes.update({(0, "write", 4): LOST, (0, "write", 6): LOST})
-    with pytest.raises(PoisonedError, match="so did taking it back"):
-        here.subscriber.update()
-    assert here.engine.events == ["pause", "write"], "it stays paused"
-    assert here.engine.paused
-    assert here.subscriber.version is None
-    assert heals(here)
-
-
-def test_a_rank_that_can_not_take_back_what_another_failed_at_poisons(here: Followed) -> None:
-    here.engine.faults.writes.update({(1, "write", 4): LOST, (0, "take back", 2): LOST})
-    with pytest.raises(PoisonedError, match="could not be taken back on every other rank"):
-        here.subscriber.update()
-    assert here.engine.paused
-    assert here.subscriber.version is None
-    assert heals(here)
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_without_the_old_bits_a_failure_poisons(followed: Build, rank: int) -> None:
     here = followed(stage_budget=0)
@@ -276,48 +328,14 @@ def test_without_the_old_bits_a_failure_poisons(followed: Build, rank: int) -> N
     assert heals(here)
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_an_engine_that_dies_while_it_writes_poisons(here: Followed, first: bool) -> None:
-    here.engine.faults.dies["swap"] = first
-    with pytest.raises(ApplyError, match="did not answer 'swap'"):
-        here.subscriber.update()
-    assert here.engine.paused
-    assert here.subscriber.version is None
-    here.engine.faults.dies.clear()
-    assert heals(here)
-
-
-@pytest.mark.parametrize("fault", ["shifted", "fewer", "stale"])
-def test_mixed_up_answers_to_a_swap_poison(here: Followed, fault: str) -> None:
-    getattr(here.engine.faults, fault).add("swap")
-    with pytest.raises(PoisonedError, match="mixed up its ranks' answers to 'swap'"):
-        here.subscriber.update()
-    assert here.engine.paused
-    assert here.subscriber.version is None
-    getattr(here.engine.faults, fault).clear()
-    assert heals(here)
-
-
 def test_tensors_replaced_between_stage_and_swap_poison(here: Followed) -> None:
     """One rank has written when the other finds out."""
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     live = here.engine.models[1].root.get_parameter("norm.weight")
     live.data = live.data.clone()
     with pytest.raises(PoisonedError, match="replaced live tensors"):
         here.subscriber.swap(staged)
     assert here.engine.paused
-    assert heals(here)
-
-
-def test_a_version_that_can_not_be_named_poisons(here: Followed) -> None:
-    """Its weights are there, but what older ones cached may be as well."""
-    here.engine.faults.name = ApplyError("the prefix cache could not be reset")
-    with pytest.raises(ApplyError, match="prefix cache"):
-        here.subscriber.update()
-    assert here.engine.paused
-    assert here.subscriber.version is None
-    here.engine.faults.name = None
     assert heals(here)
 
 

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from deltachain.errors import ConfigError
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.subscribe import SubscribeConfig
 
@@ -56,27 +53,6 @@ def test_every_variable_is_read() -> None:
         max_lag=3,
         max_silence_s=60.0,
     )
-
-
-def test_no_budget_is_a_budget() -> None:
-    settings = ReplicaSettings.of(URL | {"DELTACHAIN_STAGE_BUDGET": "0"})
-    assert settings is not None
-    assert settings.subscribe.stage_budget == 0
-
-
-@pytest.mark.parametrize("name", ["POLL_S", "STAGE_BUDGET", "MAX_LAG", "MAX_SILENCE_S"])
-@pytest.mark.parametrize("value", ["often", "1s", "nan", "inf", "-inf", "0x10"])
-def test_what_is_no_number_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"DELTACHAIN_{name} is '{value}', expected a number"):
-        ReplicaSettings.of(URL | {f"DELTACHAIN_{name}": value})
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("POLL_S", "0"), ("POLL_S", "-1"), ("STAGE_BUDGET", "-1")]
-)
-def test_what_a_subscriber_refuses_is_refused(name: str, value: str) -> None:
-    with pytest.raises(ConfigError):
-        ReplicaSettings.of(URL | {f"DELTACHAIN_{name}": value})
 
 
 def test_the_spool_is_named_or_the_users_own() -> None:

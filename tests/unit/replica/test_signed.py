@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from tests.format.forge import dumps, enveloped
-from tests.unit.replica.replicas import Followed
+from tests.unit.replica.replicas import Followed, eventually
 
 KEY = SigningKey.of(b"\1" * 32)
 
@@ -41,13 +40,6 @@ def leader_of(here: Followed, trusted: SigningKey = KEY) -> Leader:
     settings = ReplicaSettings.of(environment)
     assert settings is not None
     return Leader(settings, here.engine, store=here.faulty)
-
-
-def eventually(check: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not check():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_replica_serves_on_while_an_unsigned_version_is_the_newest(signed: Followed) -> None:

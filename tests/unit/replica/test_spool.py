@@ -330,12 +330,6 @@ def test_a_spool_that_is_closed_while_it_is_written_goes_all_the_same(tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_lost_its_lock_is_swept_away(tmp_path: Path) -> None:
-    (tmp_path / f"{spool_module.PREFIX}left").mkdir()
-    spool = Spool.create(tmp_path, SpoolIndex())
-    assert list(tmp_path.iterdir()) == [spool.folder]
-
-
 # Where there is no room, or no right
 
 
@@ -367,6 +361,7 @@ def test_only_its_user_can_look_into_it(tmp_path: Path) -> None:
 
 def test_what_a_killed_leader_left_is_swept_away(tmp_path: Path) -> None:
     mine = spool_of(tmp_path, [delta("dense")])
+    (tmp_path / f"{spool_module.PREFIX}unlocked").mkdir()
     for folder in (f"{spool_module.PREFIX}left", "other"):  # the latter, no leader has made
         (tmp_path / folder).mkdir()
         for name in ("data", "index.json", "lock"):

@@ -25,6 +25,7 @@ from deltachain.replica.settings import RankSettings, ReplicaSettings
 from deltachain.replica.target import PreparedSwap, ReplicaTarget
 from deltachain.subscribe import Subscriber, subscriber
 from tests.support.engine import HOSTED, Sharding
+from tests.support.values import present
 from tests.unit.replica.replicas import Followed
 
 Build = Callable[..., Followed]
@@ -59,8 +60,7 @@ def leader(here: Followed) -> Leader:
 def test_a_leader_that_was_replaced_touches_neither_weights_nor_scheduler(
     here: Followed,
 ) -> None:
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     later = here.subscribe()
     later.open()
     here.engine.pause()  # the other is in the middle of a swap
@@ -282,8 +282,7 @@ def test_a_leader_of_another_chain_replaces_nobody(here: Followed) -> None:
 
 
 def test_an_engine_that_somebody_else_paused_to_write_is_not_resumed(here: Followed) -> None:
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     here.engine.faults.refuses[0, "status"] = PartialApplyError("an update session is open")
     here.engine.pause()
     here.engine.events.clear()

@@ -39,7 +39,7 @@ async def _nothing_more() -> Any:
     await asyncio.sleep(60)
 
 
-def asked(path: str, headers: dict[str, str]) -> tuple[bool, str]:
+def asked_of(path: str, headers: dict[str, str]) -> tuple[bool, str]:
     """What SGLang answers to ``/update_weights_from_disk``."""
     given = {"host": "a", **headers}  # as every client of HTTP 1.1 sends it
     pairs = [(name.encode(), value.encode()) for name, value in given.items()]
@@ -72,7 +72,7 @@ def test_a_version_needs_the_token_where_no_key_guards_the_route(
     control = Control(leader, "", token=TOKEN, is_open=False, is_guarded=is_guarded)
     app.state.deltachain = control
     monkeypatch.setattr(compat, "app", lambda: app)
-    found, message = asked("deltachain:1", headers)
+    found, message = asked_of("deltachain:1", headers)
     assert found is done
     assert leader.subscriber.version == (1 if done else None)
     assert TOKEN not in message
@@ -85,7 +85,7 @@ def test_what_is_no_version_is_refused(
     app = FastAPI()
     app.state.deltachain = Control(leader, "", token="", is_open=True, is_guarded=True)
     monkeypatch.setattr(compat, "app", lambda: app)
-    found, message = asked(f"deltachain:{named}", {})
+    found, message = asked_of(f"deltachain:{named}", {})
     assert not found
     assert "is no version" in message
     assert len(message) < 200

@@ -144,8 +144,7 @@ def test_what_is_copied_is_there(space: Path) -> None:
 @every_space
 def test_the_header_is_one_that_the_hub_takes(space: Path) -> None:
     found = card(space)
-    assert found.sdk == "docker"
-    assert found.license == "apache-2.0"
+    assert (found.sdk, found.license) == ("docker", "apache-2.0")
     assert found.tags
     assert all(tag == tag.lower() for tag in found.tags)
     rest: dict[str, Any] = found.to_dict()  # type: ignore[no-untyped-call]

@@ -70,8 +70,7 @@ def test_packages_of_the_image_stay_and_all_others_are_pinned(folder: Path) -> N
     done = install(folder)
     assert done.returncode == 0, done.stderr
     arguments = (folder / "arguments").read_text(encoding="utf-8").splitlines()
-    assert arguments[:3] == ["-m", "pip", "install"]
-    assert arguments[-1] == f"{WHEEL}[hf,s3]"
+    assert (arguments[:3], arguments[-1]) == (["-m", "pip", "install"], f"{WHEEL}[hf,s3]")
     found = set((folder / "constraints").read_text(encoding="utf-8").splitlines())
     own = (folder / "constraints.txt").read_text(encoding="utf-8").splitlines()
     expected = {line for line in own if not line.startswith(("#", "huggingface-hub=", "jmespath="))}
@@ -349,8 +348,7 @@ def test_the_engine_is_started_with_the_flags_of_a_follower(space: Space) -> Non
         ],
     }
     assert served["argv"] == [*expected[space.name], "--max-model-len", "4096"]
-    assert served["env"]["DELTACHAIN_FOLLOW"] == "1"
-    assert served["env"]["DELTACHAIN_URL"] == URL
+    assert (served["env"]["DELTACHAIN_FOLLOW"], served["env"]["DELTACHAIN_URL"]) == ("1", URL)
     assert "DELTACHAIN_BASE" not in served["env"]
     if space.name == "vllm":
         assert served["env"]["VLLM_PLUGINS"] == "deltachain,deltachain_http"

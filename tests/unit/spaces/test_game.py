@@ -70,8 +70,7 @@ def test_a_game_ends_by_the_secret_or_after_four_turns(secret: str, guesses: lis
         else:
             marks = "?"
         assert observation == f" = {' '.join(marks)}\n" + ("" if game.done else "guess:")
-        assert game.turns_left == TURNS - turn
-        assert game.done == (guess == secret or turn == TURNS)
+        assert (game.turns_left, game.done) == (TURNS - turn, guess == secret or turn == TURNS)
         if guess == secret:
             assert game.reward == pytest.approx(1.0 - 0.1 * (turn - 1))
             return

@@ -5,12 +5,16 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self, cast
+
+import pytest
+
+from deltachain.errors import StoreUnavailableError
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,11 @@ class Stub:
             self.seen.append(f"{request.command} {request.path}")
             self.headers.append({name.lower(): value for name, value in request.headers.items()})
             return self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+
+
+def took(call: Callable[[], object]) -> tuple[StoreUnavailableError, float]:
+    """How a call that cannot succeed ends, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError) as caught:
+        call()
+    return caught.value, time.monotonic() - began

@@ -33,7 +33,7 @@ def budget(clock: Clock, calls: int, window_s: float) -> Budget:
     return Budget(calls, window_s, clock=clock, sleep=clock.sleep)
 
 
-def test_requests_within_the_budget_do_not_wait(clock: Clock) -> None:
+def test_requests_wait_only_beyond_the_budget(clock: Clock) -> None:
     spending = budget(clock, 5, 300)
     assert [spending.take(0) for _ in range(5)] == [0.0] * 5
     assert clock.now == 100

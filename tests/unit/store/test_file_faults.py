@@ -21,6 +21,7 @@ from deltachain.errors import (
     StoreUnavailableError,
 )
 from deltachain.store import FileStore
+from tests.unit.store.calls import calls_of
 
 NOBODY = 65534
 """The user that Linux and macOS keep for those who own nothing."""
@@ -240,16 +241,7 @@ def test_disk_that_takes_few_bytes_at_a_time(
 def test_refused_permission(store: FileStore, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     store.put("a", b"data")
     monkeypatch.setattr(os, "open", failing(code))
-    calls: list[Callable[[], object]] = [
-        lambda: store.get("a"),
-        lambda: store.get_range("a", 0, 1),
-        lambda: store.put("a", b""),
-        lambda: store.put_if_absent("b", b""),
-        lambda: store.find("a"),
-        lambda: list(store.list()),
-        lambda: store.delete("a"),
-    ]
-    for call in calls:
+    for call in calls_of(store):
         with pytest.raises(StorePermissionError) as caught:
             call()
         assert isinstance(caught.value, PermissionError)

@@ -17,16 +17,16 @@ FOREIGN = (".tmp-mine", ".nfs0123456789abcdef", ".tmp-0123456789abcdef.swp", "tm
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> Path:
+def littered(tmp_path: Path) -> Path:
     """A folder with an object, leftovers of two ages, and old files of somebody else."""
-    root = tmp_path / "chain"
-    FileStore(root).put("a/object", b"data")
-    now = (root / "a").stat().st_mtime
+    littered = tmp_path / "chain"
+    FileStore(littered).put("a/object", b"data")
+    now = (littered / "a").stat().st_mtime
     for name in (OLD, YOUNG, *FOREIGN):
-        (root / "a" / name).write_bytes(b"left")
+        (littered / "a" / name).write_bytes(b"left")
         age = DAY - 60 if name == YOUNG else DAY + 60
-        os.utime(root / "a" / name, (now - age, now - age))
-    return root
+        os.utime(littered / "a" / name, (now - age, now - age))
+    return littered
 
 
 def names(folder: Path) -> set[str]:
@@ -34,79 +34,79 @@ def names(folder: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("method", ["put", "put_if_absent"])
-def test_old_leftovers_are_swept_by_the_first_write(root: Path, method: str) -> None:
-    getattr(FileStore(root), method)("a/next", b"data")
-    assert names(root / "a") == {"object", "next", YOUNG, *FOREIGN}
+def test_old_leftovers_are_swept_by_the_first_write(littered: Path, method: str) -> None:
+    getattr(FileStore(littered), method)("a/next", b"data")
+    assert names(littered / "a") == {"object", "next", YOUNG, *FOREIGN}
 
 
-def test_leftovers_are_swept_in_that_folder_alone_and_once(root: Path) -> None:
-    store = FileStore(root)
+def test_leftovers_are_swept_in_that_folder_alone_and_once(littered: Path) -> None:
+    store = FileStore(littered)
     store.put("b/next", b"data")
-    assert OLD in names(root / "a")
+    assert OLD in names(littered / "a")
     store.put("a/next", b"data")
-    assert OLD not in names(root / "a")
-    (root / "a" / OLD).write_bytes(b"left")
-    os.utime(root / "a" / OLD, (0, 0))
+    assert OLD not in names(littered / "a")
+    (littered / "a" / OLD).write_bytes(b"left")
+    os.utime(littered / "a" / OLD, (0, 0))
     store.put("a/next", b"data")
-    assert OLD in names(root / "a")
+    assert OLD in names(littered / "a")
 
 
-def test_few_folders_are_remembered_as_swept(root: Path) -> None:
+def test_few_folders_are_remembered_as_swept(littered: Path) -> None:
     """Every version has a folder of its own; a store that lives for months forgets the old ones."""
-    store = FileStore(root)
+    store = FileStore(littered)
     store.put("a/next", b"data")
     store.put("b/next", b"data")
     for folder in ("a", "b"):
-        (root / folder / OLD).write_bytes(b"left")
-        os.utime(root / folder / OLD, (0, 0))
+        (littered / folder / OLD).write_bytes(b"left")
+        os.utime(littered / folder / OLD, (0, 0))
     for number in range(300):
         store.put(f"{number}/next", b"data")
         store.put("a/next", b"data")
     store.put("b/next", b"data")
-    assert OLD in names(root / "a")
-    assert OLD not in names(root / "b")
+    assert OLD in names(littered / "a")
+    assert OLD not in names(littered / "b")
 
 
-def test_age_is_told_by_the_clock_of_the_file_system(root: Path) -> None:
+def test_age_is_told_by_the_clock_of_the_file_system(littered: Path) -> None:
     with clock_jump(30 * DAY):
-        FileStore(root).put("a/next", b"data")
-    assert YOUNG in names(root / "a")
-    (root / "a" / OLD).write_bytes(b"left")
-    os.utime(root / "a" / OLD, (0, 0))
+        FileStore(littered).put("a/next", b"data")
+    assert YOUNG in names(littered / "a")
+    (littered / "a" / OLD).write_bytes(b"left")
+    os.utime(littered / "a" / OLD, (0, 0))
     with clock_jump(-1000 * DAY):
-        FileStore(root).put("a/next", b"data")
-    assert OLD not in names(root / "a")
+        FileStore(littered).put("a/next", b"data")
+    assert OLD not in names(littered / "a")
 
 
-def test_folder_of_deleted_objects_does_not_stay_for_a_leftover(root: Path) -> None:
+def test_folder_of_deleted_objects_does_not_stay_for_a_leftover(littered: Path) -> None:
     for name in (YOUNG, *FOREIGN):
-        (root / "a" / name).unlink()
-    FileStore(root).delete("a/object")
-    assert not (root / "a").exists()
+        (littered / "a" / name).unlink()
+    FileStore(littered).delete("a/object")
+    assert not (littered / "a").exists()
 
 
-def test_what_is_no_file_is_not_swept(root: Path, tmp_path: Path) -> None:
-    (root / "a" / OLD).unlink()
-    (root / "a" / OLD).symlink_to(tmp_path)
-    os.utime(root / "a" / OLD, (0, 0), follow_symlinks=False)
-    FileStore(root).put("a/next", b"data")
-    assert OLD in names(root / "a")
+def test_what_is_no_file_is_not_swept(littered: Path, tmp_path: Path) -> None:
+    (littered / "a" / OLD).unlink()
+    (littered / "a" / OLD).symlink_to(tmp_path)
+    os.utime(littered / "a" / OLD, (0, 0), follow_symlinks=False)
+    FileStore(littered).put("a/next", b"data")
+    assert OLD in names(littered / "a")
 
 
-def test_sweep_that_fails_fails_no_write(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_that_fails_fails_no_write(littered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: object, **_kwargs: object) -> None:
         raise PermissionError(errno.EACCES, "refused")
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "unlink", refuse)
-        FileStore(root).put("a/next", b"data")
-    assert OLD in names(root / "a")
-    assert FileStore(root).get("a/next") == b"data"
+        FileStore(littered).put("a/next", b"data")
+    assert OLD in names(littered / "a")
+    assert FileStore(littered).get("a/next") == b"data"
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_stale_file_handle_is_opened_once_more(
-    root: Path, monkeypatch: pytest.MonkeyPatch, times: int
+    littered: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     pread, failed = os.pread, 0
 
@@ -118,7 +118,7 @@ def test_stale_file_handle_is_opened_once_more(
         return pread(file, nbytes, start)
 
     monkeypatch.setattr(os, "pread", stale)
-    store = FileStore(root)
+    store = FileStore(littered)
     if times > 1:
         with pytest.raises(StoreUnavailableError, match=r"[Ss]tale"):
             store.get("a/object")

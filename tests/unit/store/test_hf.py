@@ -12,6 +12,7 @@ from deltachain.errors import AlreadyExistsError, ConfigError, MalformedError, O
 from deltachain.store import Store, open_store
 from deltachain.testing.store import StoreContract, pattern
 from tests.support.hub.server import HubServer
+from tests.unit.store.calls import calls_of
 
 Open = Callable[..., Store]
 
@@ -48,15 +49,6 @@ def test_capabilities(opened: Open, gateway: dict[str, str]) -> None:
     alone, shared = opened().capabilities, opened(**gateway).capabilities
     assert (alone.conditional_put, shared.conditional_put) == (False, True)
     assert (alone.list_consistent, alone.probes, alone.poll_s) == (False, 1000, 5.0)
-
-
-def test_single_writer_keeps_what_others_wrote_before(opened: Open) -> None:
-    writers = [opened() for _ in range(4)]
-    writers[0].put_if_absent("a", b"first")
-    for writer in writers:
-        with pytest.raises(AlreadyExistsError):
-            writer.put_if_absent("a", b"second")
-    assert writers[0].get("a") == b"first"
 
 
 def test_without_conditions_a_racer_always_returns_and_the_object_is_whole(opened: Open) -> None:
@@ -211,13 +203,7 @@ def test_large_object_is_put_without_a_copy_on_disk(
 
 def test_missing_bucket_does_not_look_empty(hub: HubServer) -> None:
     store = open_store("hf://buckets/me/absent", {"endpoint": hub.url, "token": hub.token})
-    for call in (
-        lambda: store.get("a"),
-        lambda: store.find("a"),
-        lambda: store.put("a", b""),
-        lambda: list(store.list()),
-        lambda: store.delete("a"),
-    ):
+    for call in calls_of(store, "get", "find", "put", "list", "delete"):
         with pytest.raises(ConfigError, match="no bucket me/absent") as caught:
             call()
         assert "hf buckets create me/absent" in caught.value.hint

@@ -20,6 +20,7 @@ from deltachain.store import calls as outage
 from deltachain.testing.store import pattern
 from tests.support.hub.faults import RequestFault
 from tests.support.hub.server import HubServer
+from tests.unit.store.calls import calls_of
 
 Open = Callable[..., Store]
 
@@ -52,13 +53,8 @@ def test_read_only_token_follows_but_does_not_publish(hub: HubServer, opened: Op
 
 def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
     stranger = opened(token="hf_of_nobody")  # noqa: S106 - nobody's
-    for call in (
-        lambda: stranger.get("a"),
-        lambda: stranger.read("a", nbytes=1, pin="ab" * 32),
-        lambda: stranger.put("a", b""),
-        lambda: stranger.find("a"),
-        lambda: list(stranger.list()),
-    ):
+    calls = calls_of(stranger, "get", "put", "find", "list")
+    for call in (*calls, lambda: stranger.read("a", nbytes=1, pin="ab" * 32)):
         with pytest.raises(StorePermissionError, match="401") as caught:
             call()
         assert "hf auth login" in caught.value.hint

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
-from collections.abc import Callable
 
 import pytest
 
 from deltachain.errors import StoreUnavailableError
 from deltachain.store import Store, open_store
-from tests.unit.store.stub import Answer, Stub
+from tests.unit.store.calls import calls_of
+from tests.unit.store.stub import Answer, Stub, took
 
 PORTAL = Answer(200, body=b"<html>Welcome</html>", headers={"Content-Type": "text/html"})
 BOMB = gzip.compress(bytes(65 << 20), 1)
@@ -25,21 +24,7 @@ def opened(stub: Stub, deadline_s: float = 1.0) -> Store:
     return open_store("hf://buckets/me/bucket/run", {**options, "deadline_s": deadline_s})
 
 
-def calls_of(store: Store) -> list[Callable[[], object]]:
-    return [
-        lambda: store.find("a"),
-        lambda: list(store.list()),
-        lambda: store.get("a"),
-        lambda: store.put("a", b"data"),
-        lambda: store.delete("a"),
-    ]
-
-
-def took(call: Callable[[], object]) -> tuple[StoreUnavailableError, float]:
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailableError) as caught:
-        call()
-    return caught.value, time.monotonic() - began
+CALLS = ("find", "list", "get", "put", "delete")
 
 
 def found(*rows: object, **headers: str) -> Answer:
@@ -60,7 +45,7 @@ def test_redirect_elsewhere_is_unavailable_and_says_where_it_leads(status: int) 
 def test_redirect_without_end_is_unavailable(location: str) -> None:
     with Stub(Answer(308, headers={"Location": location})) as stub:
         store = opened(stub)
-        for call in calls_of(store):
+        for call in calls_of(store, *CALLS):
             _, seconds = took(call)
             assert seconds < 4
 
@@ -196,5 +181,5 @@ def test_exception_of_the_library_is_typed(
     with Stub(found(ROW)) as stub:
         store = opened(stub, 0.3)
         monkeypatch.setattr("huggingface_hub.utils.get_session", fail)
-        for call in calls_of(store):
+        for call in calls_of(store, *CALLS):
             took(call)

@@ -19,15 +19,12 @@ class TestMemoryStore(StoreContract):
         return lambda: store
 
 
-def test_named_store_is_one_for_everybody_and_survives_close() -> None:
+def test_stores_are_shared_by_name_alone() -> None:
     first = MemoryStore.named("test-memory-shared")
     first.put("a", b"data")
     first.close()
     assert MemoryStore.named("test-memory-shared").get("a") == b"data"
     assert first.url == "memory://test-memory-shared"
-
-
-def test_unnamed_stores_are_apart() -> None:
     first, second = MemoryStore(), MemoryStore()
     first.put("a", b"data")
     assert second.find("a") is None

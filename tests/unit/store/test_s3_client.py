@@ -219,8 +219,7 @@ def test_credentials_in_a_configured_endpoint_are_refused(monkeypatch: pytest.Mo
 def test_url_is_given_back(url: str, shown: str) -> None:
     opened = open_store(url, KEYS)
     assert isinstance(opened, S3Store)
-    assert opened.url == shown
-    assert opened.requests == 0
+    assert (opened.url, opened.requests) == (shown, 0)
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import gzip
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from deltachain.errors import AlreadyExistsError, StoreUnavailableError
-from deltachain.store import Store
+from deltachain.errors import AlreadyExistsError
 from deltachain.store.s3.store import S3Store, open_s3
-from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub
+from tests.unit.store.calls import calls_of
+from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub, took
 
 HERE = "s3://bucket/run"
 DATA = b"0123456789" * 20
@@ -21,29 +20,6 @@ DATA = b"0123456789" * 20
 
 def opened(stub: Stub, **options: object) -> S3Store:
     return open_s3(HERE, {**stub.options, "deadline_s": 0.3, **options})
-
-
-def calls_of(store: Store) -> list[Callable[[], object]]:
-    return [
-        lambda: store.get("a"),
-        lambda: store.read("a", nbytes=200),
-        lambda: store.get_range("a", 0, 10),
-        lambda: store.put("a", b"data"),
-        lambda: store.put("a", bytes(17 << 20)),
-        lambda: store.put_if_absent("a", b"data"),
-        lambda: store.find("a"),
-        lambda: store.find_all(["a", "b"]),
-        lambda: list(store.list()),
-        lambda: store.delete("a"),
-    ]
-
-
-def took(call: Callable[[], object]) -> tuple[StoreUnavailableError, float]:
-    """How a call that cannot succeed ends, and when."""
-    began = time.monotonic()
-    with pytest.raises(StoreUnavailableError) as caught:
-        call()
-    return caught.value, time.monotonic() - began
 
 
 def to(location: str, status: int = 301, region: str = "") -> Answer:
@@ -58,7 +34,7 @@ def to(location: str, status: int = 301, region: str = "") -> Answer:
 def test_redirect_is_unavailable_and_says_where_it_leads(status: int) -> None:
     with Stub(to("https://portal.example:8443/login?secret=1", status)) as stub:
         store = opened(stub)
-        for call in calls_of(store):
+        for call in calls_of(store, nbytes=200):
             error, seconds = took(call)
             assert error.retryable
             assert str(status) in str(error)
@@ -99,7 +75,7 @@ def test_slow_head_ends_at_the_deadline(status: int) -> None:
     slow = Answer(status, body=DATA, headers=LAST_MODIFIED, head_pace_s=0.05)
     with Stub(slow) as stub:
         store = opened(stub)
-        for call in calls_of(store):
+        for call in calls_of(store, nbytes=200):
             _, seconds = took(call)
             assert seconds < 4
 
@@ -265,7 +241,7 @@ def test_exception_of_the_library_is_typed(
         clients: list[Any] = [store._client, store._transfers]
         for client in clients:
             monkeypatch.setattr(client, "_make_api_call", fail)
-        for call in calls_of(store):
+        for call in [*calls_of(store, nbytes=200), *calls_of(store, "large")]:
             caught, seconds = took(call)
             assert isinstance(caught.__cause__, error)
             assert "said by" not in str(caught)

@@ -6,13 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor
 
 from deltachain.errors import DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from tests.support.models import Replica, TinyModel, replica_of, train_
+from tests.support.faults import FaultyStore
+from tests.support.models import Replica, TinyModel, replica_of, tensors_of, train_
+from tests.unit.subscribe.accidents import Told
+from tests.unit.subscribe.clock import Clock
 
 
 @pytest.fixture
@@ -78,12 +81,6 @@ def add_anchor(publisher: Publisher) -> Callable[[], None]:
 
 
 @pytest.fixture
-def other_model() -> nn.Module:
-    """Has other tensors than the one that is published."""
-    return TinyModel(width=32)
-
-
-@pytest.fixture
 def mirror(tmp_path: Path) -> Path:
     return tmp_path / "mirror"
 
@@ -98,3 +95,24 @@ def subscriber(
     subscriber.update()
     publish(2)
     return subscriber
+
+
+@pytest.fixture
+def zeros(model: TinyModel) -> dict[str, Tensor]:
+    """A target in memory that holds nothing."""
+    return tensors_of(model)
+
+
+@pytest.fixture
+def faulty(store: MemoryStore) -> FaultyStore:
+    return FaultyStore(store)
+
+
+@pytest.fixture
+def clock(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(subscriber, monkeypatch)
+
+
+@pytest.fixture
+def told(subscriber: Subscriber, clock: Clock) -> Told:
+    return Told(subscriber, clock)

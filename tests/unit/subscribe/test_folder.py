@@ -25,6 +25,7 @@ from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.subscribe.targets.local import Patches
 from deltachain.subscribe.targets.patch import Patch
 from tests.support.models import State, TinyModel, bits_of, plain_model, same
+from tests.support.values import present
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -91,8 +92,7 @@ def test_the_same_process_heals_from_nothing(
     subscriber: Subscriber, mirror: Path, model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interrupt(subscriber, monkeypatch, after=2)
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert receipt.previous is None
     assert same(bits(mirror), bits_of(model))
 
@@ -145,8 +145,7 @@ def test_a_journal_that_is_damaged_is_forgotten_and_the_folder_heals(
     interrupt(subscriber, monkeypatch, after=after)
     damage(mirror)
     again = subscribe(mirror, verify_at_start=verify)
-    receipt = again.update()
-    assert receipt is not None
+    receipt = present(again.update())
     assert receipt.previous == (None if after else 1)
     assert same(bits(mirror), bits_of(model))
     assert again.scrub()
@@ -226,41 +225,6 @@ def test_a_full_disk_while_writing_the_journal_writes_nothing(
     assert same(bits(mirror), bits_of(model))
 
 
-def test_a_full_disk_while_a_folder_is_first_filled_leaves_no_weights(
-    mirror: Path,
-    subscribe: Subscribe,
-    publish: Publish,
-    model: TinyModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    publish(1)
-    subscriber = subscribe(mirror)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(folder, "write", full)
-        with pytest.raises(PartialApplyError):
-            subscriber.update()
-    assert [path.name for path in mirror.iterdir()] == [LOCK_FILE]
-    assert subscriber.version is None
-    subscriber.update()
-    assert same(bits(mirror), bits_of(model))
-
-
-def test_what_a_killed_process_left_behind_is_removed(
-    mirror: Path, subscribe: Subscribe, publish: Publish, model: TinyModel
-) -> None:
-    publish(1)
-    mirror.mkdir()
-    left = mirror / ".model.safetensors.0123456789abcdef"
-    left.write_bytes(b"half a file")
-    subscribe(mirror).update()
-    assert not left.exists()
-    assert same(bits(mirror), bits_of(model))
-
-
 # What lies in the folder
 
 
@@ -280,8 +244,7 @@ def test_a_plan_that_does_not_fill_an_empty_folder_is_refused(
     mirror: Path, subscribe: Subscribe, store: MemoryStore
 ) -> None:
     subscriber = subscribe(mirror)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     assert store.find("manifests/00000000000000000000.json") is not None
     assert isinstance(subscriber.target, FolderTarget)
     assert isinstance(staged.prepared, Patches)
@@ -316,8 +279,7 @@ def test_a_checkpoint_in_several_files_is_followed_where_it_lies(
     index = {n: f"model-{int(n in names[3:])}.safetensors" for n in names}
     (mirror / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     publish(1)
-    receipt = subscribe(mirror).update()
-    assert receipt is not None
+    receipt = present(subscribe(mirror).update())
     assert receipt.previous == 0
     merged: dict[str, object] = {}
     for file in mirror.glob("*.safetensors"):

@@ -22,24 +22,6 @@ from tests.support.models import TinyModel
 Subscribe = Callable[..., Subscriber]
 
 
-@pytest.fixture
-def mirror(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
-
-
-@pytest.mark.usefixtures("publisher")
-def test_a_folder_of_another_model_is_refused_and_not_written_to(
-    mirror: Path, subscribe: Subscribe
-) -> None:
-    mirror.mkdir()
-    file = mirror / "model.safetensors"
-    save_file(TinyModel(width=32).frozen.state_dict(), file)
-    before = file.read_bytes()
-    with pytest.raises(TensorMismatchError, match=r"has no 'embed\.weight'"):
-        subscribe(mirror).update()
-    assert file.read_bytes() == before
-
-
 @pytest.mark.usefixtures("publisher")
 @pytest.mark.parametrize("change", ["dtype", "shape"])
 def test_a_tensor_of_another_kind_is_named(mirror: Path, subscribe: Subscribe, change: str) -> None:

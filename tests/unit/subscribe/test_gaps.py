@@ -18,11 +18,9 @@ from tests.support.models import (
     TinyModel,
     bits_of,
     same,
-    tensors_of,
 )
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
 from tests.unit.subscribe.accidents import Told, nothing
-from tests.unit.subscribe.clock import Clock
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -35,23 +33,8 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
 
 
 @pytest.fixture
-def zeros(model: TinyModel) -> dict[str, Tensor]:
-    return tensors_of(model)
-
-
-@pytest.fixture
 def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe) -> Subscriber:
     return subscribe(zeros)
-
-
-@pytest.fixture
-def clock(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(subscriber, monkeypatch)
-
-
-@pytest.fixture
-def told(subscriber: Subscriber, clock: Clock) -> Told:
-    return Told(subscriber, clock)
 
 
 def gap(store: MemoryStore, *versions: int) -> None:

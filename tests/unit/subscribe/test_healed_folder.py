@@ -14,11 +14,10 @@ from threading import Event
 
 import pytest
 
-from deltachain.errors import DeltaChainError, FormatError
+from deltachain.errors import DeltaChainError
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import LOCK_FILE
 
-Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
 
 
@@ -49,17 +48,6 @@ def test_a_cut_weights_file_is_written_anew(
     follow_until_ready(subscriber, 2)
     assert subscriber.version == 2
     assert subscriber.scrub()
-
-
-def test_a_cut_file_that_nobody_followed_is_left_alone(
-    subscribe: Subscribe, publish: Publish, mirror: Path
-) -> None:
-    publish(1)
-    mirror.mkdir()
-    (mirror / "model.safetensors").write_bytes(b"mine")
-    with pytest.raises(FormatError):
-        subscribe(mirror).update()
-    assert (mirror / "model.safetensors").read_bytes() == b"mine"
 
 
 def test_a_removed_folder_is_made_and_locked_again(subscriber: Subscriber, mirror: Path) -> None:

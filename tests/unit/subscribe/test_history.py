@@ -29,11 +29,6 @@ Subscribe = Callable[..., Subscriber]
 
 
 @pytest.fixture
-def zeros(model: TinyModel) -> dict[str, Tensor]:
-    return tensors_of(model)
-
-
-@pytest.fixture
 def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe, publish: Publish) -> Subscriber:
     """Holds version 2 of 2."""
     publish(1, 2)
@@ -83,22 +78,6 @@ def test_a_missing_manifest_is_named(
     chain = Chain.open(store)
     with pytest.raises(BrokenChainError, match="manifest of version 3 is missing"):
         list(chain.history(0, 5))
-
-
-def test_a_gap_is_jumped_by_an_anchor(
-    subscriber: Subscriber,
-    store: MemoryStore,
-    publish: Publish,
-    add_anchor: Callable[[], None],
-    zeros: dict[str, Tensor],
-    model: TinyModel,
-) -> None:
-    publish(3, 4)
-    add_anchor()
-    publish(5)
-    store.delete(manifest_key(3))
-    subscriber.update()
-    assert same(bits_of(zeros), bits_of(model))
 
 
 def fork_at(store: MemoryStore, version: int, *, steps: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from deltachain.errors import StoreError
 from deltachain.publish import Publisher
-from deltachain.store.memory import MemoryStore
+from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber, fetch
 from tests.support.models import TinyModel, tensors_of, train_
 

@@ -46,7 +46,7 @@ def zeros(source: nn.Module) -> dict[str, Tensor]:
     return {name: torch.zeros_like(weight) for name, weight in source.state_dict().items()}
 
 
-def same(target: dict[str, Tensor], source: dict[str, Tensor]) -> bool:
+def same_bits(target: dict[str, Tensor], source: dict[str, Tensor]) -> bool:
     pairs = ((weight, source[name]) for name, weight in target.items())
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
 
@@ -89,18 +89,18 @@ def test_versions_are_followed_folded_and_joined(tmp_path: Path) -> None:
                     publisher.publish()
                     publisher.flush()
                 assert subscriber.update() is not None
-                assert same(follower, copied(source))
+                assert same_bits(follower, copied(source))
             before = copied(source)
             train(source)
             publisher.publish()
             publisher.flush()
             subscriber.update()
             subscriber.rollback()
-            assert same(follower, before)
+            assert same_bits(follower, before)
     assert encodings_of(url, 4) == ("max",)
     with deltachain.Subscriber(url, joined) as newcomer:
         newcomer.update()
-    assert same(joined, copied(source))
+    assert same_bits(joined, copied(source))
 
 
 def test_it_folds_with_other_encodings_in_one_plan(tmp_path: Path) -> None:
@@ -109,9 +109,9 @@ def test_it_folds_with_other_encodings_in_one_plan(tmp_path: Path) -> None:
     target = zeros(model())
     with deltachain.Subscriber(url, target) as subscriber:
         subscriber.update(states[0][0])
-        assert same(target, states[0][1])
+        assert same_bits(target, states[0][1])
         subscriber.update()
-    assert same(target, states[-1][1])
+    assert same_bits(target, states[-1][1])
 
 
 def test_folders_pull_verify_and_show_it(tmp_path: Path) -> None:
@@ -144,9 +144,9 @@ def test_other_live_bits_are_found_before_anything_is_written(tmp_path: Path) ->
             publisher.flush()
             with pytest.raises(BaseMismatchError):
                 subscriber.update()
-            assert same(target, altered)
+            assert same_bits(target, altered)
             subscriber.update()  # from nothing
-            assert same(target, copied(source))
+            assert same_bits(target, copied(source))
 
 
 def test_tensors_that_share_a_digest_are_followed_folded_verified_and_named(tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_tensors_that_share_a_digest_are_followed_folded_verified_and_named(tmp_
             deltas = json.loads(report.stdout)["edges"]["delta"]
             assert deltas["edges"] == deltas["proven"] > 0
             subscriber.update()
-            assert same(target, copied(source))
+            assert same_bits(target, copied(source))
             target["layers.0.b.weight"].data[5, 7] += 1  # torch does not count it
             train(source)
             publisher.publish()

@@ -27,6 +27,7 @@ from tests.support.models import (
     same,
     tensors_of,
 )
+from tests.support.values import present
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]
@@ -54,11 +55,6 @@ class Writes:
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> Writes:
     return Writes(monkeypatch)
-
-
-@pytest.fixture
-def zeros(model: TinyModel) -> dict[str, Tensor]:
-    return tensors_of(model)
 
 
 @pytest.fixture
@@ -116,8 +112,7 @@ def test_a_failure_while_taking_back_poisons(
         subscriber.update()
     assert subscriber.poisoned
     assert subscriber.version is None
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert receipt.previous is None
     assert same(bits_of(zeros), bits_of(model))
 
@@ -153,8 +148,7 @@ def test_what_does_not_fit_is_decoded_again_while_it_is_written(
 ) -> None:
     publish(1)
     subscriber = subscribe(zeros, stage_budget=4000)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     assert isinstance(staged.prepared, Patches)
     assert staged.prepared.deferred
     assert staged.prepared.patches
@@ -177,8 +171,7 @@ def test_a_failure_after_something_was_lost_poisons_and_heals(
     subscriber = subscribe(zeros, stage_budget=0)
     subscriber.update()
     publish(2)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     assert isinstance(staged.prepared, Patches)
     assert len(staged.prepared.deferred) > 3
     writes.done.clear()
@@ -198,8 +191,7 @@ def test_a_failure_before_anything_was_lost_is_taken_back(
     subscriber = subscribe(zeros, stage_budget=195)
     subscriber.update()
     publish(2)
-    staged = subscriber.stage()
-    assert staged is not None
+    staged = present(subscriber.stage())
     assert isinstance(staged.prepared, Patches)
     assert staged.prepared.deferred
     assert len(staged.prepared.patches) > 1
@@ -313,8 +305,7 @@ def test_a_replica_that_was_loaded_from_the_checkpoint_needs_deltas_alone(
     assert publisher.version == 0
     publish(1)
     loaded = TinyModel()  # what version 0 is
-    receipt = subscribe(loaded).update()
-    assert receipt is not None
+    receipt = present(subscribe(loaded).update())
     assert receipt.previous == 0
     assert receipt.plan.startswith("0 to 1: delta->1 ")
 

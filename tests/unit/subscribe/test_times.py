@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from deltachain.publish import Publisher
-from deltachain.store.memory import MemoryStore
+from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.subscriber import Times
 from deltachain.types import Buffer

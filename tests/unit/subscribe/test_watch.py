@@ -25,7 +25,6 @@ from tests.support.models import (
     bits_of,
     replica_of,
     same,
-    tensors_of,
 )
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
 from tests.unit.subscribe.accidents import Told, copy, nothing, restore, rewrite
@@ -44,23 +43,8 @@ def store(request: pytest.FixtureRequest) -> MemoryStore:
 
 
 @pytest.fixture
-def zeros(model: TinyModel) -> dict[str, Tensor]:
-    return tensors_of(model)
-
-
-@pytest.fixture
 def subscriber(zeros: dict[str, Tensor], subscribe: Subscribe) -> Subscriber:
     return subscribe(zeros)
-
-
-@pytest.fixture
-def clock(subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(subscriber, monkeypatch)
-
-
-@pytest.fixture
-def told(subscriber: Subscriber, clock: Clock) -> Told:
-    return Told(subscriber, clock)
 
 
 # The store goes back

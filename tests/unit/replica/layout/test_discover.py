@@ -88,8 +88,7 @@ def test_what_is_computed_is_loaded(one_layer: Make, style: str) -> None:
 def test_what_is_served_in_another_dtype_is_loaded(one_layer: Make) -> None:
     model, source = one_layer(PLANNED["copy"], torch.float32)
     layout = untouched(model, source)
-    assert layout.classes == {"w": "loaded"}
-    assert layout.reasons["w"] == "the engine serves it as F32"
+    assert (layout.classes, layout.reasons["w"]) == ({"w": "loaded"}, "the engine serves it as F32")
 
 
 def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
@@ -238,12 +237,6 @@ def test_a_constant_of_the_engine_needs_no_source(one_layer: Make, extra: Tensor
     assert untouched(model, source).classes == {"w": "in_place"}
 
 
-def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> None:
-    model, source = one_layer(PLANNED["copy"])
-    vars(model)["limit"] = float("nan")
-    assert untouched(model, source).classes == {"w": "in_place"}
-
-
 def test_a_packed_copy_is_no_constant_because_nothing_can_pack_again(one_layer: Make) -> None:
     """A load without post-load processing leaves it as it is, whatever is loaded."""
     model, source = one_layer(PLANNED["copy"])
@@ -312,8 +305,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
             "stuck": "refused",
         }
         experts = Counter(kind for n, kind in layout.classes.items() if "experts" in n)
-        assert experts["in_place"] == 8 // shape.tp
-        assert experts["absent"] == 8 - 8 // shape.tp
+        assert (experts["in_place"], experts["absent"]) == (8 // shape.tp, 8 - 8 // shape.tp)
 
 
 @pytest.mark.parametrize("layers", [2, 8])
@@ -379,3 +371,9 @@ def test_another_layout_is_not_followed(tmp_path: Path) -> None:
     before = discover(FakeModel(shape, 0, folder), source)
     with pytest.raises(TensorMismatchError, match="changed the layout of its weights"):
         rediscover(FakeModel(shape, 1, folder), source, before)
+
+
+def test_a_number_that_is_nan_is_a_constant_as_any_other(one_layer: Make) -> None:
+    model, source = one_layer(PLANNED["copy"])
+    vars(model)["limit"] = float("nan")
+    assert untouched(model, source).classes == {"w": "in_place"}

@@ -13,7 +13,7 @@ from deltachain.replica.layout.members import MemoryIndex
 from deltachain.replica.layout.model_state import idle, is_plain, processed
 
 
-class Method:
+class ProbedMethod:
     """Multiplies by a layer's weight, or by a copy of it that was made after loading."""
 
     def __init__(self, packed: Tensor | None = None) -> None:
@@ -36,7 +36,7 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16), requires_grad=False)
         self.bias = nn.Parameter(torch.zeros(4, dtype=torch.bfloat16), requires_grad=False)
         self.input_size_per_partition = 8
-        self.quant_method: Any = Method(self.weight.data.clone() if packed else None)
+        self.quant_method: Any = ProbedMethod(self.weight.data.clone() if packed else None)
 
 
 def test_a_layer_is_plain_if_it_multiplies_by_any_pattern() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from deltachain.replica.layout.recorder import Recording, live_tensors, record
 from deltachain.replica.windows import Window
 from deltachain.types import TensorSpec
-from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
+from tests.support.engine import FakeModel, Sharding, save, trained
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
 
 SPEC = TensorSpec("w", "BF16", SIZE)
@@ -160,22 +160,6 @@ def test_live_tensors_are_parameters_buffers_and_attributes_with_elements() -> N
     model.absent = torch.zeros(2, device="meta")
     outer = nn.Sequential(model)
     assert set(live_tensors(outer)) == {"0.p", "0.b", "0.extra"}
-
-
-@pytest.mark.parametrize(
-    "shape", [Sharding(odd=tuple(ODD)), Sharding(tp=2, odd=tuple(ODD)), Sharding(pp=2)]
-)
-def test_a_whole_engine_is_recorded_and_not_written_to(shape: Sharding, tmp_path: Path) -> None:
-    model = trained(shape)
-    folder = save(model, tmp_path)
-    specs = [TensorSpec(n, "BF16", tuple(t.shape)) for n, t in full_of(model).items()]
-    for rank in range(shape.ranks):
-        engine = FakeModel(shape, rank, folder)
-        recording = record(engine.load, specs, engine.modules())
-        assert engine.holds(full_of(model)), "it was written"
-        named = {name.split(".")[2] for name in recording.reasons}
-        awkward = {"decay", "indexed", "packed", *(["bias"] if rank % shape.tp else [])}
-        assert named == (awkward if "decay" in shape.odd else set())
 
 
 def test_elements_that_no_tensor_fills_have_no_place(tmp_path: Path) -> None:

@@ -136,12 +136,6 @@ def test_an_empty_tensor_is_in_place_wherever_it_is() -> None:
     assert agreement.classes == {"w": "in_place"}
 
 
-def test_refused_names_only_what_is() -> None:
-    other = TensorSpec("v", "BF16", (24,))
-    ranks = [{"w": held(WHOLE), "v": on_host("refused", "it cannot")}]
-    assert agree([SPEC, other], ranks).refused == {"v": "it cannot"}
-
-
 def test_what_ranks_and_leader_say_survives_json() -> None:
     one = held(LEFT, RIGHT)
     assert msgspec.json.decode(msgspec.json.encode(one), type=Classified) == one
