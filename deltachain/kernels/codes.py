@@ -1,7 +1,7 @@
 """Codes of quantised weights on the host; numba only.
 
 The results are those of the libraries that define the recipes, bit for bit
-(``tests/unit/publish/test_rounding.py``). Each loop keeps a weight in registers from its bits to
+(``tests/unit/publish/test_wire_dtypes.py``). Each loop keeps a weight in registers from its bits to
 its code, so that LLVM vectorises it whole.
 """
 

@@ -16,8 +16,7 @@ from deltachain.dashboard.watcher import REPLICA_PHASES
 from deltachain.status import Status
 from deltachain.store import open_store
 from deltachain.types import Version
-from tests.unit.control.replicas import served
-from tests.unit.control.statuses import status
+from tests.unit.control.replicas import served, status
 
 BEHIND: Final = 3
 CUT_OFF: Final = 40

@@ -26,7 +26,7 @@ from deltachain.threads import Pool
 from tests.support.hub.server import HubServer
 from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 from tests.support.seaweed import Seaweed
-from tests.unit.maintain.test_far_behind import VERSIONS, grow
+from tests.unit.maintain.test_skips import VERSIONS, grow
 
 logger = logging.getLogger(__name__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -9,21 +10,227 @@ import resource
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from deltachain import PublishConfig
 from deltachain.chain.chain import Chain
+from deltachain.chain.checks import check_assets, check_edge, check_encodings, check_record
 from deltachain.checkpoint import Checkpoint, read_assets, write_atomic
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_reader import FileReader
-from deltachain.filebits import FileBits
+from deltachain.filebits import WINDOW_NBYTES, FileBits
+from deltachain.format.documents import (
+    Edge,
+    EdgeKind,
+    EdgeRecord,
+    EdgeSummary,
+    Identity,
+    ObjectRef,
+    summarise,
+)
+from deltachain.format.keys import asset_key, edge_key, payload_key
 from deltachain.publish.push import push
+from deltachain.room import NoRoomError, check_room, fill_holes, hint_for, reserve
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer, TensorSpec
+
+BEFORE, AFTER = b"header: ", b"the next tensor"
+
+
+def file_of(path: Path, bits: np.ndarray) -> Path:
+    path.write_bytes(BEFORE + bits.tobytes() + AFTER)
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["U8", "BF16", "F32", "U64"])
+def test_elements_are_written_where_they_lie_and_nowhere_else(tmp_path: Path, dtype: str) -> None:
+    spec = TensorSpec("w", dtype, (WINDOW_NBYTES + 5,))
+    rng = np.random.default_rng(1)
+    truth = np.frombuffer(rng.bytes(spec.nbytes), spec.bits_dtype).copy()
+    place = FileBits(file_of(tmp_path / "w", truth), len(BEFORE), spec)
+    window = WINDOW_NBYTES // spec.itemsize
+    edges = [0, 1, window - 1, window, spec.numel - 1]
+    indices = np.unique([*edges, *rng.integers(0, spec.numel, 999)])
+    new = np.frombuffer(rng.bytes(indices.size * spec.itemsize), spec.bits_dtype)
+    assert np.array_equal(place.bits, truth)
+    place.put(indices, new)
+    truth[indices] = new
+    assert np.array_equal(place.bits, truth)  # the map shows it, too
+    assert (tmp_path / "w").read_bytes() == BEFORE + truth.tobytes() + AFTER
+    place.put(None, truth[::-1])
+    assert (tmp_path / "w").read_bytes() == BEFORE + truth[::-1].tobytes() + AFTER
+
+
+@pytest.mark.parametrize("indices", [np.empty(0, np.int64), None])
+def test_a_tensor_without_elements_takes_none(tmp_path: Path, indices: np.ndarray | None) -> None:
+    place = FileBits(file_of(tmp_path / "w", np.empty(0, "<u2")), 8, TensorSpec("w", "BF16", (0,)))
+    place.put(indices, np.empty(0, "<u2"))
+    assert place.bits.size == 0
+    assert (tmp_path / "w").read_bytes() == BEFORE + AFTER
+
+
+def test_a_map_cannot_be_written_to(tmp_path: Path) -> None:
+    place = FileBits(file_of(tmp_path / "w", np.zeros(9, "u1")), 8, TensorSpec("w", "U8", (9,)))
+    with pytest.raises(ValueError, match="read-only"):
+        place.bits[0] = 1
+
+
+def test_room_is_taken_and_holes_are_filled(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    file.write_bytes(b"header")
+    reserve(file, 1 << 20)
+    assert file.read_bytes() == b"header".ljust(1 << 20, b"\0")
+    assert file.stat().st_blocks * 512 >= 1 << 20
+    reserve(file, 0)
+
+
+def test_holes_are_filled(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    with file.open("wb") as out:
+        out.write(b"x" * 4096)
+        out.truncate(1 << 20)
+    fill_holes(file)
+    assert file.read_bytes() == (b"x" * 4096).ljust(1 << 20, b"\0")
+    assert file.stat().st_blocks * 512 >= 1 << 20
+    (tmp_path / "empty").touch()
+    fill_holes(tmp_path / "empty")
+
+
+def test_what_is_missing_is_counted(tmp_path: Path) -> None:
+    status = os.statvfs(tmp_path)
+    with pytest.raises(NoRoomError) as caught:
+        check_room(tmp_path, status.f_blocks * status.f_frsize * 2)
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.missing >= status.f_blocks * status.f_frsize
+    assert f"{caught.value.missing:,} bytes are missing" in hint_for(caught.value, tmp_path)
+    check_room(tmp_path, 1)
+
+
+def test_every_cause_has_its_own_hint(tmp_path: Path) -> None:
+    causes = (errno.ENOSPC, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EMFILE, errno.ENFILE)
+    hints = {hint_for(OSError(number, "x"), tmp_path) for number in causes}
+    assert len(hints) == len(causes)
+    assert "" not in hints
+    assert hint_for(ValueError("x"), tmp_path) == ""
+
+
+PART = ObjectRef(key=payload_key("skip", 3, 0, "a" * 32, 0), nbytes=7, blake3="0" * 64)
+SKIP = Edge(kind="skip", base=1, encodings=("step",), parts=(PART,))
+KEY = edge_key(3, "skip", 1)
+DIGEST = "0123456789abcdef" * 4
+
+
+@dataclass(frozen=True)
+class Lie:
+    """A field of a summary that is not the edge's."""
+
+    name: str
+    value: Any
+
+
+LIES = (
+    Lie("version", 4),
+    Lie("base", 0),
+    Lie("nbytes", 8),
+    Lie("parts", 2),
+    Lie("encodings", ()),
+    Lie("encodings", ("dense", "step")),
+    Lie("state", "1" * 32),
+    Lie("record", edge_key(3, "skip", 0)),
+    Lie("digest", "1" * 64),
+)
+
+
+def summary(**fields: Any) -> EdgeSummary:
+    true = summarise(3, SKIP, "0" * 32, record=KEY, digest=DIGEST)
+    return EdgeSummary(**{name: getattr(true, name) for name in true.__struct_fields__} | fields)
+
+
+def test_what_lies_where_it_belongs_is_taken() -> None:
+    assert check_edge(SKIP, summary(), summary(), KEY) is SKIP
+    check_record(record(), DIGEST, "0" * 32, KEY)
+    sound = identity(asset_key(DIGEST, "a.json"), asset_key(DIGEST, "b.json"))
+    assert check_assets(sound) is sound
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_an_edge_that_is_not_as_it_was_listed_is_refused(lie: Lie) -> None:
+    with pytest.raises(MalformedError, match=f"has {lie.name} ") as caught:
+        check_edge(SKIP, summary(), summary(**{lie.name: lie.value}), KEY)
+    assert caught.value.key == KEY
+
+
+@pytest.mark.parametrize("key", [payload_key("skip", 2, 0, "a" * 32, 0), "table.json"])
+def test_a_part_that_lies_elsewhere_is_refused(key: str) -> None:
+    part = ObjectRef(key=key, nbytes=7, blake3="0" * 64)
+    edge = Edge(kind="skip", base=1, encodings=("step",), parts=(part,))
+    with pytest.raises(MalformedError, match="as a part"):
+        check_edge(edge, summary(), summary(), KEY)
+
+
+def test_an_encoding_that_its_edge_does_not_list_is_refused() -> None:
+    check_encodings(SKIP, ["step", "step"], PART.key)
+    check_encodings(SKIP, [], PART.key)
+    with pytest.raises(MalformedError, match="'dense'") as caught:
+        check_encodings(SKIP, ["step", "dense"], PART.key)
+    assert caught.value.key == PART.key
+
+
+def record(*, version: int = 3, kind: EdgeKind = "skip", base: int | None = 1) -> EdgeRecord:
+    return EdgeRecord(
+        chain="one",
+        version=version,
+        manifest=DIGEST,
+        base_state="",
+        state="0" * 32,
+        edge=Edge(kind=kind, base=base),
+    )
+
+
+@pytest.mark.parametrize(
+    ("there", "manifest", "state"),
+    [
+        (record(), "0" * 64, "0" * 32),
+        (record(), DIGEST, "1" * 32),
+        (record(version=4), DIGEST, "0" * 32),
+        (record(base=0), DIGEST, "0" * 32),
+        (record(kind="anchor", base=None), DIGEST, "0" * 32),
+    ],
+)
+def test_a_record_of_something_else_is_refused(
+    there: EdgeRecord, manifest: str, state: str
+) -> None:
+    with pytest.raises(MalformedError) as caught:
+        check_record(there, manifest, state, KEY)
+    assert caught.value.key == KEY
+
+
+def identity(*keys: str) -> Identity:
+    refs = tuple(ObjectRef(key=key, nbytes=1, blake3=DIGEST) for key in keys)
+    return Identity(chain="one", created=0.0, table="", assets=refs)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("table.json",),
+        (f"assets/{'0' * 32}/a.json",),
+        (f"assets/{DIGEST[:32]}/x/a.json",),
+        (asset_key(DIGEST, "a.json"), asset_key(DIGEST, "a.json")),
+    ],
+)
+def test_files_that_lie_elsewhere_are_refused(keys: tuple[str, ...]) -> None:
+    with pytest.raises(MalformedError, match="as a file") as caught:
+        check_assets(identity(*keys))
+    assert caught.value.key == "chain.json"
+
 
 ROWS = 1 << 18
 

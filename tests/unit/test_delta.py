@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -7,6 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltachain import threads as slab
+from deltachain.chain.chain import Chain
+from deltachain.chain.fetch import fetch
+from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import (
     ABSOLUTE,
     STEP,
@@ -16,8 +21,137 @@ from deltachain.delta import (
     fold,
     fold_all,
 )
-from deltachain.errors import MalformedError
-from deltachain.types import Bits, TensorSpec
+from deltachain.disjoint_sets import join_sets
+from deltachain.errors import ConfigError, MalformedError
+from deltachain.format.documents import Edge, ObjectRef, Table
+from deltachain.format.keys import digest_key, payload_key
+from deltachain.kernels import reference
+from deltachain.publish.writer import Writer
+from deltachain.store import MemoryStore
+from deltachain.types import Bits, Indices, TensorSpec
+from deltachain.verify import verify
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int64])
+@pytest.mark.parametrize("count", [0, 1, 3, 50_000, 1 << 20, slab.NBYTES])
+def test_an_array_has_the_size_that_was_asked_for(count: int, dtype: type) -> None:
+    found = slab.empty(count, dtype)
+    assert (found.shape, found.dtype) == ((count,), dtype)
+    assert found.flags.writeable
+    assert found.flags.aligned
+
+
+def test_arrays_in_use_are_never_written_by_others() -> None:
+    rng = np.random.default_rng(0)
+    kept: dict[int, np.ndarray] = {}
+    for number in range(600):
+        found = slab.empty(int(rng.integers(1, 1 << 20)), np.uint16)
+        found[:] = number
+        kept[number] = found[found.size // 3 :]  # a view keeps its memory too
+        del found
+        if len(kept) > 5:
+            gone = int(rng.choice(list(kept)))
+            assert (kept.pop(gone) == gone).all()
+    assert all((array == number).all() for number, array in kept.items())
+
+
+def test_memory_that_nobody_uses_is_used_again() -> None:
+    one = slab.empty(100_000, np.uint16)
+    at = one.ctypes.data
+    assert slab.empty(100_000, np.uint16).ctypes.data != at
+    del one
+    assert slab.empty(100_000, np.uint16).ctypes.data == at
+
+
+groups = st.lists(st.lists(st.integers(0, 12), max_size=4), max_size=12)
+
+
+def slowly(given_groups: list[list[int]]) -> set[frozenset[int]]:
+    found = {frozenset(group) for group in given_groups if group}
+    while pair := next((p for p in itertools.combinations(found, 2) if p[0] & p[1]), None):
+        found = found - set(pair) | {pair[0] | pair[1]}
+    return found
+
+
+@given(groups)
+def test_they_are_joined_over_others(some: list[list[int]]) -> None:
+    found = join_sets(some)
+    assert set(found) == slowly(some)
+    assert len(found) == len(set(found))
+    order = list(dict.fromkeys(itertools.chain.from_iterable(some)))
+    assert [min(map(order.index, one)) for one in found] == sorted(
+        min(map(order.index, one)) for one in found
+    )
+
+
+def test_long_chains_take_no_time() -> None:
+    pairs = itertools.pairwise(range(200_000))
+    assert join_sets(pairs) == [frozenset(range(200_000))]
+
+
+WINDOWED = TensorSpec("w", "BF16", (6, 4))
+BITS: Bits = np.arange(100, 124, dtype=np.uint16)
+COLUMNS = np.arange(24).reshape(6, 4)
+
+
+def window(indices: Indices) -> Change:
+    delta = TensorDelta(spec=WINDOWED, indices=indices, values=BITS[indices], absolute=ABSOLUTE)
+    return Change(
+        delta, reference.digest_at(digest_key(WINDOWED), indices, BITS[indices]), windows=True
+    )
+
+
+def chain_of(*windows: Indices) -> Chain:
+    """A chain whose only version is an anchor in as many parts."""
+    store = MemoryStore()
+    table = Table(tensors=((WINDOWED.name, WINDOWED.dtype, WINDOWED.shape),))
+    chain = Chain.create(store, table, chain_id="0" * 32, time=0.0, assets={})
+    writer = Writer(chain, numel=WINDOWED.numel, metadata={}, parent=None)
+    refs = []
+    for number, indices in enumerate(windows):
+        part = encode_part([window(indices)])
+        key = payload_key("anchor", 0, 0, f"{number:032x}", 0)
+        store.put(key, part.data)
+        nbytes, directory = len(part.data), part.directory
+        refs.append(ObjectRef(key=key, nbytes=nbytes, blake3=part.digest, directory=directory))
+    edge = Edge(kind="anchor", encodings=("dense",), parts=tuple(refs))
+    state = reference.digest(digest_key(WINDOWED), BITS)
+    writer.commit(writer.draft(state=state, step=None, nnz=WINDOWED.numel), edge)
+    return chain
+
+
+@pytest.mark.parametrize(
+    "windows",
+    [
+        [np.arange(0, 8), np.arange(8, 24)],
+        [np.arange(8, 24), np.arange(0, 8)],
+        [COLUMNS[:, :1].reshape(-1), COLUMNS[:, 1:].reshape(-1)],
+        [np.arange(0, 7), np.arange(7, 9), np.arange(9, 24)],
+    ],
+)
+def test_windows_add_up_to_the_tensor(windows: list[Indices]) -> None:
+    chain = chain_of(*windows)
+    head = chain.head()
+    assert head is not None
+    delta = fetch(chain, chain.plan(None, head)).read("w")
+    assert delta.is_dense
+    assert delta.values.tolist() == BITS.tolist()
+    assert len(list(verify(chain))) == 1
+
+
+def test_an_element_that_two_parts_give_is_refused() -> None:
+    chain = chain_of(np.arange(0, 9), np.arange(8, 24))
+    with pytest.raises(MalformedError, match="'w' twice"):
+        list(verify(chain))
+
+
+def test_a_window_is_a_segment_for_each_run_and_never_raw() -> None:
+    part = Part.from_bytes(encode_part([window(COLUMNS[:, 1:3].reshape(-1))]).data)
+    assert part.directory.segments.start == (1, 5, 9, 13, 17, 21)
+    assert part.directory.segments.length == (2,) * 6
+    with pytest.raises(ConfigError, match="windows"):
+        encode_part([window(np.arange(3))], raw=True)
+
 
 DTYPES = {1: "U8", 2: "BF16", 4: "F32", 8: "I64"}
 

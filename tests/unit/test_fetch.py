@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import threading
+import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier, Event
+from typing import Any
 
 import pytest
 import torch
@@ -16,20 +21,283 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
 from deltachain.codec import Part
 from deltachain.codec.frames import FRAME
+from deltachain.control.fleet import Fleet
 from deltachain.errors import (
     ConfigError,
+    DeltaChainError,
     DigestMismatchError,
     FormatError,
     MalformedError,
     ObjectNotFoundError,
+    StoreUnavailableError,
 )
 from deltachain.format.documents import BaseRef, ObjectRef
+from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
 from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore
+from deltachain.retry import SLOWEST, Backoff, Deadline, shortly_after
+from deltachain.store import MemoryStore, open_store
 from deltachain.store.file import FileStore
 from deltachain.subscribe import Subscriber
+from deltachain.threads import Pool
+from tests.support.engine import Sharding
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
+from tests.support.models import (
+    TinyModel,
+    bits_of,
+    plain_model,
+    replica_of,
+    same,
+    tensors_of,
+    train_,
+)
+from tests.support.seaweed import Seaweed
+from tests.unit.control.replicas import app_of, followed, leader_of, served
+from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend
+from tests.unit.replica.replicas import Followed
+
+KEYS = [CHAIN_KEY, TABLE_KEY, manifest_key(1)]
+
+
+class Flipping(FaultyStore):
+    """Flips one bit of one object, the first times that it is read."""
+
+    def __init__(self, inner: MemoryStore, key: str, bit: int, times: int) -> None:
+        super().__init__(inner)
+        self.key, self.bit, self.times = key, bit, times
+
+    def get(self, key: str, **limits: Any) -> bytes:
+        return self._flip(key, super().get(key, **limits))
+
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+        return self._flip(key, super().read(key, nbytes=nbytes, pin=pin))
+
+    def _flip(self, key: str, data: bytes) -> bytes:
+        if key != self.key or not self.times:
+            return data
+        self.times -= 1
+        flipped = bytearray(data)
+        flipped[self.bit // 8 % len(data)] ^= 1 << self.bit % 8
+        return bytes(flipped)
+
+
+@pytest.mark.parametrize("store", [MemoryStore, SingleWriterStore, WideStore])
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("bit", [5, 8 * 10 + 1, 8 * 12 + 6])
+def test_a_bit_that_flips_once_is_of_no_consequence(
+    store: type[MemoryStore], key: str, bit: int
+) -> None:
+    """The first bit breaks the syntax, the second the digest or a name, the third a number."""
+    inner = store()
+    made = extend(create(inner), 3)
+    assert Chain.open(Flipping(inner, key, bit, 1)).read(1) == made[1]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_an_object_that_stays_corrupt_is_refused(key: str) -> None:
+    inner = MemoryStore()
+    extend(create(inner), 3)
+    with pytest.raises(FormatError) as caught:
+        Chain.open(Flipping(inner, key, 5, 1000)).read(1)
+    assert isinstance(caught.value, DeltaChainError)
+    assert key in str(caught.value)
+
+
+@contextmanager
+def threads_used_up() -> Iterator[None]:
+    """No thread can be started: none has room for a stack of this size."""
+    threading.stack_size(1 << 46)
+    try:
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            threading.Thread(target=print).start()
+        yield
+    finally:
+        threading.stack_size(0)
+
+
+@pytest.fixture
+def no_threads() -> Iterator[None]:
+    with threads_used_up():
+        yield
+
+
+def test_work_is_done_side_by_side() -> None:
+    barrier = Barrier(4, timeout=30)
+    with Pool(4) as pool:
+        assert sorted(pool.map(lambda n: (barrier.wait(), n)[1], range(4))) == [0, 1, 2, 3]
+
+
+def test_threads_end_with_the_pool() -> None:
+    before, release = threading.active_count(), Event()
+    with Pool(3) as pool:
+        futures = [pool.submit(release.wait, 30) for _ in range(9)]
+        assert threading.active_count() == before + 3
+        release.set()
+    assert threading.active_count() == before
+    assert all(future.result() for future in futures)
+    pool.shutdown()
+
+
+@pytest.mark.usefixtures("no_threads")
+def test_without_threads_the_caller_works() -> None:
+    caller = threading.get_ident()
+    with Pool(4) as pool:
+        assert set(pool.map(lambda _: threading.get_ident(), range(9))) == {caller}
+        with pytest.raises(ZeroDivisionError):
+            pool.submit(lambda: 1 // 0).result()
+
+
+@pytest.mark.usefixtures("no_threads")
+@pytest.mark.parametrize("kind", ["dict", "folder"])
+def test_versions_are_published_and_followed_without_threads(
+    kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    model, store = TinyModel(), MemoryStore()
+    replica = replica_of(TinyModel(), kind, tmp_path_factory.mktemp("mirror"))
+    with Publisher(PublishConfig(url=store.url, part_nbytes=64), store=store) as publisher:
+        publisher.attach(model)
+        follower = Subscriber(store.url, replica.target, store=store)
+        follower.update()
+        for seed in (1, 2):
+            train_(model, seed, share=0.05)
+            publisher.publish(step=seed).result()
+        stop = Event()
+        for receipt in follower.follow(stop=stop):
+            if receipt.version == 2:
+                stop.set()
+    assert same(replica.bits(), bits_of(model))
+
+
+def test_s3_reads_and_writes_without_threads(s3_url: Callable[[], str], seaweed: Seaweed) -> None:
+    store = open_store(s3_url(), {**seaweed.options, "deadline_s": 5})
+    large = bytes(range(256)) * (12 << 12)  # two ranges
+    with threads_used_up():
+        store.put("large", large)
+        assert store.read("large", nbytes=len(large)) == large
+        assert set(store.find_all(["large", "absent"])) == {"large"}
+        with pytest.raises(StoreUnavailableError):  # boto3 has no other way for its parts
+            store.put("larger", 2 * large)
+    store.close()
+
+
+def test_a_rank_stages_without_threads(tmp_path: Path) -> None:
+    here = Followed(Sharding(tp=2), tmp_path)
+    try:
+        here.publish(1)
+        with threads_used_up():
+            here.subscribe().update()
+        assert here.holds(1)
+    finally:
+        here.close()
+
+
+def test_a_fleet_without_threads_says_so_and_tells_all_once_there_are_some(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        here = stack.enter_context(contextmanager(followed)(tmp_path))
+        leader = stack.enter_context(contextmanager(leader_of)(here))
+        url = stack.enter_context(served(app_of(leader, is_open=True)))
+        with threads_used_up():
+            fleet = Fleet([url])
+            announced = fleet.announce(1, deadline=0.1)
+        assert announced.stragglers == (url,)
+        assert "cannot start another thread" in announced.trouble[url]
+        assert fleet.announce(1).enough
+        fleet.close()
+        fleet.close()
+
+
+def test_results_come_in_order_and_only_a_few_calls_are_ahead() -> None:
+    began: list[int] = []
+    caller = threading.get_ident()
+
+    def work(number: int) -> tuple[int, bool]:
+        began.append(number)
+        return number, threading.get_ident() == caller
+
+    with Pool(2) as pool:
+        results = pool.ordered(work, range(9), ahead=3, small=lambda number: number % 2 == 0)
+        for expected in range(9):
+            assert next(results) == (expected, expected % 2 == 0)
+            assert max(began) <= expected + 3
+        assert next(results, None) is None
+
+
+def test_an_ordered_call_that_fails_raises_in_its_turn() -> None:
+    with Pool(2) as pool:
+        results = pool.ordered(lambda number: 1 // number, [1, 0, 1], ahead=2)
+        assert next(results) == 1
+        with pytest.raises(ZeroDivisionError):
+            next(results)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Its one element is the time; sleeping takes none but that."""
+    now = [1000.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    return now
+
+
+def test_it_ends_once_nothing_moved_for_long(clock: list[float]) -> None:
+    deadline = Deadline("a", "s3://b", 10, 100 * SLOWEST)
+    for _ in range(5):
+        clock[0] += 9
+        deadline.moved()
+    clock[0] += 11
+    assert deadline.left_s < 0
+    assert not deadline.pause(0)
+    with pytest.raises(TimeoutError):
+        deadline.moved()
+    error = deadline.error("too slow")
+    assert (error.key, error.url) == ("a", "s3://b")
+    assert "given up after 56.0 s" in str(error)
+
+
+def test_it_ends_though_bytes_move_if_they_are_too_few(clock: list[float]) -> None:
+    deadline = Deadline("a", "s3://b", 10, 5 * SLOWEST)
+    clock[0] += 9
+    deadline.moved()
+    clock[0] += 5.5
+    deadline.moved()
+    clock[0] += 1
+    with pytest.raises(TimeoutError, match="too slow"):
+        deadline.moved()
+
+
+def test_pauses_fit_what_is_left(clock: list[float]) -> None:
+    deadline = Deadline("a", "s3://b", 7)
+    assert deadline.pause(5)
+    assert deadline.pause(5)
+    assert clock[0] == 1007
+    assert not deadline.pause(5)
+    assert clock[0] == 1007
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.4])
+def test_pauses_are_drawn_from_a_range_that_doubles_up_to_a_bound(share: float) -> None:
+    pauses = Backoff(0.1, 5.0, random_share=share)
+    for failures, longest in ((0, 0.1), (1, 0.2), (3, 0.8), (10, 5.0), (10_000, 5.0)):
+        least = longest * (1 - share)
+        drawn = [pauses.pause_s(failures) for _ in range(2000)]
+        assert least <= min(drawn) < least + 0.1 * longest
+        assert longest - 0.1 * longest * share < max(drawn) <= longest
+
+
+def test_a_wait_that_does_not_fit_is_not_begun(clock: list[float]) -> None:
+    deadline = Deadline("a", "hf://b", 7)
+    assert deadline.pause(1.0, 5.0)
+    assert not deadline.pause(1.0, 3.0)
+    assert clock[0] == 1005
+
+
+def test_callers_that_wait_for_one_moment_come_apart() -> None:
+    drawn = [shortly_after(10.0) for _ in range(2000)]
+    assert 10 < min(drawn) < 10.2
+    assert 10.4 < max(drawn) < 10.7
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "/not/there", "a\0b", "/dev/null", "/dev/zero"])

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import operator
+import re
+import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from itertools import product
+from pathlib import Path
 from threading import Event
+from typing import Any, Final
 
+import httpx
 import pytest
+import yaml
 from msgspec.structs import replace
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import judge_age, read_heartbeat, write_heartbeat
@@ -21,16 +31,208 @@ from deltachain.errors import (
     SignatureError,
     StaleChainError,
 )
+from deltachain.figures import Figure, figures, info, phases
 from deltachain.format.documents import Edge, Heartbeat, Manifest, unseal
 from deltachain.format.keys import HEARTBEAT_KEY, manifest_key
+from deltachain.metrics import MetricsServer, exposition, parse_address, register_figures
 from deltachain.mirror import Mirror
 from deltachain.publish.beside import HeartbeatThread
 from deltachain.publish.writer import Writer
+from deltachain.status import Health, HealthLimits, Status, complaints, judged
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.hostile.signed import MALLORY, NOBODY, SPEC, Author, Follower, bits_of, key_of, trust_of
 from tests.support.values import present
+from tests.unit.control.replicas import status
 from tests.unit.replica.replicas import eventually
+
+ALERTS: Final = Path(__file__).parents[2] / "examples" / "deploy" / "prometheus" / "alerts.yml"
+
+RULES: Final[Mapping[str, Health]] = {
+    "ReplicaNotReady": "not ready",
+    "StoreSilent": "cut off",
+    "ReplicaBehind": "stale",
+    "WeightsUnknown": "poisoned",
+}
+"""Alert rules about a single replica, and the health that each tells."""
+
+LIMITS: Final = HealthLimits(lag=4)
+
+COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
+    "==": operator.eq,
+    ">": operator.gt,
+}
+
+MORE: Final[Sequence[dict[str, Any]]] = (
+    {},
+    {"silence_s": 60.0},
+    {"silence_s": 61.0},
+    {"ready": False, "reason": "paused"},
+)
+
+STATUSES: Final = [
+    status(version, head=7, following=following, pinned=pinned, poisoned=poisoned, **more)
+    for version in (7, 3, 2, None)
+    for following, pinned, poisoned in product((True, False), repeat=3)
+    for more in MORE
+]
+
+
+def figures_of(one: Status) -> dict[str, float]:
+    """The figures of a replica that rules read, as a replica gives them."""
+    lag = None if one.version is None or one.head is None else one.head - one.version
+    silence_s = one.silence_s if one.following else None
+    found = {
+        "deltachain_ready": float(one.ready),
+        "deltachain_poisoned": float(one.poisoned),
+        "deltachain_pinned": float(one.pinned),
+        "deltachain_lag_versions": lag,
+        "deltachain_silence_seconds": silence_s,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def fires(expression: str, found: Mapping[str, float]) -> bool:
+    """Evaluate a comparison, but for an exception after ``unless``."""
+    rule, _, exception = expression.partition(" unless on (instance) ")
+    match = re.fullmatch(r"(\w+) (==|>) (\d+)", rule)
+    assert match is not None, rule
+    name, compared, number = match.groups()
+    holds = name in found and COMPARED[compared](found[name], float(number))
+    return holds and not (exception and fires(exception, found))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_an_alert_rule_fires_where_the_rule_of_health_complains(name: str) -> None:
+    rules: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    (expression,) = (one["expr"] for one in rules if one.get("alert") == name)
+    told = [
+        (one, any(health == RULES[name] for health, _ in complaints(one, LIMITS)))
+        for one in STATUSES
+    ]
+    assert {complains for _, complains in told} == {True, False}
+    for one, complains in told:
+        assert fires(expression, figures_of(one)) == complains, one
+
+
+@pytest.mark.parametrize(
+    ("found", "waits", "reason"),
+    [
+        (status(), "", ""),
+        (status(), "paused", "paused"),
+        (status(fault="the engine is dead"), "paused", "the engine is dead"),
+        (status(poisoned=True, doubt="lost"), "paused", "poisoned: it cannot prove what it holds"),
+        (status(doubt="the store went back"), "paused", "paused"),
+        (status(doubt="the store went back"), "", "the store went back"),
+        (status(2, head=7), "", "5 versions behind"),
+        (status(2, head=7, pinned=True), "", ""),
+        (status(3, head=7), "", ""),
+        (status(silence_s=61.0), "", "its store has not answered for 61 s, more than 60 s"),
+        (status(silence_s=61.0, following=False), "", ""),
+    ],
+)
+def test_the_readiness_of_a_replica(found: Status, waits: str, reason: str) -> None:
+    one = judged(found, LIMITS, waits)
+    assert (one.ready, one.reason) == (not reason, reason)
+
+
+def shown() -> Iterator[Figure]:
+    yield info(engine="fake/1.0", chain="c")
+    yield from figures({"version": 7, "lag_versions": None, "applies": 3})
+    yield from phases({"fetch": 0.5, "swap": 0.25})
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """Value of every sample, by its name, and its chain or phase."""
+    return {
+        (one.name, one.labels.get("chain") or one.labels.get("phase", "")): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_figures_are_what_prometheus_reads() -> None:
+    found = samples(exposition(shown).decode())
+    assert (found["deltachain_version", ""], found["deltachain_applies_total", ""]) == (7, 3)
+    assert (found["deltachain_info", "c"], found["deltachain_phase_seconds", "fetch"]) == (1, 0.5)
+    assert found["deltachain_phase_seconds", "swap"] == 0.25
+    assert not [name for name, _ in found if "lag" in name]
+
+
+def test_the_registry_of_the_process_shows_the_last_source() -> None:
+    register_figures(shown)
+    register_figures(lambda: figures({"version": 8}))
+    found = samples(generate_latest(REGISTRY).decode())
+    assert found["deltachain_version", ""] == 8
+    assert ("deltachain_info", "c") not in found
+
+
+def test_the_server_answers_scrapes_and_probes() -> None:
+    reason = ""
+    with MetricsServer("0", shown, lambda: reason) as server, httpx.Client() as client:
+        answer = client.get(f"{server.url}/metrics")
+        assert samples(answer.text)["deltachain_version", ""] == 7
+        assert samples(answer.text)["deltachain_ready", ""] == 1
+        assert client.get(f"{server.url}/healthz").text == "ok\n"
+        assert client.get(f"{server.url}/readyz").status_code == 200
+        reason = "its store has not answered for 7 s"
+        text = client.get(f"{server.url}/metrics").text
+        assert samples(text)["deltachain_ready", ""] == 0
+        refused = client.get(f"{server.url}/readyz")
+        assert (refused.status_code, refused.text) == (503, f"not ready: {reason}\n")
+        assert client.get(f"{server.url}/healthz").status_code == 200
+        assert client.get(f"{server.url}/").status_code == 404
+        assert client.post(f"{server.url}/metrics").status_code == 405
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{server.url}/healthz")
+    server.close()
+
+
+def test_a_failing_source_and_silent_clients_do_not_end_the_server() -> None:
+    def failing() -> Iterator[Figure]:
+        raise RuntimeError("no figure")
+
+    with MetricsServer("0", failing) as server:
+        port = httpx.URL(server.url).port or 0
+        silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        silent[0].sendall(b"\xff\xfe nothing that HTTP knows\r\n\r\n")
+        silent[1].sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"y" * 100_000)
+        assert httpx.get(f"{server.url}/metrics").status_code == 500
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        for one in silent:
+            one.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("9095", ("127.0.0.1", 9095)),
+        (" 0 ", ("127.0.0.1", 0)),
+        ("0.0.0.0:9095", ("0.0.0.0", 9095)),  # noqa: S104 - only parsed
+        ("[::1]:9095", ("::1", 9095)),
+        (":9095", ("127.0.0.1", 9095)),
+    ],
+)
+def test_an_address_is_a_port_or_a_host_and_a_port(text: str, expected: tuple[str, int]) -> None:
+    assert parse_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", "70000", "-1", "host:x", "٣", "1.5"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="no address to serve at") as caught:
+        parse_address(text)
+    assert "9095" in caught.value.hint
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_a_taken_port_is_named(host: str) -> None:
+    with MetricsServer(f"{host}:0", shown) as server:
+        port = httpx.URL(server.url).port
+        assert httpx.get(f"{server.url}/healthz").status_code == 200
+        with pytest.raises(ConfigError, match=f"cannot be served at .*:{port}") as caught:
+            MetricsServer(f"{host}:{port}", shown)
+        assert "free port" in caught.value.hint
+
 
 LIMIT_S = 60.0
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import zstandard
+from safetensors.numpy import load
 
+from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
-from deltachain.kernels import device, host, jit, reference
+from deltachain.errors import MalformedError
+from deltachain.kernels import device, host, jit, reference, staging, threaded
+from deltachain.kernels import device as pinned
+from deltachain.kernels.device_diff import BLOCK, DeviceDiff, compares_on, spans_of
 from deltachain.kernels.protocol import (
     LiveBits,
     digest_change,
@@ -20,9 +31,302 @@ from deltachain.kernels.protocol import (
     same_bits,
     write_,
 )
-from deltachain.types import BITS_DTYPES, TensorSpec
+from deltachain.kernels.segments import (
+    LivePlacement,
+    PlacementTable,
+    StreamLayout,
+    TensorStreams,
+    pack,
+)
+from deltachain.types import BITS_DTYPES, StateDigest, TensorSpec
+from tests.contract.batches import Given, batch_of, streams_of
+from tests.contract.compiled_diff import ARCHITECTURES
 from tests.contract.host import HOST_CHECKS, HostArm
 from tests.contract.kernels import BIT_CHECKS, CHECKS, LIVE_CHECKS, Arm, DeviceArm, pairs
+from tests.contract.many_tensors import Weights, settle
+from tests.small_disk import run_on_small_disk
+
+CPU = torch.device("cpu")
+STEPS = StreamLayout(2, 1, absolute=False)
+
+
+def scene(numels: tuple[int, ...], density: float, exceptions: float) -> list[Given]:
+    """Changes of one tensor each, most of them by 1 or -1."""
+    rng = np.random.default_rng(1)
+    made = []
+    for tensor, numel in enumerate(numels):
+        indices = np.flatnonzero(rng.random(numel) < density)
+        steps = rng.choice(np.array([1, 65535], np.uint16), indices.size)
+        large = rng.random(indices.size) < exceptions
+        made.append(Given(tensor, numel, indices, np.where(large, np.uint16(3), steps)))
+    return made
+
+
+def test_one_buffer_may_be_memory_of_the_caller() -> None:
+    given = scene((900, 40), 0.3, 0.5)
+    memory = torch.empty(1 << 16, dtype=torch.uint8)
+    streams = [streams_of(g, STEPS, 700, 0) for g in given]
+    batch = pack(STEPS, streams, lambda nbytes: memory[:nbytes].numpy())
+    assert batch.buffer.ctypes.data == memory.data_ptr()
+    assert batch.table.base is not None
+    found = staging.decode(batch, staging.upload(batch, CPU))
+    np.testing.assert_array_equal(found.indices.numpy(), np.concatenate([g.indices for g in given]))
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [(0, -1), (0, 500), (1, 1 << 21), (2, 0), (2, 701), (3, 0), (3, 1 << 20), (4, 1 << 20), (5, 9)],
+)
+def test_streams_that_contradict_their_segments_are_refused(column: int, value: int) -> None:
+    (given,) = scene((900,), 0.3, 0.5)
+    streams = streams_of(given, STEPS, 700, 0)
+    segments = streams.segments.copy()
+    segments[1, column] = value
+    with pytest.raises(MalformedError, match="segments contradict"):
+        pack(STEPS, [replace(streams, segments=segments)])
+
+
+@pytest.mark.parametrize("name", ["gaps", "sign", "exception", "magnitude", "planes"])
+def test_streams_of_another_length_are_refused(name: str) -> None:
+    (given,) = scene((900,), 0.3, 0.5)
+    streams = streams_of(given, STEPS, 700, 0)
+    found: Any = getattr(streams, name)
+    one = np.zeros(1, np.uint8)
+    longer = (
+        [np.append(plane, one) for plane in found]
+        if isinstance(found, list)
+        else np.append(found, one)
+    )
+    for other in (longer, [] if isinstance(found, list) else found[:-1]):
+        changed: dict[str, Any] = {name: other}
+        with pytest.raises(MalformedError, match="segments contradict"):
+            pack(STEPS, [replace(streams, **changed)])
+
+
+@pytest.mark.parametrize("bit", [-1, 8])
+def test_a_first_bit_outside_its_byte_is_refused(bit: int) -> None:
+    (given,) = scene((900,), 0.3, 0.5)
+    streams: TensorStreams = replace(streams_of(given, STEPS, 700, 0), bit=bit)
+    with pytest.raises(MalformedError, match="segments contradict"):
+        pack(STEPS, [streams])
+
+
+@pytest.mark.parametrize(
+    ("at", "dims"),
+    [(-1, [(4, 1, 1)]), (5, [(4, 1, 1)]), (0, [(2, 1, 1), (2, 4, 2)]), (0, [(0, 1, 1)])],
+)
+def test_a_box_outside_its_storage_is_refused(at: int, dims: list[tuple[int, int, int]]) -> None:
+    live = torch.zeros(8, dtype=torch.int16)
+    with pytest.raises(ValueError, match="placement"):
+        PlacementTable.build([LivePlacement(0, 0, dims, live, at)], [(1, 2)], CPU)
+
+
+def test_a_box_on_another_device_is_refused() -> None:
+    live = torch.zeros(8, dtype=torch.int16, device="meta")
+    with pytest.raises(ValueError, match="meta"):
+        PlacementTable.build([LivePlacement(0, 0, [(4, 1, 1)], live)], [(1, 2)], CPU)
+
+
+def test_streams_of_a_part_decode_to_its_deltas() -> None:
+    """Ranges of a bucket's streams, as another tensor's bits begin in the middle of a byte."""
+    made = scene((3_000, 70_000, 11, 1 << 21), 0.02, 0.3)
+    specs = [TensorSpec(f"w{g.tensor}", "BF16", (g.numel,)) for g in made]
+    deltas = [
+        TensorDelta(spec=spec, indices=g.indices, values=g.values)
+        for spec, g in zip(specs, made, strict=True)
+    ]
+    data = encode_part([Change(delta, StateDigest()) for delta in deltas]).data
+    directory = Part.from_bytes(data).directory
+    streams = {row.name: _inflated(load(data)[row.name], row.stored) for row in directory.streams}
+    columns = directory.segments
+    names = ("start", "length", "nnz", "gaps", "exceptions", "wide")
+    table = np.array([getattr(columns, name) for name in names]).T
+    given, at = [], np.zeros(6, np.int64)
+    for number, row in enumerate(directory.tensors):
+        mine, table = table[: row.segments], table[row.segments :]
+        end = at + mine.sum(axis=0)
+        (_, _, bit, gap, exception, wide), (_, _, last, *ends) = at.tolist(), end.tolist()
+        packed = slice(bit // 8, -(-last // 8))
+        given.append(
+            TensorStreams(
+                tensor=number,
+                numel=row.spec.numel,
+                segments=mine,
+                planes=[_bytes(streams, f"wide.{k}")[wide : ends[2]] for k in (0, 1)],
+                gaps=[_bytes(streams, "gap8")[gap : ends[0]]],
+                sign=_bytes(streams, "sign")[packed],
+                exception=_bytes(streams, "exception")[packed],
+                magnitude=_bytes(streams, "magnitude")[exception : ends[1]],
+                bit=bit % 8,
+            )
+        )
+        at = end
+    batch = pack(STEPS, given)
+    found = staging.decode(batch, staging.upload(batch, CPU))
+    batch.check(found.verdicts[0][1].numpy(), [spec.name for spec in specs])
+    np.testing.assert_array_equal(found.indices, np.concatenate([d.indices for d in made]))
+    values = np.concatenate([d.values for d in made])
+    np.testing.assert_array_equal(found.values.numpy().view(np.uint16), values)
+
+
+def _inflated(stored: Any, frames: Sequence[int]) -> Any:
+    pieces = np.split(stored, np.cumsum(frames)[:-1])
+    inflated = [zstandard.decompress(piece.tobytes()) for piece in pieces]
+    return np.frombuffer(b"".join(inflated), np.uint8)
+
+
+def _bytes(streams: dict[str, Any], name: str) -> Any:
+    return streams.get(f"#0.{name}", np.empty(0, np.uint8))
+
+
+def test_memory_for_a_device_holds_a_batch() -> None:
+    memory = staging.allocator(CPU)(24)
+    assert memory.view(np.int64).shape == (3,)
+    assert memory.ctypes.data % 8 == 0
+
+
+def test_placements_of_another_width_are_refused() -> None:
+    live = torch.zeros(40, dtype=torch.int32)
+    table = PlacementTable.build([LivePlacement(0, 0, [(40, 1, 1)], live)], [(1, 2)], CPU)
+    batch = batch_of(scene((40,), 0.5, 0.0), STEPS)
+    changes = staging.decode(batch, staging.upload(batch, CPU))
+    with pytest.raises(ValueError, match="another width"):
+        staging.stage(changes, table, ["w"])
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_module(*arguments: str) -> str:
+    """Standard output of a module of the tests in a process of its own."""
+    command = [sys.executable, "-m", *arguments]
+    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.triton
+def test_fused_kernels_keep_the_contract_under_the_interpreter() -> None:
+    said = run_module("tests.contract.interpreted_diff")
+    assert "check_launches" in said
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fused_kernels_compile_without_spills(arch: int) -> None:
+    lines = run_module("tests.contract.compiled_diff", str(arch)).splitlines()
+    assert len(lines) == 52
+    for line in lines:
+        assert line.endswith(" 0 bytes spilled"), line
+
+
+def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full() -> None:
+    cut = spans_of(3 * BLOCK + 5, used=1, limit=3)
+    assert [(span.start, span.numel, span.blocks) for span in cut] == [
+        (0, 2 * BLOCK, 2),
+        (2 * BLOCK, BLOCK + 5, 2),
+    ]
+    assert list(spans_of(0, used=2, limit=3)) == []
+
+
+def test_a_snapshot_that_was_replaced_between_diffs_is_compared() -> None:
+    diff = DeviceDiff(torch.device("cpu"))
+    for seed_of_size in (3, 90):
+        weights = Weights("cpu", (seed_of_size,) * 40, resident=False)
+        weights.add_to(diff)
+        weights.check(settle(diff))
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_memory_is_pinned_until_its_tensor_goes(
+    code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[Any] = []
+
+    class Runtime:
+        def cudaHostRegister(self, *arguments: int) -> int:  # noqa: N802 - as CUDA has it
+            calls.append(arguments)
+            return code
+
+        def cudaHostUnregister(self, address: int) -> None:  # noqa: N802
+            calls.append(address)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    tensor = torch.zeros(8, dtype=torch.int16)
+    address = tensor.data_ptr()
+    assert pinned.pin_(tensor) == (code == 0)
+    del tensor
+    assert calls == [(address, 16, 0), *([address] if code == 0 else [])]
+    assert ("CUDA error 2" in caplog.text) == (code == 2)
+
+
+def test_weights_on_the_host_are_compared_by_its_kernels() -> None:
+    assert not compares_on(torch.device("cpu"))
+
+
+COMPUTE = """
+import logging, os, resource, sys
+from pathlib import Path
+disk, cache = Path(sys.argv[1]), sys.argv[2]
+os.environ["NUMBA_CACHE_DIR"] = cache
+if not disk.is_mount():  # nobody may mount here: files can at least be limited
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+else:
+    free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+    (disk / "other").write_bytes(bytes(free - 8192))
+logging.basicConfig(level=logging.WARNING, format="%(message)s")
+import numpy as np
+from deltachain.kernels import jit, reference
+bits, key = np.arange(999, dtype=np.uint16), (1, 2)
+assert jit.digest(key, bits) == reference.digest(key, bits)
+assert list(jit.gather(bits, np.array([3, 5]))) == [3, 5]
+"""
+
+
+def test_kernels_compute_where_nothing_can_be_kept(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    done = run_on_small_disk("tmpfs", disk, 1 << 20, COMPUTE, disk, disk / "cache")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("compiled kernels are not kept") == 1, done.stderr
+
+
+def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
+    code = "from deltachain.cli.console import show_warnings\nshow_warnings()\n"
+    code += "import numpy as np\nfrom deltachain.kernels import jit\n"
+    code += "jit.gather(np.arange(9, dtype=np.uint16), np.array([3, 5]))"
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stderr.count("compiling kernels")
+        for _ in range(2)
+    ]
+    assert told == [1, 0]
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [0, 1, threaded.LEAST, 2 * threaded.LEAST, 3 * threaded.LEAST + 5])
+def test_copies_and_digests_are_those_of_one_thread(
+    size: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    rng = np.random.default_rng(size)
+    for dtype in (BITS_DTYPES[1], BITS_DTYPES[2]):
+        bits = rng.integers(0, 256, size, dtype)
+        copied = threaded.copy(bits)
+        np.testing.assert_array_equal(copied, bits)
+        assert copied.dtype == bits.dtype
+        assert not np.shares_memory(copied, bits)
+        key = (3, 1 << 63)
+        assert threaded.digest(key, bits, 77) == reference.digest(key, bits, 77)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,8 +17,262 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from deltachain.publish import Publisher
+from deltachain.store import open_store
 from tests.support.models import TinyModel, train_
-from tests.unit.cli.support import invoke
+from tests.unit.cli.support import Pushed, invoke, ok, write_checkpoint
+from tests.unit.dashboard.reports import chain_of
+from tests.unit.replica.replicas import eventually
+
+HOUR = 3600.0
+ESCAPES = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>"
+
+
+@contextmanager
+def running(board: Path, *words: object) -> Iterator[subprocess.Popen[str]]:
+    """A command that follows, with its presence at a board."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltachain", *map(str, words)],
+        env=os.environ | {"DELTACHAIN_PRESENCE_URL": str(board)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+
+
+def record_of(board: Path) -> Path:
+    """The only record, as soon as it is there."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        found = [*board.glob("*.json")]
+        if found:
+            return found[0]
+        time.sleep(0.02)
+    raise AssertionError("no presence was written")
+
+
+def rows(board: Path, *words: object) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = invoke(
+        "fleet", "status", "--json", "--presence", board, *words
+    ).document["replicas"]
+    return found
+
+
+def test_a_follower_that_is_killed_is_silent(pushed: Pushed, tmp_path: Path) -> None:
+    board, out = tmp_path / "replicas", tmp_path / "out"
+    with running(board, "follow", pushed.url, "--out", out, "--poll", "0.1", "--json") as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["version"] == len(pushed.states) - 1
+        file = record_of(board)
+        (row,) = rows(board)
+        assert row["software"] == "follow"
+        assert row["health"] in ("ready", "not ready")  # it may have written before it applied
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    before = time.time() - HOUR  # an hour passes
+    os.utime(file, (before, before))
+    (row,) = rows(board)
+    assert row["health"] == "silent"
+    shown = invoke("fleet", "status", "--presence", board)
+    assert shown.code == 7
+    assert "silent" in shown.stdout
+    assert "has not written its presence for 3600 s" in shown.stdout.replace("\n", " ")
+
+
+def test_a_follower_that_ends_takes_its_presence_away(pushed: Pushed, tmp_path: Path) -> None:
+    board = tmp_path / "replicas"
+    with running(board, "follow", pushed.url, "--out", tmp_path / "out") as process:
+        record_of(board)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert [*board.glob("*.json")] == []
+
+
+def test_a_mirror_shows_itself(pushed: Pushed, tmp_path: Path) -> None:
+    board, copy = tmp_path / "replicas", tmp_path / "copy"
+    with running(board, "mirror", pushed.url, copy, "--follow", "--json") as process:
+        record_of(board)
+        (row,) = rows(board)
+        assert row["software"] == "mirror"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130
+    assert [*board.glob("*.json")] == []
+
+
+def test_an_error_that_ends_a_follower_is_told_by_its_record(
+    pushed: Pushed, tmp_path: Path
+) -> None:
+    board, out, other = tmp_path / "replicas", tmp_path / "out", tmp_path / "other"
+    ok("pull", pushed.url, "--out", out)
+    ok("push", write_checkpoint(tmp_path / "model", pushed.states[0]), other)
+    with running(board, "follow", other, "--out", out) as process:
+        assert process.wait(60) != 0
+    (row,) = rows(board)
+    assert row["health"] == "failed"
+    assert "it ended" in str(row["why"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("follow", "{chain}", "--out", "{out}"),
+        ("agent", "{chain}", "--engine", "http://127.0.0.1:9", "--out", "{out}"),
+        ("mirror", "{chain}", "{out}", "--follow"),
+        ("mirror", "/nowhere/else", "{chain}", "--follow"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+@pytest.mark.parametrize("place", ["", "/replicas"])
+def test_a_presence_inside_the_chain_is_refused(
+    pushed: Pushed,
+    tmp_path: Path,
+    words: tuple[str, ...],
+    place: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", f"{pushed.url}{place}")
+    named = [word.format(chain=pushed.url, out=tmp_path / "out") for word in words]
+    refused = invoke(*named)
+    assert refused.code == 2
+    assert f"the chain {pushed.url}" in refused.stderr.replace("\n", "")
+
+
+def test_boards_are_named_in_inventories_too(tmp_path: Path) -> None:
+    board = tmp_path / "replicas"
+    file = tmp_path / "replicas.txt"
+    file.write_text(f"http://127.0.0.1:9\n{board.as_uri()}  # those behind NAT\n")
+    found = invoke("fleet", "status", "--json", "--inventory", file)
+    assert [row["engine"] for row in found.document["replicas"]] == [
+        "http://127.0.0.1:9",
+        board.as_uri(),
+    ]
+    assert found.code == 7
+
+
+def test_a_presence_takes_no_orders(tmp_path: Path) -> None:
+    refused = invoke("fleet", "pause", "--presence", tmp_path)
+    assert refused.code == 2
+    assert "takes no pause" in refused.stderr
+
+
+def test_hostile_records_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    status = {
+        "url": ESCAPES,
+        "chain": ESCAPES,
+        "version": 1,
+        "state": ESCAPES,
+        "staged": None,
+        "head": 1,
+        "lag_versions": 0,
+        "ready": False,
+        "reason": ESCAPES * 99,
+        "following": True,
+        "paused": False,
+        "pinned": False,
+        "poisoned": False,
+        "classes": {},
+        "on_host": {},
+        "ranks": [],
+        "last": None,
+        "trouble": ESCAPES,
+        "engine": ESCAPES,
+        "deltachain": ESCAPES,
+    }
+    for name, content in (
+        ("escapes", json.dumps({"presence": 1, "time": 1, "status": status})),
+        ("name", json.dumps({"presence": ESCAPES})),
+        ("nested", "[" * 100_000),
+    ):
+        (tmp_path / f"{name}.json").write_text(content)
+    shown = invoke("fleet", "status", "--presence", tmp_path)
+    assert shown.code == 7
+    assert "\x1b]" not in shown.stdout
+    assert "\x07" not in shown.stdout
+    assert len(rows(tmp_path)) == 3
+
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+
+
+@pytest.fixture
+def chain(tmp_path: Path) -> Path:
+    chain_of(12, open_store(str(tmp_path / "chain")))
+    return tmp_path / "chain"
+
+
+@contextmanager
+def dashboard(*words: object, **environment: str) -> Iterator[str]:
+    """Address of a dashboard, which is ended with Ctrl-C and then ends by itself."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltachain", "dashboard", *map(str, words), "--listen", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert process.stderr is not None
+    try:
+        url = process.stderr.readline().split()[-1]
+        httpx.get(url, timeout=60)  # it serves, so it handles Ctrl-C where a shell's job ignores it
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_chain_is_shown_as_it_grows(chain: Path) -> None:
+    with dashboard(chain, "--poll", "0.05", "--engine", "http://127.0.0.1:1") as url:
+
+        def overview() -> dict[str, object]:
+            found: dict[str, object] = httpx.get(f"{url}/api/overview").json()
+            return found
+
+        eventually(lambda: overview()["newest"] == 11)
+        eventually(lambda: "silent" in str(overview()["alerts"]))
+        assert "text/html" in httpx.get(url).headers["content-type"]
+
+
+def test_its_replicas_are_those_of_the_inventory(chain: Path) -> None:
+    engines = "http://127.0.0.1:1,http://127.0.0.1:2"
+    with dashboard(chain, DELTACHAIN_ENGINES=engines) as url:
+        shown = httpx.get(f"{url}/api/overview").json()["replicas"]
+    assert sorted(replica["engine"] for replica in shown) == engines.split(",")
+
+
+def test_it_asks_for_the_token_of_the_replicas(chain: Path) -> None:
+    with dashboard(chain, DELTACHAIN_TOKEN=TOKEN) as url:
+        assert httpx.get(f"{url}/api/overview").status_code == 401
+        headers = {"authorization": f"Bearer {TOKEN}"}
+        assert httpx.get(f"{url}/api/overview", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--listen", "0.0.0.0:0"], "needs a token"),
+        (["--listen", "nowhere"], "no address"),
+        (["--engine", "ftp://x"], "not a server address"),
+        (["--engine", "http://a", "--engine", "http://a/"], "twice"),
+    ],
+)
+def test_mistakes_are_named_with_a_hint(chain: Path, words: list[str], expected: str) -> None:
+    done = invoke("dashboard", chain, *words)
+    assert done.code == 2
+    assert expected in done.stderr
+    assert "hint" in done.stderr
+
+
+def test_a_taken_port_is_named(chain: Path) -> None:
+    with dashboard(chain) as url:
+        done = invoke("dashboard", chain, "--listen", url.rpartition(":")[2])
+    assert done.code == 2
+    assert "cannot be served" in done.stderr
 
 
 def scraped(url: str) -> dict[str, float]:

@@ -4,26 +4,369 @@ import errno
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO, Final
 
+import httpx
 import pytest
+from rich.cells import cell_len
 
 import deltachain
+from deltachain.chain import identity as mirror_record
+from deltachain.cli import console
+from deltachain.cli import console as c
 from deltachain.cli.app import MEANT, PANELS, explain
 from deltachain.cli.console import bar, clean, count, moment, nbytes, percent
 from tests.unit.cli.support import (
+    Done,
     Pushed,
     invoke,
     ok,
+    random_state,
     read_checkpoint,
     same,
+    train,
     write_checkpoint,
 )
+
+Words = Callable[[Path, Path], list[object]]
+
+LONG_COMMANDS: dict[str, Words] = {
+    "follow": lambda url, new: ["follow", url, "--out", new, "--poll", 0.1, "--json"],
+    "mirror": lambda url, new: ["mirror", url, new, "--follow", "--poll", 0.1, "--json"],
+    "maintain": lambda _, new: ["maintain", new, "--every", "1s"],  # says that it waits for a chain
+    "dashboard": lambda url, _: ["dashboard", url, "--listen", 0, "--poll", 0.1],
+}
+
+
+def first_line(process: subprocess.Popen[str], name: str) -> str:
+    """Return the first line of a command, printed once it handles signals."""
+    stream: IO[str] | None = process.stdout if name in ("follow", "mirror") else process.stderr
+    assert stream is not None
+    return stream.readline()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+@pytest.mark.parametrize("name", LONG_COMMANDS)
+def test_ctrl_c_is_130_and_sigterm_is_0(
+    pushed: Pushed, tmp_path: Path, name: str, number: signal.Signals, code: int
+) -> None:
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "deltachain",
+            *map(str, LONG_COMMANDS[name](pushed.url, tmp_path / "new")),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        said = first_line(process, name)
+        if name == "dashboard":
+            httpx.get(said.split()[-1], timeout=60)
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == code, stderr
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_a_dashboard_that_does_not_serve_yet_ends_too(
+    pushed: Pushed, number: signal.Signals, code: int
+) -> None:
+    words = LONG_COMMANDS["dashboard"](pushed.url, pushed.url)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltachain", *map(str, words)], stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert "dashboard of" in first_line(process, "dashboard")
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode == code, stderr
+
+
+IN_A_WAIT = """
+import signal
+from threading import Event
+from deltachain.cli.serving import stopping
+stop, woken = Event(), Event()
+with stopping(stop, woken.set) as by:
+    with stop._cond:  # as Event.wait has it for a moment, between two bytecodes
+        signal.raise_signal(signal.SIGINT)
+    assert stop.wait(60) and woken.wait(60)
+assert by == [signal.SIGINT]
+"""
+
+
+def test_a_signal_may_come_in_the_middle_of_a_wait() -> None:
+    subprocess.run([sys.executable, "-c", IN_A_WAIT], check=True, timeout=120)
+
+
+CANARY = "canary7secret"
+RECORDS = {
+    "a record": json.dumps(
+        {
+            "format": 1,
+            "chain": "0" * 32,
+            "source": f"s3://u:{CANARY}@b/x\n  hint: \u202ecall 1\x1b[2J" + "y" * 999,
+        }
+    ).encode(),
+    "a damaged record": b"{",
+    "a record of another format": b'{"chain": 1}',
+}
+
+
+@pytest.fixture
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    key = tmp_path / "key"
+    ok("keygen", key)
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(key))
+    state = random_state()
+    for number in range(3):
+        state = train(state, number)
+        write_checkpoint(tmp_path / f"step-{number}", state)
+        if number < 2:
+            ok("push", tmp_path / f"step-{number}", tmp_path / "chain", "--step", number)
+    return tmp_path / "chain"
+
+
+def run(command: str, url: Path) -> Done:
+    name, *options = command.split()
+    if name == "push":
+        return invoke("push", url.parent / "step-2", url)
+    return invoke(name, url, *options)
+
+
+@pytest.mark.parametrize("record", RECORDS)
+@pytest.mark.parametrize(
+    "command",
+    ["push", "tag good", "prune", "anchor", "maintain --once", "revert --version 0", "sign"],
+)
+def test_writers_of_a_signed_chain_warn_of_a_mirror_record_and_go_on(
+    url: Path, command: str, record: str
+) -> None:
+    mirror_record._told.clear()
+    (url / "mirror.json").write_bytes(RECORDS[record])
+    done = run(command, url)
+    assert done.code == 0, done.stderr
+    (warning,) = [line for line in done.stderr.splitlines() if "mirror" in line]
+    assert warning.startswith("warning  ")
+    assert "nobody signed" in warning
+    assert CANARY not in done.stderr
+    assert console.clean(done.stderr) == done.stderr
+    assert len(warning) < 1500
+
+
+@pytest.fixture
+def unsigned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for number in range(3):
+        write_checkpoint(tmp_path / f"step-{number}", random_state(number))
+    ok("push", tmp_path / "step-0", tmp_path / "chain")
+    ok("keygen", tmp_path / "key")
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(tmp_path / "key"))
+    return tmp_path / "chain"
+
+
+@pytest.mark.parametrize("command", ["push", "tag good", "sign"])
+def test_writers_of_an_unsigned_chain_refuse_a_mirror_and_show_nothing_secret(
+    unsigned: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (unsigned / "mirror.json").write_bytes(RECORDS["a record"])
+    if command != "sign":
+        monkeypatch.delenv("DELTACHAIN_SIGNING_KEY")
+    done = run(command, unsigned)
+    assert done.code == 2
+    assert "is a mirror of s3://b/x" in done.stderr
+    assert CANARY not in done.stderr
+    assert len(done.stderr.splitlines()) == 3
+
+
+ROOT: Final = Path(__file__).parents[3]
+
+HIDE: Final = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+"""
+
+RUN: Final = "from deltachain.cli import main; main()"
+
+
+def environment() -> dict[str, str]:
+    """The environment of such a process."""
+    paths = (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+
+
+def without_torch(code: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run code in a process of its own that cannot import torch."""
+    command = [sys.executable, "-c", HIDE + code, *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+
+
+LIGHT_COMMANDS: Final = {
+    "log": ("log", "{chain}"),
+    "verify": ("verify", "{chain}"),
+    "inspect": ("inspect", "{chain}", "--table"),
+    "pull": ("pull", "{chain}", "--out", "{out}/pulled"),
+    "revert": ("revert", "{chain}", "--to", "1"),
+    "follow": ("follow", "{chain}", "--out", "{out}/followed", "--once"),
+    "doctor": ("doctor", "{chain}"),
+    "fleet": ("fleet", "--help"),
+    "agent": ("agent", "--help"),
+}
+
+
+@pytest.mark.parametrize("name", LIGHT_COMMANDS)
+def test_a_command_needs_no_torch(pushed: Pushed, tmp_path: Path, name: str) -> None:
+    places = {"chain": pushed.url, "out": tmp_path}
+    done = without_torch(RUN, *(part.format(**places) for part in LIGHT_COMMANDS[name]))
+    assert done.returncode == 0, done.stderr
+
+
+AWAY: Final = "http://127.0.0.1:9"
+
+
+def test_a_fleet_that_is_away_is_not_a_lack_of_torch() -> None:
+    done = without_torch(RUN, "fleet", "status", AWAY, "--json")
+    assert done.returncode not in (0, 1)
+    assert "torch" not in done.stderr
+    assert "127.0.0.1:9" in done.stdout + done.stderr
+
+
+def test_an_agent_pulls_and_waits_for_its_server(pushed: Pushed, tmp_path: Path) -> None:
+    command = ("agent", pushed.url, "--engine", AWAY, "--out", tmp_path / "out")
+    with subprocess.Popen(
+        [sys.executable, "-c", HIDE + RUN, *map(str, command)],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env=environment(),
+    ) as agent:
+        assert agent.stderr is not None
+        line = agent.stderr.readline()
+        agent.terminate()
+    assert "did not answer" in line
+
+
+def test_a_package_needs_no_torch() -> None:
+    done = without_torch("import deltachain.control")
+    assert done.returncode == 0, done.stderr
+
+
+def test_torch_is_hidden() -> None:
+    assert without_torch("import torch").returncode == 1
+
+
+BROKEN: Final = {
+    "missing library": 'raise ImportError("libcudart.so.12: cannot open shared object file")',
+    "loader": 'raise OSError("libcudnn.so.9: cannot open shared object file")',
+    "other numpy": 'raise AttributeError("_ARRAY_API not found")',
+    "missing package": "import no_such_package_of_torch",
+}
+
+
+def with_torch(folder: Path, body: str, *args: object) -> subprocess.CompletedProcess[str]:
+    """Run the command line in a process with another torch."""
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(body)
+    there = {**environment(), "PYTHONPATH": f"{folder}{os.pathsep}{environment()['PYTHONPATH']}"}
+    command = [sys.executable, "-c", RUN, *map(str, args)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=there, check=False
+    )
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path, name: str) -> None:
+    checkpoint = write_checkpoint(tmp_path / "one", random_state())
+    done = with_torch(tmp_path, BROKEN[name], "push", checkpoint, tmp_path / "chain")
+    assert done.returncode == 2, done.stderr
+    assert "torch is installed, and cannot be imported" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_torch_that_cannot_be_imported_is_a_fault_of_a_publisher(tmp_path: Path) -> None:
+    body = BROKEN["missing library"]
+    done = with_torch(tmp_path, body, "doctor", tmp_path / "chain", "--as", "publisher")
+    assert done.returncode == 1
+    assert "cannot be imported: ImportError: libcudart.so.12" in done.stdout.replace("\n", " ")
+
+
+def test_a_torch_that_is_too_old_is_named() -> None:
+    code = "import torch\ndel torch.float8_e8m0fnu\ntorch.__version__ = '2.5.1'\n"
+    code += "import deltachain\ntry:\n    deltachain.attach\n"
+    code += "except deltachain.DeltaChainError as error:\n    print(error)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment(), check=False
+    )
+    assert "torch 2.5.1 is older than 2.7" in done.stdout, done.stderr
+    assert 'pip install "torch>=2.7"' in done.stdout
+
+
+@pytest.mark.parametrize("columns", [30, 40, 60])
+@pytest.mark.parametrize(
+    "words", [["stats"], ["verify"], ["inspect"], ["inspect", "--table"], ["log"]]
+)
+def test_no_unit_is_cut(
+    pushed: Pushed, monkeypatch: pytest.MonkeyPatch, words: list[str], columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    command, *options = words
+    shown = ok(command, pushed.url, *options).stdout
+    assert "…" not in shown
+    tables = [line for line in shown.splitlines() if not line.startswith("✓")]
+    assert max(map(cell_len, tables)) <= columns
+    assert " B" in shown or " kB" in shown
+
+
+def rows(width: int, *give_way: str) -> list[str]:
+    cells = ("weights of a layer", "1.25 kB", "12.5 %", c.bar(0.5, 10))
+    grid = c.table(("name", ">bytes", ">share", ""), [cells], *give_way, width=width)
+    console = c.out()
+    with console.capture() as captured:
+        console.print(grid, width=width)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def test_a_bar_gives_way_first_then_columns_in_turn() -> None:
+    assert rows(60, "share")[1].split("  ")[-1].startswith("█")
+    assert rows(36, "share") == [
+        "name                  bytes   share",
+        "weights of a layer  1.25 kB  12.5 %",
+    ]
+    assert rows(30, "share") == ["name                  bytes", "weights of a layer  1.25 kB"]
+
+
+def test_cells_are_folded_where_no_column_is_left_to_leave_out() -> None:
+    shown = " ".join(" ".join(rows(20, "share")).split())
+    assert "…" not in shown
+    assert all(word in shown for word in ("weights", "layer", "1.25 kB"))
+
 
 COMMANDS = [c.__name__.replace("_", "-") for commands in PANELS.values() for c in commands]
 

@@ -1,24 +1,190 @@
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
 from typing_extensions import override
 
 from deltachain.codec import ENCODINGS, Change, Part, encode, encode_part
 from deltachain.codec import container as directory
-from deltachain.codec.container import read_header, reader_of
+from deltachain.codec.container import read_header, reader_of, write_header
 from deltachain.codec.encodings import BucketWriter, EncodedTensor, OldBits
 from deltachain.codec.encodings.sparse import StepEncoding
+from deltachain.codec.frames import FRAME, BytePlane, StreamContent, inflate
 from deltachain.delta import TensorDelta
-from deltachain.errors import ConfigError
-from deltachain.types import WIRE_DTYPES, StateDigest, TensorSpec
+from deltachain.errors import ConfigError, MalformedError
+from deltachain.format.keys import object_digest
+from deltachain.kernels import jit, reference
+from deltachain.types import BITS_DTYPES, WIRE_DTYPES, StateDigest, TensorSpec
+
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+ROWS = st.lists(
+    st.tuples(st.text(max_size=9), st.sampled_from(sorted(WIRE_DTYPES)), SHAPES),
+    max_size=6,
+    unique_by=lambda row: row[0],
+)
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    size = WIRE_DTYPES[dtype]
+    for dim in shape:
+        size *= dim
+    return size
+
+
+@settings(max_examples=150, deadline=None)
+@given(ROWS, st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
+def test_headers_survive(
+    rows: list[tuple[str, str, tuple[int, ...]]], metadata: dict[str, str]
+) -> None:
+    rows = [row for row in rows if row[0] != "__metadata__"]
+    entries = [(*row, nbytes_of(*row[1:])) for row in rows]
+    front = write_header(metadata, entries)
+    assert len(front) % 8 == 0
+    data = front + bytes(sum(entry[3] for entry in entries))
+    header = read_header(reader_of(data), len(data))
+    found = [(e.name, e.dtype, e.shape, e.nbytes) for e in header.entries.values()]
+    assert sorted(found) == sorted(entries)
+    assert dict(header.metadata) == metadata
+    assert (header.nbytes, header.file_nbytes) == (len(front), len(data))
+
+
+def test_headers_of_safetensors_are_read() -> None:
+    data = save({"a": np.zeros((2, 3), np.float32), "b": np.ones(5, np.int8)}, {"format": "pt"})
+    header = read_header(reader_of(data), len(data))
+    assert {n: (e.dtype, e.shape) for n, e in header.entries.items()} == {
+        "a": ("F32", (2, 3)),
+        "b": ("I8", (5,)),
+    }
+    assert header.metadata == {"format": "pt"}
+
+
+def file_of(entries: dict[str, Any], nbytes: int) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(nbytes)
+
+
+def entry(start: int, stop: int, dtype: str = "U8") -> dict[str, Any]:
+    shape = [(stop - start) // WIRE_DTYPES[dtype]]
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+def test_entries_may_be_listed_in_any_order() -> None:
+    data = file_of({"b": entry(4, 8, "F32"), "a": entry(0, 4)}, 8)
+    assert list(read_header(reader_of(data), len(data)).entries) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "nbytes"),
+    [
+        ({"a": entry(0, 4), "b": entry(0, 4)}, 4),
+        ({"a": entry(0, 4), "b": entry(2, 6)}, 6),
+        ({"a": entry(0, 4), "b": entry(5, 8)}, 8),
+        ({"a": entry(1, 4)}, 4),
+        ({"a": entry(0, 4)}, 5),
+        ({"a": entry(0, 4)}, 3),
+        ({}, 1),
+    ],
+)
+def test_entries_that_do_not_tile_the_file_are_malformed(
+    entries: dict[str, Any], nbytes: int
+) -> None:
+    data = file_of(entries, nbytes)
+    with pytest.raises(MalformedError, match="weights"):
+        read_header(reader_of(data), len(data), key="weights")
+
+
+@pytest.mark.parametrize("dtype", BITS_DTYPES.values(), ids=str)
+def test_copy_plane_is_that_of_the_reference(dtype: Any) -> None:
+    rng = np.random.default_rng(3)
+    for size in (0, 1, 4097):
+        bits = rng.integers(0, np.iinfo(dtype).max, size, dtype, endpoint=True)
+        bits.flags.writeable = False
+        for k in range(bits.itemsize):
+            expected, found = np.empty(size, np.uint8), np.empty(size, np.uint8)
+            reference.copy_plane_(expected, bits, k)
+            assert expected.tolist() == [int(b) >> (8 * k) & 255 for b in bits]
+            jit.copy_plane_(found, bits, k)
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_frames_are_cut_across_pieces() -> None:
+    rng = np.random.default_rng(4)
+    values = [rng.integers(0, 1 << 16, n, np.uint16) for n in (3, FRAME - 1, 0, FRAME + 70, 5)]
+    plain = rng.integers(0, 256, 1000, np.uint8)
+    stream = StreamContent.join("s", [plain, *(BytePlane(v, 1) for v in values), plain])
+    expected = np.concatenate([plain, *((v >> 8).astype(np.uint8) for v in values), plain])
+    assert stream.nbytes == expected.size == sum(stream.sizes)
+    assert max(stream.sizes) == FRAME
+    frames = [stream.frame(number, compress=True) for number in range(len(stream.sizes))]
+    found = b"".join(inflate(frame.stored, frame.nbytes) for frame in frames)
+    assert found == expected.tobytes()
+    assert [frame.digest for frame in frames] == [object_digest(frame.stored) for frame in frames]
+    for start, stop in (
+        (0, 1),
+        (999, 1001),
+        (FRAME, 2 * FRAME),
+        (stream.nbytes - 9, stream.nbytes),
+    ):
+        np.testing.assert_array_equal(stream.read(start, stop), expected[start:stop])
+
+
+def test_bits_are_packed_across_pieces() -> None:
+    rng = np.random.default_rng(5)
+    pieces = [rng.random(n) < 0.5 for n in (1, 8 * FRAME - 3, 13, 7)]
+    stream = StreamContent.join("sign", pieces, in_bits=True)
+    expected = np.packbits(np.concatenate(pieces), bitorder="little")
+    frames = [stream.frame(number, compress=False) for number in range(len(stream.sizes))]
+    assert b"".join(frame.stored for frame in frames) == expected.tobytes()
+    assert stream.sizes == (FRAME, expected.size - FRAME)
+
+
+RACE = """
+import sys, threading
+import msgspec
+from deltachain.codec import container as directory
+from deltachain.format.documents import decode
+
+sys.setswitchinterval(1e-6)
+empty = {name: [] for name in directory.Directory.__struct_fields__}
+row = {"tensors": [{"name": "a", "dtype": "BF16", "shape": [1], "nnz": 1}]}
+documents = [msgspec.json.encode(one) for one in (empty, row)]
+start = threading.Barrier(16)
+
+def race():
+    start.wait()
+    for document in documents:
+        try:
+            decode(document, directory.Directory)
+        except msgspec.MsgspecError:
+            pass
+
+threads = [threading.Thread(target=race) for _ in range(16)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_the_first_parts_of_a_process_are_opened_by_many_threads() -> None:
+    """With ``msgspec.json.decode(document, type=Directory)`` one run of six ends with SIGSEGV."""
+    codes = [
+        subprocess.run([sys.executable, "-c", RACE], check=False).returncode for _ in range(12)
+    ]
+    assert codes == [0] * 12
+
 
 Make = Callable[..., Change]
 

@@ -15,9 +15,39 @@ from deltachain.control.routes import probes, router
 from deltachain.control.server import Control
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
+from deltachain.status import Status
 from deltachain.subscribe import SubscribeConfig
 from tests.support.engine import Sharding
 from tests.unit.replica.replicas import Followed
+
+
+def status(version: int | None = 7, **fields: Any) -> Status:
+    """Status of a replica that is ready at the head, but for the given fields."""
+    usual: dict[str, Any] = {
+        "url": "s3://b/x",
+        "chain": "c" * 32,
+        "version": version,
+        "manifest": f"{version:064d}" if version is not None else None,
+        "state": None,
+        "staged": None,
+        "head": version,
+        "lag_versions": 0,
+        "ready": True,
+        "reason": "",
+        "following": True,
+        "paused": False,
+        "pinned": False,
+        "poisoned": False,
+        "classes": {},
+        "on_host": {},
+        "ranks": [],
+        "last": None,
+        "trouble": "",
+        "silence_s": 0.5,
+        "engine": "fake/1.0",
+        "deltachain": "0.1.0",
+    }
+    return Status(**usual | fields)
 
 
 def app_of(

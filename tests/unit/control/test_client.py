@@ -4,22 +4,92 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import os
+import time
 import tracemalloc
+from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from threading import Event
 
+import httpx
 import msgspec
 import pytest
 import torch
 from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
+from fastapi.testclient import TestClient
 
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.replica.leader import Leader
-from tests.unit.control.replicas import app_of, served
+from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.replica.replicas import Followed
+
+PREFIX = "/v1/deltachain"
+
+
+def test_a_replica_whose_engine_is_dead_is_not_ready(here: Followed, leader: Leader) -> None:
+    leader.start()
+    with TestClient(app_of(leader, is_open=True), base_url="http://127.0.0.1:8000") as http:
+        paths = (f"{PREFIX}/ready", f"{PREFIX}/readyz", "/readyz/deltachain")
+        assert [http.get(path).status_code for path in paths] == [200] * 3
+        here.engine.dead = True
+        assert [http.get(path).status_code for path in paths] == [503] * 3
+        assert http.get(paths[0]).json()["reason"] == "the engine is dead"
+        assert http.get(f"{PREFIX}/status").json()["ready"] is False
+
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+CALLERS = 500
+SECONDS = 60.0
+GROWTH = 64 << 20
+
+
+@pytest.mark.slow
+def test_500_callers_for_a_minute_see_no_error_and_cost_no_memory(tmp_path: Path) -> None:
+    for here in followed(tmp_path):
+        for leader in leader_of(here):
+            leader.update(1)
+            with served(app_of(leader, token=TOKEN)) as url:
+                asyncio.run(_flood(url, 5.0))  # what is made once is made now
+                here.publish(3)
+                before = _resident()
+                answers = asyncio.run(_flood(url, SECONDS))
+                grown = _resident() - before
+            assert set(answers) == {("GET", 200), ("POST", 200)}, answers
+            assert min(answers.values()) > CALLERS
+            assert grown < GROWTH, f"{grown:,} bytes more"
+            assert here.holds(3)
+
+
+def _resident() -> int:
+    """Bytes of memory of this process: server, callers and all."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+async def _flood(url: str, seconds: float) -> Counter[tuple[str, int]]:
+    limits = httpx.Limits(max_connections=CALLERS)
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answers: Counter[tuple[str, int]] = Counter()
+    end = time.monotonic() + seconds
+
+    async def call(client: httpx.AsyncClient, number: int) -> None:
+        while time.monotonic() < end:
+            if number % 2:
+                answer = await client.get("/v1/deltachain/status")
+            else:
+                answer = await client.post("/v1/deltachain/update", json={})
+            answers[answer.request.method, answer.status_code] += 1
+
+    async with httpx.AsyncClient(
+        base_url=url, limits=limits, headers=headers, timeout=120, trust_env=False
+    ) as client:
+        await asyncio.gather(*(call(client, number) for number in range(CALLERS)))
+    return answers
+
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 

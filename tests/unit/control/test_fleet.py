@@ -6,14 +6,300 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deltachain.chain.chain import Chain
+from deltachain.control.comparison import (
+    ReplicaRow,
+    compare,
+    newest_seen,
+)
 from deltachain.control.fleet import Fleet
-from deltachain.errors import ConfigError
+from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.roster import ReplicaAnswer
+from deltachain.errors import ChainError, ConfigError, ControlPlaneError, StoreWentBackError
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
-from tests.unit.control.replicas import app_of, followed, leader_of, served
+from deltachain.status import Health, HealthLimits, Status
+from deltachain.subscribe.subscriber import LOOK_BACK
+from tests.support.models import train_
+from tests.unit.control.replicas import app_of, followed, leader_of, served, status
 from tests.unit.replica.replicas import Followed
+from tests.unit.subscribe.accidents import copy, restore
+
+OTHERS = {"http://x": status(), "http://y": status(), "http://z": status()}
+
+
+def judged(one: Status | ControlPlaneError, **limits: Any) -> ReplicaRow:
+    """The row of a replica beside three that are well."""
+    rows = compare({"http://a": one, **OTHERS}, HealthLimits(**limits))
+    others = [row for row in rows if row.engine != "http://a"]
+    assert {row.health for row in others} == {"ready"}
+    return next(row for row in rows if row.engine == "http://a")
+
+
+@pytest.mark.parametrize(
+    ("found", "health", "why"),
+    [
+        (status(), "ready", ""),
+        (status(6), "behind", "it has seen version 6 as the newest, others 7"),
+        (status(6, head=7), "behind", ""),
+        (status(5, pinned=True), "pinned", ""),
+        (status(ready=False, reason="paused"), "not ready", "paused"),
+        (status(None, ready=False, reason="it holds no version"), "not ready", "holds no version"),
+        (status(ready=False, fault="the engine is dead"), "failed", "the engine is dead"),
+        (status(7, silence_s=61.0), "cut off", "its store has not answered for 61 s"),
+        (status(3, head=3, silence_s=3600.0), "cut off", "its store has not answered for 3600 s"),
+        (status(7, silence_s=61.0, following=False), "ready", ""),
+        (status(7, silence_s=61.0, pinned=True), "pinned", ""),
+        (status(7, silence_s=None), "ready", ""),
+        (status(poisoned=True, ready=False, reason="poisoned"), "poisoned", "poisoned"),
+        (status(doubt="the store went back"), "in doubt", "the store went back"),
+        (status(head=10**6), "in doubt", "it says that version 1000000 exists, which no other"),
+        (status(manifest="f" * 64), "in doubt", "others hold another version 7"),
+        (status(chain="d" * 32), "in doubt", "others follow another chain than dddddddddddd"),
+        (ControlPlaneError("http://a did not answer in 5 s"), "failed", "did not answer in 5 s"),
+    ],
+)
+def test_the_health_of_one_among_others(
+    found: Status | ControlPlaneError, health: Health, why: str
+) -> None:
+    row = judged(found)
+    assert row.health == health
+    assert bool(row.why) == bool(why)
+    assert why in " ".join(row.why)
+
+
+def test_the_lag_is_behind_the_newest_that_anybody_saw() -> None:
+    """A replica that is cut off says lag 0: it sees no newer version."""
+    row = judged(status(3, head=3, lag_versions=0))
+    assert (row.lag, row.health) == (4, "behind")
+
+
+@pytest.mark.parametrize(("lag", "health"), [(None, "behind"), (4, "behind"), (3, "stale")])
+def test_a_limit_makes_who_is_behind_stale(lag: int | None, health: Health) -> None:
+    row = judged(status(3, head=7), lag=lag)
+    assert (row.health, row.is_alarming) == (health, health == "stale")
+
+
+def test_one_that_says_too_much_makes_no_other_stale() -> None:
+    rows = compare({"http://a": status(head=10**6), **OTHERS}, HealthLimits(lag=0))
+    assert [(row.health, row.lag) for row in rows] == [("in doubt", 0), *[("ready", 0)] * 3]
+
+
+def test_one_that_holds_a_new_version_is_believed() -> None:
+    rows = compare({"http://a": status(8), **OTHERS}, HealthLimits())
+    assert [(row.health, row.lag) for row in rows] == [*[("behind", 1)] * 3, ("ready", 0)]
+
+
+def test_two_that_follow_two_chains_are_both_in_doubt() -> None:
+    there = {"http://a": status(chain="c" * 32), "http://b": status(chain="d" * 32)}
+    rows = compare(there, HealthLimits())
+    assert [row.health for row in rows] == ["in doubt", "in doubt"]
+
+
+def test_of_two_each_is_believed() -> None:
+    rows = compare({"http://a": status(7, head=9), "http://b": status(7)}, HealthLimits())
+    assert [row.lag for row in rows] == [2, 2]
+
+
+def test_the_worst_come_first_then_the_largest_lag() -> None:
+    rows = compare(
+        {
+            **OTHERS,
+            "http://b": status(5),
+            "http://c": status(3),
+            "http://d": ControlPlaneError("gone"),
+            "http://e": status(7, silence_s=99.0),
+        },
+        HealthLimits(),
+    )
+    assert [row.engine[-1] for row in rows] == ["d", "e", "c", "b", "x", "y", "z"]
+
+
+def test_chains_are_told_apart() -> None:
+    """Versions of two chains have nothing to do with each other."""
+    other = status(900, chain="d" * 32)
+    rows = compare({"http://a": other, "http://b": other, **OTHERS}, HealthLimits())
+    assert {row.lag for row in rows} == {0}
+
+
+def test_nobody_saw_anything() -> None:
+    assert newest_seen([]) is None
+    assert newest_seen([status(None)]) is None
+    assert compare({}, HealthLimits()) == []
+
+
+OTHER = "0" * 64
+
+
+@pytest.fixture
+def fleet(leader: Leader) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        url = stack.enter_context(served(app_of(leader, is_open=True)))
+        yield stack.enter_context(Fleet([url]))
+
+
+def digest(here: Followed, version: int) -> str:
+    return Chain.open(here.store).read(version).digest
+
+
+def lose(here: Followed, version: int, *, again: int | None) -> None:
+    """Restore the store as it was at a version; a restarted trainer goes on from there, if any."""
+    earlier = copy(here.store)
+    for key in list(earlier):
+        if key.startswith("manifests/") and int(key[10:30]) > version:
+            del earlier[key]
+    earlier.pop("head.json", None)
+    restore(here.store, earlier)
+    if again is None:
+        return
+    config = PublishConfig(url=here.store.url, anchor_factor=1e6)
+    with Publisher(config, store=here.store).attach(here.model) as publisher:
+        for seed in range(again):
+            train_(here.model, 100 + seed, share=0.05)
+            publisher.publish()
+            publisher.flush()
+
+
+def test_a_version_of_the_lost_history_is_not_the_announced_one(
+    here: Followed, leader: Leader, fleet: Fleet
+) -> None:
+    here.publish(3, 4)
+    leader.update(4)
+    lost = digest(here, 4)
+    lose(here, 1, again=0)
+    for version in (2, 3):
+        manifest = digest(here, version)
+        announced = fleet.announce(version, manifest=manifest, deadline=1.0)
+        assert not announced.enough
+        assert announced.stragglers == tuple(announced.held)
+        assert "StoreWentBackError" in "".join(announced.trouble.values())
+        assert not fleet.announce(version, deadline=1.0).enough  # nor by its number alone
+    held = leader.subscriber.held
+    assert held is not None
+    assert held.manifest == lost
+
+
+def test_the_same_number_of_another_history_is_told_apart(
+    here: Followed, leader: Leader, fleet: Fleet
+) -> None:
+    leader.update(2)
+    lose(here, 0, again=1)
+    manifest = digest(here, 2)
+    assert leader.status().manifest != manifest
+    for told in (manifest, ""):
+        announced = fleet.announce(2, manifest=told, deadline=1.0)
+        assert not announced.enough
+        assert list(announced.held.values()) == [None]
+        assert "ForkedChainError" in "".join(announced.trouble.values())
+
+
+def test_who_holds_a_later_version_of_this_history_holds_the_announced_one(
+    here: Followed, leader: Leader, fleet: Fleet
+) -> None:
+    leader.update(2)
+    announced = fleet.announce(1, manifest=digest(here, 1), deadline=20.0)
+    assert announced.enough
+    assert list(announced.held.values()) == [2]
+
+
+def test_an_announced_version_that_is_another_in_the_store_is_refused(
+    leader: Leader, fleet: Fleet
+) -> None:
+    leader.update(1)
+    for version in (1, 2):
+        assert not fleet.announce(version, manifest=OTHER, deadline=1.0).enough
+
+
+def test_a_replica_whose_store_is_away_holds_what_it_proves_to_hold(
+    here: Followed, leader: Leader, fleet: Fleet
+) -> None:
+    leader.update(2)
+    manifest = digest(here, 2)
+    here.faulty.down = True
+    assert fleet.announce(2, manifest=manifest, deadline=20.0).enough
+    assert not fleet.announce(2, manifest=OTHER, deadline=0.5).enough
+    assert not fleet.announce(2, deadline=0.5).enough  # nobody can say which 2 that is
+    here.faulty.mend()
+
+
+def test_a_refusal_is_told_by_name(leader: Leader) -> None:
+    leader.update()
+    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as client:
+        with pytest.raises(ControlPlaneError) as caught:
+            client.update(99)
+        assert caught.value.refusal == "ChainError"
+        status = client.status()
+        assert (status.trouble, status.ready) == ("", True)  # what was asked for was at fault
+        assert status.manifest == leader.status().manifest
+        with pytest.raises(ControlPlaneError) as caught:
+            client.update(1, manifest="not a digest")
+        assert caught.value.refusal == ""
+
+
+@pytest.mark.parametrize("what", ["store", "identity", "all"])
+def test_a_store_that_lost_what_is_held_ends_readiness(
+    here: Followed, leader: Leader, what: str
+) -> None:
+    leader.update()
+    newest = copy(here.store)
+    kept = {
+        "store": {key: data for key, data in newest.items() if "manifests/" not in key},
+        "identity": {key: data for key, data in newest.items() if key != "chain.json"},
+        "all": {},
+    }[what]
+    looks = leader.subscriber.follow(stop=leader._stop, looked=leader._looked)
+    turns = iter(range(100))
+
+    def wait(_: float) -> bool:
+        turn = next(turns)
+        ready = leader.status().ready
+        if turn == 1:
+            assert ready
+            restore(here.store, kept)
+        elif turn == 2 * LOOK_BACK:
+            status = leader.status()
+            assert (status.ready, status.lag_versions or 0) == (False, 0)
+            assert status.reason == status.doubt != ""
+            restore(here.store, newest)
+        elif turn == 2 * LOOK_BACK + 1:
+            assert ready
+            leader.end()
+        return False
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leader.subscriber.told, "wait", wait)
+        assert list(looks) == []
+
+
+def test_a_lag_is_never_below_nothing(here: Followed, leader: Leader) -> None:
+    leader.update()
+    lose(here, 0, again=None)
+    with pytest.raises(StoreWentBackError):
+        leader.update()
+    status = leader.status()
+    assert (status.version, status.lag_versions) == (2, None)
+    assert issubclass(StoreWentBackError, ChainError)
+
+
+def test_replicas_with_two_histories_say_so() -> None:
+    answers: dict[str, ReplicaAnswer] = {
+        "http://a": status(3, manifest="a"),
+        "http://b": status(3, manifest="b", doubt="the store went back"),
+        "http://c": status(4, manifest="c"),
+        "http://x": ControlPlaneError("away"),
+    }
+    doubts = {row.engine: row.doubt for row in compare(answers, HealthLimits())}
+    assert [doubts[url] for url in answers] == [
+        "others hold another version 3",
+        "the store went back",
+        "",
+        "",
+    ]
+
 
 GONE = "http://127.0.0.1:9"
 

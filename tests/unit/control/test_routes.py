@@ -3,23 +3,173 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from threading import Event
+from typing import Any
 from unittest import mock
 
+import httpx
 import pytest
+import schemathesis
 from fastapi import FastAPI, HTTPException
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, given, settings
 from prometheus_client import REGISTRY, generate_latest
+from schemathesis import GenerationMode
 
+from deltachain.control import server as auth
+from deltachain.control.roster import (
+    parse_inventory,
+    read_inventory,
+    resolve,
+    split_entries,
+)
 from deltachain.control.routes import router
 from deltachain.control.server import AT_ONCE, Control, RequestKind, join_registry, lead
-from deltachain.errors import ChainError
+from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.metrics import register_figures
 from deltachain.replica.leader import Leader
-from tests.unit.control.replicas import app_of
+from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.replica.replicas import Followed
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+DOCUMENTED = [route for route in router.routes if isinstance(route, APIRoute)]
+PATHS = [route.path for route in DOCUMENTED]
+PROBES = ("/healthz", "/readyz")
+VERSIONED = ("/stage", "/update", "/rollback")
+"""Routes that take a version: what else can be sent to them is known to their documents."""
+
+ASKS = [(path, GenerationMode.POSITIVE) for path in PATHS]
+ASKS += [(path, GenerationMode.NEGATIVE) for path in VERSIONED]
+
+
+@pytest.mark.parametrize(("path", "mode"), ASKS)
+def test_every_answer_is_one_that_the_documents_name(
+    tmp_path: Path, path: str, mode: GenerationMode
+) -> None:
+    for here in followed(tmp_path):
+        for leader in leader_of(here):
+            leader.update()
+            _try(app_of(leader, token=TOKEN), path, mode)
+
+
+def _try(app: Any, path: str, mode: GenerationMode) -> None:
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    (found,) = schema.include(path=f"/v1/deltachain{path}").get_all_operations()
+    operation: Any = found
+    asked: list[int] = []
+
+    @given(case=operation.ok().as_strategy(generation_mode=mode))
+    @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+    def ask(case: Any) -> None:
+        answer = case.call_and_validate(headers={"Authorization": f"Bearer {TOKEN}"})
+        asked.append(answer.status_code)
+
+    ask()
+    assert asked
+    if mode is GenerationMode.NEGATIVE:
+        assert len(asked) > 5
+        assert 422 in asked
+
+
+def test_the_documents_say_that_a_token_is_asked_for() -> None:
+    document = schemathesis.openapi.from_asgi("/openapi.json", app_of(None)).raw_schema
+    assert document["components"]["securitySchemes"]["token"]["scheme"] == "bearer"
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            open_to_all = path.rpartition("/v1/deltachain")[2].removesuffix("/deltachain") in PROBES
+            assert operation.get("security") == (None if open_to_all else [{"token": []}])
+
+
+def test_a_body_that_does_not_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "BODY_S", 0.3)
+    stop = Event()
+
+    async def trickle(url: str) -> int:
+        async def body() -> AsyncIterator[bytes]:
+            while not stop.is_set():
+                yield b" "
+                await asyncio.sleep(0.05)
+
+        async with httpx.AsyncClient(timeout=60) as asking:
+            headers = {"Authorization": "Bearer t"}
+            try:
+                sent = asking.post(f"{url}/v1/deltachain/update", content=body(), headers=headers)
+                return (await sent).status_code
+            except httpx.TransportError:  # closed while it was sent
+                return 408
+            finally:
+                stop.set()
+
+    for here in followed(tmp_path):
+        for leader in leader_of(here):
+            with served(app_of(leader, token="t")) as url:  # noqa: S106
+                assert asyncio.run(asyncio.wait_for(trickle(url), 60)) == 408
+            assert here.holds(0)
+
+
+FILE = "# eu\nhttp://a:8000\n\n  http://b:8000/  # the old one\ndns://policy.default.svc:8000\n"
+LINES = ("http://a:8000", "http://b:8000/", "dns://policy.default.svc:8000")
+
+
+def test_a_file_has_one_address_a_line(tmp_path: Path) -> None:
+    file = tmp_path / "replicas.txt"
+    file.write_text(FILE)
+    assert read_inventory(file) == parse_inventory(str(file)) == LINES
+
+
+def test_a_list_has_commas() -> None:
+    assert parse_inventory(" http://a:8000, http://b:8000/,,") == (
+        "http://a:8000",
+        "http://b:8000/",
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"# nothing\n\n", b"a:8000\n", b"http://a http://b\n", b"\xff\xfe", None]
+)
+def test_a_file_without_addresses_is_refused_by_name(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "replicas.txt"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"replicas\.txt") as caught:
+        read_inventory(file)
+    assert "one address a line" in caught.value.hint
+
+
+def test_entries_are_taken_once_and_in_order() -> None:
+    found = split_entries(["http://b", "dns://x:1", "http://a/", "http://b/"])
+    assert found == (["http://b", "http://a"], ["dns://x:1"])
+
+
+def test_a_name_stands_for_all_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def getaddrinfo(name: str, port: int, **_: Any) -> list[Any]:
+        assert (name, port) == ("policy", 8000)
+        return [(0, 0, 0, "", (host, port)) for host in ("10.0.0.2", "10.0.0.1", "10.0.0.2", "::1")]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    found = resolve("dns://policy:8000")
+    assert found == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[::1]:8000"]
+
+
+@pytest.mark.parametrize("entry", ["dns://policy", "dns://:8000", "dns://policy:http"])
+def test_a_name_needs_a_port(entry: str) -> None:
+    with pytest.raises(ConfigError, match="no port"):
+        resolve(entry)
+
+
+@pytest.mark.parametrize("name", ["no.such.name.invalid", f"{'x' * 70}.invalid"])
+def test_a_name_without_addresses_is_an_error(name: str) -> None:
+    with pytest.raises(ControlPlaneError, match=f"dns://{name[:20]}.* cannot be resolved"):
+        resolve(f"dns://{name}:8000")
+
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 PREFIX = "/v1/deltachain"

@@ -9,7 +9,7 @@ from deltachain.dashboard.chain_index import ChainIndex, ChainView
 from deltachain.dashboard.watcher import ReplicaReport, answered
 from deltachain.status import Status
 from deltachain.store import MemoryStore, Store
-from tests.unit.control.statuses import status as ready_status
+from tests.unit.control.replicas import status as ready_status
 from tests.unit.manifest_chains import create, extend
 
 NOW = 1_000_000.0

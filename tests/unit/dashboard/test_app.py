@@ -4,24 +4,132 @@ from __future__ import annotations
 
 import os
 import re
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+import httpx
+import numpy as np
 import pytest
+import uvicorn
 from fastapi.testclient import TestClient
 
 from deltachain.chain.chain import Chain
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import Roster
-from deltachain.dashboard.app import FILES, PAGES, create_app
+from deltachain.dashboard.app import FILES, PAGES, create_app, limited
 from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.watcher import Watcher
+from deltachain.dashboard.documents import thinned
+from deltachain.dashboard.watcher import MOMENTS, FleetTrack, Moment, Watcher, changes, spread
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.presence.record import PresenceBoard, PresenceRecord, encode_record
 from tests.support.faults import FaultyStore
 from tests.unit.dashboard.reports import chain_of, status
 from tests.unit.replica.replicas import eventually
+
+
+async def app(scope: object, receive: object, send: object) -> None:
+    del scope, receive
+    assert callable(send)
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@contextmanager
+def served(request_s: float = 60, most: int = 100) -> Iterator[int]:
+    """Serve an app with these limits; yield its port."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    http = limited(request_s=request_s, most=most)
+    config = uvicorn.Config(app, http=http, log_level="critical", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    try:
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def test_a_client_that_sends_a_byte_at_a_time_is_closed() -> None:
+    with served(request_s=0.3) as port:
+        begun = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port)) as slow, suppress(ConnectionError):
+            slow.settimeout(0.05)
+            slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+            while time.monotonic() < begun + 60:
+                slow.sendall(b"y")
+                with suppress(TimeoutError):
+                    if not slow.recv(1):
+                        break
+        assert time.monotonic() < begun + 60
+        assert httpx.get(f"http://127.0.0.1:{port}").text == "ok"
+
+
+def test_a_connection_with_many_requests_stays_open() -> None:
+    with served(request_s=2.0) as port, httpx.Client() as client:
+        begun = time.monotonic()
+        while time.monotonic() < begun + 4.5:
+            assert client.get(f"http://127.0.0.1:{port}").text == "ok"
+
+
+def test_the_oldest_connection_gives_its_place() -> None:
+    with served(most=4) as port, ExitStack() as stack:
+        address = ("127.0.0.1", port)
+        held = [stack.enter_context(socket.create_connection(address)) for _ in range(8)]
+        assert httpx.get(f"http://127.0.0.1:{port}").text == "ok"
+        for one in held[:5]:
+            one.settimeout(60)
+            with suppress(ConnectionError):
+                assert one.recv(1) == b""
+
+
+def test_short_columns_are_shown_whole() -> None:
+    assert thinned([np.arange(5.0)], 5) == [0, 1, 2, 3, 4]
+    assert thinned([np.array([])], 5) == []
+
+
+def test_long_columns_keep_their_ends_and_every_peak() -> None:
+    generator = np.random.default_rng(0)
+    one, other = generator.random(10_000), generator.random(10_000)
+    one[4321], other[77], other[9_000] = 50.0, 60.0, -1.0
+    chosen = thinned([one, other], 500)
+    assert len(chosen) <= 500
+    assert chosen == sorted(set(chosen))
+    assert {0, 9_999, 4321, 77, 9_000} <= set(chosen)
+    ranges = np.array(chosen) // 100
+    assert set(ranges.tolist()) == set(range(100))  # nothing is left out for long
+
+
+def test_values_are_spread_to_the_last() -> None:
+    assert spread([1, 2, 3], 3) == [1, 2, 3]
+    some = spread(list(range(1000)), 10)
+    assert len(some) == 10
+    assert some[-1] == 999
+    assert set(np.diff(some)) == {100}
+
+
+def test_a_track_covers_the_whole_time_in_bounded_memory() -> None:
+    track = FleetTrack()
+    for number in range(10 * MOMENTS):
+        track.add(Moment(float(number), number, {"a": number}))
+    moments = track.moments(MOMENTS)
+    times = [moment.time for moment in moments]
+    assert MOMENTS // 2 <= len(times) <= MOMENTS
+    assert times[0] < MOMENTS
+    assert times[-1] >= 10 * MOMENTS - 16
+    assert len(set(np.diff(times))) == 1
+
+
+def test_only_changes_of_a_replica_are_sent() -> None:
+    held = [None, 1, 1, 1, 2, None]
+    moments = [Moment(float(time), 2, {"a": version}) for time, version in enumerate(held)]
+    assert changes(moments, "a") == [(0, None), (1, 1), (4, 2), (5, None)]
+    assert changes(moments, "unknown") == [(0, None)]
+
 
 TOKEN = "one that nobody guesses"  # noqa: S105
 HERE = "http://127.0.0.1:9096"

@@ -1,17 +1,167 @@
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+from typing import Any
+
 import pytest
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.chain_index import ChainIndex
+from deltachain.dashboard.documents import (
+    PHASES,
+    chart_document,
+    page_document,
+    version_document,
+)
+from deltachain.dashboard.watcher import (
+    REPLICA_PHASES,
+    PhaseTrack,
+    answered,
+    middle,
+    replica_phases,
+)
 from deltachain.errors import StoreUnavailableError
+from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_mark
 from deltachain.format.keys import manifest_key
+from deltachain.presence.writer import follower_status
+from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
+from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
+from deltachain.types import StateDigest
 from tests.support.faults import FaultyStore
+from tests.support.models import TinyModel, tensors_of
 from tests.support.values import present
-from tests.unit.dashboard.reports import chain_of
+from tests.unit.dashboard.reports import chain_of, report, view_of
 from tests.unit.manifest_chains import WideStore, create, extend, manifest_after
+
+PUBLISHED = {"diff": 0.25, "encode": 1.5, "upload": 1.0}
+APPLIED = {"look": 0.5, "fetch": 0.125, "stage": 0.0625, "pause": 0.03125, "swap": 0.0}
+
+
+@pytest.fixture
+def chain() -> Chain:
+    """Two versions, of which the second says how long its phases took."""
+    made = create(MemoryStore())
+    first = made.commit(manifest_after(None))
+    made.commit(manifest_after(first, ext=phases_mark(PUBLISHED)))
+    made.write_head(1, ())
+    return made
+
+
+def test_all_phases_of_a_receipt_are_shown_in_their_order() -> None:
+    receipt = ApplyReceipt(
+        version=1,
+        previous=0,
+        step=None,
+        state=StateDigest(),
+        plan="",
+        nnz=1,
+        nbytes=1,
+        requests=1,
+        refetched=(),
+        lag_versions=0,
+        staleness_s=1.0,
+        fetch_s=1.0,
+        stage_s=1.0,
+        swap_s=1.0,
+        pause_s=1.0,
+        publish_phases=PUBLISHED,
+    )
+    assert tuple(receipt.phases) == PHASES
+
+
+@pytest.mark.parametrize("value", ["1", None, True, -1.0, inf, 1e300, [1.0], {}])
+def test_times_that_cannot_be_are_left_out(value: object) -> None:
+    assert replica_phases({"look": value, "fetch": 2, "other": 1.0}) == {"fetch": 2.0}
+
+
+@pytest.mark.parametrize("last", [None, {}, {"version": 0}, {"version": "1"}, {"version": None}])
+def test_times_of_another_version_are_not_those_of_the_held_one(
+    chain: Chain, last: dict[str, Any] | None
+) -> None:
+    assert report(chain, 1, last=last, phases=APPLIED).status.phases == {}
+    assert report(chain, 1, last={"version": 1}, phases=APPLIED).status.phases == APPLIED
+
+
+def test_a_version_has_the_times_of_its_publisher_and_of_its_replicas(chain: Chain) -> None:
+    view, track = view_of(chain), PhaseTrack()
+    manifest = chain.read(1).digest
+    track.add("http://a", manifest, APPLIED)
+    track.add("http://b", manifest, APPLIED | {"look": 2.5})
+    found = present(version_document(view, track.of, 1))
+    rows = {row["name"]: row for row in found["phases"]}
+    assert tuple(rows) == PHASES
+    assert rows["encode"] == {"name": "encode", "seconds": 1.5}
+    expected = {"seconds": 1.5, "slowest_s": 2.5, "slowest": "http://b", "replicas": 2}
+    assert rows["look"] == {"name": "look", **expected}
+    older = present(version_document(view, track.of, 0))
+    assert older["phases"] == []
+
+
+def test_a_chart_has_a_column_of_each_known_phase(chain: Chain) -> None:
+    view, track = view_of(chain), PhaseTrack()
+    columns = chart_document(view, track.middles(), 0, 9)["phases"]
+    assert tuple(columns) == PHASES
+    assert (columns["diff"], columns["look"]) == ([None, 0.25], [])
+    track.add("http://a", chain.read(0).digest, APPLIED)
+    assert chart_document(view, track.middles(), 0, 9)["phases"]["look"] == [0.5, None]
+
+
+def test_medians_follow_what_is_added() -> None:
+    track = PhaseTrack()
+    for number, seconds in enumerate([3.0, 1.0, 2.0]):
+        track.add(f"http://{number}", "m", {"look": seconds})
+    assert track.middles() == {"m": {"look": 2.0}}
+    revision = track.revision
+    track.add("http://0", "m", {"look": 3.0})  # asked again: nothing new
+    assert track.revision == revision
+    track.add("http://0", "m", {"look": 1.5})
+    assert track.middles() == {"m": {"look": 1.5}}
+    assert track.revision > revision
+    assert middle({}) == {}
+
+
+def test_without_a_manifest_or_times_nothing_is_kept() -> None:
+    track = PhaseTrack()
+    track.add("http://a", "", APPLIED)
+    track.add("http://a", "m", {})
+    assert (track.middles(), track.revision) == ({}, 0)
+
+
+def test_the_oldest_versions_are_forgotten_first() -> None:
+    track = PhaseTrack(kept=6)
+    for version in range(10):
+        for engine in ("a", "b"):
+            track.add(engine, f"m{version}", dict.fromkeys(REPLICA_PHASES, 1.0))
+    assert set(track.middles()) == {"m7", "m8", "m9"}
+    assert track.of("m0") == {}
+
+
+def test_a_follower_that_is_known_by_its_presence_has_phase_times() -> None:
+    store, model = MemoryStore(), TinyModel()
+    tensors = tensors_of(model)
+    Publisher(PublishConfig(url=store.url), store=store).attach(model).close()
+    with Subscriber(SubscribeConfig(url=store.url), tensors, store=store) as subscriber:
+        before = follower_status(subscriber, {}, engine="follow", trouble=None)
+        assert answered("a", before, 0.0).status.phases == {}
+        subscriber.update()
+        after = follower_status(subscriber, {}, engine="follow", trouble=None)
+    assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).status.phases.keys()
+
+
+def test_the_table_marks_what_is_pruned_and_tagged(chain: Chain) -> None:
+    view = view_of(chain)
+    newest = view.newest or 0
+    pruned = PrunedRange(kind="delta", span=1, first=1, last=1, after=0.0)
+    record = PruneRecord(
+        chain="one", number=0, head=newest, maintainer="m", time=0.0, pruned=(pruned,)
+    )
+    tag = Tag(chain="one", name="good", number=0, version=0, state="s", manifest="m", time=0.0)
+    rows = page_document(replace(view, prunes=record, tags=(tag,)), newest + 1, 50)["versions"]
+    assert [row["version"] for row in rows if row["pruned"]] == [1]
+    assert [row["version"] for row in rows if row["tags"] == ["good"]] == [0]
 
 
 def versions(index: ChainIndex) -> list[int | None]:

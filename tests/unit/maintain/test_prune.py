@@ -2,28 +2,87 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
-from deltachain.chain.chain import Chain, is_reachable, plan_present
+from deltachain.chain.chain import Chain, Committed, is_reachable, plan_present
 from deltachain.chain.fetch import fetch
+from deltachain.chain.plan import Plan
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ConfigError
-from deltachain.format.documents import EdgeKind, EdgeSummary, PruneRecord
+from deltachain.format.documents import EdgeKind, EdgeSummary, PrunedRange, PruneRecord, seal
 from deltachain.format.keys import PAYLOADS, payload_key, prune_key
 from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.pruner import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.publish.revert import revert
-from deltachain.store import Store
+from deltachain.store import Store, open_store
 from deltachain.types import Version
 from deltachain.verify import verify
 from tests.support.values import present
-from tests.unit.maintain.grown import SPECS, Grown
-from tests.unit.maintain.pruning import Backup, Clock, finish, grow_sixty, pruner_of
+from tests.unit.cli.support import invoke
+from tests.unit.maintain.grown import SPECS, Backup, Clock, Grown, finish, grow_sixty, pruner_of
 from tests.unit.manifest_chains import SingleWriterStore
+
+
+@pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
+def test_verify_rebuilds_every_version_that_readers_can_reach(
+    grown: Grown, tagged: tuple[Version, ...]
+) -> None:
+    """A kept delta behind a skip's base must not hide where the skip leads."""
+    finish(pruner_of(grown, last=20, tagged=tagged))
+    chain = Chain.open(grown.store)
+    rebuilt = {proof.version for proof in verify(Chain.open(grown.store)) if proof.rebuilt}
+    assert rebuilt == {version for version in range(60) if is_reachable(chain, version)}
+    assert len(rebuilt) < 60
+
+
+@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("deleted", [False, True])
+@pytest.mark.parametrize("tagged", [(), (13,)])
+def test_verify_may_start_at_any_version(
+    grown: Grown, tagged: tuple[Version, ...], deleted: bool, every: int
+) -> None:
+    """A pruned first version is told, and does not hide the kept ones after it."""
+    pruner = pruner_of(grown, last=20, tagged=tagged)
+    if deleted:
+        finish(pruner)
+    else:
+        pruner.run()
+    chain = Chain.open(grown.store)
+    kept = {version for version in range(60) if is_reachable(chain, version)}
+    assert len(kept) < 60
+    for first in range(0, 60, every):
+        proofs = list(verify(Chain.open(grown.store), first=first))
+        rebuilt = {proof.version for proof in proofs if proof.rebuilt}
+        assert kept & set(range(first, 60)) <= rebuilt
+        if deleted:
+            assert rebuilt <= kept
+            expired = [edge for proof in proofs for edge in proof.edges if edge.expired]
+            assert all(edge.pruned for edge in expired)
+
+
+def test_verify_of_pruned_versions_alone_says_so(grown: Grown) -> None:
+    finish(pruner_of(grown, last=20))
+    chain = Chain.open(grown.store)
+    last = next(version for version in range(60) if not is_reachable(chain, version))
+    with pytest.raises(BrokenChainError, match="were pruned"):
+        list(verify(Chain.open(grown.store), first=last, last=last))
+
+
+@pytest.mark.parametrize("at", [0, 3, 12])
+def test_what_is_pruned_while_verify_runs_counts_as_pruned(grown: Grown, at: Version) -> None:
+    gone = []
+    for proof in verify(Chain.open(grown.store)):
+        if proof.version == at:
+            finish(pruner_of(grown, last=20))
+        gone += [edge for edge in proof.edges if edge.expired]
+    assert gone
+    assert all(edge.pruned for edge in gone)
 
 
 def payloads(store: Store) -> dict[str, int]:
@@ -406,3 +465,101 @@ def test_a_record_is_not_written_after_another_that_its_plan_does_not_know(grown
     pruner_of(grown, last=46).run()
     with pytest.raises(AlreadyExistsError):
         pruner.record(plan)
+
+
+def write_record(grown: Grown, *rows: PrunedRange) -> None:
+    record = PruneRecord(
+        chain=grown.chain.identity.chain,
+        number=0,
+        head=grown.head,
+        maintainer="m",
+        time=1.0,
+        pruned=rows,
+    )
+    grown.store.put(prune_key(0), seal(record))
+
+
+def between_anchors(grown: Grown) -> None:
+    """Anchors of versions 16 and 48 are pruned; deltas between them are not."""
+    grown.grow(60)
+    for version in (16, 48):
+        add_anchor(grown.chain, grown.chain.read(version))
+    write_record(grown, PrunedRange(kind="anchor", span=0, first=16, last=48, after=1.0))
+
+
+@pytest.mark.parametrize("version", [16, 40])
+def test_an_anchor_that_would_count_as_pruned_is_refused(version: int) -> None:
+    """Whether it is recorded already or not."""
+    grown = Grown(Clock())
+    between_anchors(grown)
+    before = payloads(grown.store)
+    with pytest.raises(ChainError, match=f"the anchor of version {version} is pruned") as caught:
+        add_anchor(grown.chain, grown.chain.read(version))
+    assert caught.value.hint
+    assert payloads(grown.store) == before
+    assert add_anchor(grown.chain, grown.chain.read(52)).version == 52
+
+
+def test_the_command_says_so(tmp_path: Path) -> None:
+    grown = Grown(open_store(str(tmp_path), writer=True))
+    between_anchors(grown)
+    done = invoke("anchor", tmp_path, "--version", "40")
+    assert done.code != 0
+    assert "the anchor of version 40 is pruned" in done.stderr
+    assert invoke("anchor", tmp_path, "--version", "52").code == 0
+
+
+def test_a_skip_that_would_count_as_pruned_is_not_made() -> None:
+    grown = Grown(Clock())
+    grown.grow(40)
+    write_record(grown, PrunedRange(kind="skip", span=8, first=16, last=32, after=1.0))
+    done = present(Maintainer(Chain.open(grown.store), None).round())
+    assert not done.failed
+    assert [skip.version for skip in done.skips] == [8]
+
+
+class Raced(Maintainer):
+    """A maintainer beside another one, which prunes while this one folds a skip."""
+
+    other: Pruner | None = None
+
+    @override
+    def make_skip(self, start: Committed, plan: Plan, target: Committed) -> EdgeSummary:
+        made = super().make_skip(start, plan, target)
+        if self.other is not None and target.version == 56:
+            self.other.run()
+        return made
+
+
+def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
+    """Another maintainer closes the next versions while this one makes the skip before."""
+    grown = Grown(Clock())
+    grown.grow(60)
+    for version in (40, 48):
+        add_anchor(grown.chain, grown.chain.read(version))
+    maintainer = Raced(Chain.open(grown.store), None)
+    maintainer.hint(grown.chain.read(grown.head))
+    grown.grow(40)
+    maintainer.other = pruner_of(grown, last=17)
+    done = present(maintainer.round())
+    assert not done.failed
+    assert grown.chain.prunes.newest() is not None
+    assert {skip.version for skip in done.skips} == {96, 88, 80, 72, 64, 56}
+
+
+def test_a_store_that_was_restored_is_not_closed_by_a_record_that_it_lost() -> None:
+    """Also to a maintainer that prunes nothing."""
+    grown = Grown(Clock())
+    grown.grow(60)
+    for version in (40, 48):
+        add_anchor(grown.chain, grown.chain.read(version))
+    maintainer = Maintainer(Chain.open(grown.store), None)
+    maintainer.hint(grown.chain.read(grown.head))
+    grown.grow(30)
+    backup = Backup(grown)
+    pruner_of(grown, last=17).run()
+    maintainer.chain.prunes.refresh()
+    assert maintainer.chain.prunes.is_closed(16)
+    backup.restore(grown)
+    done = present(maintainer.round())
+    assert {skip.version for skip in done.skips} == set(range(8, 90, 8))

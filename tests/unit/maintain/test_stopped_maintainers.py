@@ -23,8 +23,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.store import ObjectInfo
 from deltachain.types import Buffer
 from tests.support.faults import FaultyStore
-from tests.unit.maintain.grown import SPECS
-from tests.unit.maintain.pruning import Clock, grow_sixty
+from tests.unit.maintain.grown import SPECS, Clock, grow_sixty
 
 GRACE_S: Final = 100.0
 TAGGED: Final = 12

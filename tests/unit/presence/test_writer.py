@@ -20,7 +20,7 @@ from deltachain.status import Status
 from deltachain.store import Capabilities, MemoryStore, Store
 from deltachain.store.hf.store import open_hf
 from tests.support.faults import Fault, FaultyStore
-from tests.unit.control.statuses import status
+from tests.unit.control.replicas import status
 
 
 class Source:

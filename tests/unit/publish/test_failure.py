@@ -1,12 +1,27 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from typing_extensions import override
 
+from deltachain.chain.upload import (
+    PARTS_ON_THE_WAY,
+    SMALL_PART_NBYTES,
+    UPLOADS,
+    EdgeKeys,
+    EdgeUpload,
+    anchor_part_nbytes,
+)
+from deltachain.codec import Part
 from deltachain.errors import (
     ConfigError,
     DeltaChainError,
@@ -19,9 +34,247 @@ from deltachain.format.keys import HEAD_KEY, manifest_key
 from deltachain.publish import Publisher
 from deltachain.publish.ranks.collectives import Collective
 from deltachain.publish.session import Conclusion
-from deltachain.store import MemoryStore
+from deltachain.publish.wire_form import dense_change
+from deltachain.store import MemoryStore, open_store
+from deltachain.types import Bits, Buffer, TensorSpec
+from tests.crash.child import open_place
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+
+SCRIPT = """
+import os
+import torch
+import deltachain
+from tests.support.models import plain_model, train_
+
+model = plain_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+{made}
+for step in range(1, 5):
+    train_(model, step)
+    {publish}
+{end}
+"""
+BY_HAND = (
+    "publisher = deltachain.Publisher({url!r}).attach(model)",
+    "publisher.publish(step=step)",
+)
+BY_STEPS = (
+    "for p in model.parameters(): p.grad = torch.zeros_like(p)\n"
+    "deltachain.attach(model, optimizer, url={url!r})",
+    "optimizer.step()",
+)
+
+
+def run(url: str, way: tuple[str, str], end: str) -> subprocess.CompletedProcess[str]:
+    code = SCRIPT.format(made=way[0].format(url=url), publish=way[1], end=end)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("way", [BY_HAND, BY_STEPS])
+@pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
+def test_the_last_version_is_committed(
+    tmp_path: Path, way: tuple[str, str], end: str, code: int
+) -> None:
+    done = run(str(tmp_path), way, end)
+    assert done.returncode == code, done.stderr
+    assert "Exception ignored" not in done.stderr
+    model = plain_model()
+    for step in range(1, 5):
+        train_(model, step)
+    found = recompute(open_store(tmp_path))
+    assert found[max(found)].committed.manifest.step == 4
+    assert same(found[max(found)].state, bits_of(model))
+
+
+@pytest.mark.parametrize(("end", "last"), [("", 4), ("raise SystemExit(3)", 4), ("1 / 0", 3)])
+def test_steps_after_the_last_version_are_committed_unless_an_error_ends_the_process(
+    tmp_path: Path, end: str, last: int
+) -> None:
+    made = BY_STEPS[0].replace("url=", "every_steps=3, url=")
+    done = run(str(tmp_path), (made, BY_STEPS[1]), end)
+    assert "Exception ignored" not in done.stderr
+    found = recompute(open_store(tmp_path))
+    assert found[max(found)].committed.manifest.step == last
+
+
+@pytest.mark.parametrize("kind", ["s3", "hf"])
+def test_the_last_version_is_committed_over_a_network(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of clients have ended by then, and no other may be started."""
+    place = open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
+    done = run(place.url(), BY_STEPS, "")
+    assert (done.returncode, done.stderr.count("Traceback")) == (0, 0), done.stderr
+    found = recompute(open_store(place.url()))
+    assert found[max(found)].committed.manifest.step == 4, done.stderr
+
+
+def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
+    done = run(
+        str(tmp_path), BY_HAND, "publisher.flush()\nif os.fork() == 0: raise SystemExit\nos.wait()"
+    )
+    assert done.returncode == 0, done.stderr
+    assert "closing the publisher" not in done.stderr
+
+
+def test_what_fails_at_the_end_is_told(tmp_path: Path) -> None:
+    folder = str(tmp_path / "run")
+    end = f"publisher.flush()\nimport shutil; shutil.rmtree({folder!r})\npublisher.publish(step=9)"
+    done = run(folder, BY_HAND, end)
+    assert done.returncode == 0, done.stderr
+    assert f"closing the publisher at {Path(folder).as_uri()} as Python ended" in done.stderr
+    assert "hint" in done.stderr
+
+
+def test_the_rest_is_a_version_only_if_something_changed() -> None:
+    model, store = plain_model(), MemoryStore()
+    publisher = Publisher("memory://unused", store=store).attach(model)
+    publisher.publish_rest(step=0)
+    assert publisher.version == 0
+    train_(model, 1)
+    publisher.publish_rest(step=1)
+    publisher.flush()
+    assert (publisher.version, publisher.last.step if publisher.last else None) == (1, 1)
+    publisher.publish_rest(step=1)
+    publisher.close()
+    assert list(recompute(store)) == [0, 1]
+    assert same(recompute(store)[1].state, bits_of(model))
+
+
+KEYS = EdgeKeys(kind="anchor", version=0, epoch=0, commit_id="0" * 32)
+NUMEL = 300_000
+
+
+class WatchedStore(MemoryStore):
+    """Counts puts at a time; calls back before each."""
+
+    def __init__(self, before: Callable[[str], None] = lambda _: None) -> None:
+        super().__init__()
+        self._before, self._counting = before, threading.Lock()
+        self.now = self.most = 0
+
+    @override
+    def put(self, key: str, data: Buffer) -> str:
+        with self._counting:
+            self.now += 1
+            self.most = max(self.most, self.now)
+        try:
+            self._before(key)
+            return super().put(key, data)
+        finally:
+            with self._counting:
+                self.now -= 1
+
+
+def tensors(count: int) -> list[tuple[TensorSpec, Bits]]:
+    rng = np.random.default_rng(0)
+    return [
+        (TensorSpec(f"w{n:02}", "BF16", (NUMEL,)), rng.integers(0, 1 << 16, NUMEL, np.uint16))
+        for n in range(count)
+    ]
+
+
+def upload_to(store: MemoryStore) -> EdgeUpload:
+    return EdgeUpload(store, KEYS, raw=False, part_nbytes=4 * NUMEL)
+
+
+def test_parts_are_in_the_order_of_their_tensors_whatever_arrives_first() -> None:
+    late = threading.Event()
+
+    def before(key: str) -> None:
+        if key.endswith("00000.safetensors"):
+            assert late.wait(60)
+        elif key.endswith("00003.safetensors"):
+            late.set()
+
+    store, made = WatchedStore(before), tensors(9)
+    with upload_to(store) as upload:
+        for spec, bits in made:
+            upload.add(dense_change(spec, bits))
+        edge = upload.finish()
+    assert [ref.key[-17:-12] for ref in edge.parts] == [f"{n:05}" for n in range(5)]
+    assert edge.encodings == ("dense",)
+    found: dict[str, Bits] = {}
+    for ref in edge.parts:
+        part = Part.from_bytes(bytes(store.get(ref.key)))
+        found |= {name: part.read(name).values for name in part.rows}
+    assert list(found) == [spec.name for spec, _ in made]
+    for spec, bits in made:
+        np.testing.assert_array_equal(found[spec.name], bits)
+
+
+def test_memory_is_bounded_while_the_store_stands_still() -> None:
+    go, store = threading.Event(), WatchedStore(lambda _: _wait(go))
+    added: list[str] = []
+
+    def add_all() -> None:
+        with upload_to(store) as upload:
+            for spec, bits in tensors(20):
+                upload.add(dense_change(spec, bits))
+                added.append(spec.name)
+            upload.finish()
+
+    thread = threading.Thread(target=add_all)
+    thread.start()
+    thread.join(2.0)
+    assert thread.is_alive()
+    assert len(added) <= 2 * (PARTS_ON_THE_WAY + 1)
+    go.set()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(added) == 20
+    assert store.most == UPLOADS
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(60)
+
+
+@pytest.mark.parametrize("number", [0, 2, 4])
+def test_the_first_failure_is_raised_and_later_parts_are_not_put(number: int) -> None:
+    def before(key: str) -> None:
+        if key.endswith(f"{number:05}.safetensors"):
+            raise StoreUnavailableError("the store is down")
+
+    store = WatchedStore(before)
+
+    def add_all() -> None:
+        with upload_to(store) as upload:
+            for spec, bits in tensors(40):
+                upload.add(dense_change(spec, bits))
+            upload.finish()
+
+    with pytest.raises(StoreUnavailableError, match="down"):
+        add_all()
+    assert len(list(store.list("anchors/"))) <= number + PARTS_ON_THE_WAY
+    assert store.now == 0
+
+
+def test_an_interrupted_caller_abandons_parts() -> None:
+    store = WatchedStore()
+
+    def add_some() -> None:
+        with upload_to(store) as upload:
+            for number, (spec, bits) in enumerate(tensors(20)):
+                upload.add(dense_change(spec, bits))
+                if number == 10:
+                    raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        add_some()
+    assert len(list(store.list("anchors/"))) <= 5
+    assert not [t for t in threading.enumerate() if t.name.startswith("deltachain-upload")]
+
+
+def test_parts_of_anchors_follow_the_size_of_the_model() -> None:
+    assert anchor_part_nbytes(1 << 20, 512 << 20) == SMALL_PART_NBYTES
+    assert anchor_part_nbytes(16 << 30, 512 << 20) == 512 << 20
+    assert anchor_part_nbytes(4 << 30, 512 << 20) == 256 << 20
+    assert anchor_part_nbytes(16 << 30, 1000) == 1000
+
 
 Attach = Callable[..., Publisher]
 

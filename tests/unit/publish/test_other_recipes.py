@@ -25,7 +25,7 @@ from deltachain.store import open_store
 from tests.unit.cli.support import invoke, ok
 from tests.unit.publish.acme_ternary import TERNARY, dense
 from tests.unit.publish.library import differing, llama
-from tests.unit.publish.test_quantise_matrices import heavy, in_windows, windows
+from tests.unit.publish.test_quantise import heavy, in_windows, windows
 
 HERE = Path(__file__).parent
 SOURCE = (HERE / "acme_ternary.py").read_text(encoding="utf-8")

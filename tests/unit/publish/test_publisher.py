@@ -1,23 +1,261 @@
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from prometheus_client.parser import text_string_to_metric_families
+from torch import Tensor, nn
 
 from deltachain.chain.chain import Chain
+from deltachain.chain.upload import UploadClock
 from deltachain.codec import Part
-from deltachain.errors import ConfigError
+from deltachain.errors import ConfigError, DeltaChainError, UnsupportedModelError
 from deltachain.publish import PublishConfig, Publisher, PublishReceipt
 from deltachain.store import MemoryStore, open_store
+from deltachain.subscribe import Subscriber
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.unit.cli.support import invoke
+
+BLOCK = 8
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """fp8 weights, and a scale for each block of rows."""
+    blocks = weight.view(-1, BLOCK, weight.shape[1])
+    scale = blocks.abs().amax((1, 2)) / torch.finfo(torch.float8_e4m3fn).max
+    return (blocks / scale[:, None, None]).view_as(weight).to(torch.float8_e4m3fn), scale
+
+
+class Exporter:
+    """Makes the tensors of a checkpoint anew each time, out of weights that it trains."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.weights = {f"{n}.w": torch.randn(32, 16, generator=generator) for n in range(3)}
+        self.given: list[weakref.ref[Tensor]] = []
+        self.alive = 0
+
+    def train_(self, step: int) -> None:
+        generator = torch.Generator().manual_seed(step)
+        for weight in self.weights.values():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=generator))
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.weights.items():
+            fp8, scale = quantised(weight)
+            for suffix, tensor in (("weight", fp8), ("weight_scale_inv", scale)):
+                self.alive = max(self.alive, sum(ref() is not None for ref in self.given))
+                self.given.append(weakref.ref(tensor))
+                yield f"{name}.{suffix}", tensor
+            del fp8, scale, tensor
+
+
+def bits(exporter: Exporter) -> dict[str, bytes]:
+    return {n: t.view(torch.uint8).numpy().tobytes() for n, t in exporter()}
+
+
+def test_fp8_weights_and_scales_are_published_bit_by_bit() -> None:
+    store, exporter = MemoryStore(), Exporter()
+    expected = [bits(exporter)]
+    with Publisher(PublishConfig(url="memory://x"), store=store).attach(exporter) as publisher:
+        for step in range(1, 6):
+            exporter.train_(step)
+            expected.append(bits(exporter))
+            receipt = publisher.publish(step=step).result(60)
+            assert 0 < receipt.nnz < receipt.numel
+    for version, truth in zip(recompute(store).values(), expected, strict=True):
+        assert {name: b.tobytes() for name, b in version.state.items()} == truth
+
+
+def test_an_export_is_never_held_whole() -> None:
+    exporter = Exporter()
+    with Publisher("memory://y", store=MemoryStore()).attach(exporter) as publisher:
+        exporter.train_(1)
+        publisher.publish().result(60)
+    assert exporter.alive <= 3
+
+
+def test_an_export_that_lacks_a_tensor_publishes_nothing() -> None:
+    store, exporter = MemoryStore(), Exporter()
+    with Publisher("memory://z", store=store).attach(exporter) as publisher:
+        lost = exporter.weights.pop("2.w")
+        exporter.train_(1)
+        with pytest.raises(ConfigError, match=r"'2\.w\.weight' is gone"):
+            publisher.publish()
+        exporter.weights["2.w"] = lost
+        expected = bits(exporter)
+        assert publisher.flush() is not None
+    *_, newest = recompute(store).values()
+    assert {name: b.tobytes() for name, b in newest.state.items()} == expected
+
+
+def test_an_export_that_gives_a_name_twice_is_refused() -> None:
+    def twice() -> Iterator[tuple[str, Tensor]]:
+        yield from 2 * [("w", torch.zeros(2))]
+
+    with pytest.raises(ConfigError, match="'w' twice"):
+        Publisher("memory://v", store=MemoryStore()).attach(twice)
+
+
+@pytest.mark.parametrize("name", ["head.w", "1.w.weight"])
+def test_an_export_that_gives_a_further_tensor_publishes_nothing(name: str) -> None:
+    store, exporter, further = MemoryStore(), Exporter(), dict[str, Tensor]()
+
+    def export() -> Iterator[tuple[str, Tensor]]:
+        yield from exporter()
+        yield from further.items()
+
+    with Publisher("memory://t", store=store).attach(export) as publisher:
+        further[name] = torch.ones(2)
+        exporter.train_(1)
+        with pytest.raises(UnsupportedModelError, match=f"{name}'") as caught:
+            publisher.publish()
+        assert caught.value.hint
+        assert publisher.version == 0
+        del further[name]
+        assert publisher.flush() is not None
+    *_, newest = recompute(store).values()
+    assert {name: b.tobytes() for name, b in newest.state.items()} == bits(exporter)
+
+
+def test_an_empty_export_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no weights"):
+        Publisher("memory://u", store=MemoryStore()).attach(lambda: ())
+
+
+def scraped(url: str) -> dict[str, float]:
+    """Value of every metric; phases by their names."""
+    text = httpx.get(url).text
+    return {
+        one.labels.get("phase", one.name): one.value
+        for family in text_string_to_metric_families(text)
+        for one in family.samples
+    }
+
+
+def test_a_publisher_serves_its_figures_until_it_closes(
+    store: MemoryStore, attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    model, faulty = TinyModel(), FaultyStore(store)
+    publisher = attach(model, faulty, metrics="0", on_error="warn")
+    url = re.findall(r"metrics at (\S+)", caplog.text)[0]
+    assert scraped(url)["deltachain_version"] == 0
+    train_(model, 1)
+    publisher.publish(step=1)
+    receipt = publisher.flush()
+    assert receipt is not None
+    found = scraped(url)
+    assert (found["deltachain_version"], found["deltachain_commits_total"]) == (1, 1)
+    assert found["deltachain_published_bytes_total"] == receipt.nbytes
+    assert found["diff"] == receipt.diff_s > 0
+    assert 0 < found["upload"] <= found["encode"] == receipt.encode_s
+    faulty.down = True
+    train_(model, 2)
+    publisher.publish(step=2)
+    publisher.flush()
+    assert scraped(url)["deltachain_failures_total"] >= 1
+    answer = httpx.get(url.replace("/metrics", "/readyz"))
+    assert (answer.status_code, "not ready: " in answer.text) == (503, True)
+    faulty.down = False
+    train_(model, 3)
+    publisher.publish(step=3)
+    publisher.flush()
+    assert httpx.get(url.replace("/metrics", "/readyz")).text == "ready\n"
+    publisher.close()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(url)
+
+
+def test_a_taken_port_is_an_error_before_training_starts(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    attach(TinyModel(), metrics="0")
+    port = re.findall(r"metrics at \S+:(\d+)/", caplog.text)[0]
+    with pytest.raises(DeltaChainError, match=f"cannot be served at .*:{port}"):
+        attach(TinyModel(), MemoryStore(), metrics=port)
+
+
+def test_an_invalid_address_is_an_error_at_once() -> None:
+    with pytest.raises(ConfigError, match="no address to serve at"):
+        PublishConfig(url="memory://x", metrics="localhost")
+
+
+def test_uploads_at_the_same_time_count_their_time_once() -> None:
+    clock, together = UploadClock(), threading.Barrier(2)
+
+    def upload() -> None:
+        with clock.upload():
+            together.wait(60)
+            time.sleep(0.2)
+
+    threads = [threading.Thread(target=upload) for _ in range(2)]
+    start = time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 0.2 <= clock.seconds <= time.perf_counter() - start
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Linear(1024, 512).bfloat16()
+
+
+def train(model: nn.Module) -> None:
+    """Steps of one of some weights, more often of small ones, as optimizers make them."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            bits = weight.view(torch.int16)
+            signs = torch.randint(0, 2, bits.shape, dtype=torch.int16) * 2 - 1
+            bits += (torch.rand(bits.shape) < 5e-4 / weight.abs()) * signs
+
+
+def publish(url: str, model: nn.Module, encoding: str, versions: int) -> list[PublishReceipt]:
+    config = PublishConfig(url=url, encoding=encoding, anchor_factor=1e6)
+    with Publisher(config).attach(model) as publisher:
+        receipts = []
+        for _ in range(versions):
+            train(model)
+            publisher.publish()
+            receipts.append(publisher.flush())
+    return [receipt for receipt in receipts if receipt is not None]
+
+
+def test_followers_read_a_chain_whose_encoding_changes() -> None:
+    url, model = "memory://encodings", linear()
+    target = {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+    with Subscriber(url, target) as subscriber:
+        receipts = publish(url, model, "step", 2)
+        subscriber.update()
+        receipts += publish(url, model, "max", 2)
+        followed = subscriber.update()
+    assert followed is not None
+    assert followed.plan.startswith("2 to 5: delta->3")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(target[name].view(torch.int16), weight.view(torch.int16))
+    assert [receipt.encoding for receipt in receipts] == ["step", "step", "max", "max"]
+    shown = json.loads(invoke("log", url, "--json").stdout)["versions"][::-1]
+    assert [version["encodings"] for version in shown if version["nnz"]] == [
+        ["dense"], ["step"], ["step"], ["max"], ["max"],
+    ]  # fmt: skip
+    assert invoke("verify", url).code == 0
+
 
 Attach = Callable[..., Publisher]
 

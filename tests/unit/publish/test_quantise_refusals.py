@@ -11,24 +11,271 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from deltachain.chain.chain import Chain
 from deltachain.errors import ChainMismatchError, ConfigError, DigestMismatchError, RankError
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.model.source import collect_weights
 from deltachain.publish.push import push
 from deltachain.publish.quantise.layers import check_fused, layers_of_config
-from deltachain.publish.quantise.settings import Quantization
-from deltachain.publish.quantise.tensors import CutBlocks, exchange
+from deltachain.publish.quantise.settings import RECIPES, Quantization
+from deltachain.publish.quantise.tensors import CutBlocks, exchange, quantise
 from deltachain.publish.ranks.collectives import Ranks
+from deltachain.publish.snapshot import Snapshot, SnapshotPlace
 from deltachain.store import open_store
 from deltachain.subscribe import FolderTarget, Subscriber
 from tests.unit.publish.library import differing, llama, quantised_state
+from tests.unit.publish.test_quantise import heavy
+
+LAYERS = (
+    "lm_head",
+    "model.lm_head",
+    "model.layers.1.mlp.gate",
+    "model.layers.11.mlp.gate",
+    "model.layers.1.mlp.gate_proj",
+    "model.visual.blocks.0.qkv",
+)
+
+
+def folder_of(config: dict[str, Any], tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    return tmp_path
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_what_a_recipe_writes_is_read_as_that_recipe(recipe: str, tmp_path: Path) -> None:
+    written = RECIPES[recipe].arithmetic.config(["lm_head", "model.layers.1.mlp.gate"])
+    found = Quantization.of(folder_of(written, tmp_path))
+    assert found.recipe == recipe
+    ignored = [layer for layer in LAYERS if found.ignores(layer)]
+    assert {"lm_head", "model.layers.1.mlp.gate"} <= set(ignored)
+    assert "model.layers.1.mlp.gate_proj" not in ignored
+    assert Quantization.of(tmp_path / "config.json") == found
+
+
+QWEN3 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+"""As in Qwen's and DeepSeek's fp8 checkpoints."""
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [["lm_head"], ["model.layers.1"], ["model.layers.*.mlp.gate", "visual"], ["gate"], []],
+)
+def test_entries_of_transformers_leave_the_layers_that_it_leaves(
+    entries: list[str], tmp_path: Path
+) -> None:
+    found = Quantization.of(folder_of({**QWEN3, "modules_to_not_convert": entries}, tmp_path))
+    assert found.recipe == "fp8-block"
+    left = [layer for layer in LAYERS if not should_convert_module(layer, entries)]
+    assert [layer for layer in LAYERS if found.ignores(layer)] == left
+
+
+def test_deepseeks_powers_of_two_are_another_recipe(tmp_path: Path) -> None:
+    found = Quantization.of(folder_of({**QWEN3, "scale_fmt": "ue8m0"}, tmp_path))
+    assert found.recipe == "fp8-block-ue8m0"
+
+
+LLM_COMPRESSOR: dict[str, Any] = {
+    "config_groups": {
+        "group_0": {
+            "input_activations": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "token",
+                "dynamic": True, "observer": None,
+            },
+            "output_activations": None,
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel",
+                "dynamic": False, "observer": "minmax",
+            },
+        }
+    },
+    "format": "int-quantized",
+    "ignore": ["lm_head", "re:.*mlp.gate$"],
+    "kv_cache_scheme": None,
+    "quant_method": "compressed-tensors",
+    "quantization_status": "compressed",
+}  # fmt: skip
+
+
+def test_checkpoints_of_llm_compressor(tmp_path: Path) -> None:
+    found = Quantization.of(folder_of(LLM_COMPRESSOR, tmp_path))
+    assert found.recipe == "int8-row"
+    left = ["lm_head", "model.layers.1.mlp.gate", "model.layers.11.mlp.gate"]
+    assert [layer for layer in LAYERS if found.ignores(layer)] == left
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_configuration_that_names_no_layers_leaves_the_output_layer(
+    recipe: str, tmp_path: Path
+) -> None:
+    written = RECIPES[recipe].arithmetic.config(["lm_head"])
+    if written["quant_method"] == "fp8":  # as DeepSeek-V3's
+        del written["modules_to_not_convert"]
+    assert Quantization.of(folder_of(written, tmp_path)).ignores("lm_head")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"sparsity_config": {"format": "sparse-24-bitmask", "sparsity_structure": "2:4"}},
+        {"transform_config": {"config_groups": {"u": {"type": "hadamard", "apply": []}}}},
+        {"format": "pack-quantized"},
+        {"kv_cache_scheme": {"num_bits": 8, "type": "float"}},
+    ],
+)
+def test_what_no_recipe_makes_beside_codes_is_refused(more: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'compressed-tensors'"):
+        Quantization.of(folder_of(LLM_COMPRESSOR | more, tmp_path))
+
+
+@pytest.mark.parametrize("entries", [5, [None], "lm_head"])
+def test_layers_that_are_no_list_of_names_are_refused(entries: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'fp8'"):
+        Quantization.of(folder_of(QWEN3 | {"modules_to_not_convert": entries}, tmp_path))
+
+
+def test_other_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    with pytest.raises(ConfigError, match="quant_method 'gptq'"):
+        Quantization.of(folder_of(gptq, tmp_path))
+    with pytest.raises(ConfigError, match="quant_method 'fp8'"):
+        Quantization.of(folder_of({**QWEN3, "weight_block_size": [64, 64]}, tmp_path))
+    groups = {**LLM_COMPRESSOR["config_groups"]["group_0"], "targets": ["re:.*mlp.*"]}
+    other = {**LLM_COMPRESSOR, "config_groups": {"group_0": groups}}
+    with pytest.raises(ConfigError, match="'compressed-tensors'"):
+        Quantization.of(folder_of(other, tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no quantization_config"):
+        Quantization.of(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        Quantization.of(tmp_path / "away")
+
+
+def masters_of(shape: tuple[int, int], seed: int) -> Tensor:
+    """Weights between bf16 numbers, many of them halfway."""
+    generator = torch.Generator().manual_seed(seed)
+    values = heavy(shape, generator)
+    halfway = torch.rand(shape, generator=generator) < 0.3
+    bits = values.view(torch.int32)
+    return torch.where(halfway, bits & ~0xFFFF | 0x8000, bits).view(torch.float32)
+
+
+def model_of(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.ModuleDict({"a": nn.Linear(300, 260), "b": nn.Linear(260, 130, bias=False)})
+
+
+def weight_of(model: nn.Module, layer: str) -> Tensor:
+    return dict(model.named_parameters())[f"{layer}.weight"]
+
+
+def quantised_snapshot(
+    model: nn.Module, recipe: str, *, on_device: bool, where: SnapshotPlace | None = None
+) -> Snapshot:
+    source = collect_weights(model, dtype="BF16")
+    made = quantise(source, {"a.weight", "b.weight"}, RECIPES[recipe], Ranks.alone())
+    made.agree("begin")
+    return Snapshot(made, where=where, on_device=on_device)
+
+
+def kept(snapshot: Snapshot) -> dict[str, bytes]:
+    source = snapshot._source
+    return {w.spec.name: snapshot.bits(w).tobytes() for w in source.weights}
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", [n for n in sorted(RECIPES) if RECIPES[n].arithmetic.rounding])
+def test_the_device_path_finds_what_the_host_path_finds(
+    recipe: str, dtype: torch.dtype, where: SnapshotPlace
+) -> None:
+    model = model_of(1).to(dtype)
+    host = quantised_snapshot(model, recipe, on_device=False)
+    device = quantised_snapshot(model, recipe, on_device=True, where=where)
+    assert host.state == device.state
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                moved = torch.rand(parameter.shape, generator=generator) < 0.02
+                parameter.mul_(torch.where(moved, 1.01 + step, 1.0).to(dtype))
+        one, other = host.diff_(), device.diff_()
+        assert one.live.keys() == other.live.keys() > {"a.weight", "b.weight"}
+        for name, changes in one.live.items():
+            for mine, theirs in zip(changes, other.live[name], strict=True):
+                np.testing.assert_array_equal(mine, theirs)
+        assert host.state == device.state
+        assert kept(host) == kept(device)
+
+
+@pytest.mark.parametrize("where", [None, "host", "device"])
+def test_a_refused_weight_takes_the_whole_diff_back(where: SnapshotPlace | None) -> None:
+    """On a device the refusal comes after all other tensors are compared."""
+    model = model_of(1)
+    snapshot = quantised_snapshot(model, "fp8-block", on_device=where is not None, where=where)
+    before, state = kept(snapshot), snapshot.state
+    right = weight_of(model, "b").detach().clone()
+    with torch.no_grad():
+        weight_of(model, "a").mul_(1.5)
+        weight_of(model, "b")[129, 259] = torch.nan
+    with pytest.raises(ConfigError, match=r"'b\.weight' has values that are not finite"):
+        snapshot.diff_()
+    assert (kept(snapshot), snapshot.state) == (before, state)
+    with torch.no_grad():
+        weight_of(model, "b").copy_(right)
+    assert set(snapshot.diff_().live) == {"a.weight", "a.weight_scale_inv"}
+
+
+def test_weights_that_become_zeros_are_named_once_on_a_device(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = model_of(1)
+    snapshot = quantised_snapshot(model, "int8-row", on_device=True, where="device")
+    with torch.no_grad():
+        weight_of(model, "a")[3:5] = 1e-39
+    for _ in range(2):
+        assert snapshot.diff_().nnz >= 0
+    named = [one for one in caplog.messages if "are published as 0" in one]
+    assert len(named) == 1
+    assert named[0].startswith("'a.weight': weights of at most 1.0e-39")
+
+
+def test_an_export_that_is_quantised_may_use_its_memory_again() -> None:
+    values = {name: masters_of((130, 140), seed) for seed, name in enumerate("abc")}
+
+    def export() -> Iterator[tuple[str, Tensor]]:
+        room = torch.empty(130, 140)
+        for name, value in values.items():
+            yield name, room.copy_(value)
+
+    found = []
+    for on_device in (False, True):
+        source = collect_weights(export, dtype="BF16")
+        made = quantise(source, set(values), RECIPES["fp8-block"], Ranks.alone())
+        made.agree("begin")
+        snapshot = Snapshot(made, on_device=on_device, where="device" if on_device else None)
+        values["a"] *= 1.01
+        values["c"] *= 1.02
+        found.append({n: [c.tolist() for c in some] for n, some in snapshot.diff_().live.items()})
+        values["a"] /= 1.01
+        values["c"] /= 1.02
+    assert {"a", "c"} < set(found[0])
+    assert found[0]["c"] == found[1]["c"]
+    assert "b" not in found[0] | found[1]
 
 
 class Two(nn.Module):

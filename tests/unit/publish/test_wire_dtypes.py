@@ -2,23 +2,330 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
-from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import (
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import (
+    Chunk,
+    GroupWeightRename,
+    Transpose,
+    WeightConverter,
+    revert_weight_conversion,
+)
 
 from deltachain.errors import ConfigError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.assets import collect_assets
-from deltachain.publish.model.source import collect_weights
+from deltachain.publish.model.layout import NUMBER_BIT, RUNS, Box, ElementMap, ElementRun
+from deltachain.publish.model.source import ModelTensors, collect_weights
 from deltachain.publish.model.wire_dtypes import wire_dtype
+from deltachain.publish.quantise import tensors
+from deltachain.publish.quantise.recipe import Grid, Recipe
+from deltachain.publish.quantise.settings import RECIPES
+from deltachain.publish.quantise.tensors import make_codes
+from deltachain.publish.snapshot import wire_bits
 from deltachain.store import MemoryStore
+from deltachain.types import Indices, TensorSpec
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.unit.publish.test_source import dtypes, folder_of
+
+TINY: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def moe() -> PreTrainedModel:
+    extra: dict[str, Any] = {
+        "moe_intermediate_size": 12,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+    }
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**TINY, **extra))
+
+
+def renamed() -> PreTrainedModel:
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    config = GPTNeoXConfig(**{n: TINY[n] for n in names}, num_attention_heads=2)
+    return GPTNeoXForCausalLM(config)
+
+
+def transposed() -> Any:
+    """One whose checkpoint has a layer the other way round."""
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    turn = WeightConverter("mlp.up_proj.turned", "mlp.up_proj.weight", [Transpose(0, 1)])
+    model._weight_conversions = [turn]
+    return model
+
+
+def joined() -> Any:
+    """One whose checkpoint has queries, keys and values in one tensor."""
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY | {"num_key_value_heads": 2}))
+    parts = [f"self_attn.{kind}_proj.weight" for kind in "qkv"]
+    model._weight_conversions = [WeightConverter("self_attn.qkv.weight", parts, [Chunk(dim=0)])]
+    return model
+
+
+def shifted() -> Any:
+    """One that names a norm as its checkpoint names another, and only if the other is there."""
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    there = ["a_layernorm", "input_layernorm"]
+    model._weight_conversions = [
+        GroupWeightRename(there, ["input_layernorm", "post_attention_layernorm"])
+    ]
+    return model
+
+
+def as_checkpoint(source: ModelTensors) -> dict[str, bytes]:
+    """What a follower would write: every tensor put together from windows."""
+    found = {spec.name: bytearray(spec.nbytes) for spec in source.specs}
+    for weight in source.live_weights():
+        bits = wire_bits(weight)
+        for spec, select, indices in weight.element_map.windows(7):
+            view = np.frombuffer(found[spec.name], bits.dtype)
+            view[np.asarray(indices)] = bits[select]
+    return {name: bytes(data) for name, data in found.items()}
+
+
+@pytest.mark.parametrize("make", [moe, renamed, transposed, joined, shifted])
+def test_the_checkpoint_is_what_save_pretrained_writes(make: object) -> None:
+    model = make()  # type: ignore[operator]
+    for number, parameter in enumerate(model.parameters()):
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(number))
+    plain = {name: p.detach() for name, p in model.named_parameters()}
+    expected = revert_weight_conversion(model, plain)
+    source = collect_weights(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    assert {spec.name: spec.shape for spec in source.specs} == shapes
+    truth = {name: bits_of({name: t})[name].tobytes() for name, t in expected.items()}
+    assert as_checkpoint(source) == truth
+
+
+def test_layers_of_one_shape_share_their_table() -> None:
+    tables = {
+        id(w.element_map.table)
+        for w in collect_weights(transposed()).weights
+        if "up_proj" in w.spec.name
+    }
+    assert len(tables) == 1
+
+
+def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    model._weight_conversions = [
+        GroupWeightRename(["mlp.a_proj", "mlp.down_proj"], ["mlp.down_proj", "mlp.gate_proj"]),
+        WeightConverter("mlp.gate_proj.turned", "mlp.gate_proj.weight", [Transpose(0, 1)]),
+    ]
+    with pytest.raises(ConfigError, match=r"down_proj\.turned.*were found instead"):
+        collect_weights(model)
+
+
+def test_values_that_are_computed_when_saving_are_refused() -> None:
+    class Doubled(Transpose):
+        @property
+        def reverse_op(self) -> Doubled:
+            return self
+
+        def convert(self, input_dict: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+            (name, tensors), *_ = input_dict.items()
+            tensor = tensors[0] if isinstance(tensors, list) else tensors
+            return {name: tensor * 2}
+
+    model: Any = Qwen3ForCausalLM(Qwen3Config(**TINY))
+    model._weight_conversions = [
+        WeightConverter("mlp.up_proj.weight", "mlp.up_proj.weight", [Doubled(0, 1)])
+    ]
+    with pytest.raises(ConfigError, match="computed anew"):
+        collect_weights(model)
+
+
+def both(recipe: Recipe, values: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes of a whole matrix by the kernel and by the library, as bytes; torch has the same."""
+    grid, window = Grid((values.shape[0], values.shape[1]), recipe.block), Box.whole(values.shape)
+    ours = make_codes(recipe, values, grid, window, amax)
+    library = make_codes(by_library(recipe), values, grid, window, amax)
+    assert ours.dtype == library.dtype
+    with mock.patch.object(tensors, "has_kernel", return_value=False):
+        in_torch = make_codes(recipe, values, grid, window, amax)
+    assert torch.equal(in_torch.view(torch.uint8), ours.view(torch.uint8))
+    return ours.view(torch.uint8), library.view(torch.uint8)
+
+
+def by_library(recipe: Recipe) -> Recipe:
+    return replace(recipe, arithmetic=replace(recipe.arithmetic, rounding=None))
+
+
+def every_number() -> Tensor:
+    """Every finite bf16 number, ascending in magnitude, by turns of both signs."""
+    positive = torch.arange(0x7F80, dtype=torch.int32)
+    both = torch.stack([positive, positive - 0x8000], 1).flatten().to(torch.int16)
+    return both.view(torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", ["int8-row", "fp8-row"])
+def test_every_number_under_many_scales_of_rows(recipe: str) -> None:
+    numbers = every_number()
+    rows = numbers[513::97, None].abs()
+    values = numbers[None].expand(rows.shape[0], -1)
+    values = torch.where(values.abs() <= rows, values, torch.tensor(0.0, dtype=torch.bfloat16))
+    for part in torch.arange(rows.shape[0]).split(64):
+        ours, library = both(RECIPES[recipe], values[part].contiguous(), rows[part])
+        assert torch.equal(ours, library)
+
+
+@pytest.mark.parametrize("recipe", ["fp8-block", "fp8-block-ue8m0", "fp8-tensor"])
+def test_every_number_under_many_scales_of_blocks(recipe: str) -> None:
+    numbers = every_number()
+    chosen = RECIPES[recipe]
+    for bound in numbers[2049::1531].abs():
+        below = numbers[numbers.abs() <= bound]
+        at = torch.randint(0, below.numel(), (128, 128), generator=torch.Generator().manual_seed(1))
+        values = below[at].contiguous()
+        values[0, 0] = bound
+        amax = bound.view(1, 1)
+        if not chosen.arithmetic.factors(amax, chosen.arithmetic.scales(amax)).isfinite().all():
+            continue  # refused before
+        ours, library = both(chosen, values, amax)
+        assert torch.equal(ours, library), float(bound)
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> Box:
+    full = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    offset = tuple(draw(st.integers(0, size)) for size in full)
+    shape = tuple(draw(st.integers(0, size - at)) for size, at in zip(full, offset, strict=True))
+    return Box(full, offset, shape)
+
+
+def truth(box: Box) -> Indices:
+    """Flat indices of a box, by slicing."""
+    everything = np.arange(math.prod(box.full)).reshape(box.full)
+    cut = tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))
+    return everything[cut].reshape(-1)
+
+
+@given(boxes())
+def test_indices_of_a_box_are_those_of_a_slice(box: Box) -> None:
+    if box.numel:
+        assert box.flat(np.arange(box.numel)).tolist() == truth(box).tolist()
+
+
+@given(boxes())
+def test_elements_before_an_index_are_counted(box: Box) -> None:
+    indices = truth(box)
+    for index in range(math.prod(box.full) + 1):
+        assert box.before(index) == np.searchsorted(indices, index)
+
+
+@given(boxes())
+def test_neighbours_of_a_box_are_neighbours_of_the_tensor(box: Box) -> None:
+    indices = truth(box)
+    for start in range(0, indices.size, box.run) if box.numel else ():
+        assert set(np.diff(indices[start : start + box.run])) <= {1}
+
+
+def fused(experts: int, rows: int, width: int) -> tuple[ElementRun, ...]:
+    """Experts that a model has in one tensor, gate over up, and a checkpoint one by one."""
+    slots, numel = [], rows * width
+    for expert, (number, name) in product(range(experts), enumerate(("gate", "up"))):
+        spec = TensorSpec(f"{expert}.{name}", "BF16", (rows, width))
+        slots.append(ElementRun(spec, (2 * expert + number) * numel, 0, numel))
+    return tuple(slots)
+
+
+@st.composite
+def element_maps(draw: st.DrawFn) -> tuple[ElementMap, dict[str, Indices]]:
+    """A map, and by tensor of the checkpoint which element of the live one each element is."""
+    experts, rows, width = (draw(st.integers(1, 4)) for _ in range(3))
+    full = (experts, 2 * rows, width)
+    offset = tuple(draw(st.integers(0, size)) for size in full)
+    shape = tuple(draw(st.integers(0, size - at)) for size, at in zip(full, offset, strict=True))
+    box, live = Box(full, offset, shape), np.arange(math.prod(full)).reshape(full)
+    slots = fused(experts, rows, width)
+    if draw(st.booleans()):
+        there = {s.spec.name: live.reshape(-1)[s.start : s.start + s.numel] for s in slots}
+        return ElementMap(box, slots), there
+    # Gate and up alternate, and are transposed.
+    halves = {0: live[:, 0::2].transpose(0, 2, 1), 1: live[:, 1::2].transpose(0, 2, 1)}
+    there, table = {}, np.empty(live.size, np.int64)
+    for number, slot in enumerate(slots):
+        there[slot.spec.name] = halves[number % 2][number // 2].reshape(-1)
+        table[there[slot.spec.name]] = np.arange(slot.numel) + (number << NUMBER_BIT)
+    return ElementMap(box, slots, table), there
+
+
+@given(element_maps(), st.randoms(use_true_random=False))
+def test_changes_go_where_the_checkpoint_has_them(
+    map_and_truth: tuple[ElementMap, dict[str, Indices]], random: object
+) -> None:
+    element_map, there = map_and_truth
+    held = truth(element_map.box)
+    local = np.array([i for i in range(held.size) if random.random() < 0.5], np.int64)  # type: ignore[attr-defined]
+    found = []
+    for spec, select, indices in element_map.split(local):
+        assert (np.diff(indices) > 0).all()
+        assert held[local[select]].tolist() == there[spec.name][indices].tolist()
+        found += local[select].tolist()
+    assert sorted(found) == local.tolist()
+
+
+@given(element_maps(), st.integers(1, 9))
+def test_windows_are_everything_once(
+    map_and_truth: tuple[ElementMap, dict[str, Indices]], limit: int
+) -> None:
+    element_map, there = map_and_truth
+    held, found = truth(element_map.box), []
+    for spec, select, indices in element_map.windows(limit):
+        places = np.asarray(indices)
+        assert places.size <= limit
+        assert (np.diff(places) > 0).all()
+        assert held[select].tolist() == there[spec.name][places].tolist()
+        found += np.arange(held.size)[select].tolist()
+    assert sorted(found) == list(range(held.size))
+
+
+def test_a_window_is_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RUNS > 1
+    monkeypatch.setattr("deltachain.publish.model.layout.RUNS", 3)
+    spec = TensorSpec("w", "BF16", (8, 8))
+    columns = ElementMap.straight(spec, Box((8, 8), (0, 2), (8, 2)))
+    assert [len(window.indices) for window in columns.windows(1000)] == [6, 6, 4]
+
+
+def test_what_is_held_whole_is_found() -> None:
+    slots = fused(3, 4, 5)
+    rows = ElementMap(Box((3, 8, 5), (1, 0, 0), (2, 8, 5)), slots)
+    assert rows.all_of(slots[0].spec) is None
+    assert rows.all_of(slots[2].spec) == slice(0, 20)
+    assert rows.all_of(slots[5].spec) == slice(60, 80)
+    columns = ElementMap(Box((3, 8, 5), (0, 0, 0), (3, 8, 4)), slots)
+    assert all(columns.all_of(slot.spec) is None for slot in slots)
 
 
 def test_an_unknown_dtype_is_refused() -> None:

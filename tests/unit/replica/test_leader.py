@@ -2,18 +2,215 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
+from deltachain.chain.chain import Chain
 from deltachain.errors import (
     ChainError,
+    ConfigError,
     ForkedChainError,
     LeaderReplacedError,
     PoisonedError,
+    TensorMismatchError,
 )
-from tests.unit.replica.replicas import Followed, eventually, led
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.revert import revert
+from deltachain.replica.live_record import LiveRecord
+from deltachain.replica.messages import AgreeRequest, RankReply, RankRequest
+from deltachain.replica.target import PauseHolds, ReplicaTarget
+from deltachain.store import MemoryStore
+from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.support.engine import FakeEngine, Sharding
+from tests.support.models import TinyModel
+from tests.unit.replica.replicas import SHAPES, Followed, eventually, led
+
+
+class Paused:
+    """An engine; ``meanwhile`` is called once a pause has taken effect, before it returns."""
+
+    def __init__(self) -> None:
+        self.is_held = False
+        self.meanwhile: Any = lambda: None
+
+    def is_paused(self) -> bool:
+        return self.is_held
+
+    def pause(self, *, in_doubt: bool = False) -> None:
+        del in_doubt
+        self.is_held = True
+        self.meanwhile()
+
+    def resume(self) -> None:
+        self.is_held = False
+
+
+def test_a_look_while_a_pause_takes_effect_does_not_take_it_for_that_of_others() -> None:
+    engine: Any = Paused()
+    holds = PauseHolds(engine)
+    engine.meanwhile = holds.look
+    holds.hold()
+    holds.look()
+    assert not holds.why
+    holds.go_on()
+    assert not engine.is_held
+
+
+def test_a_pause_that_failed_is_not_ours() -> None:
+    engine: Any = Paused()
+    holds = PauseHolds(engine)
+
+    def fail() -> None:
+        raise OSError("the engine is gone")
+
+    engine.meanwhile = fail
+    with pytest.raises(OSError, match="gone"):
+        holds.hold()
+    holds.look()
+    assert holds.why == "paused by another client"
+
+
+@pytest.mark.parametrize("shape", ["tp1", "tp2", "tp2pp2"])
+def test_running_and_restarted_engines_go_back(shape: str, tmp_path: Path) -> None:
+    here = Followed(SHAPES[shape], tmp_path)
+    here.publish(1, 2, 3)
+    here.subscriber.update()
+    assert here.holds(3)
+    chain = Chain.open(here.store)
+    revert(chain, chain.read(1))
+    receipt = here.subscriber.update()
+    assert receipt is not None
+    assert receipt.version == 4
+    assert here.holds(1)
+    revert(chain, chain.read(2))  # the engine is down
+    spool = tmp_path / "restarted"
+    engine = FakeEngine(SHAPES[shape], tmp_path / "model", spool)
+    target = ReplicaTarget(engine, here.store.url, spool)
+    config = SubscribeConfig(url=here.store.url)
+    with Subscriber(config, target, store=here.store) as subscriber:
+        subscriber.update()
+        assert subscriber.version == 5
+        assert engine.holds(here.truth[2])
+
+
+SLOTS = 8
+
+
+def experts(dtype: torch.dtype, changed: int) -> nn.Parameter:
+    """Return experts made of one layer, in each of which some elements are changed."""
+    torch.manual_seed(changed)
+    stacked = torch.randn(1, 40, 50).to(dtype).repeat(SLOTS, 1, 1)
+    for slot in stacked.view(SLOTS, -1):
+        slot[torch.randint(2000, (changed,))] = torch.randn(changed).to(dtype)
+    return nn.Parameter(stacked, requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+@pytest.mark.parametrize("changed", [1, 3, 20])
+def test_two_slots_that_change_places_are_seen(dtype: torch.dtype, changed: int) -> None:
+    live = experts(dtype, changed)
+    model: Any = SimpleNamespace(tensors=lambda: {"experts.weight": live})
+    record = LiveRecord(model, ())
+    assert not record.difference(model)
+    bits = live.data.view(torch.uint8)
+    for one, other in combinations(range(SLOTS), 2):
+        before = bits.clone()
+        bits[one], bits[other] = before[other], before[one]
+        assert "holds other bits" in record.difference(model)
+        bits.copy_(before)
+
+
+def test_slots_that_are_the_same_may_change_places() -> None:
+    live = nn.Parameter(torch.ones(SLOTS, 40, 50))
+    model: Any = SimpleNamespace(tensors=lambda: {"experts.weight": live})
+    record = LiveRecord(model, ())
+    live.data.copy_(live.data.flip(0))
+    assert not record.difference(model)
+
+
+@pytest.fixture
+def here(followed: Build) -> Followed:
+    """Two ranks that hold version 1 of 2, led by the subscriber."""
+    here = followed(Sharding(tp=2))
+    here.publish(1)
+    here.subscriber.update()
+    here.publish(2)
+    return here
+
+
+def _of_another_model(here: Followed) -> Subscriber:
+    """A subscriber of these ranks to the chain of a model that they do not have."""
+    store = MemoryStore()
+    with Publisher(PublishConfig(url=store.url), store=store) as publisher:
+        publisher.attach(TinyModel())
+        publisher.flush()
+    target = ReplicaTarget(here.engine, store.url, here.spool)
+    return Subscriber(SubscribeConfig(url=store.url), target, store=store)
+
+
+def test_a_leader_with_the_chain_of_another_model_replaces_nobody(here: Followed) -> None:
+    staged = here.subscriber.stage()
+    assert staged is not None
+    stranger = _of_another_model(here)
+    for _ in range(2):
+        with pytest.raises(TensorMismatchError):
+            stranger.open()
+    assert here.holds(1)
+    here.subscriber.swap(staged)
+    assert here.holds(2)
+    assert here.subscriber.scrub()
+    here.publish(3)
+    here.subscriber.update()
+    assert here.holds(3)
+    assert here.subscriber.rollback(1).version == 1
+    assert here.holds(1)
+
+
+@pytest.mark.parametrize("call", ["attach", "agree"])
+def test_a_leader_that_one_rank_refuses_replaces_nobody(here: Followed, call: str) -> None:
+    later = here.subscribe()
+    here.engine.faults.refuses[1, call] = ConfigError("this rank does not want it")
+    with pytest.raises(ConfigError, match="does not want it"):
+        later.open()
+    here.engine.faults.refuses.clear()
+    target = later.target
+    assert isinstance(target, ReplicaTarget)
+    target.pause()
+    target.resume()
+    here.subscriber.update()
+    assert here.holds(2)
+    here.publish(3)
+    later.open()
+    with pytest.raises(LeaderReplacedError):
+        here.subscriber.update()
+    later.update()
+    assert here.holds(3)
+
+
+def test_of_two_that_attach_at_once_the_last_leads(here: Followed) -> None:
+    first, last = here.subscribe(), here.subscribe()
+    call, asked = here.engine.call, list[str]()
+
+    def between(request: RankRequest) -> Sequence[RankReply]:
+        if isinstance(request, AgreeRequest) and not asked:
+            asked.append("last")
+            last.open()
+        return call(request)
+
+    here.engine.call = between  # type: ignore[method-assign]
+    with pytest.raises(LeaderReplacedError):
+        first.open()
+    last.update()
+    assert here.holds(2)
+
 
 Build = Callable[..., Followed]
 

@@ -2,24 +2,197 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import json
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from deltachain.chain.trust import SigningKey
 from deltachain.errors import (
+    ApplyError,
     BaseMismatchError,
+    ConfigError,
     DigestMismatchError,
+    PartialApplyError,
     TensorMismatchError,
 )
+from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.kernels import device
+from deltachain.replica.engine import run_on
+from deltachain.replica.leader import Leader
+from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.replica.target import PreparedSwap
+from deltachain.subscribe import SubscribeConfig
+from tests.format.forge import dumps, enveloped
 from tests.support.engine import HOSTED, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
 from tests.support.values import present
-from tests.unit.replica.replicas import SHAPES, Followed
+from tests.unit.replica.replicas import SHAPES, Followed, eventually
+
+URL = {"DELTACHAIN_URL": "s3://bucket/run"}
+
+
+def test_without_a_chain_there_are_no_settings() -> None:
+    assert ReplicaSettings.of({}) is None
+    assert ReplicaSettings.of({"DELTACHAIN_URL": "", "DELTACHAIN_FOLLOW": "1"}) is None
+
+
+def test_the_defaults_are_those_of_the_subscriber() -> None:
+    settings = ReplicaSettings.of(URL)
+    assert settings is not None
+    assert settings == ReplicaSettings(subscribe=SubscribeConfig(url="s3://bucket/run"))
+
+
+def test_every_variable_is_read() -> None:
+    settings = ReplicaSettings.of(
+        URL
+        | {
+            "DELTACHAIN_BASE": "/models/base",
+            "DELTACHAIN_POLL_S": "0.5",
+            "DELTACHAIN_STAGE_BUDGET": "1e9",
+            "DELTACHAIN_FOLLOW": "Yes",
+            "DELTACHAIN_PAUSE": "wait",
+            "DELTACHAIN_KEEP_CACHE": "on",
+            "DELTACHAIN_TOKEN": "secret",
+            "DELTACHAIN_MAX_LAG": "3",
+            "DELTACHAIN_MAX_SILENCE_S": "60",
+            "DELTACHAIN_STRICT": "off",
+            "DELTACHAIN_TRUSTED_KEYS": "trusted.txt",
+            "OTHER": "x",
+        }
+    )
+    assert settings == ReplicaSettings(
+        subscribe=SubscribeConfig(
+            url="s3://bucket/run",
+            base=Path("/models/base"),
+            poll_s=0.5,
+            stage_budget=10**9,
+            trusted_keys="trusted.txt",
+        ),
+        follow=True,
+        strict=False,
+        pause="wait",
+        keep_cache=True,
+        token="secret",  # noqa: S106
+        max_lag=3,
+        max_silence_s=60.0,
+    )
+
+
+def test_the_spool_is_named_or_the_users_own() -> None:
+    assert spool_folder({"DELTACHAIN_SPOOL": "/spools"}) == Path("/spools")
+    assert spool_folder({}) == spool_folder({"DELTACHAIN_SPOOL": ""})
+    assert spool_folder({}).name.startswith("deltachain-")
+
+
+KEY = SigningKey.of(b"\1" * 32)
+
+
+@pytest.fixture
+def signed(followed: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Followed:
+    """A replica of a chain that is signed."""
+    file = tmp_path / "key"
+    file.write_bytes(KEY.pem())
+    monkeypatch.setenv("DELTACHAIN_SIGNING_KEY", str(file))
+    return followed()
+
+
+def leader_of(here: Followed, trusted: SigningKey = KEY) -> Leader:
+    environment = {
+        "DELTACHAIN_URL": here.store.url,
+        "DELTACHAIN_POLL_S": "0.01",
+        "DELTACHAIN_FOLLOW": "1",
+        "DELTACHAIN_SPOOL": str(here.spool),
+        "DELTACHAIN_TRUSTED_KEYS": str(trusted.public),
+    }
+    settings = ReplicaSettings.of(environment)
+    assert settings is not None
+    return Leader(settings, here.engine, store=here.faulty)
+
+
+def test_a_replica_serves_on_while_an_unsigned_version_is_the_newest(signed: Followed) -> None:
+    here = signed
+    here.publish(1)
+    leader = leader_of(here)
+    try:
+        leader.start()
+        assert here.holds(1)
+        true = manifest_key(2)
+        here.faulty.down = True
+        here.publish(2)
+        genuine = here.store.get(true)
+        payload = dumps(json.loads(genuine)["payload"])
+        here.store.put(true, enveloped(payload))
+        here.faulty.down = False
+        leader.notify()
+        eventually(lambda: "no trusted key signed it" in leader.status().trouble)
+        assert (leader.status().version, leader.status().ready) == (1, True)
+        assert here.holds(1)
+        here.store.put(true, genuine)
+        leader.notify()
+        eventually(lambda: leader.status().version == 2 and not leader.status().trouble)
+        assert here.holds(2)
+    finally:
+        leader.stop()
+
+
+def test_a_replica_of_a_chain_by_another_key_never_gets_ready(signed: Followed) -> None:
+    here = signed
+    here.publish(1)
+    leader = leader_of(here, SigningKey.of(b"\2" * 32))
+    try:
+        leader.start()
+        eventually(lambda: f"{CHAIN_KEY}: no trusted key signed it" in leader.status().trouble)
+        assert not leader.status().ready
+        assert here.holds(0)
+    finally:
+        leader.stop()
+
+
+async def _answer(found: object) -> object:
+    await asyncio.sleep(0)
+    if isinstance(found, Exception):
+        raise found
+    return found
+
+
+def test_another_thread_gets_the_answer() -> None:
+    async def main() -> object:
+        return await asyncio.to_thread(run_on, asyncio.get_running_loop(), _answer(7))
+
+    assert asyncio.run(main()) == 7
+
+
+def test_the_thread_of_the_loop_is_refused_at_once() -> None:
+    async def main() -> None:
+        run_on(asyncio.get_running_loop(), _answer(7))
+
+    with pytest.raises(ConfigError, match="runs the event loop of the engine") as caught:
+        asyncio.run(main())
+    assert "asyncio.to_thread" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("raised", "kind", "told"),
+    [
+        (RuntimeError("EngineCore died"), ApplyError, "did not answer: EngineCore died"),
+        (PartialApplyError("taken back"), PartialApplyError, "taken back"),
+    ],
+)
+def test_errors_of_the_engine_are_typed(
+    raised: Exception, kind: type[Exception], told: str
+) -> None:
+    async def main() -> None:
+        await asyncio.to_thread(run_on, asyncio.get_running_loop(), _answer(raised))
+
+    with pytest.raises(kind, match=told):
+        asyncio.run(main())
+
 
 Build = Callable[..., Followed]
 EVERY = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)

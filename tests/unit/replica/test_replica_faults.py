@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from threading import Event
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 
+import deltachain
+from deltachain.chain.chain import Chain
 from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
+    ChainError,
+    LeaderReplacedError,
     PartialApplyError,
     PoisonedError,
+    StoreError,
     TensorMismatchError,
 )
+from deltachain.replica import leader as engine_watch
 from deltachain.replica import target as client
+from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.messages import (
     PendingReply,
     PollRequest,
@@ -26,10 +39,282 @@ from deltachain.replica.messages import (
     StartedReply,
     SwapReply,
 )
+from deltachain.replica.target import PauseHolds
+from deltachain.status import Status
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding
 from tests.support.values import present
-from tests.unit.replica.replicas import Followed
+from tests.unit.replica.replicas import Followed, eventually, led
+
+
+def committed_at(here: Followed, version: int) -> float:
+    """Time of a version's commit, in seconds since 1970."""
+    return Chain.open(here.store).read(version).manifest.time
+
+
+def test_a_replica_cut_off_from_its_store_is_not_ready_and_says_so(followed: Build) -> None:
+    here = followed()
+    with led(here, follow=True, max_silence_s=0.2) as leader:
+        leader.start()
+        here.publish(1)
+        eventually(lambda: leader.status().version == 1)
+        before = leader.status()
+        assert before.ready
+        assert before.looked_at is not None
+        here.faulty.down = True
+        eventually(lambda: not leader.status().ready)
+        cut_off = leader.status()
+        assert re.fullmatch(
+            r"its store has not answered for \d+ s, more than 0.2 s", cut_off.reason
+        )
+        assert (cut_off.silence_s or 0) > 0.2
+        assert (cut_off.version, here.engine.paused) == (1, False)  # it serves what it has
+        here.faulty.down = False
+        leader.notify()
+        eventually(lambda: leader.status().ready)
+        again = leader.status().looked_at
+        assert again is not None
+        assert again > before.looked_at
+
+
+def test_a_replica_that_never_reached_its_store_is_silent_since_its_start(followed: Build) -> None:
+    here = followed()
+    here.faulty.down = True
+    with led(here, follow=True) as leader:
+        leader.start()
+        status = leader.status()
+        assert (status.looked_at, status.applied_at, status.committed_at) == (None, None, None)
+        first = status.silence_s or 0.0
+        eventually(lambda: (leader.status().silence_s or 0.0) > first)
+
+
+def test_who_does_not_follow_by_itself_need_not_hear_of_its_store(followed: Build) -> None:
+    here = followed()
+    with led(here, max_silence_s=1e-9) as leader:
+        leader.start()
+        assert leader.status().ready
+        assert "silence_seconds" not in names(leader)  # or an alert would fire for ever
+    with led(here, follow=True) as leader:
+        leader.start()
+        assert "silence_seconds" in names(leader)
+
+
+def names(leader: Leader) -> set[str]:
+    """Names of the figures of a replica."""
+    return {figure.name for figure in leader.figures()}
+
+
+def test_a_rollback_is_not_made_unready_by_silence(followed: Build) -> None:
+    here = followed()
+    with led(here, follow=True, max_silence_s=0.1) as leader:
+        leader.start()
+        here.publish(1)
+        eventually(lambda: leader.status().version == 1)
+        here.faulty.down = True
+        leader.rollback()
+        eventually(lambda: (leader.status().silence_s or 0.0) > 0.1)
+        assert leader.status().ready
+
+
+def test_a_long_fetch_is_no_silence(followed: Build) -> None:
+    here = followed()
+    with led(here, follow=True, max_silence_s=1e-9) as leader:
+        leader.update()
+        with leader.subscriber.times.staging():
+            assert (leader.status().silence_s, leader.status().ready) == (0.0, True)
+        eventually(lambda: not leader.status().ready)
+
+
+def test_the_lag_counts_from_what_a_publisher_announced(followed: Build) -> None:
+    """A replica that is cut off does not see new versions, but it is told of them."""
+    here = followed()
+    with led(here, max_lag=1) as leader:
+        leader.start()
+        here.publish(1, 2)
+        here.faulty.down = True
+        with pytest.raises(StoreError):
+            leader.update(2, manifest="0" * 64)
+        status = leader.status()
+        assert (status.version, status.head, status.lag_versions) == (0, 2, 2)
+        assert status.reason == "2 versions behind"
+        here.faulty.down = False
+        leader.update()
+        assert (leader.status().lag_versions, leader.status().ready) == (0, True)
+
+
+def test_an_operators_wish_is_no_version_that_anybody_saw(followed: Build) -> None:
+    here = followed()
+    with led(here) as leader:
+        leader.start()
+        with pytest.raises(ChainError):
+            leader.update(10**9)
+        assert leader.status().head == 0
+
+
+def test_status_tells_times_and_software(followed: Build) -> None:
+    here = followed()
+    with led(here) as leader:
+        leader.start()
+        first = leader.status()
+        assert (first.committed_at, first.applied_at) == (committed_at(here, 0), None)
+        here.publish(1)
+        leader.update()
+        here.publish(2)
+        leader.update()
+        status = leader.status()
+        assert (status.deltachain, status.engine) == (deltachain.__version__, "fake/1.0")
+        assert status.committed_at == committed_at(here, 2)
+        assert (status.applied_at or 0.0) >= committed_at(here, 2)
+        assert 0.0 <= (status.age_s or -1.0) <= time.time() - committed_at(here, 2)
+        leader.rollback()
+        assert leader.status().committed_at == committed_at(here, 1)
+
+
+EVERY_S = 0.01
+
+
+@pytest.fixture
+def watched_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+    monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 0.2)
+    found = Followed(Sharding(tp=2), tmp_path)
+    yield found
+    found.close()
+
+
+@contextmanager
+def watched(watched_ranks: Followed, **settings: object) -> Iterator[Leader]:
+    """A started leader that asks its engine often."""
+    with led(watched_ranks, **settings) as leader:
+        leader.engine_watch = EngineWatch(
+            leader.target, lambda: bool(leader.released), every_s=EVERY_S
+        )
+        leader.start()
+        yield leader
+
+
+def has(leader: Leader, reason: str) -> Status:
+    """Wait until a replica gives a reason for not being ready; empty if it shall be ready."""
+    found = [leader.status()]
+
+    def gives() -> bool:
+        found[0] = leader.status()
+        return found[0].reason.startswith(reason) if reason else found[0].ready
+
+    eventually(gives)
+    return found[0]
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_an_idle_engine_that_hangs_is_not_ready(watched_ranks: Followed, follow: bool) -> None:
+    answers, call = Event(), watched_ranks.engine.call
+
+    def hang(*given: object) -> object:
+        assert answers.wait(60)
+        return call(*given)  # type: ignore[arg-type]
+
+    with watched(watched_ranks, follow=follow) as leader:
+        assert has(leader, "").ready
+        with mock.patch.object(watched_ranks.engine, "call", hang):
+            found = has(leader, "the engine has not answered for")
+            assert not found.ready
+            assert found.fault == found.reason
+            answers.set()
+            assert has(leader, "").fault == ""
+
+
+def test_an_engine_that_refuses_connections_is_not_ready(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        watched_ranks.engine.faults.dies["status"] = False
+        assert not has(leader, "the engine has not answered for").ready
+        watched_ranks.engine.faults.dies.clear()
+        assert has(leader, "").ready
+
+
+def test_an_engine_that_another_client_paused_is_not_ready(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        watched_ranks.engine.paused = True
+        found = has(leader, "paused by another client")
+        assert found.paused
+        assert not found.ready
+        watched_ranks.publish(1)
+        assert leader.update() is not None
+        assert watched_ranks.engine.paused  # through the swap, as before
+        assert has(leader, "paused by another client").version == 1
+        watched_ranks.engine.paused = False
+        assert not has(leader, "").paused
+
+
+def test_an_engine_that_another_client_paused_is_asked_often(watched_ranks: Followed) -> None:
+    with led(watched_ranks) as leader:
+        leader.engine_watch = EngineWatch(leader.target, lambda: False, every_s=3600)
+        watched_ranks.engine.paused = True
+        leader.start()
+        assert has(leader, "paused by another client").paused
+        watched_ranks.engine.paused = False
+        assert not has(leader, "").paused
+
+
+def test_resuming_by_our_route_counts_at_once(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        watched_ranks.engine.paused = True
+        has(leader, "paused by another client")
+        leader.resume()
+        assert leader.status().ready
+
+
+def test_the_pause_of_a_swap_is_not_of_another_client(watched_ranks: Followed) -> None:
+    holds = PauseHolds(watched_ranks.engine)
+
+    def during_a_swap() -> bool:
+        asked.side_effect = lambda: watched_ranks.engine.paused
+        holds.hold()
+        paused = watched_ranks.engine.paused
+        holds.go_on()
+        return paused  # read after the swap
+
+    with mock.patch.object(watched_ranks.engine, "is_paused", side_effect=during_a_swap) as asked:
+        holds.look()
+    assert holds.why == ""
+
+
+def test_a_leader_that_was_replaced_says_so_without_being_called(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader, led(watched_ranks) as other:
+        other.start()
+        found = has(leader, "rank 0: another leader has attached")
+        assert found.fault == found.reason
+        assert isinstance(leader.trouble, LeaderReplacedError)
+        assert other.status().ready
+
+
+def test_an_engine_is_watched_too_where_the_caller_follows(watched_ranks: Followed) -> None:
+    with led(watched_ranks) as leader:
+        leader.engine_watch = EngineWatch(leader.target, lambda: False, every_s=EVERY_S)
+        watched_ranks.publish(1)
+        following = leader.follow()
+        next(following)
+        watched_ranks.engine.faults.dies["status"] = False
+        assert not has(leader, "the engine has not answered for").ready
+
+
+def test_a_sleeping_engine_is_not_asked(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        leader.released = frozenset({"weights"})
+        refuses = mock.Mock(side_effect=ApplyError("the engine has released its weights"))
+        with mock.patch.object(leader.target, "look", refuses):
+            count = refuses.call_count
+            has(leader, "asleep")
+            Event().wait(0.4)  # longer than the silence allowed
+            assert refuses.call_count <= count + 1  # one may have been on its way
+            assert leader.status().fault == ""
+
+
+def test_an_update_session_of_another_client_is_an_answer(watched_ranks: Followed) -> None:
+    with watched(watched_ranks) as leader:
+        session = mock.Mock(side_effect=PartialApplyError("an open update session"))
+        with mock.patch.object(leader.target, "look", session):
+            eventually(lambda: session.call_count > 50)
+            assert leader.status().ready
+
 
 Build = Callable[..., Followed]
 

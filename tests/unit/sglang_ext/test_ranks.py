@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -12,10 +13,15 @@ from unittest import mock
 
 import msgspec
 import pytest
-from torch import nn
+import torch
+from fastapi import FastAPI
+from starlette.requests import Request
+from torch import Tensor, nn
 
+from deltachain.control.server import Control
 from deltachain.errors import ApplyError, ConfigError, EngineVersionError
 from deltachain.replica.engine import pause_mode
+from deltachain.replica.leader import Leader
 from deltachain.replica.messages import (
     AnyRequest,
     Refusal,
@@ -25,7 +31,8 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain_sglang import compat, front, ranks
+from deltachain_sglang import compat, front, loading, ranks
+from deltachain_sglang.model import SglangModel, Shadow
 from deltachain_sglang.ranks import (
     SchedulerReply,
     SchedulerRequest,
@@ -33,6 +40,181 @@ from deltachain_sglang.ranks import (
     encode_message,
 )
 from deltachain_sglang.start_check import PAUSES
+from tests.unit.control.replicas import followed, leader_of
+from tests.unit.replica.replicas import Followed
+
+TOKEN = "one that nobody guesses"  # noqa: S105
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Followed]:
+    yield from followed(tmp_path)
+
+
+@pytest.fixture
+def leader(here: Followed) -> Iterator[Leader]:
+    yield from leader_of(here)
+
+
+async def _never(*_: object) -> Any:
+    raise NotImplementedError
+
+
+async def _nothing_more() -> Any:
+    await asyncio.sleep(60)
+
+
+def asked_of(path: str, headers: dict[str, str]) -> tuple[bool, str]:
+    """What SGLang answers to ``/update_weights_from_disk``."""
+    given = {"host": "a", **headers}  # as every client of HTTP 1.1 sends it
+    pairs = [(name.encode(), value.encode()) for name, value in given.items()]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": pairs, "server": ("a", 1)}
+    request = Request({**scope, "query_string": b"", "scheme": "http"}, _nothing_more)
+    told = front.on_update(_never, None, SimpleNamespace(model_path=path), request)
+    done, message, _ = asyncio.run(told)
+    return done, message
+
+
+@pytest.mark.parametrize(
+    ("is_guarded", "headers", "done"),
+    [
+        (False, {}, False),
+        (False, {"authorization": "Bearer wrong"}, False),
+        (False, {"authorization": f"Bearer {TOKEN}"}, True),
+        (False, {"x-deltachain-token": TOKEN}, True),
+        (True, {}, True),  # SGLang has asked for its key before
+    ],
+)
+def test_a_version_needs_the_token_where_no_key_guards_the_route(
+    leader: Leader,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_guarded: bool,
+    headers: dict[str, str],
+    done: bool,
+) -> None:
+    app = FastAPI()
+    control = Control(leader, "", token=TOKEN, is_open=False, is_guarded=is_guarded)
+    app.state.deltachain = control
+    monkeypatch.setattr(compat, "app", lambda: app)
+    found, message = asked_of("deltachain:1", headers)
+    assert found is done
+    assert leader.subscriber.version == (1 if done else None)
+    assert TOKEN not in message
+
+
+@pytest.mark.parametrize("named", ["-1", "1.5", "file:///etc", "9" * 5000, "\u0661", " 1"])
+def test_what_is_no_version_is_refused(
+    leader: Leader, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    app = FastAPI()
+    app.state.deltachain = Control(leader, "", token="", is_open=True, is_guarded=True)
+    monkeypatch.setattr(compat, "app", lambda: app)
+    found, message = asked_of(f"deltachain:{named}", {})
+    assert not found
+    assert "is no version" in message
+    assert len(message) < 200
+
+
+SHAPE = (4, 6)
+
+
+class Fp8Method:
+    """Quantises a layer after loading, as SGLang's method for online quantisation does."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        raw = layer.weight.data.float()
+        scale = raw.abs().amax(1, keepdim=True) / 448
+        layer.weight = nn.Parameter((raw / scale).to(torch.float8_e4m3fn), requires_grad=False)
+        layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+        layer.largest = float(raw.abs().max())
+
+
+class UnquantizedMethod:
+    """Leaves a layer as it is."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        del layer
+
+
+class Model(nn.Module):
+    """Two layers, one of which is quantised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, method in (("coded", Fp8Method()), ("plain", UnquantizedMethod())):
+            layer: Any = nn.Module()
+            layer.weight = nn.Parameter(torch.zeros(SHAPE).bfloat16(), requires_grad=False)
+            layer.quant_method = method
+            self.add_module(name, layer)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> SglangModel:
+    """A model that SGLang loaded, as far as nothing of SGLang is needed."""
+
+    def load(model: nn.Module, tensors: Iterable[tuple[str, Tensor]], _: object) -> None:
+        for name, tensor in tensors:
+            model.get_parameter(name).data.copy_(tensor)
+
+    def acting(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, Any]]:
+        return [(m, m.quant_method) for m in modules if hasattr(m, "quant_method")]
+
+    def process(modules: Iterable[nn.Module], _: object) -> None:
+        for module, method in acting(modules):
+            method.process_weights_after_loading(module)
+
+    monkeypatch.setattr(loading, "in_dtype", lambda _: nullcontext())
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(loading, "acting", acting)
+    monkeypatch.setattr(loading, "process", process)
+    live = Model()
+    load(live, weights(0), None)
+    process(live.modules(), None)
+    with torch.device("meta"):
+        raw = Model()
+    made = object.__new__(SglangModel)
+    device = torch.device("cpu")
+    vars(made).update(
+        model=live,
+        _config=SimpleNamespace(dtype=torch.bfloat16),
+        _device=device,
+        _known={},
+        _shadow=Shadow(raw, live, torch.bfloat16, device),
+    )
+    return made
+
+
+def weights(seed: int) -> list[tuple[str, Tensor]]:
+    torch.manual_seed(seed)
+    return [(f"{n}.weight", torch.randn(SHAPE).bfloat16()) for n in ("coded", "plain")]
+
+
+def test_a_quantised_layer_is_loaded_apart(engine: SglangModel) -> None:
+    before = {name: tensor.clone() for name, tensor in engine.tensors().items()}
+    with engine.loaded_apart(frozenset({"coded"}), weights(1)[:1]) as found:
+        assert set(found) == {"coded"}
+        fresh: Any = found["coded"]
+        live: Any = engine.modules()["coded"]
+        other: Any = Model().get_submodule("coded")
+        other.weight.data.copy_(weights(1)[0][1])
+        Fp8Method().process_weights_after_loading(other)
+        assert torch.equal(fresh.weight.data.view(torch.uint8), other.weight.data.view(torch.uint8))
+        assert torch.equal(fresh.weight_scale, other.weight_scale)
+        assert fresh.largest == other.largest != live.largest
+    now = engine.tensors()
+    assert now.keys() == before.keys()
+    assert all(torch.equal(now[n].view(torch.uint8), before[n].view(torch.uint8)) for n in before)
+    with engine.loaded_apart(frozenset({"coded"}), weights(2)[:1]) as again:
+        assert again["coded"].get_parameter("weight_scale").numel()
+
+
+def test_layers_that_are_not_quantised_are_not_loaded(
+    engine: SglangModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(loading, "load")
+    with engine.loaded_apart(frozenset({"plain"}), weights(1)[1:]) as found:
+        assert found == {}
 
 
 def question(request: AnyRequest | None = None, *, flush: bool = False) -> str:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import threading
@@ -17,9 +18,178 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store import FileStore, Store
+from deltachain.store import FileStore, Store, check_apart
 from deltachain.testing.store import StoreContract
+from tests.support.faults import clock_jump
 from tests.unit.store.calls import calls_of
+
+DAY = 86_400
+OLD = ".tmp-0123456789abcdef"
+YOUNG = ".tmp-fedcba9876543210"
+FOREIGN = (".tmp-mine", ".nfs0123456789abcdef", ".tmp-0123456789abcdef.swp", "tmp-0123456789abcdef")
+
+
+@pytest.fixture
+def littered(tmp_path: Path) -> Path:
+    """A folder with an object, leftovers of two ages, and old files of somebody else."""
+    littered = tmp_path / "chain"
+    FileStore(littered).put("a/object", b"data")
+    now = (littered / "a").stat().st_mtime
+    for name in (OLD, YOUNG, *FOREIGN):
+        (littered / "a" / name).write_bytes(b"left")
+        age = DAY - 60 if name == YOUNG else DAY + 60
+        os.utime(littered / "a" / name, (now - age, now - age))
+    return littered
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("method", ["put", "put_if_absent"])
+def test_old_leftovers_are_swept_by_the_first_write(littered: Path, method: str) -> None:
+    getattr(FileStore(littered), method)("a/next", b"data")
+    assert names(littered / "a") == {"object", "next", YOUNG, *FOREIGN}
+
+
+def test_leftovers_are_swept_in_that_folder_alone_and_once(littered: Path) -> None:
+    store = FileStore(littered)
+    store.put("b/next", b"data")
+    assert OLD in names(littered / "a")
+    store.put("a/next", b"data")
+    assert OLD not in names(littered / "a")
+    (littered / "a" / OLD).write_bytes(b"left")
+    os.utime(littered / "a" / OLD, (0, 0))
+    store.put("a/next", b"data")
+    assert OLD in names(littered / "a")
+
+
+def test_few_folders_are_remembered_as_swept(littered: Path) -> None:
+    """Every version has a folder of its own; a store that lives for months forgets the old ones."""
+    store = FileStore(littered)
+    store.put("a/next", b"data")
+    store.put("b/next", b"data")
+    for folder in ("a", "b"):
+        (littered / folder / OLD).write_bytes(b"left")
+        os.utime(littered / folder / OLD, (0, 0))
+    for number in range(300):
+        store.put(f"{number}/next", b"data")
+        store.put("a/next", b"data")
+    store.put("b/next", b"data")
+    assert OLD in names(littered / "a")
+    assert OLD not in names(littered / "b")
+
+
+def test_age_is_told_by_the_clock_of_the_file_system(littered: Path) -> None:
+    with clock_jump(30 * DAY):
+        FileStore(littered).put("a/next", b"data")
+    assert YOUNG in names(littered / "a")
+    (littered / "a" / OLD).write_bytes(b"left")
+    os.utime(littered / "a" / OLD, (0, 0))
+    with clock_jump(-1000 * DAY):
+        FileStore(littered).put("a/next", b"data")
+    assert OLD not in names(littered / "a")
+
+
+def test_folder_of_deleted_objects_does_not_stay_for_a_leftover(littered: Path) -> None:
+    for name in (YOUNG, *FOREIGN):
+        (littered / "a" / name).unlink()
+    FileStore(littered).delete("a/object")
+    assert not (littered / "a").exists()
+
+
+def test_what_is_no_file_is_not_swept(littered: Path, tmp_path: Path) -> None:
+    (littered / "a" / OLD).unlink()
+    (littered / "a" / OLD).symlink_to(tmp_path)
+    os.utime(littered / "a" / OLD, (0, 0), follow_symlinks=False)
+    FileStore(littered).put("a/next", b"data")
+    assert OLD in names(littered / "a")
+
+
+def test_sweep_that_fails_fails_no_write(littered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        FileStore(littered).put("a/next", b"data")
+    assert OLD in names(littered / "a")
+    assert FileStore(littered).get("a/next") == b"data"
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_stale_file_handle_is_opened_once_more(
+    littered: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    pread, failed = os.pread, 0
+
+    def stale(file: int, nbytes: int, start: int) -> bytes:
+        nonlocal failed
+        failed += 1
+        if failed <= times:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return pread(file, nbytes, start)
+
+    monkeypatch.setattr(os, "pread", stale)
+    store = FileStore(littered)
+    if times > 1:
+        with pytest.raises(StoreUnavailableError, match=r"[Ss]tale"):
+            store.get("a/object")
+    assert store.get_range("a/object", 1, 2) == b"at"
+    assert store.read("a/object", nbytes=4) == b"data"
+
+
+@pytest.mark.parametrize(
+    ("url", "chain", "relation"),
+    [
+        ("s3://b/run", "s3://b/run", "is the URL of"),
+        ("s3://b/run/", "S3://b//run", "is the URL of"),
+        ("s3://b/run/replicas", "s3://b/run", "is inside"),
+        ("s3://b", "s3://b/run", "contains"),
+        ("s3:/b/run", "s3://b/run", "is the URL of"),
+        ("hf://buckets/me/b/replicas", "hf://buckets/me/b/run", "is in the bucket of"),
+        ("hf://buckets/Me/B", "hf://buckets/me/b/run", "is in the bucket of"),
+        ("memory://one/a", "memory://one", "is inside"),
+        ("file:///mnt/run/x", "/mnt/run", "is inside"),
+        ("/mnt/other/../run", "file:///mnt/run", "is the URL of"),
+        ("file:///mnt/a%20b", "/mnt/a b", "is the URL of"),
+        ("/mnt", "/mnt/run", "contains"),
+        ("gs://b/run?x=1", "gs://b/run", "is the URL of"),
+    ],
+)
+def test_what_is_not_apart_is_refused_by_name(url: str, chain: str, relation: str) -> None:
+    with pytest.raises(ConfigError, match=f"{relation} the chain") as caught:
+        check_apart(url, chain)
+    assert url.partition("?")[0] in str(caught.value)
+    assert "beside the chain" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("url", "chain"),
+    [
+        ("s3://b/run-replicas", "s3://b/run"),
+        ("s3://other/run", "s3://b/run"),
+        ("hf://buckets/me/other", "hf://buckets/me/b/run"),
+        ("/mnt/run-replicas", "/mnt/run"),
+        ("memory://two", "memory://one"),
+        ("s3://mnt/run", "/mnt/run"),
+    ],
+)
+def test_what_is_apart_is_allowed(url: str, chain: str) -> None:
+    check_apart(url, chain)
+
+
+def test_a_link_leads_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "chain").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "chain")
+    with pytest.raises(ConfigError, match="is inside"):
+        check_apart(str(tmp_path / "link" / "replicas"), str(tmp_path / "chain"))
+
+
+def test_relative_paths_are_those_of_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="is the URL of"):
+        check_apart("chain", str(tmp_path / "chain"))
 
 
 class TestFileStore(StoreContract):

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -8,11 +11,233 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.errors import AlreadyExistsError, ConfigError, MalformedError, ObjectNotFoundError
+from deltachain.errors import (
+    AlreadyExistsError,
+    ConfigError,
+    MalformedError,
+    ObjectNotFoundError,
+    StoreUnavailableError,
+)
 from deltachain.store import Store, open_store
+from deltachain.store import calls as outage
 from deltachain.testing.store import StoreContract, pattern
 from tests.support.hub.server import HubServer
 from tests.unit.store.calls import calls_of
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hf://buckets/me",
+        "hf://buckets/me/",
+        "hf://me/model",
+        "hf:/buckets/me/b",
+        "hf://datasets/me/b/x",
+        "hf://buckets/me/b?token=secret",
+        "hf://buckets/me/b/x#secret",
+        "hf://user:secret@buckets/me/b",
+        "hf://buckets/me/b/../x",
+        "hf://buckets/me/b/a//x",
+        "hf://buckets/me/b c/x",
+    ],
+)
+def test_url_without_a_bucket_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store(url)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("hf://buckets/me/b", "hf://buckets/me/b"),
+        ("hf://buckets/me/b/", "hf://buckets/me/b"),
+        ("HF://buckets/me/b/run/1/", "hf://buckets/me/b/run/1"),
+    ],
+)
+def test_url_is_shown_as_it_is_opened(url: str, shown: str) -> None:
+    assert open_store(url).url == shown
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tokens": "x"},
+        {"token": 5},
+        {"calls": 0},
+        {"calls": "many"},
+        {"window_s": 0},
+        {"deadline_s": True},
+        {"deadline_s": "1"},
+        {"s3_key": "alone"},
+        {"s3_secret": "secret"},
+    ],
+)
+def test_wrong_option_is_refused_without_its_value(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_store("hf://buckets/me/b", options)
+    assert "secret'" not in str(caught.value)
+
+
+def test_opening_sends_nothing(hub: HubServer, bucket: str) -> None:
+    options = {"endpoint": hub.url, "token": "hf_unheard_of"}
+    store = open_store(f"hf://buckets/{bucket}", options)
+    assert store.requests == 0
+    assert hub.counts("hf_unheard_of") == {}
+
+
+def test_environment_is_read_when_a_store_is_opened(
+    hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in hub.env().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_S3_ACCESS_KEY_ID", hub.s3_key)
+    monkeypatch.setenv("HF_S3_SECRET_ACCESS_KEY", hub.s3_secret)
+    monkeypatch.setenv("HF_S3_ENDPOINT", f"{hub.url}/s3/me")
+    store = open_store(f"hf://buckets/{bucket}/x", writer=True)
+    assert store.capabilities.conditional_put
+    store.put_if_absent("a", b"data")
+    assert store.get("a") == b"data"
+
+
+def test_saved_token_is_used(
+    hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved = tmp_path / "token"
+    saved.write_text(hub.token)
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(saved))
+    store = open_store(f"hf://buckets/{bucket}", {"endpoint": hub.url})
+    store.put("a", b"data")
+    assert store.get("a") == b"data"
+
+
+def test_budget_is_kept(hub: HubServer, opened: Open) -> None:
+    store = opened(calls=4, window_s=1.5)
+    hub.configure(calls=4, window_s=1.0)  # less, by what a request may be late on its way
+    start = time.monotonic()
+    for _ in range(10):
+        store.find("a")
+    assert 2.9 < time.monotonic() - start < 12
+    assert store.requests == 10  # none was refused and tried again
+
+
+@pytest.mark.parametrize(("writer", "calls"), [(False, 100), (True, 200)])
+def test_spent_budget_says_how_to_allow_more(
+    hub: HubServer, bucket: str, writer: bool, calls: int
+) -> None:
+    options = {"endpoint": hub.url, "token": hub.token}
+    store = open_store(f"hf://buckets/{bucket}", options, writer=writer)
+    before = hub.counts().get("POST paths-info", 0)
+    for _ in range(calls):
+        store.find("a")
+    start = time.monotonic()
+    with pytest.raises(StoreUnavailableError, match=f"{calls} requests in 300 s") as caught:
+        store.find("a")
+    assert time.monotonic() - start < 60
+    assert "DELTACHAIN_HF_CALLS" in caught.value.hint
+    assert hub.counts()["POST paths-info"] - before == store.requests == calls
+
+
+def test_environment_sets_the_budget(
+    hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELTACHAIN_HF_CALLS", "2")
+    store = open_store(f"hf://buckets/{bucket}", {"endpoint": hub.url, "token": hub.token})
+    store.find("a")
+    store.find("a")
+    with pytest.raises(StoreUnavailableError, match="2 requests in 300 s"):
+        store.find("a")
+    monkeypatch.setenv("DELTACHAIN_HF_CALLS", "few")
+    with pytest.raises(ConfigError, match="DELTACHAIN_HF_CALLS"):
+        open_store(f"hf://buckets/{bucket}")
+
+
+@pytest.mark.parametrize("missing", ["huggingface_hub", "hf_xet"])
+def test_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.setitem(sys.modules, f"{missing}.utils", None)
+    with pytest.raises(ConfigError) as caught:
+        open_store("hf://buckets/me/b")
+    assert "pip install 'deltachain[hf]'" in caught.value.hint
+
+
+def test_missing_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "boto3", None)
+    with pytest.raises(ConfigError) as caught:
+        open_store("hf://buckets/me/b", {"s3_key": "k", "s3_secret": "s"})
+    assert "deltachain[s3]" in caught.value.hint
+
+
+def test_offline_mode_is_named(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as caught:
+        opened().find("a")
+    assert "HF_HUB_OFFLINE" in caught.value.hint
+
+
+def test_import_loads_no_library_of_the_hub() -> None:
+    code = (
+        "import sys, deltachain, deltachain.store; "
+        "print({'huggingface_hub', 'hf_xet', 'boto3', 'httpx2'} & sys.modules.keys())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_nothing_is_printed(
+    opened: Open,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store = opened()
+    with caplog.at_level(logging.WARNING):
+        pin = store.put("a", bytes(9_000_000))
+        store.read("a", nbytes=9_000_000, pin=pin)
+        store.get("a")
+        list(store.list())
+        store.delete("a")
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("endpoint", ["http://nohost.invalid", "http://127.0.0.1:9"])
+@pytest.mark.parametrize("given", ["HF_ENDPOINT", "the option"])
+def test_a_wrong_endpoint_is_given_up_soon_and_its_variable_named(
+    given: str, endpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(outage, "FIRST_S", 0.2)
+    monkeypatch.setattr(outage, "REPORT_S", 0.0)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    secret = endpoint.replace("http://", "http://me:canary7secret@")
+    options = {"endpoint": secret} if given == "the option" else {}
+    if not options:
+        monkeypatch.setenv("HF_ENDPOINT", secret)
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailableError) as caught:
+        open_store("hf://buckets/me/b", {**options, "deadline_s": 600.0}).find("a")
+    assert time.monotonic() - began < 5
+    where = "of the option endpoint" if options else "in HF_ENDPOINT"
+    said = f"nothing answers at {endpoint}, the endpoint {where}"
+    assert said in str(caught.value.args[0])
+    assert "check host and port" in caught.value.hint
+    assert f"{said}; trying again for" in caplog.text
+    assert "canary7secret" not in str(caught.value) + caplog.text
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["host", "host:80", "ftp://host", "http://", "http://host:99999", "http://u:canary7secret/x@h"],
+)
+def test_an_endpoint_that_is_no_address_is_refused(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    with pytest.raises(ConfigError, match="in HF_ENDPOINT, is no address") as caught:
+        open_store("hf://buckets/me/b")
+    assert caught.value.__context__ is None
+    assert "canary7secret" not in str(caught.value)
+
 
 Open = Callable[..., Store]
 

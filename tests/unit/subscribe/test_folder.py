@@ -4,19 +4,35 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable
+import os
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from deltachain.checkpoint import HELD_FILE
 from deltachain.errors import (
+    ApplyError,
     ConfigError,
+    DeltaChainError,
+    FormatError,
     PartialApplyError,
     PoisonedError,
+    TensorMismatchError,
 )
 from deltachain.filebits import FileBits
+from deltachain.publish import PublishConfig, Publisher
+from deltachain.publish.model.assets import collect_assets
 from deltachain.store import MemoryStore
 from deltachain.subscribe import FolderTarget, Subscriber
 from deltachain.subscribe.targets import folder
@@ -24,8 +40,270 @@ from deltachain.subscribe.targets import folder as journal
 from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.subscribe.targets.local import Patches
 from deltachain.subscribe.targets.patch import Patch
+from deltachain.types import TensorSpec
 from tests.support.models import State, TinyModel, bits_of, plain_model, same
 from tests.support.values import present
+from tests.unit.publish.library import llama
+
+
+@pytest.mark.usefixtures("publisher")
+@pytest.mark.parametrize("change", ["dtype", "shape"])
+def test_a_tensor_of_another_kind_is_named(mirror: Path, subscribe: Subscribe, change: str) -> None:
+    mirror.mkdir()
+    tensors = {name: tensor.clone() for name, tensor in TinyModel().state_dict().items()}
+    norm = tensors["norm.bias"]
+    tensors["norm.bias"] = norm.half() if change == "dtype" else norm[:-1].clone()
+    save_file(tensors, mirror / "model.safetensors")
+    with pytest.raises(TensorMismatchError) as caught:
+        subscribe(mirror).update()
+    assert caught.value.tensor == "norm.bias"
+
+
+@pytest.mark.usefixtures("publisher")
+@pytest.mark.parametrize("data", [b"", b"\xff" * 8, b"\0" * 100, b"\x02\0\0\0\0\0\0\0{}x"])
+def test_a_file_that_is_no_checkpoint_is_refused(
+    mirror: Path, subscribe: Subscribe, data: bytes
+) -> None:
+    mirror.mkdir()
+    (mirror / "model.safetensors").write_bytes(data)
+    with pytest.raises(FormatError):
+        subscribe(mirror).update()
+    assert (mirror / "model.safetensors").read_bytes() == data
+
+
+@pytest.mark.usefixtures("publisher")
+def test_an_index_that_leads_out_of_the_folder_is_refused(
+    mirror: Path, subscribe: Subscribe
+) -> None:
+    mirror.mkdir()
+    save_file(TinyModel().frozen.state_dict(), mirror / "model.safetensors")
+    for name in ("../model.safetensors", ".hidden", "sub/model.safetensors"):
+        index = {"weight_map": {"frozen.weight": name}}
+        (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(FormatError, match="outside the folder"):
+            subscribe(mirror).update()
+    (mirror / "model.safetensors").rename(mirror / "other.safetensors")
+    index = {"weight_map": {"frozen.weight": "gone.safetensors"}}
+    (mirror / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"gone\.safetensors is missing"):
+        subscribe(mirror).update()
+
+
+@pytest.mark.parametrize("reopened", [True, False])
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_files_that_a_backup_shares_are_copied_before_they_are_written(
+    mirror: Path,
+    tmp_path: Path,
+    subscribe: Subscribe,
+    publish: Callable[..., None],
+    link: Callable[[Path, Path], None],
+    *,
+    reopened: bool,
+) -> None:
+    publish(1)
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    if reopened:
+        subscriber.close()
+    (file,) = mirror.glob("*.safetensors")
+    backup = tmp_path / "backup.safetensors"
+    if link is os.symlink:
+        file.rename(backup)
+        link(backup, file)
+    else:
+        link(file, backup)
+    before = backup.read_bytes()
+    publish(2)
+    (subscribe(mirror) if reopened else subscriber).update()
+    assert backup.read_bytes() == before
+    assert file.read_bytes() != before
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_planted_lock_is_refused_and_not_followed(
+    mirror: Path, tmp_path: Path, subscribe: Subscribe
+) -> None:
+    mirror.mkdir()
+    elsewhere = tmp_path / "elsewhere"
+    (mirror / LOCK_FILE).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=r"\.deltachain-lock is a link or a device"):
+        subscribe(mirror).update()
+    assert not elsewhere.exists()
+
+
+@pytest.mark.usefixtures("publisher")
+def test_a_planted_journal_is_removed_and_not_followed(
+    mirror: Path, tmp_path: Path, subscribe: Subscribe
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "seal.json").write_text("theirs")
+    subscribe(mirror).update()
+    (mirror / ".deltachain-journal").symlink_to(elsewhere)
+    subscriber = subscribe(mirror)
+    subscriber.update()
+    assert subscriber.version is not None
+    assert (elsewhere / "seal.json").read_text() == "theirs"
+    assert not (mirror / ".deltachain-journal").is_symlink()
+
+
+@pytest.mark.usefixtures("publisher")
+def test_bits_are_not_written_through_a_link_planted_meanwhile(
+    mirror: Path, tmp_path: Path, subscribe: Subscribe
+) -> None:
+    subscribe(mirror).update()
+    file, elsewhere = mirror / "model.safetensors", tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    before = elsewhere.read_bytes()
+    file.symlink_to(elsewhere)
+    spec = TensorSpec("embed.weight", "U8", (1,))
+    with pytest.raises(OSError, match="symbolic links"):
+        FileBits(file, 0, spec).put(None, np.array([before[0] ^ 1], np.uint8))
+    assert elsewhere.read_bytes() == before
+
+
+@pytest.mark.usefixtures("publisher")
+def test_unfinished_copies_of_killed_processes_are_removed(
+    mirror: Path, subscribe: Subscribe
+) -> None:
+    with subscribe(mirror) as subscriber:
+        subscriber.update()
+    left = [mirror / f".{name}.0123456789abcdef" for name in ("model.safetensors", HELD_FILE)]
+    other = [mirror / name for name in (".model.safetensors.notes", ".keep.0123456789abcdef")]
+    for file in (*left, *other):
+        file.write_bytes(b"x")
+    with subscribe(mirror) as subscriber:
+        subscriber.update()
+    assert not any(file.exists() for file in left)
+    assert all(file.exists() for file in other)
+
+
+NOBODY = 65534
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """A folder that this process may only look into; root is nobody meanwhile."""
+    folder.chmod(0o555)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+@contextmanager
+def no_descriptors(_: Path) -> Iterator[None]:
+    """No file can be opened."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder whose parents everybody may walk through."""
+    folder = Path(tempfile.mkdtemp(prefix="deltachain-rights-"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.mark.usefixtures("publisher")
+@pytest.mark.parametrize("trouble", [read_only, no_descriptors])
+@pytest.mark.parametrize("below", [".", "mirror"])
+def test_a_folder_that_cannot_be_written_to_is_said_and_healed(
+    subscribe: Subscribe,
+    model: TinyModel,
+    place: Path,
+    trouble: Callable[[Path], Iterator[None]],
+    below: str,
+) -> None:
+    subscriber = subscribe(place / below)
+    with trouble(place), pytest.raises(ApplyError) as caught:  # type: ignore[attr-defined]
+        subscriber.update()
+    assert caught.value.hint
+    assert str(place) in str(caught.value)
+    subscriber.update()
+    assert same(subscriber_bits(place / below), bits_of(model))
+
+
+def test_following_survives_it(
+    subscribe: Subscribe, publish: Callable[..., None], model: TinyModel, place: Path
+) -> None:
+    publish(1)
+    subscriber, stop = subscribe(place), Event()
+    troubles: list[DeltaChainError] = []
+
+    def looked(trouble: DeltaChainError | None) -> None:
+        if trouble is not None:
+            troubles.append(trouble)
+            held.close_soon()
+
+    class Held:
+        """The folder, read-only until something was said of it."""
+
+        def __init__(self) -> None:
+            self.context = read_only(place)
+            self.context.__enter__()
+
+        def close_soon(self) -> None:
+            self.context.__exit__(None, None, None)
+
+    held = Held()
+    for receipt in subscriber.follow(stop=stop, looked=looked):
+        assert receipt.version == 1
+        stop.set()
+    assert [type(trouble) for trouble in troubles] == [ApplyError]
+    assert same(subscriber_bits(place), bits_of(model))
+
+
+def subscriber_bits(folder: Path) -> State:
+    return bits_of(load_file(folder / "model.safetensors"))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "hidden_act": {"hidden_act": "gelu"},
+    "rms_norm_eps": {"rms_norm_eps": 0.5},
+}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    model, config = llama(), PublishConfig(url=str(tmp_path / "chain"))
+    with Publisher(config) as publisher:
+        publisher.attach(model, assets=collect_assets(model, config), alone=True)
+    return config.url
+
+
+def follower(**other: object) -> nn.Module:
+    fields: dict[str, Any] = {**llama().config.to_dict(), **other}
+    return LlamaForCausalLM(LlamaConfig(**fields)).bfloat16()
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_a_field_that_decides_the_outputs_is_named_with_both_values(
+    url: str, field: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    Subscriber(url, follower(**OTHERS[field])).update()
+    (line,) = [line for line in caplog.messages if "configuration" in line]
+    for value in (OTHERS[field][field], llama().config.to_dict()[field]):
+        assert repr(value) in line
+    assert field in line
+    assert line.count(", there ") == 1
+
+
+def test_fields_of_a_run_are_no_difference(url: str, caplog: pytest.LogCaptureFixture) -> None:
+    module = follower(use_cache=False, attention_dropout=0.5, eos_token_id=7, id2label={0: "x"})
+    Subscriber(url, module).update()
+    assert "configuration" not in caplog.text
+
 
 Publish = Callable[..., None]
 Subscribe = Callable[..., Subscriber]

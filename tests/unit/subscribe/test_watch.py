@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -10,25 +11,165 @@ import pytest
 from torch import Tensor
 
 from deltachain.errors import (
+    BrokenChainError,
     ChainMismatchError,
     ForkedChainError,
     ObjectNotFoundError,
     StoreWentBackError,
 )
-from deltachain.format.keys import CHAIN_KEY, MIRROR_KEY, manifest_key
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, MIRROR_KEY, manifest_key
+from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from deltachain.subscribe.subscriber import LOOK_BACK
+from deltachain.subscribe.subscriber import LOOK_BACK, Times
+from deltachain.types import Buffer
 from tests.support.faults import FaultyStore
 from tests.support.models import (
     TinyModel,
     bits_of,
     replica_of,
     same,
+    tensors_of,
 )
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
 from tests.unit.subscribe.accidents import Told, copy, nothing, restore, rewrite
 from tests.unit.subscribe.clock import Clock
+
+
+def gap(store: MemoryStore, *versions: int) -> None:
+    for version in versions:
+        store.delete(manifest_key(version))
+
+
+@pytest.mark.parametrize("every_version", [False, True])
+@pytest.mark.parametrize("missing", [(3,), (3, 4)])
+def test_a_gap_behind_what_is_held_is_named_in_every_mode(
+    told: Told,
+    publish: Publish,
+    store: MemoryStore,
+    missing: tuple[int, ...],
+    *,
+    every_version: bool,
+) -> None:
+    publish(1, 2)
+    subscriber = told.subscriber
+    subscriber.update()
+    publish(3, 4, 5, 6, 7, 8)
+    gap(store, *missing)
+    told.clock.happens = [nothing] * (LOOK_BACK + 2)
+    follow = subscriber.follow(
+        stop=told.clock.stop, every_version=every_version, looked=told.looked
+    )
+    assert list(follow) == []
+    wrong = told.said[-1]
+    assert isinstance(wrong, BrokenChainError)
+    assert wrong.version in missing
+    assert f"manifest of version {wrong.version} is missing" in str(wrong)
+    assert subscriber.watch.doubt is None  # what is held is the chain's
+    with pytest.raises(BrokenChainError, match="is missing"):
+        subscriber.update()
+
+
+@pytest.mark.parametrize("every_version", [False, True])
+@pytest.mark.parametrize("hint", [True, False])
+def test_an_anchor_leads_around_a_gap(
+    told: Told,
+    publish: Publish,
+    store: MemoryStore,
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    add_anchor: Callable[[], None],
+    every_version: bool,
+    hint: bool,
+) -> None:
+    publish(1, 2)
+    subscriber = told.subscriber
+    subscriber.update()
+    publish(3, 4, 5)
+    add_anchor()
+    publish(6)
+    gap(store, 3)
+    if not hint:
+        store.delete(HEAD_KEY)
+    told.clock.happens = [nothing] * (LOOK_BACK + 2)
+    follow = subscriber.follow(stop=told.clock.stop, every_version=every_version)
+    assert [receipt.version for receipt in follow][-1] == 6
+    assert same(bits_of(zeros), bits_of(model))
+    assert "manifest of version 3 is missing" in caplog.text
+    assert "reached version 6 by another plan" in caplog.text
+
+
+def test_an_update_goes_around_a_gap(
+    subscriber: Subscriber,
+    publish: Publish,
+    store: MemoryStore,
+    add_anchor: Callable[[], None],
+    zeros: dict[str, Tensor],
+    model: TinyModel,
+) -> None:
+    publish(1, 2)
+    subscriber.update()
+    publish(3, 4, 5)
+    add_anchor()
+    publish(6)
+    gap(store, 3)
+    store.delete(HEAD_KEY)
+    receipt = subscriber.update()
+    assert receipt is not None
+    assert receipt.version == 6
+    assert same(bits_of(zeros), bits_of(model))
+
+
+HOUR = 3600.0
+
+
+def test_a_fetch_is_no_silence_while_its_requests_are_answered() -> None:
+    since: list[float | None] = [None]
+    times = Times(lambda: since[0])
+    with times.staging():
+        assert times.silence_s == 0
+        since[0] = time.monotonic() - HOUR
+        assert HOUR <= times.silence_s < 2 * HOUR
+        since[0] = None
+        assert times.silence_s == 0
+    assert times.silence_s < HOUR
+
+
+class Unanswered(MemoryStore):
+    """A store whose payloads come after an hour in which it did not answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.subscriber: Subscriber | None = None
+        self.silences: list[float] = []
+        self.since: float | None = None
+
+    @property
+    def unanswered_since(self) -> float | None:
+        return self.since
+
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
+        assert self.subscriber is not None
+        self.since = time.monotonic() - HOUR
+        self.silences.append(self.subscriber.times.silence_s)
+        self.since = None
+        return super().read(key, nbytes=nbytes, pin=pin)
+
+
+def test_a_subscriber_knows_that_its_fetch_has_no_answer() -> None:
+    store = Unanswered()
+    with Publisher("memory://unanswered", store=store).attach(TinyModel()):
+        store.subscriber = Subscriber(
+            "memory://unanswered", tensors_of(TinyModel(seed=1)), store=store
+        )
+        with store.subscriber:
+            store.subscriber.update()
+            assert store.silences
+            assert all(silence >= HOUR for silence in store.silences)
+            assert store.subscriber.times.silence_s < HOUR
+
 
 Publish = Callable[..., None]
 

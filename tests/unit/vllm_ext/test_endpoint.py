@@ -3,16 +3,303 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
+import weakref
 from argparse import Namespace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Annotated, Any
 from unittest import mock
 
 import pytest
-from fastapi import FastAPI
+import torch
+from fastapi import FastAPI, HTTPException, Query, Request
+from fastapi.testclient import TestClient
+from torch import nn
 
 from deltachain.control.server import Control
-from deltachain_vllm.endpoint import EndpointPlugin
+from deltachain.errors import ConfigError, EngineVersionError, TensorMismatchError
+from deltachain.replica.leader import Leader
+from deltachain_vllm.compat import check_counts, check_experts, check_version
+from deltachain_vllm.endpoint import EndpointPlugin, attach_sleep
+from deltachain_vllm.scales import CREATE, OPS, owned, uncaptured
+from deltachain_vllm.starting import check_front, check_plugins, check_start, is_server
+from tests.unit.control.replicas import followed, leader_of
+from tests.unit.replica.replicas import Followed
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.32.9rc1", "0.33.0"])
+def test_tested_versions(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    assert check_version() == version
+
+
+@pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.0", "dev"])
+def test_other_versions_are_refused_with_the_range(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    with pytest.raises(EngineVersionError, match=r"0\.32 up to, not including, 0\.34"):
+        check_version()
+
+
+def test_several_engines_and_front_ends_are_refused_by_their_options() -> None:
+    check_counts(1, 1)
+    with pytest.raises(ConfigError, match="2 data-parallel engines"):
+        check_counts(2, 2)
+    with pytest.raises(ConfigError, match="3 front ends") as caught:
+        check_counts(1, 3)
+    assert "--api-server-count 1" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("spread", "ranks", "experts", "refused"),
+    [
+        (True, 2, True, True),
+        (True, 1, True, False),
+        (True, 2, False, False),
+        (False, 2, True, False),
+    ],
+)
+def test_experts_on_some_ranks_are_refused_by_the_option(
+    *, spread: bool, ranks: int, experts: bool, refused: bool
+) -> None:
+    parallel = SimpleNamespace(enable_expert_parallel=spread, tensor_parallel_size=ranks)
+    config = SimpleNamespace(parallel_config=parallel, model_config=SimpleNamespace(is_moe=experts))
+    if not refused:
+        check_experts(config)
+        return
+    with pytest.raises(ConfigError, match="--enable-expert-parallel"):
+        check_experts(config)
+
+
+@pytest.mark.parametrize(
+    ("command", "serves"),
+    [
+        (["/venv/bin/vllm", "serve", "model"], True),
+        (["/x/vllm/entrypoints/cli/main.py", "serve", "model"], True),
+        (["/x/vllm/entrypoints/openai/api_server.py", "--model", "model"], True),
+        (["/venv/bin/vllm", "serve", "model", "--headless"], False),
+        (["/venv/bin/vllm", "bench", "throughput"], False),
+        (["train.py", "serve"], False),
+        (["-c"], False),
+        ([], False),
+    ],
+)
+def test_a_server_is_known_by_its_command(command: list[str], serves: bool) -> None:
+    assert is_server(command) is serves
+
+
+@pytest.mark.parametrize(
+    ("command", "environment", "named"),
+    [
+        (["vllm", "serve", "model", "--grpc"], {}, "--grpc"),
+        (["vllm", "serve", "model"], {"VLLM_USE_RUST_FRONTEND": "1"}, "VLLM_USE_RUST_FRONTEND"),
+    ],
+)
+def test_a_front_end_without_plugins_is_refused_by_name(
+    command: list[str], environment: dict[str, str], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        check_front(command, environment)
+    check_front(command[:3], {"VLLM_USE_RUST_FRONTEND": "0"})
+
+
+def test_a_program_with_an_engine_is_told_that_it_follows_nothing_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["generate.py"])
+    check_start()
+    assert "call deltachain_vllm.subscribe(engine, url)" in caplog.text
+
+
+@pytest.mark.parametrize("named", ["", "deltachain", "deltachain_http_x", "other,deltachain"])
+def test_a_server_without_our_routes_is_refused(named: str) -> None:
+    with pytest.raises(ConfigError, match="loads no routes") as caught:
+        check_plugins(named)
+    assert "VLLM_PLUGINS=deltachain,deltachain_http" in caught.value.hint
+
+
+class TakesTensors:
+    """A backend such as FlashAttention: its kernel reads scales from memory."""
+
+    def forward(self, layer: Any) -> object:
+        return layer._k_scale
+
+
+class TakesNumbers:
+    """A backend such as that of MiniMax M3: its kernel is called with numbers."""
+
+    def forward(self, layer: Any) -> object:
+        return layer._k_scale_float
+
+
+class OfAKind(TakesNumbers):
+    """Another that inherits from it."""
+
+
+class Either:
+    """One of several, by the batch."""
+
+    def get_impl_variants(self) -> tuple[object, ...]:
+        return TakesTensors(), TakesNumbers()
+
+
+def model(impl: object) -> nn.Module:
+    made = nn.Module()
+    made.attn = nn.Module()
+    vars(made.attn).update(impl=impl, _k_scale_float=1.0)
+    return made
+
+
+def config(*, full: bool) -> Any:
+    mode = SimpleNamespace(has_full_cudagraphs=lambda: full)
+    return SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=mode))
+
+
+def load(into: nn.Module, scale: float, *, full: bool = True) -> None:
+    with uncaptured(into, config(full=full)):
+        vars(into.attn)["_k_scale_float"] = scale
+
+
+@pytest.mark.parametrize("impl", [TakesNumbers(), OfAKind(), Either()])
+def test_numbers_in_captured_graphs_may_not_change(impl: object) -> None:
+    load(model(impl), 1.0)
+    with pytest.raises(TensorMismatchError, match="have the scales of attn as numbers"):
+        load(model(impl), 2.0)
+
+
+def test_numbers_may_change_where_no_graph_has_them() -> None:
+    load(model(TakesTensors()), 2.0)
+    load(model(TakesNumbers()), 2.0, full=False)
+    with uncaptured(
+        model(TakesNumbers()),
+        SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=None)),
+    ):
+        pass
+
+
+def test_what_cannot_be_read_is_taken_for_one_that_takes_numbers() -> None:
+    unread: Any = type("Unread", (), {"__module__": "builtins"})
+    with pytest.raises(TensorMismatchError, match="captured graphs"):
+        load(model(unread()), 2.0)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Followed]:
+    yield from followed(tmp_path)
+
+
+@pytest.fixture
+def leader(here: Followed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
+    engine: Any = here.engine
+    monkeypatch.setattr(
+        engine, "fall_asleep", lambda: setattr(engine, "asleep", True), raising=False
+    )
+    yield from leader_of(here)
+
+
+@pytest.fixture
+def server(leader: Leader) -> TestClient:
+    """With routes as vLLM's development mode has them, behind ours as it puts those."""
+    app = FastAPI()
+
+    @app.post("/sleep")
+    async def sleep(raw_request: Request, level: Annotated[int, Query(ge=0, le=2)] = 1) -> int:
+        del raw_request
+        if level == 2:
+            raise HTTPException(500, "cannot")
+        return level
+
+    @app.post("/wake_up")
+    async def wake_up(raw_request: Request) -> list[str]:
+        return raw_request.query_params.getlist("tags")
+
+    known = [*app.routes]
+    attach_sleep(app)
+    ours = [route for route in app.routes if route not in known]
+    assert len(ours) == 2
+    app.router.routes[:] = [*ours, *known]
+    app.state.deltachain = Control(leader, "", token="", is_open=True)
+    leader.update()
+    assert leader.status().ready
+    return TestClient(app)
+
+
+def test_a_sleeping_replica_is_not_ready_until_all_of_it_is_awake(
+    server: TestClient, leader: Leader, here: Followed
+) -> None:
+    assert server.post("/sleep").json() == 1
+    assert leader.status().reason == "asleep: the engine has released its kv_cache, weights"
+    assert getattr(here.engine, "asleep")  # noqa: B009 - set by the fixture
+    assert server.post("/wake_up?tags=weights").json() == ["weights"]
+    assert not getattr(here.engine, "asleep")  # noqa: B009
+    assert not leader.status().ready
+    server.post("/wake_up?tags=kv_cache")
+    assert leader.status().ready
+
+
+def test_weights_that_were_lost_in_its_sleep_are_healed_as_it_wakes(
+    server: TestClient, leader: Leader, here: Followed
+) -> None:
+    here.anchor()
+    server.post("/sleep?level=1")
+    here.scribble(0, "layers.0.norm.weight")
+    server.post("/wake_up")
+    assert leader.status().ready
+    assert here.holds(2)
+
+
+def test_a_server_that_only_stops_generating_is_not_ready_either(
+    server: TestClient, leader: Leader
+) -> None:
+    server.post("/sleep?level=0")
+    assert not leader.status().ready
+    server.post("/wake_up")
+    assert leader.status().ready
+
+
+def test_a_sleep_that_fails_leaves_it_ready(server: TestClient, leader: Leader) -> None:
+    assert server.post("/sleep?level=2").status_code == 500
+    assert leader.status().ready
+
+
+def test_what_the_route_refuses_changes_nothing(server: TestClient, leader: Leader) -> None:
+    assert server.post("/sleep?level=9").status_code == 422
+    assert leader.status().ready
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's kernels, of which one keeps an address."""
+    made: Any = ModuleType(OPS)
+    setattr(made, CREATE, lambda _, scales, *__: SimpleNamespace(at=scales.data_ptr()))
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setitem(sys.modules, OPS, made)
+    return made
+
+
+def test_what_is_packed_in_a_reload_keeps_its_scales(ops: Any) -> None:
+    create = getattr(ops, CREATE)
+    scales = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+    gone = weakref.ref(scales)
+    with owned():
+        handler = getattr(ops, CREATE)(torch.zeros(2, 4), scales, torch.bfloat16)
+    scales.data = torch.zeros(4)  # where the engine has them from now on
+    del scales
+    gc.collect()
+    assert gone() is None
+    assert handler.scales.data_ptr() == handler.at
+    assert handler.scales.tolist() == [1.0] * 4
+    assert getattr(ops, CREATE) is create
+
+
+def test_a_vllm_without_such_kernels_is_left_alone(ops: Any) -> None:
+    delattr(ops, CREATE)
+    with owned():
+        assert not hasattr(ops, CREATE)
 
 
 async def _started(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,9 +18,234 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.kernels import device
 from deltachain.replica.layout.discover import Layout, discover, rediscover
-from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
+from deltachain.replica.layout.members import (
+    Members,
+    MemoryIndex,
+    SavedBits,
+    may_hide_tensors,
+    overlap,
+    restoring,
+    tensors_in,
+    undisturbed,
+)
 from tests.support.engine import ODD, FakeModel, Sharding, full_of, save, trained
 from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
+
+
+class Kernel:
+    """What a quantisation method sets up, and keeps weights in."""
+
+    def __init__(self, packed: Tensor) -> None:
+        self.packed = packed
+
+
+class Method:
+    """Acts after loading."""
+
+    kernel: Kernel | None = None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        self.kernel = Kernel(layer.weight.data.clone())
+
+
+class Handle:
+    """Owns what a library made, and keeps its address in a tensor: oneDNN's are like that."""
+
+    living: ClassVar[set[int]] = set()
+
+    def __init__(self, address: int) -> None:
+        self.address = torch.tensor(address)
+        self.living.add(address)
+
+    def __del__(self) -> None:
+        self.living.discard(int(self.address))
+
+
+class Layer(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 8), requires_grad=False)
+        self.register_buffer("scale", torch.ones(1))
+        self.split = [torch.ones(2), torch.zeros(2)]
+        self.quant_method: Any = Method()
+        self.quant_method.process_weights_after_loading(self)
+
+
+def everything(layer: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {f"attribute {name}": id(value) for name, value in vars(layer).items()}
+    found |= {f"parameter {name}": id(value) for name, value in layer._parameters.items()}
+    found |= {f"hook {name}": id(value) for name, value in layer._forward_hooks.items()}
+    for name, tensor in tensors_in(layer):
+        found[name] = (id(tensor), tensor.data_ptr(), tensor.detach().numpy().tobytes())
+    return found
+
+
+def disturb(layer: Layer) -> None:
+    layer.weight = nn.Parameter(torch.zeros(0), requires_grad=False)
+    layer.register_parameter("late", nn.Parameter(torch.zeros(3), requires_grad=False))
+    layer.register_forward_hook(lambda *_: None)
+    layer.scale.data = torch.zeros(1)
+    layer.split[0] = torch.zeros(2)
+    layer.split[1].fill_(9)
+    layer.quant_method.kernel = None
+    layer.note = 1  # type: ignore[assignment]
+    del layer._buffers["scale"]
+
+
+def test_whatever_the_body_does_everything_is_as_it_was() -> None:
+    layer = Layer()
+    before = everything(layer)
+    tensors = dict(tensors_in(layer))
+
+    def act() -> None:
+        with undisturbed([layer], tensors):
+            disturb(layer)
+            raise OSError("device lost")
+
+    with pytest.raises(OSError, match="lost"):
+        act()
+    assert everything(layer) == before
+
+
+def test_members_stay_as_the_body_left_them_unless_it_raises() -> None:
+    layer = Layer()
+    with restoring([layer]):
+        layer.note = 1  # type: ignore[assignment]
+    assert layer.note == 1
+
+
+def test_tensors_in_lists_and_in_what_acts_after_loading_are_found() -> None:
+    names = {name for name, _ in tensors_in(Layer())}
+    assert names == {"weight", "scale", "split.0", "split.1", "quant_method.kernel.packed"}
+
+
+def test_new_tensors_are_settled_into_the_old_ones() -> None:
+    layer = Layer()
+    at = {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors_in(layer)}
+    members = Members([layer])
+    new = torch.randn(4, 8)
+    layer.weight = nn.Parameter(new, requires_grad=False)
+    layer.split = [torch.full((2,), 5.0), torch.full((2,), 6.0)]
+    layer.quant_method.process_weights_after_loading(layer)
+    layer.kernel = len  # type: ignore[assignment]
+    members.settle()
+    assert {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors_in(layer)} == at
+    assert torch.equal(layer.weight, new)
+    assert torch.equal(layer.quant_method.kernel.packed, new)
+    assert [float(one[0]) for one in layer.split] == [5.0, 6.0]
+    assert layer.kernel is len
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_what_owns_something_is_taken_whole(*, goes_on: bool) -> None:
+    """With the address of a new handle, the old one would own what ends with the new one."""
+    layer = Layer()
+    layer.quant_method.handle = Handle(1)
+    assert "quant_method.handle.address" not in dict(tensors_in(layer))
+    members = Members([layer])
+    layer.quant_method.handle = Handle(2)
+    assert list(members.replaced()) == [layer.quant_method.handle]
+    assert may_hide_tensors(layer.quant_method.handle)
+    if goes_on:
+        members.settle()
+    else:
+        members.put_back()
+    del members
+    gc.collect()
+    assert int(layer.quant_method.handle.address) == 1 + goes_on
+    assert Handle.living == {1 + goes_on}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda layer: delattr(layer, "weight"), "dropped its tensor 'weight'"),
+        (lambda layer: setattr(layer, "extra", torch.ones(1)), "another tensor, 'extra'"),
+        (lambda layer: setattr(layer, "scale", torch.ones(2)), r"float32\(2,\), it was"),
+        (
+            lambda layer: setattr(layer, "scale", torch.ones(1).double()),
+            "as torch.float64",
+        ),
+    ],
+    ids=["dropped", "extra", "shape", "dtype"],
+)
+def test_what_cannot_be_settled_is_told(change: Any, why: str) -> None:
+    layer = Layer()
+    members = Members([layer])
+    change(layer)
+    with pytest.raises(TensorMismatchError, match=why):
+        members.settle()
+
+
+def test_bits_know_what_changed() -> None:
+    layer = Layer()
+    bits = SavedBits(dict(tensors_in(layer)))
+    assert not bits.has_changed(layer.weight)
+    layer.weight.data[3, 7] += 1
+    assert bits.has_changed(layer.weight)
+    assert not bits.has_changed(layer.scale)
+    assert bits.has_changed(torch.ones(3)), "memory that was not recorded"
+    bits.put_back()
+    assert not bits.has_changed(layer.weight)
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int32, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2, 3, 4, 7, 33])
+@pytest.mark.parametrize("first", [0, 1, 96])
+def test_every_element_is_another_and_no_row_or_column_its_own_mirror_image(
+    dtype: torch.dtype, width: int, first: int
+) -> None:
+    for rows in (1, 2, 5):
+        tensor = torch.full((rows, width), first).to(dtype)
+        other = other_bits(tensor).float()
+        assert (other != tensor.float()).all()
+        assert (other[:, 0] != other[:, -1]).all()
+        assert rows == 1 or (other[0] != other[-1]).all()
+
+
+def test_a_number_and_a_flag_have_others_too() -> None:
+    assert other_bits(torch.tensor(1.5)).item() != 1.5
+    assert other_bits(torch.tensor([True, False])).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_views_of_one_storage_are_tied_where_they_have_an_element_in_common(device: str) -> None:
+    whole = torch.zeros(4, 6, device=device)
+    holders = MemoryIndex([("all", whole), ("one", whole[:2]), ("other", whole[2:])])
+    assert holders.overlapping(whole[0]) == {"all", "one"}
+    assert holders.overlapping(whole[1:3]) == {"all", "one", "other"}
+    assert holders.in_storage_of(whole[0]) == {"all", "one", "other"}
+    assert holders.tied(frozenset({"one"})) == {"all", "one"}
+    assert holders.tied(frozenset({"one", "elsewhere"})) == {"all", "one", "elsewhere"}
+    assert holders.overlapping(torch.zeros(4, 6, device=device)) == frozenset()
+
+
+def cases() -> list[tuple[Tensor, Tensor, bool]]:
+    whole = torch.zeros(4, 6)
+    return [
+        (whole, whole.t(), True),
+        (whole[:, :3], whole[:, 3:], False),
+        (whole[:, :3], whole[:, 2:], True),
+        (whole[:, 0], whole[1, 1:], False),
+        (whole[:, 0], whole[1, :1], True),
+        (whole[::2], whole[1::2], False),
+        (whole.view(-1)[::5], whole.view(-1)[::4], True),
+        (whole[:0], whole, False),
+        (whole.view(torch.int32)[2:], whole[:2], False),
+        (whole.view(torch.int16)[:2], whole[:2], True),
+    ]
+
+
+@pytest.mark.parametrize(("one", "other", "expected"), cases())
+def test_two_views_have_an_element_in_common(one: Tensor, other: Tensor, expected: bool) -> None:
+    assert (overlap(one, other), overlap(other, one)) == (expected, expected)
+
 
 ARMS = pytest.mark.parametrize("on_host", [True, False], ids=["host", "device"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,18 +10,322 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.delta import TensorDelta
-from deltachain.errors import PartialApplyError, PoisonedError, UnfinishedSwapError
+from deltachain.errors import (
+    EngineDamagedError,
+    PartialApplyError,
+    PoisonedError,
+    UnfinishedSwapError,
+)
 from deltachain.replica import rank
 from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.classes import agree
+from deltachain.replica.layout.discover import discover
+from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.model_state import COLUMNS, probing_rows
+from deltachain.replica.layout.recorder import Recording, live_tensors, record
 from deltachain.replica.rank import Rank
+from deltachain.replica.windows import Window
+from deltachain.types import TensorSpec
+from tests.support.engine import FakeModel, Sharding, put, save, trained
 from tests.support.spools import spool_of
+from tests.unit.replica import replicas
 from tests.unit.replica.layout.coded import LAYERS, SHAPE, Coded, CodedEngine, Quantise, quantise
+from tests.unit.replica.layout.loaders import PLANNED, REFUSED, SIZE, Loader, OneLayer
+from tests.unit.replica.replicas import Followed
+
+SPEC = TensorSpec("w", "BF16", SIZE)
+OTHER = TensorSpec("v", "BF16", SIZE)
+
+
+def run(model: OneLayer, *specs: TensorSpec) -> Recording:
+    """Record, and see that every live bit is what it was."""
+    recording = record(model.load, specs or [SPEC], model.modules())
+    assert all(bool((tensor == 7).all()) for tensor in model.tensors().values()), "it was written"
+    return recording
+
+
+def loaded(loader: Loader, full: Tensor) -> dict[str, Tensor]:
+    """What the loader does when it is let through."""
+    model = OneLayer(loader)
+    with torch.no_grad():
+        loader(model, full)
+    return {name: tensor.detach() for name, tensor in model.tensors().items()}
+
+
+@pytest.mark.parametrize("style", PLANNED)
+def test_views_are_planned_and_lead_where_the_loader_copies(style: str) -> None:
+    model = OneLayer(PLANNED[style])
+    recording = run(model)
+    assert not recording.reasons
+    assert not recording.raised
+    full = torch.arange(24).to(torch.bfloat16)
+    bits = full.view(torch.int16).numpy().view("<u2")
+    for place in recording.places["w"]:
+        view: Any = place.view
+        view[...] = place.cut(bits)
+    truth = loaded(PLANNED[style], full.view(SIZE))
+    rows = 3 if style == "padded" else 4  # what is filled comes from no checkpoint
+    for name, tensor in model.tensors().items():
+        assert torch.equal(tensor[:rows], truth[name][:rows])
+
+
+@pytest.mark.parametrize("style", REFUSED)
+def test_anything_else_gets_a_reason_and_no_place(style: str) -> None:
+    loader, why = REFUSED[style]
+    recording = run(OneLayer(loader))
+    assert not recording.places.get("w")
+    assert why in recording.reasons["w"]
+    assert recording.raised == ({"w"} if "raised" in recording.reasons["w"] else frozenset())
+
+
+@pytest.mark.parametrize("style", REFUSED)
+def test_one_awkward_tensor_does_not_spoil_the_others(style: str) -> None:
+    loader, _ = REFUSED[style]
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            (model.b.copy_ if name == "v" else lambda w: loader(model, w))(tensor)
+
+    model = OneLayer(loader)
+    recording = record(load, [OTHER, SPEC], model.modules())
+    assert [place.window for place in recording.places["v"]] == [Window(0, (24,), (1,))]
+    assert "w" in recording.reasons
+    assert "w" not in recording.places
+
+
+def test_what_a_rank_does_not_load_has_neither_place_nor_reason() -> None:
+    recording = run(OneLayer(lambda _, __: None))
+    assert recording.places["w"] == ()
+    assert not recording.reasons
+
+
+def test_a_cast_is_a_place_of_another_dtype() -> None:
+    """What becomes of it is for those to say who read it back."""
+    model = OneLayer(PLANNED["copy"], torch.float32)
+    (place,) = run(model).places["w"]
+    assert place.live.dtype == torch.float32
+
+
+def test_a_loader_is_called_once_if_everything_is_a_view() -> None:
+    calls: list[int] = []
+
+    def load(tensors: Any) -> None:
+        calls.append(len(tensors))
+        for _, tensor in tensors:
+            model.p.data.copy_(tensor)
+
+    model = OneLayer(PLANNED["copy"])
+    record(load, [SPEC, OTHER], model.modules())
+    assert calls == [2]
+    model = OneLayer(lambda m, w: m.p.data.copy_(w.clone()))
+    calls.clear()
+
+    def load_clones(tensors: Any) -> None:
+        calls.append(len(tensors))
+        model.load(tensors)
+
+    record(load_clones, [SPEC, OTHER], model.modules())
+    assert calls == [2], "what a clone was made from is known"
+
+
+def replace_parameter(model: OneLayer, _: Tensor) -> None:
+    model.p = nn.Parameter(torch.full(SIZE, 7, dtype=torch.bfloat16), requires_grad=False)
+
+
+def replace_data(model: OneLayer, _: Tensor) -> None:
+    model.p.data = model.p.data.clone()
+
+
+def remove_parameter(model: OneLayer, _: Tensor) -> None:
+    del model.p
+
+
+def register_late(model: OneLayer, w: Tensor) -> None:
+    model.late = nn.Parameter(torch.empty(SIZE), requires_grad=False)
+    model.late.data.copy_(w)
+
+
+@pytest.mark.parametrize(
+    "loader", [replace_parameter, replace_data, remove_parameter, register_late]
+)
+def test_a_dry_run_leaves_every_member_as_it_was(loader: Loader) -> None:
+    model = OneLayer(loader)
+    before = {**vars(model)}, dict(model._parameters), model.p, model.p.data_ptr()
+    record(model.load, [SPEC], model.modules())
+    assert ({**vars(model)}, dict(model._parameters), model.p, model.p.data_ptr()) == before
+
+
+def test_tensors_that_a_loader_joins_are_known_to_belong_together() -> None:
+    held: dict[str, Tensor] = {}
+
+    def load(tensors: Any) -> None:
+        for name, tensor in tensors:
+            held[name] = tensor
+            if len(held) == 2:
+                model.p.data.copy_(torch.cat([held.pop("v")[:2], held.pop("w")[:2]]))
+
+    model = OneLayer(lambda _, __: None)
+    recording = record(load, [SPEC, OTHER], model.modules())
+    assert recording.together == (frozenset(["v", "w"]),)
+    assert recording.reasons.keys() == {"v", "w"}
+
+
+def test_live_tensors_are_parameters_buffers_and_attributes_with_elements() -> None:
+    model = OneLayer(PLANNED["copy"])
+    model.extra = torch.zeros(2)
+    model.empty = nn.Parameter(torch.zeros(0))
+    model.absent = torch.zeros(2, device="meta")
+    outer = nn.Sequential(model)
+    assert set(live_tensors(outer)) == {"0.p", "0.b", "0.extra"}
+
+
+def test_elements_that_no_tensor_fills_have_no_place(tmp_path: Path) -> None:
+    """Rows that pad a vocabulary, and none of them a tensor's."""
+    shape = Sharding(tp=4)
+    engine = FakeModel(shape, 3, save(trained(shape), tmp_path))
+    spec = TensorSpec("embed.weight", "BF16", (50, 16))
+    recording = record(engine.load, [spec], engine.modules())
+    (place,) = recording.places["embed.weight"]
+    assert place.window == Window(42 * 16, (8 * 16,), (1,))
+    assert np.shares_memory(
+        np.asarray(place.view), engine.root.get_parameter("embed.weight").view(torch.int16).numpy()
+    )
+
+
+def failing(folder: Path, write: Callable[[Tensor, Tensor], object]) -> tuple[OneLayer, Tensor]:
+    """An engine that can reload what it holds, and fails with other bits when it has written."""
+    first = torch.randn(SIZE).to(torch.bfloat16)
+    save_file({"w": first}, folder / "model.safetensors")
+    model = OneLayer(PLANNED["copy"])
+    model.checkpoint = folder
+    model.load([("w", first.clone())])
+    model.pack()
+    assert model.kernel is not None
+    memory = model.kernel()
+
+    def reload(model: OneLayer, w: Tensor) -> None:
+        is_first = torch.equal(w, first)
+        model.p.data.copy_(w)
+        write(memory, w)
+        if not is_first:
+            raise RuntimeError("a kernel is missing")
+
+    model.reloader = reload
+    return model, memory
+
+
+def source_of(model: OneLayer) -> LoadedCheckpoint:
+    checkpoint = Checkpoint(model.checkpoint)
+    return LoadedCheckpoint(checkpoint, checkpoint.specs, {})
+
+
+def test_a_refused_reload_is_undone_by_the_engine_itself(tmp_path: Path) -> None:
+    model, memory = failing(tmp_path, lambda memory, w: memory.copy_(w))
+    before = memory.clone()
+    assert discover(model, source_of(model)).classes == {"w": "refused"}
+    assert model.kernel is not None
+    assert model.kernel() is memory
+    assert torch.equal(memory, before)
+
+
+def test_an_engine_that_cannot_undo_it_must_be_restarted(tmp_path: Path) -> None:
+    def spoil(memory: Tensor, w: Tensor) -> None:
+        if not torch.equal(w, memory):
+            memory.fill_(7)
+
+    model, _ = failing(tmp_path, spoil)
+    with pytest.raises(EngineDamagedError, match="restart the engine"):
+        discover(model, source_of(model))
+
+
+HEADS = ("mtp.0.weight", "mtp.1.weight")
+
+Make = Callable[..., Followed]
+
+
+@pytest.fixture
+def followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
+    """Makes an engine that follows a model with heads which no layer of the engine is made for."""
+
+    def with_heads(shape: Sharding) -> nn.Module:
+        model = trained(shape)
+        for name in HEADS:
+            put(model, name, nn.Parameter(torch.randn(6, 4).to(torch.bfloat16)))
+        return model
+
+    monkeypatch.setattr(replicas, "trained", with_heads)
+    return lambda **shape: Followed(Sharding(**shape), tmp_path)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_replica_follows_a_model_of_which_it_uses_a_part(followed: Make, tp: int) -> None:
+    scene = followed(tp=tp)
+    try:
+        for version in range(1, 5):
+            scene.publish(version)
+            scene.subscriber.update()
+            assert scene.subscriber.version == version
+            assert scene.holds(version)
+        assert scene.target.classes()["unused"] == {"tensors": 2, "nbytes": 96}
+        assert "nothing that the engine holds follows it" in scene.target.on_host()[HEADS[0]]
+        assert scene.subscriber.scrub(), "what nobody keeps is in the digest all the same"
+        assert scene.subscriber.rollback(3).version == 3
+        assert scene.holds(3)
+        assert scene.subscriber.scrub()
+    finally:
+        scene.close()
+
+
+def test_one_who_cannot_know_what_they_hold_joins_from_nothing(followed: Make) -> None:
+    """The engine holds version 1, its files say version 0: a second leader takes it over."""
+    scene = followed()
+    try:
+        scene.publish(1)
+        scene.subscriber.update()
+        scene.publish(2)
+        second = scene.subscribe()
+        receipt = second.update()
+        assert receipt is not None
+        assert receipt.previous is None
+        assert second.version == 2
+        assert scene.holds(2)
+        assert second.scrub()
+        second.close()
+    finally:
+        scene.close()
+
+
+def test_a_tensor_that_something_is_derived_from_is_not_unused(
+    followed: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = FakeModel.load
+
+    def load_and_derive(model: FakeModel, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
+        given = dict(tensors)
+        done = load(model, given.items())
+        if HEADS[1] in given and not given[HEADS[1]].is_meta:
+            model.root.scale = given[HEADS[1]].float().sum()
+        return done
+
+    monkeypatch.setattr(FakeModel, "load", load_and_derive)
+    scene = followed()
+    try:
+        scene.publish(1, share=1.0)
+        scene.subscriber.update()
+        classes = scene.target.classes()
+        assert classes["unused"]["tensors"] == classes["reloaded"]["tensors"] == 1
+        assert "derives scale from it" in scene.target.on_host()[HEADS[1]]
+        wanted = scene.truth[1][HEADS[1]].float().sum()
+        live = scene.engine.models[0].tensors()["scale"]
+        assert torch.equal(live, wanted)
+        assert scene.subscriber.scrub()
+    finally:
+        scene.close()
+
 
 BUDGET: Final = 1 << 30
 
