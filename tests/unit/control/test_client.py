@@ -91,9 +91,6 @@ async def _flood(url: str, seconds: float) -> Counter[tuple[str, int]]:
     return answers
 
 
-TOKEN = "one that nobody guesses"  # noqa: S105
-
-
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_every_verb(here: Followed, leader: Leader, prefix: str) -> None:
     app = app_of(leader, token=TOKEN, prefix=prefix)

@@ -171,7 +171,6 @@ def test_a_name_without_addresses_is_an_error(name: str) -> None:
         resolve(f"dns://{name}:8000")
 
 
-TOKEN = "one that nobody guesses"  # noqa: S105
 PREFIX = "/v1/deltachain"
 HERE = "http://127.0.0.1:8000"
 ROUTES = [

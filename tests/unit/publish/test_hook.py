@@ -497,9 +497,6 @@ def test_a_publisher_whose_optimizers_bring_no_version_is_not_ready(
         assert httpx.get(url).status_code == code
 
 
-__all__ = ["hook"]  # a fixture
-
-
 def test_an_optimizer_that_does_not_step_is_told(
     hook: Hook, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
