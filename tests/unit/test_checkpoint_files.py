@@ -1,5 +1,3 @@
-"""Checkpoint folders as other programs leave them: several sets, half of one, or still written."""
-
 from __future__ import annotations
 
 import errno

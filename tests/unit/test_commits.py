@@ -43,7 +43,6 @@ def keys_of(store: MemoryStore) -> dict[str, bytes]:
 
 
 def put_all(store: MemoryStore, objects: dict[str, bytes]) -> None:
-    """Give a store exactly these objects."""
     for info in list(store.list()):
         store.delete(info.key)
     for key, data in objects.items():

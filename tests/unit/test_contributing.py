@@ -29,7 +29,6 @@ def row(new: str) -> str:
 
 
 def files(new: str) -> set[str]:
-    """The files that it names."""
     return {path for path in re.findall(r"`([\w/.]+\.(?:py|md|toml))`", row(new)) if "/" in path}
 
 
@@ -56,7 +55,6 @@ def test_an_edge_kind_is_named_in_these_files_alone() -> None:
 
 
 def actions() -> set[str]:
-    """Names of the routes that act."""
     return {
         str(route.path).rpartition("/")[2]  # type: ignore[attr-defined]
         for route in router.routes
@@ -79,7 +77,6 @@ def test_a_route_is_in_each_of_its_places() -> None:
 
 
 def section(title: str) -> str:
-    """The text under a heading."""
     return GUIDE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 

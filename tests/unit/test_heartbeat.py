@@ -1,5 +1,3 @@
-"""Heartbeats: renewed while training is idle, so that a reader notices what a store withholds."""
-
 from __future__ import annotations
 
 import operator

@@ -1,5 +1,3 @@
-"""Every implementation of the kernels keeps the contract, bit for bit."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""No secret is in what commands, logs and pages show, wherever a user has put it."""
-
 from __future__ import annotations
 
 import io

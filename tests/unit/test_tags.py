@@ -1,5 +1,3 @@
-"""Tags: names of versions, moved by whoever comes first, kept only while their way is there."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -15,12 +15,7 @@ import trustme
 
 @dataclass(frozen=True)
 class PrivateCa:
-    """A CA that nobody trusts by default, and what it has signed.
-
-    Attributes:
-        file: Its certificate.
-        client: Certificate and key of a client, in one file.
-    """
+    """A CA that nobody trusts by default, and what it has signed."""
 
     folder: Path
     authority: trustme.CA = field(default_factory=trustme.CA)

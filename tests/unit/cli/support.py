@@ -33,8 +33,6 @@ SPECS = (
 
 @dataclass(frozen=True)
 class Done:
-    """What a command left behind."""
-
     code: int
     stdout: str
     stderr: str
@@ -61,7 +59,6 @@ def invoke(*args: object) -> Done:
 
 
 def ok(*args: object) -> Done:
-    """Run a command that must succeed."""
     done = invoke(*args)
     assert done.code == 0, done.stderr
     return done

@@ -1,5 +1,3 @@
-"""``deltachain fleet`` and what it prints of replicas."""
-
 from __future__ import annotations
 
 import io
@@ -51,7 +49,6 @@ class FleetOfFifty:
     def status(
         self, *words: object, width: int = 80, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command as somebody would."""
         urls = [*self.healthy, *self.cut_off, *self.hanging, self.liar]
         return subprocess.run(
             [sys.executable, "-m", "deltachain", "fleet", "status", *map(str, words), *urls],

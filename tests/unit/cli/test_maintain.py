@@ -1,5 +1,3 @@
-"""``maintain``, ``prune``, ``anchor`` and ``stats``: what they print, and what they refuse."""
-
 from __future__ import annotations
 
 import json

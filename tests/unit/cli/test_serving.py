@@ -1,5 +1,3 @@
-"""``--metrics`` of commands that follow a chain, in processes of their own."""
-
 from __future__ import annotations
 
 import json

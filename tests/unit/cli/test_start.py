@@ -214,7 +214,6 @@ RUN: Final = "from deltachain.cli import main; main()"
 
 
 def environment() -> dict[str, str]:
-    """The environment of such a process."""
     paths = (ROOT, ROOT / "vllm_ext", ROOT / "sglang_ext")
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
 

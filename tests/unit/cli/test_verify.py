@@ -418,7 +418,6 @@ def test_assets_and_table_are_proven(pushed: Pushed) -> None:
 
 
 def append(url: Path, edit: Callable[[Manifest], Manifest]) -> None:
-    """Commit a version that nobody checked."""
     chain = Chain.open(open_store(url))
     head = present(chain.head())
     before = head.manifest

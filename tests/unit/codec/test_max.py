@@ -1,5 +1,3 @@
-"""The encoding ``max``: what is encoded over old bits decodes to the same, by every kernel."""
-
 from __future__ import annotations
 
 import math

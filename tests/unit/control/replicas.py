@@ -57,7 +57,6 @@ def app_of(
     is_open: bool = False,
     prefix: str = "/v1/deltachain",
 ) -> FastAPI:
-    """A server with our routes."""
     app = FastAPI()
     app.include_router(router, prefix=prefix)
     app.include_router(probes)

@@ -1,5 +1,3 @@
-"""An agent beside a server that reads folders."""
-
 from __future__ import annotations
 
 import json

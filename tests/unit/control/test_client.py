@@ -1,5 +1,3 @@
-"""A client of a replica, over real HTTP."""
-
 from __future__ import annotations
 
 import asyncio

@@ -1,5 +1,3 @@
-"""Replicas that are told together: some late, some gone, some ahead."""
-
 from __future__ import annotations
 
 import time

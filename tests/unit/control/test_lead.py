@@ -1,5 +1,3 @@
-"""A server that cannot follow ends at its start, or serves on where it was told to."""
-
 from __future__ import annotations
 
 import asyncio
@@ -133,7 +131,6 @@ def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]
 
 
 def store_of(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let URLs name this store."""
     monkeypatch.setattr(
         "deltachain.subscribe.subscriber.open_store", lambda *_, **__: followed.faulty
     )

@@ -1,5 +1,3 @@
-"""The routes of a replica: who may use them, and what they answer."""
-
 from __future__ import annotations
 
 import asyncio
@@ -188,7 +186,6 @@ ROUTES = [
 
 
 def client(leader: Leader | None, *, token: str = "", is_open: bool = False) -> TestClient:
-    """A server with our routes."""
     return TestClient(app_of(leader, token=token, is_open=is_open), base_url=HERE)
 
 

@@ -1,5 +1,3 @@
-"""The web app: who may read it, and what it answers."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Planted mistakes, each of which the doctor names, and a healthy machine."""
-
 from __future__ import annotations
 
 import os
@@ -23,14 +21,6 @@ from deltachain.types import Buffer
 from tests.support.seaweed import Seaweed
 
 
-def examined_clock(url: object) -> list[Finding]:
-    return list(examine(str(url), Role.FOLLOWER))
-
-
-def clock_faults(url: object) -> list[Finding]:
-    return [found for found in examined_clock(url) if found.grade is Grade.FAULT]
-
-
 @pytest.mark.parametrize("ahead_s", [-7200.0, -SKEW_S - 1, SKEW_S + 1, 7200.0])
 def test_a_clock_that_is_off_is_a_fault(ahead_s: float) -> None:
     found = clocks(ahead_s=ahead_s)
@@ -44,7 +34,7 @@ def test_a_follower_finds_its_clock_behind_without_a_write(chain: Path, tmp_path
     future = time.time() + 7200
     for file in (tmp_path / "copy" / "manifests").iterdir():
         os.utime(file, (future, future))
-    (found,) = clock_faults(tmp_path / "copy")
+    (found,) = faults(tmp_path / "copy")
     assert (found.check, "behind the store's" in found.said) == ("clock", True)
 
 
@@ -53,7 +43,7 @@ def test_a_follower_hears_the_clock_of_its_store(
     chain: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, named: str
 ) -> None:
     monkeypatch.setattr(FileStore, "clock", lambda _: time.time() + ahead_s)
-    (found,) = clock_faults(chain)
+    (found,) = faults(chain)
     assert (found.check, named in found.said) == ("clock", True)
 
 
@@ -62,12 +52,12 @@ def test_a_publisher_whose_clock_is_ahead_is_named(chain: Path, tmp_path: Path) 
     shutil.copytree(chain, copy)
     newest = max((copy / "manifests").iterdir())
     os.utime(newest, (0, time.time() - 2 * SKEW_S - 60))
-    (found,) = [one for one in examined_clock(copy) if one.check == "clock"]
+    (found,) = [one for one in examined(copy) if one.check == "clock"]
     assert found.grade is Grade.NOTE
     assert "3 minutes after its write" in found.said
     assert "the clock of its publisher is ahead" in found.said
     os.utime(newest)  # as of a copy that is younger than its version
-    assert not [one for one in examined_clock(copy) if one.check == "clock"]
+    assert not [one for one in examined(copy) if one.check == "clock"]
 
 
 FOLLOWER, PUBLISHER = Role.FOLLOWER, Role.PUBLISHER

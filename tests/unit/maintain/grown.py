@@ -35,12 +35,7 @@ SPECS = (
 
 @dataclass
 class Grown:
-    """A chain, and the bits of each of its versions.
-
-    Attributes:
-        store: Its store.
-        encodings: Encodings that tensors are written in, in turn at random; ``dense`` too.
-    """
+    """A chain, and the bits of each of its versions."""
 
     store: Store
     encodings: Sequence[str] = ("step",)

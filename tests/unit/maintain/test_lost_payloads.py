@@ -1,5 +1,3 @@
-"""Payloads that a lifecycle rule or a user deleted: who notices, and how newcomers join again."""
-
 from __future__ import annotations
 
 import random
@@ -289,8 +287,6 @@ def version(key: str) -> int:
 
 
 class CountingReads(FaultyStore):
-    """Notes the keys that are read."""
-
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.reads: set[str] = set()

@@ -1,5 +1,3 @@
-"""Pruning: what it keeps, when it deletes, and what it refuses."""
-
 from __future__ import annotations
 
 from pathlib import Path

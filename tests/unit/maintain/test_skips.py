@@ -1,5 +1,3 @@
-"""Skips: which there are, what they hold, and how they are found."""
-
 from __future__ import annotations
 
 import itertools
@@ -143,8 +141,6 @@ def chain(request: pytest.FixtureRequest, grown: MemoryStore) -> Chain:
 
 
 class Counting(FaultyStore):
-    """Counts every call of a store."""
-
     def __init__(self, inner: MemoryStore) -> None:
         super().__init__(inner)
         self.calls = 0
@@ -214,8 +210,7 @@ def test_documents_read_for_a_plan_do_not_grow_with_the_chain(chain: Chain) -> N
 def cost_of_versions(store: MemoryStore, count: int) -> tuple[int, int]:
     """Commit versions; return the requests and the bytes of manifests that they took."""
     chain = Chain.open(store)
-    head = chain.head()
-    assert head is not None
+    head = present(chain.head())
     writer = Writer(chain, numel=19, metadata={}, parent=head)
     counting = Counting(store)
     chain.store = counting

@@ -1,5 +1,3 @@
-"""What a mirror copies, in which order, and what it leaves out."""
-
 from __future__ import annotations
 
 import logging

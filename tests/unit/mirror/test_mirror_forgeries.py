@@ -1,5 +1,3 @@
-"""Sources that are forged or damaged: nothing past the forgery is copied."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Edge records of a source that come back, are made again, or are signed later."""
-
 from __future__ import annotations
 
 import logging

@@ -1,5 +1,3 @@
-"""All presences at one URL are read, whoever wrote them."""
-
 from __future__ import annotations
 
 import json
@@ -334,8 +332,6 @@ def test_more_records_than_are_read_are_said(url: str, monkeypatch: pytest.Monke
 
 
 class Counted(MemoryStore):
-    """Counts reads."""
-
     reads = 0
 
     def get(self, key: str, **options: int) -> bytes:

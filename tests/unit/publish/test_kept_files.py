@@ -1,5 +1,3 @@
-"""Small files of a chain, beside the weights of a later version."""
-
 # ruff: noqa: S106 - tokens of text
 from __future__ import annotations
 

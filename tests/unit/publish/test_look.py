@@ -1,5 +1,3 @@
-"""What happens to a live model after it was attached: followed, or refused by name."""
-
 from __future__ import annotations
 
 import json
@@ -39,6 +37,7 @@ from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import OwnFolder, write_assets
 from deltachain.types import TensorSpec
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same
+from tests.support.values import present
 from tests.unit.publish.library import llama
 
 UNKNOWN = "<unk>"
@@ -298,13 +297,11 @@ def test_files_that_changed_between_two_pushes_are_refused(
     with pytest.raises(ChainMismatchError, match=r"config\.json|jinja|spm") as caught:
         push(store, folder, config)
     assert "another URL" in caught.value.hint
-    head = Chain.open(store).head()
-    assert head is not None
+    head = present(Chain.open(store).head())
     assert head.version == 0
 
 
 def more(folder: Path) -> None:
-    """Train one step."""
     model = LlamaForCausalLM.from_pretrained(folder)
     with torch.no_grad():
         model.lm_head.weight += 1
@@ -543,8 +540,7 @@ def test_an_anchor_of_freed_frozen_weights_is_refused(attach: Attach) -> None:
     model: Any = frozen_first()
     publisher = attach(model)
     model[0].weight.untyped_storage().resize_(0)
-    session = publisher._session
-    assert session is not None
+    session = present(publisher._session)
     with pytest.raises(ConfigError, match=r"'0.weight' needs 1920 bytes"):
         session.add_anchor(session.begin_anchor(), topic="")
 

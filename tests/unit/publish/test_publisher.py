@@ -27,6 +27,7 @@ from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import Subscriber
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, recompute, same, train_
+from tests.support.values import present
 from tests.unit.cli.support import invoke
 
 BLOCK = 8
@@ -156,8 +157,7 @@ def test_a_publisher_serves_its_figures_until_it_closes(
     assert scraped(url)["deltachain_version"] == 0
     train_(model, 1)
     publisher.publish(step=1)
-    receipt = publisher.flush()
-    assert receipt is not None
+    receipt = present(publisher.flush())
     found = scraped(url)
     assert (found["deltachain_version"], found["deltachain_commits_total"]) == (1, 1)
     assert found["deltachain_published_bytes_total"] == receipt.nbytes
@@ -277,9 +277,7 @@ class Gate:
 
 
 def receipt_of(publisher: Publisher) -> PublishReceipt:
-    receipt = publisher.flush()
-    assert receipt is not None
-    return receipt
+    return present(publisher.flush())
 
 
 # Wrong use

@@ -1,5 +1,3 @@
-"""A publisher that quantises: the chain is the checkpoint that the recipe's library writes."""
-
 from __future__ import annotations
 
 import copy
@@ -90,7 +88,6 @@ def extreme(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 
 
 def zeros(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Blocks and rows without anything."""
     values = normal(shape, generator)
     values[: shape[0] // 2] = 0
     return values
@@ -377,7 +374,6 @@ def test_transformers_loads_what_is_pulled(recipe: str, tmp_path: Path) -> None:
 
 
 def dense(model: nn.Module) -> dict[str, Tensor]:
-    """Weights that the library decompressed to."""
     return {
         name: layer.weight.detach()
         for name, layer in model.named_modules()

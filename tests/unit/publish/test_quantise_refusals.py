@@ -1,5 +1,3 @@
-"""What a publisher that quantises refuses, by name and before anything is published."""
-
 from __future__ import annotations
 
 import copy
@@ -279,8 +277,6 @@ def test_an_export_that_is_quantised_may_use_its_memory_again() -> None:
 
 
 class Two(nn.Module):
-    """Two linear layers."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -198,8 +198,6 @@ class Changed:
 
 
 class DecidingStore(MemoryStore):
-    """A store whose replies are lost."""
-
     def put_if_absent(self, key: str, data: Buffer) -> None:
         super().put_if_absent(key, data)
         Changed(loses=True).after(self, key)

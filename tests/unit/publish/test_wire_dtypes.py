@@ -1,5 +1,3 @@
-"""The wire dtypes of live weights, and casts to them."""
-
 from __future__ import annotations
 
 import math

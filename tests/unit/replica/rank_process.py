@@ -35,16 +35,7 @@ class RankProcess:
 
     @classmethod
     def start(cls, number: int, tp: int, checkpoint: Path, spool: Path, fault: str) -> RankProcess:
-        """Start a rank.
-
-        Args:
-            number: The rank.
-            tp: How many there are.
-            checkpoint: Folder that it loads.
-            spool: Its folder of spools.
-            fault: ``kill`` ends the process with SIGKILL at the second object that it fetches,
-                ``fail`` lets that fetch fail, ``none`` does neither.
-        """
+        """Start a rank."""
         context = get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         pipe, other = context.Pipe()
@@ -65,7 +56,6 @@ class RankProcess:
         return answer
 
     def kill(self) -> None:
-        """End the rank."""
         self.process.kill()
         self.process.join()
         self.pipe.close()

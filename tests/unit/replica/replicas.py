@@ -33,13 +33,7 @@ SHAPES = {
 
 
 class Followed:
-    """A model that is trained, and an engine whose ranks hold version 0 of it.
-
-    Args:
-        shape: Of the engine.
-        folder: For the checkpoint and for spools.
-        settings: Of the subscriber.
-    """
+    """A model that is trained, and an engine whose ranks hold version 0 of it."""
 
     def __init__(self, shape: Sharding, folder: Path, **settings: Any) -> None:
         self.shape, self.folder = shape, folder
@@ -55,13 +49,11 @@ class Followed:
 
     @property
     def target(self) -> ReplicaTarget:
-        """The engine, as a target."""
         target = self.subscriber.target
         assert isinstance(target, ReplicaTarget)
         return target
 
     def subscribe(self, **settings: Any) -> Subscriber:
-        """Another subscriber to the same ranks."""
         config = SubscribeConfig(url=self.store.url, poll_s=0.001, **settings)
         target = ReplicaTarget(self.engine, self.store.url, self.spool)
         return Subscriber(config, target, store=self.faulty)
@@ -90,11 +82,9 @@ class Followed:
         live.data.view(-1).view(torch.int16)[at] ^= 1
 
     def spools(self) -> list[Path]:
-        """Spools that are still there."""
         return sorted(self.spool.iterdir()) if self.spool.exists() else []
 
     def close(self) -> None:
-        """End the publisher and the subscriber."""
         self.subscriber.close()
         with suppress(DeltaChainError):
             self.publisher.close()
@@ -114,7 +104,6 @@ def led(here: Followed, **settings: object) -> Iterator[Leader]:
 
 
 def eventually(check: Callable[[], object]) -> None:
-    """Wait for what another thread does."""
     deadline = time.monotonic() + 20
     while not check():
         assert time.monotonic() < deadline

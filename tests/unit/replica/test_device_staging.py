@@ -46,7 +46,6 @@ class OnDevice(Followed):
             self.engine.services[number] = service
 
     def staged(self) -> list[RankStaged]:
-        """What every rank has staged last."""
         return [list(one.rank.staged.values())[-1] for one in self.engine.services]
 
 

@@ -1,5 +1,3 @@
-"""The leader of a replica: ready or not, in trouble, poisoned and healed, paused by hand."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -31,6 +29,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Sharding
 from tests.support.models import TinyModel
+from tests.support.values import present
 from tests.unit.replica.replicas import SHAPES, Followed, eventually, led
 
 
@@ -86,8 +85,7 @@ def test_running_and_restarted_engines_go_back(shape: str, tmp_path: Path) -> No
     assert here.holds(3)
     chain = Chain.open(here.store)
     revert(chain, chain.read(1))
-    receipt = here.subscriber.update()
-    assert receipt is not None
+    receipt = present(here.subscriber.update())
     assert receipt.version == 4
     assert here.holds(1)
     revert(chain, chain.read(2))  # the engine is down
@@ -157,8 +155,7 @@ def _of_another_model(here: Followed) -> Subscriber:
 
 
 def test_a_leader_with_the_chain_of_another_model_replaces_nobody(here: Followed) -> None:
-    staged = here.subscriber.stage()
-    assert staged is not None
+    staged = present(here.subscriber.stage())
     stranger = _of_another_model(here)
     for _ in range(2):
         with pytest.raises(TensorMismatchError):
@@ -451,8 +448,7 @@ def test_a_replaced_leader_confirms_no_version(followed: Build) -> None:
     here.publish(1, 2)
     with led(here) as leader:
         leader.start()
-        held = leader.subscriber.held
-        assert held is not None
+        held = present(leader.subscriber.held)
         assert leader.update(2, manifest=held.manifest) is None
         other = here.subscribe()
         other.rollback(1)

@@ -1,5 +1,3 @@
-"""One rank by itself: what it keeps, what it defers, and what it does when told twice."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -51,8 +49,6 @@ from tests.support.engine import Sharding
 
 
 class CountedStore(MemoryStore):
-    """Counts the bytes that are read."""
-
     def __init__(self) -> None:
         super().__init__()
         self.nbytes = 0

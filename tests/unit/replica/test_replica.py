@@ -1,5 +1,3 @@
-"""Engines of every shape that follow a chain: forward, back, from nothing, and healed."""
-
 from __future__ import annotations
 
 import asyncio
@@ -43,8 +41,7 @@ def test_without_a_chain_there_are_no_settings() -> None:
 
 
 def test_the_defaults_are_those_of_the_subscriber() -> None:
-    settings = ReplicaSettings.of(URL)
-    assert settings is not None
+    settings = present(ReplicaSettings.of(URL))
     assert settings == ReplicaSettings(subscribe=SubscribeConfig(url="s3://bucket/run"))
 
 
@@ -110,8 +107,7 @@ def leader_of(here: Followed, trusted: SigningKey = KEY) -> Leader:
         "DELTACHAIN_SPOOL": str(here.spool),
         "DELTACHAIN_TRUSTED_KEYS": str(trusted.public),
     }
-    settings = ReplicaSettings.of(environment)
-    assert settings is not None
+    settings = present(ReplicaSettings.of(environment))
     return Leader(settings, here.engine, store=here.faulty)
 
 

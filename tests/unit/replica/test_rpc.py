@@ -1,5 +1,3 @@
-"""What a rank answers: whatever it is asked, it never raises."""
-
 from __future__ import annotations
 
 import gc

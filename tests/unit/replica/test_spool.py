@@ -64,7 +64,6 @@ def old_bits(width: int) -> Bits:
 
 
 def pieces(spool: Spool) -> list[TensorPlan]:
-    """What a rank finds there."""
     return list(SpoolReader(spool.folder).tensor_plans())
 
 

@@ -1,5 +1,3 @@
-"""The SGLang side without SGLang: what schedulers answer, and what the server lets through."""
-
 from __future__ import annotations
 
 import asyncio
@@ -65,7 +63,6 @@ async def _nothing_more() -> Any:
 
 
 def asked_of(path: str, headers: dict[str, str]) -> tuple[bool, str]:
-    """What SGLang answers to ``/update_weights_from_disk``."""
     given = {"host": "a", **headers}  # as every client of HTTP 1.1 sends it
     pairs = [(name.encode(), value.encode()) for name, value in given.items()]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": pairs, "server": ("a", 1)}
@@ -131,8 +128,6 @@ class Fp8Method:
 
 
 class UnquantizedMethod:
-    """Leaves a layer as it is."""
-
     def process_weights_after_loading(self, layer: Any) -> None:
         del layer
 
@@ -218,7 +213,6 @@ def test_layers_that_are_not_quantised_are_not_loaded(
 
 
 def question(request: AnyRequest | None = None, *, flush: bool = False) -> str:
-    """As a leader asks it."""
     asked = SchedulerRequest(request=request or StatusRequest(leader="a"), flush=flush)
     return "deltachain:" + encode_message(asked)
 
@@ -337,7 +331,6 @@ def test_other_checks_are_sglangs_own(manager: Any) -> None:
 
 @pytest.fixture
 def writes(monkeypatch: pytest.MonkeyPatch) -> mock.Mock:
-    """What a swap answers."""
     handle = mock.Mock(return_value=SwapReply(rank=0, seconds=0, version=1, pid=1))
     service = SimpleNamespace(handle=handle)
     monkeypatch.setattr(ranks, "_SERVICES", SimpleNamespace(of=lambda *_: service))
@@ -393,7 +386,6 @@ def test_no_rank_flushes_unless_all_have_written(
 
 
 def request_of(tokens: int, *events: tuple[str, int], done: bool = False) -> Any:
-    """One that a scheduler runs."""
     return SimpleNamespace(
         output_ids=[0] * tokens,
         weight_version_events=[Event(*event) for event in events],

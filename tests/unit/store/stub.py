@@ -19,17 +19,7 @@ from deltachain.errors import StoreUnavailableError
 
 @dataclass(frozen=True)
 class Answer:
-    """What is said, and how.
-
-    Attributes:
-        status: Of HTTP.
-        code: How S3 calls the error; empty for none.
-        body: What is sent if there is no error.
-        headers: Beside the length.
-        said_nbytes: The length that is said; None for the right one.
-        head_pace_s: Seconds before each byte of the head but the first line.
-        body_pace_s: Seconds before each byte of the body.
-    """
+    """What is said, and how."""
 
     status: int
     code: str = ""
@@ -68,12 +58,7 @@ class _Paced:
 
 
 class Stub:
-    """Gives one answer after another; the last one again and again.
-
-    Attributes:
-        seen: Method and path of every request.
-        headers: Of every request.
-    """
+    """Gives one answer after another; the last one again and again."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)

@@ -25,7 +25,6 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def model() -> TinyModel:
-    """What is trained and published."""
     return TinyModel()
 
 

@@ -1,5 +1,3 @@
-"""Weights files that another process changes while a folder is followed: seen at the next look."""
-
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,3 @@
-"""A folder as a target: its journal, its files, and swaps that were interrupted."""
-
 from __future__ import annotations
 
 import errno
@@ -197,7 +195,6 @@ def read_only(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def no_descriptors(_: Path) -> Iterator[None]:
-    """No file can be opened."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:

@@ -1,5 +1,3 @@
-"""The loop that follows, and what it heals from by itself. No test waits for the clock."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Chains that are not the one that led to what is held."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""What every target must do; each test runs for a dict, a module and a folder."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Targets in memory: what a swap that fails leaves, where tied weights go, what does not fit."""
-
 from __future__ import annotations
 
 import warnings

@@ -1,5 +1,3 @@
-"""Stores that go back, lose things, or are given to another chain, while somebody follows."""
-
 from __future__ import annotations
 
 import time
@@ -31,6 +29,7 @@ from tests.support.models import (
     same,
     tensors_of,
 )
+from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
 from tests.unit.subscribe.accidents import Told, copy, nothing, restore, rewrite
 from tests.unit.subscribe.clock import Clock
@@ -116,8 +115,7 @@ def test_an_update_goes_around_a_gap(
     publish(6)
     gap(store, 3)
     store.delete(HEAD_KEY)
-    receipt = subscriber.update()
-    assert receipt is not None
+    receipt = present(subscriber.update())
     assert receipt.version == 6
     assert same(bits_of(zeros), bits_of(model))
 
@@ -244,8 +242,7 @@ def test_a_status_never_lags_by_less_thannothing(
     earlier = copy(store)
     publish(2, 3)
     subscriber.update()
-    held = subscriber.held
-    assert held is not None
+    held = present(subscriber.held)
     status = subscriber.status()
     assert (status.lag_versions, status.doubt, status.manifest) == (0, "", held.manifest)
     restore(store, earlier)

@@ -1,5 +1,3 @@
-"""The endpoint plugin of a vLLM server, without vLLM."""
-
 from __future__ import annotations
 
 import asyncio
@@ -141,8 +139,6 @@ class OfAKind(TakesNumbers):
 
 
 class Either:
-    """One of several, by the batch."""
-
     def get_impl_variants(self) -> tuple[object, ...]:
         return TakesTensors(), TakesNumbers()
 

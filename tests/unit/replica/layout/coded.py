@@ -32,8 +32,6 @@ class Codes:
 
 
 class Coded(nn.Module):
-    """A layer with quantised weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(SHAPE, dtype=torch.int8), requires_grad=False)
@@ -54,18 +52,7 @@ def quantise(layer: Coded, raw: Tensor) -> None:
 
 
 class CodedEngine(nn.Module):
-    """Implements :class:`deltachain.replica.engine.EngineModel`.
-
-    Args:
-        checkpoint: Folder that it loads.
-        full: Tensors in there.
-        hides: Whether kernels keep codes and scales for themselves.
-
-    Attributes:
-        quantise: What a reload does with a weight.
-        apart: Layers loaded apart so far.
-        fails: Whether nothing can be loaded apart.
-    """
+    """Implements :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(self, checkpoint: Path, full: Mapping[str, Tensor], *, hides: bool) -> None:
         super().__init__()
@@ -137,7 +124,6 @@ class CodedEngine(nn.Module):
         return frozenset(LAYERS)
 
     def made_by_running(self) -> frozenset[str]:
-        """Nothing: it never ran."""
         return frozenset()
 
     def is_plain(self, layer: str) -> bool:

@@ -77,7 +77,6 @@ class OneLayer(nn.Module):
         return self.rearranged | ({""} if self.packs else set())
 
     def made_by_running(self) -> frozenset[str]:
-        """Nothing: it never ran."""
         return frozenset()
 
     def is_plain(self, layer: str) -> bool:
@@ -88,12 +87,10 @@ class OneLayer(nn.Module):
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Nothing: no layer is quantised."""
         del layers, tensors
         yield {}
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Nothing: no layer is compared."""
         del layer, seed
         return None
 

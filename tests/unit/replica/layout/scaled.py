@@ -57,12 +57,7 @@ class Attention(nn.Module):
 
 
 class ScaledEngine(nn.Module):
-    """Implements :class:`deltachain.replica.engine.EngineModel`.
-
-    Args:
-        checkpoint: Folder that it loads.
-        full: Tensors in there.
-    """
+    """Implements :class:`deltachain.replica.engine.EngineModel`."""
 
     def __init__(self, checkpoint: Path, full: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -72,7 +67,6 @@ class ScaledEngine(nn.Module):
         self.reload(full.items())
 
     def run(self) -> Tensor:
-        """A step."""
         found: Tensor = self.attn(self.proj(torch.ones(1, 4)))
         return found
 
@@ -102,12 +96,10 @@ class ScaledEngine(nn.Module):
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Nothing: no layer is compared."""
         del layers, tensors
         yield {}
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Nothing: no layer is compared."""
         del layer, seed
         return None
 

@@ -1,5 +1,3 @@
-"""Ways into one rank: which are found, what proves them, and what an attempt leaves behind."""
-
 from __future__ import annotations
 
 import gc
@@ -41,8 +39,6 @@ class Kernel:
 
 
 class Method:
-    """Acts after loading."""
-
     kernel: Kernel | None = None
 
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -271,7 +267,6 @@ def one_layer(tmp_path: Path) -> Make:
 
 
 def bits(model: OneLayer) -> dict[str, bytes]:
-    """A copy of every live bit."""
     return {n: t.detach().view(torch.uint8).numpy().tobytes() for n, t in model.tensors().items()}
 
 
@@ -382,7 +377,6 @@ def accumulate(model: OneLayer, w: Tensor) -> None:
 
 
 def quiet(model: OneLayer, w: Tensor) -> None:
-    """Loads once, and never again."""
     if not getattr(model, "done", False) and not w.is_meta:
         model.p.data.copy_(w)
         model.done = True  # type: ignore[assignment]

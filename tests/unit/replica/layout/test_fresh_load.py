@@ -1,5 +1,3 @@
-"""Quantised layers are compared with a fresh load after each swap, and refused if they differ."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -361,7 +359,6 @@ class Bench:
         self.restage()
 
     def restage(self) -> None:
-        """Stage the version."""
         self.rank.stage(1, self.spool.folder, BUDGET)
         self.model.apart.clear()
 

@@ -1,5 +1,3 @@
-"""Numbers that attention keeps from its first run on, made of scales that a chain changes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -76,7 +74,6 @@ class _Mixer(nn.Module):
         return frozenset({"mixer", "mixer.conv"})
 
     def made_by_running(self) -> frozenset[str]:
-        """Nothing: it never ran."""
         return frozenset()
 
     def is_plain(self, layer: str) -> bool:
@@ -87,12 +84,10 @@ class _Mixer(nn.Module):
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        """Nothing: no layer is quantised."""
         del layers, tensors
         yield {}
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
-        """Nothing: no layer is compared."""
         del layer, seed
         return None
 
@@ -134,7 +129,6 @@ def attached(engine: ScaledEngine) -> Rank:
 
 
 def swap(rank: Rank, folder: Path) -> None:
-    """Bring the new scale."""
     spec = Checkpoint(folder).specs["attn.k_scale"]
     delta = TensorDelta.dense(spec, np.array([NEW], np.float32).view(np.uint32))
     spool = spool_of(folder / "spool", [delta])

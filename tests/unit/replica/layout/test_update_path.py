@@ -1,5 +1,3 @@
-"""What ranks agree on: the worst class wins, and every element must be somewhere."""
-
 from __future__ import annotations
 
 import threading
@@ -44,14 +42,10 @@ PACKED = torch.ones(2)
 
 @dataclass(frozen=True, slots=True)
 class Slotted:
-    """As configurations and kernels are written."""
-
     value: Any = 1
 
 
 class Handle:
-    """What frees something when it goes."""
-
     def __del__(self) -> None:
         self.address = 0
 
@@ -317,7 +311,6 @@ class Rotary(OneLayer):
         self.update = True
 
     def run(self, length: int = 1) -> Tensor:
-        """A step."""
         if self.update:
             self.table = self.p.detach().float().cos()
             self.update = False
