@@ -413,19 +413,10 @@ def refused(folder: Path, why: str) -> None:
 
 ONE = dict.fromkeys(tensors(1.0), "one.safetensors")
 INDICES = {
-    "absent tensor": (
-        ONE | {"w9": "one.safetensors"},
-        "'w9' in one.safetensors, which does not",
-    ),
+    "absent tensor": (ONE | {"w9": "one.safetensors"}, "'w9' in one.safetensors, which does not"),
     "absent shard": (ONE | {"x": "three.safetensors"}, "three.safetensors is missing"),
-    "two shards": (
-        ONE | {"w3": "two.safetensors"},
-        "is in two files, one.safetensors and two",
-    ),
-    "not named": (
-        dict.fromkeys(["w0", "w1"], "one.safetensors"),
-        "hold 'w2', which is not in",
-    ),
+    "two shards": (ONE | {"w3": "two.safetensors"}, "is in two files, one.safetensors and two"),
+    "not named": (dict.fromkeys(["w0", "w1"], "one.safetensors"), "hold 'w2', which is not in"),
 }
 
 

@@ -12,15 +12,7 @@ from deltachain import threads as slab
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import fetch
 from deltachain.codec import Change, Part, encode_part
-from deltachain.delta import (
-    ABSOLUTE,
-    STEP,
-    TensorDelta,
-    changes,
-    density,
-    fold,
-    fold_all,
-)
+from deltachain.delta import ABSOLUTE, STEP, TensorDelta, changes, density, fold, fold_all
 from deltachain.disjoint_sets import join_sets
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.format.documents import Edge, ObjectRef, Table
@@ -232,9 +224,7 @@ def test_folding_is_associative(
 
 @settings(max_examples=100, deadline=None)
 @given(histories())
-def test_folding_changes_none_of_its_operands(
-    history: tuple[Bits, list[TensorDelta]],
-) -> None:
+def test_folding_changes_none_of_its_operands(history: tuple[Bits, list[TensorDelta]]) -> None:
     before = [form(delta) for delta in history[1]]
     fold_all(history[1])
     assert [form(delta) for delta in history[1]] == before
@@ -262,10 +252,7 @@ def test_few_elements_fold_as_they_should() -> None:
     spec = TensorSpec("w", "U8", (2,))
     halves = [
         TensorDelta(
-            spec=spec,
-            indices=np.array([n]),
-            values=np.array([n + 7], np.uint8),
-            absolute=ABSOLUTE,
+            spec=spec, indices=np.array([n]), values=np.array([n + 7], np.uint8), absolute=ABSOLUTE
         )
         for n in range(2)
     ]

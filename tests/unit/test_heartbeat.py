@@ -381,9 +381,7 @@ FORGERIES: dict[str, Callable[[bytes], bytes]] = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_a_heartbeat_that_no_trusted_key_signed_is_no_sign(
-    forge: Callable[[bytes], bytes],
-) -> None:
+def test_a_heartbeat_that_no_trusted_key_signed_is_no_sign(forge: Callable[[bytes], bytes]) -> None:
     author = Author().grow(2)
     beat(author, age=10 * LIMIT_S)
     author.store.put(HEARTBEAT_KEY, forge(author.store.get(HEARTBEAT_KEY)))

@@ -599,9 +599,7 @@ HEADS = st.builds(Head, version=COUNTS, anchors=st.lists(summaries(99), max_size
 SHAPES = st.lists(COUNTS, max_size=4).map(tuple)
 ROWS = st.tuples(TEXTS, st.sampled_from(sorted(WIRE_DTYPES)), SHAPES)
 TABLES = st.builds(
-    Table,
-    tensors=st.lists(ROWS).map(tuple),
-    aliases=st.dictionaries(TEXTS, TEXTS, max_size=3),
+    Table, tensors=st.lists(ROWS).map(tuple), aliases=st.dictionaries(TEXTS, TEXTS, max_size=3)
 )
 IDENTITIES = st.builds(
     Identity, chain=TEXTS, created=FLOATS, table=HEX, assets=st.lists(REFS, max_size=2).map(tuple)

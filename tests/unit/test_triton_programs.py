@@ -13,12 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAMS = (
-    "decode_segment",
-    "count_block",
-    "stage_block",
-    "write_block",
-)
+PROGRAMS = ("decode_segment", "count_block", "stage_block", "write_block")
 
 pytestmark = pytest.mark.triton
 

@@ -25,15 +25,7 @@ from tests.bench.chains import (
     count,
 )
 from tests.bench.detect import Data
-from tests.bench.layouts import (
-    LAYOUTS,
-    NEMO_XOR,
-    PULSE,
-    SLIME_DELTAS,
-    TRL_GAPS,
-    TRL_V1,
-    PeerLayout,
-)
+from tests.bench.layouts import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1, PeerLayout
 from tests.bench.report import Candidate, Timings, one_core, round_robin
 
 pytestmark = pytest.mark.full
@@ -78,10 +70,7 @@ def test_check_sees_one_wrong_bit_and_a_missing_tensor(
     moved = first.indices
     assert moved is not None
     shorter = TensorDelta(
-        spec=first.spec,
-        indices=moved[1:],
-        values=first.values[1:],
-        absolute=first.absolute,
+        spec=first.spec, indices=moved[1:], values=first.values[1:], absolute=first.absolute
     )
     with pytest.raises(ArithmeticError, match="does not decode"):
         codec.check(update, [shorter, *others])

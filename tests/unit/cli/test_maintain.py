@@ -267,13 +267,7 @@ def test_an_interrupt_ends_it_between_two_rounds(url: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ("maintain", "--once"),
-        ("prune",),
-        ("anchor",),
-        ("tag", "good"),
-        ("revert", "--to", "3"),
-    ],
+    [("maintain", "--once"), ("prune",), ("anchor",), ("tag", "good"), ("revert", "--to", "3")],
 )
 def test_a_mirror_is_left_to_its_source(
     url: Path, tmp_path: Path, command: tuple[str, ...]

@@ -61,9 +61,7 @@ def test_a_name_that_no_bucket_has_is_named(name: str) -> None:
     assert "3 to 63" in done.stderr
 
 
-def test_a_dead_endpoint_is_named_and_waited_for_aloud(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dead_endpoint_is_named_and_waited_for_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     handler = logging.Handler()
     monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))

@@ -97,10 +97,7 @@ def test_other_encodings_names_without_a_layer_and_large_tensors_keep_theirs() -
     half = SHARED_NUMEL // 2
     rows = [row(f"h.0.{n}", n, numel=half) for n in range(1, 4)]
     assert told(share(rows)) == ["", "3", "3"]
-    assert told(share([row("h.0.a", 1, numel=half), row("h.0.b", 2, numel=half + 1)])) == [
-        "1",
-        "2",
-    ]
+    assert told(share([row("h.0.a", 1, numel=half), row("h.0.b", 2, numel=half + 1)])) == ["1", "2"]
     assert share([]) == []
 
 
@@ -659,10 +656,7 @@ def boxes(grid: tiles.TileGrid, numel: int) -> list[WindowPlace]:
     """All elements in order; the later columns of each row, with a row of live bits between."""
     columns, rows = grid.columns, numel // grid.columns
     later = np.array([(rows, columns, 2 * columns), (columns - columns // 2, 1, 1)])
-    return [
-        WindowPlace(0, 0, np.array([(numel, 1, 1)])),
-        WindowPlace(columns // 2, 3, later),
-    ]
+    return [WindowPlace(0, 0, np.array([(numel, 1, 1)])), WindowPlace(columns // 2, 3, later)]
 
 
 def outcome(

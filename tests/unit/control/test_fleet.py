@@ -9,11 +9,7 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.control.comparison import (
-    ReplicaRow,
-    compare,
-    newest_seen,
-)
+from deltachain.control.comparison import ReplicaRow, compare, newest_seen
 from deltachain.control.fleet import Fleet
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import ReplicaAnswer

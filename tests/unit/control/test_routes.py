@@ -21,12 +21,7 @@ from prometheus_client import REGISTRY, generate_latest
 from schemathesis import GenerationMode
 
 from deltachain.control import server as auth
-from deltachain.control.roster import (
-    parse_inventory,
-    read_inventory,
-    resolve,
-    split_entries,
-)
+from deltachain.control.roster import parse_inventory, read_inventory, resolve, split_entries
 from deltachain.control.routes import router
 from deltachain.control.server import AT_ONCE, Control, RequestKind, join_registry, lead
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError

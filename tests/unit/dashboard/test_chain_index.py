@@ -9,12 +9,7 @@ import pytest
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.chain_index import ChainIndex
-from deltachain.dashboard.documents import (
-    PHASES,
-    chart_document,
-    page_document,
-    version_document,
-)
+from deltachain.dashboard.documents import PHASES, chart_document, page_document, version_document
 from deltachain.dashboard.watcher import (
     REPLICA_PHASES,
     PhaseTrack,

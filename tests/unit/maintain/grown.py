@@ -108,10 +108,7 @@ class Grown:
         chosen = ENCODINGS.get(encoding)
         values = bits[places] if chosen.absolute else bits[places] - old[places]
         delta = TensorDelta(
-            spec=spec,
-            indices=places,
-            values=values,
-            absolute=ABSOLUTE if chosen.absolute else STEP,
+            spec=spec, indices=places, values=values, absolute=ABSOLUTE if chosen.absolute else STEP
         )
         digest = digest_change(spec, places, old[places], bits[places])
         before = (lambda: OldBits(old)) if chosen.needs_old else None

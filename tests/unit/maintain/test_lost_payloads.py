@@ -24,11 +24,7 @@ from tests.unit.cli.support import invoke
 from tests.unit.maintain.grown import SPECS, Grown
 
 HEAD: Final = 59
-SPANS: Final[tuple[tuple[PrunedKind, int], ...]] = (
-    ("anchor", 0),
-    ("delta", 1),
-    ("skip", 8),
-)
+SPANS: Final[tuple[tuple[PrunedKind, int], ...]] = (("anchor", 0), ("delta", 1), ("skip", 8))
 
 
 def everything(number: int = 0, *, after: float = 0.0) -> PruneRecord:

@@ -382,13 +382,7 @@ def test_numbers_of_records_are_found_by_few_looks(grown: Grown) -> None:
 
 def edge(kind: EdgeKind, version: Version, base: Version | None) -> EdgeSummary:
     return EdgeSummary(
-        version=version,
-        kind=kind,
-        base=base,
-        nbytes=1,
-        parts=1,
-        encodings=(),
-        state="",
+        version=version, kind=kind, base=base, nbytes=1, parts=1, encodings=(), state=""
     )
 
 

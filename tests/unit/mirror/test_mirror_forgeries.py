@@ -246,11 +246,7 @@ def flip(store: MemoryStore, prefix: str) -> None:
 
 KEY = manifest_key(AT)
 FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError], int]] = {
-    "payload": (
-        lambda store: flip(store, f"deltas/{AT:020d}"),
-        DigestMismatchError,
-        AT,
-    ),
+    "payload": (lambda store: flip(store, f"deltas/{AT:020d}"), DigestMismatchError, AT),
     "payload of another length": (
         lambda store: store.put(next(i.key for i in store.list(f"deltas/{AT:020d}")), b"short"),
         MalformedError,
@@ -287,11 +283,7 @@ FORGERIES: dict[str, tuple[Callable[[MemoryStore], object], type[DeltaChainError
     ),
     "anchor": (lambda store: flip(store, f"anchors/{4:020d}"), DigestMismatchError, AT),
     "edge record": (forge_record, DigestMismatchError, AT),
-    "edge record, a flipped bit": (
-        lambda store: flip(store, f"edges/{4:020d}"),
-        FormatError,
-        AT,
-    ),
+    "edge record, a flipped bit": (lambda store: flip(store, f"edges/{4:020d}"), FormatError, AT),
 }
 
 

@@ -181,9 +181,7 @@ def test_a_store_that_hangs_does_not_hold_up_the_end(
 
 @pytest.mark.usefixtures("store")
 def test_without_a_thread_the_replica_serves_on(
-    source: Source,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(module, "started", lambda _: False)
     with writer(source) as made:

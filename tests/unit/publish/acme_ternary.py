@@ -69,10 +69,6 @@ TERNARY: Final = Recipe(
     smallest=1.0,
     whole_blocks=True,
     arithmetic=Arithmetic(
-        scales=scales,
-        codes=codes,
-        config=config,
-        global_scale=largest,
-        multipliers=multipliers,
+        scales=scales, codes=codes, config=config, global_scale=largest, multipliers=multipliers
     ),
 )

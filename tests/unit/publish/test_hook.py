@@ -64,11 +64,7 @@ def assert_published(tmp_path: Path, truth: list[State]) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[nn.Module], tuple[Any, Any]], str, str]] = {
-    "no optimizer": (
-        lambda model: (model, object()),
-        "no torch optimizer",
-        "Publisher.publish",
-    ),
+    "no optimizer": (lambda model: (model, object()), "no torch optimizer", "Publisher.publish"),
     "of another model": (
         lambda model: (model, SGD(fp32_model().parameters())),
         "SGD has no parameter of this model",
@@ -306,9 +302,7 @@ def test_the_first_step_of_an_optimizer_that_was_not_given_is_told(
     assert same(found[max(found)].state, bits_of(model))
 
 
-def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(
-    hook: Hook,
-) -> None:
+def test_an_optimizer_whose_parameters_are_no_longer_those_of_the_model_is_told(hook: Hook) -> None:
     model = fp32_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     hook(model, optimizer)

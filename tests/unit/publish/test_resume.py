@@ -19,15 +19,7 @@ from deltachain.errors import (
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import (
-    State,
-    TinyModel,
-    bits_of,
-    plain_model,
-    recompute,
-    same,
-    train_,
-)
+from tests.support.models import State, TinyModel, bits_of, plain_model, recompute, same, train_
 from tests.support.values import present
 
 Attach = Callable[..., Publisher]

@@ -25,15 +25,7 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.types import Buffer, StateDigest
 from tests.support.faults import Fault, FaultyStore
-from tests.support.models import (
-    State,
-    TinyModel,
-    bits_of,
-    recompute,
-    replica_of,
-    same,
-    train_,
-)
+from tests.support.models import State, TinyModel, bits_of, recompute, replica_of, same, train_
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore
 

@@ -18,12 +18,7 @@ import pytest
 from msgspec.structs import replace
 
 from deltachain.chain.chain import Chain
-from deltachain.chain.publisher_record import (
-    PublisherRecord,
-    new_record,
-    read_record,
-    write_record,
-)
+from deltachain.chain.publisher_record import PublisherRecord, new_record, read_record, write_record
 from deltachain.errors import PublisherFencedError
 from deltachain.format.documents import dump
 from deltachain.format.keys import PUBLISHER_KEY, manifest_key

@@ -457,9 +457,7 @@ def test_fp32_masters_are_rounded_to_nearest_even(
     assert same(recompute(store)[1].state, bits_of(bf16))
 
 
-def test_updates_below_half_a_bf16_step_are_not_published(
-    attach: Callable[..., Publisher],
-) -> None:
+def test_updates_below_half_a_bf16_step_are_not_published(attach: Callable[..., Publisher]) -> None:
     model = plain_model(dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():

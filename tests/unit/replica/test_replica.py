@@ -449,11 +449,7 @@ def test_spools_are_gone_once_they_are_written(followed: Build) -> None:
     here.publish(1, 2)
     staged = present(here.subscriber.stage(1))
     (spool,) = here.spools()
-    assert {file.name for file in spool.iterdir()} == {
-        "00000.safetensors",
-        "index.json",
-        "lock",
-    }
+    assert {file.name for file in spool.iterdir()} == {"00000.safetensors", "index.json", "lock"}
     here.subscriber.swap(staged)
     assert here.spools() == []
     staged = here.subscriber.stage()

@@ -63,12 +63,7 @@ from deltachain.replica.messages import (
     name_of,
     status_row,
 )
-from deltachain.replica.rank import (
-    REMEMBERED,
-    Handler,
-    RankService,
-    RankServices,
-)
+from deltachain.replica.rank import REMEMBERED, Handler, RankService, RankServices
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import SpooledObject, SpoolIndex
 from deltachain.replica.target import error_of, raise_refusal
@@ -407,11 +402,7 @@ class Strange(Exception):  # noqa: N818
     ],
 )
 def test_whatever_an_engine_raises_is_a_reply(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    raised: Exception,
-    error: str,
-    message: str,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, raised: Exception, error: str, message: str
 ) -> None:
     def fail() -> EngineModel:
         raise raised

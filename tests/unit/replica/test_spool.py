@@ -147,10 +147,7 @@ def test_windows_of_several_objects_are_joined(tmp_path: Path) -> None:
     windows = [
         Change(
             TensorDelta(
-                spec=spec,
-                indices=np.arange(low, high),
-                values=bits[low:high],
-                absolute=ABSOLUTE,
+                spec=spec, indices=np.arange(low, high), values=bits[low:high], absolute=ABSOLUTE
             ),
             StateDigest(),
             windows=True,

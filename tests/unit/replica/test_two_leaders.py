@@ -333,9 +333,7 @@ def leader(here: Followed) -> Leader:
     return leader
 
 
-def test_a_leader_that_was_replaced_touches_neither_weights_nor_scheduler(
-    here: Followed,
-) -> None:
+def test_a_leader_that_was_replaced_touches_neither_weights_nor_scheduler(here: Followed) -> None:
     staged = present(here.subscriber.stage())
     later = here.subscribe()
     later.open()

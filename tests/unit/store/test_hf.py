@@ -186,9 +186,7 @@ def test_import_loads_no_library_of_the_hub() -> None:
 
 
 def test_nothing_is_printed(
-    opened: Open,
-    capfd: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    opened: Open, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened()
     with caplog.at_level(logging.WARNING):

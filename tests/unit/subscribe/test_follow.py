@@ -9,12 +9,7 @@ import pytest
 from torch import Tensor
 
 from deltachain.chain.chain import Committed
-from deltachain.errors import (
-    ChainMismatchError,
-    PartialApplyError,
-    StoreError,
-    TensorMismatchError,
-)
+from deltachain.errors import ChainMismatchError, PartialApplyError, StoreError, TensorMismatchError
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber, fetch

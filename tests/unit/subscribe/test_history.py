@@ -286,10 +286,7 @@ def test_a_rollback_that_failed_leaves_the_way_back_as_it_was(
 
 
 def test_a_rollback_that_poisoned_leaves_no_way_back(
-    replica: Replica,
-    subscribe: Subscribe,
-    truth: list[State],
-    monkeypatch: pytest.MonkeyPatch,
+    replica: Replica, subscribe: Subscribe, truth: list[State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     subscriber = at_head(subscribe(replica))
 

@@ -23,13 +23,7 @@ from deltachain.subscribe import Subscriber, TensorTarget
 from deltachain.subscribe.targets import base as target_module
 from deltachain.subscribe.targets import patch as patch_module
 from deltachain.subscribe.targets.local import Patches
-from tests.support.models import (
-    TinyModel,
-    bits_of,
-    plain_model,
-    same,
-    tensors_of,
-)
+from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
 from tests.support.values import present
 
 Change = Callable[[nn.Module], Any]

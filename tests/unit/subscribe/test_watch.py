@@ -22,13 +22,7 @@ from deltachain.subscribe import Subscriber
 from deltachain.subscribe.subscriber import LOOK_BACK, Times
 from deltachain.types import Buffer
 from tests.support.faults import FaultyStore
-from tests.support.models import (
-    TinyModel,
-    bits_of,
-    replica_of,
-    same,
-    tensors_of,
-)
+from tests.support.models import TinyModel, bits_of, replica_of, same, tensors_of
 from tests.support.values import present
 from tests.unit.manifest_chains import SingleWriterStore, WideStore
 from tests.unit.subscribe.accidents import Told, copy, nothing, restore, rewrite

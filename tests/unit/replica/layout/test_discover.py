@@ -161,10 +161,7 @@ def test_what_owns_something_is_taken_whole(*, goes_on: bool) -> None:
         (lambda layer: delattr(layer, "weight"), "dropped its tensor 'weight'"),
         (lambda layer: setattr(layer, "extra", torch.ones(1)), "another tensor, 'extra'"),
         (lambda layer: setattr(layer, "scale", torch.ones(2)), r"float32\(2,\), it was"),
-        (
-            lambda layer: setattr(layer, "scale", torch.ones(1).double()),
-            "as torch.float64",
-        ),
+        (lambda layer: setattr(layer, "scale", torch.ones(1).double()), "as torch.float64"),
     ],
     ids=["dropped", "extra", "shape", "dtype"],
 )
