@@ -28,7 +28,8 @@ from deltachain.verify import verify
 @pytest.mark.parametrize("count", [0, 1, 3, 50_000, 1 << 20, slab.NBYTES])
 def test_an_array_has_the_size_that_was_asked_for(count: int, dtype: type) -> None:
     found = slab.empty(count, dtype)
-    assert (found.shape, found.dtype) == ((count,), dtype)
+    assert found.shape == (count,)
+    assert found.dtype == dtype
     assert found.flags.writeable
     assert found.flags.aligned
 

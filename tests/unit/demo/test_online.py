@@ -195,7 +195,7 @@ def test_rewards_rise_by_more_than_chance(tmp_path: Path) -> None:
     earned = [0.0, 0.2, 0.1, 0.3, 0.9, 1.1, 1.0, 1.2]  # of four groups of two games
     lines = [(n // 2, reward, [[0, 1]], 0) for n, reward in enumerate(earned)]
     rewards = rewards_of(written(tmp_path, *lines), 0.5)
-    assert (rewards.first, rewards.last) == (pytest.approx(0.15), pytest.approx(1.05))
+    assert (rewards.first, rewards.last) == pytest.approx((0.15, 1.05))
     assert rewards.error == pytest.approx(math.hypot(0.05, 0.05))  # means 0.1 and 0.2: ±0.05
     assert rewards_of(written(tmp_path, *lines), 0.1).error == math.inf  # one group tells nothing
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ def backward(model: nn.Module, seed: int) -> None:
     model(torch.randn(4, 24)).square().mean().backward()
 
 
-def assert_published(tmp_path: Path, truth: list[State]) -> None:
+def assert_published(tmp_path: Path, truth: Sequence[State]) -> None:
     """The versions after the first are these states."""
     found = versions(tmp_path)
     assert len(found) == 1 + len(truth)

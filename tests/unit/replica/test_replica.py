@@ -452,9 +452,9 @@ def test_spools_are_gone_once_they_are_written(followed: Build) -> None:
     assert {file.name for file in spool.iterdir()} == {"00000.safetensors", "index.json", "lock"}
     here.subscriber.swap(staged)
     assert here.spools() == []
-    staged = here.subscriber.stage()
+    again = here.subscriber.stage()
     assert len(here.spools()) == 1
-    del staged
+    del again
     gc.collect()
     assert here.spools() == [], "staged, and never written"
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from threading import Event
@@ -20,6 +21,7 @@ from deltachain.errors import (
     ApplyError,
     BaseMismatchError,
     ChainError,
+    DeltaChainError,
     LeaderReplacedError,
     PartialApplyError,
     PoisonedError,
@@ -341,10 +343,28 @@ def heals(here: Followed, version: int = 2) -> bool:
 
 Arrange = Callable[[Faults], object]
 REFUSALS = (ApplyError("no memory"), TensorMismatchError("no way"))
-UNWRITTEN: dict[str, tuple[Arrange, type[Exception], str]] = {
+
+
+def refuse(faults: Faults, *, at: tuple[int, str], error: DeltaChainError) -> None:
+    faults.refuses[at] = error
+
+
+def die(faults: Faults, *, verb: str, first: bool) -> None:
+    faults.dies[verb] = first
+
+
+def mix_up(faults: Faults, *, fault: str, verb: str) -> None:
+    getattr(faults, fault).add(verb)
+
+
+def mistype(faults: Faults, *, verb: str, reply: Any) -> None:
+    faults.mistyped[verb] = reply
+
+
+UNWRITTEN: dict[str, tuple[Arrange, type[DeltaChainError], str]] = {
     **{
         f"rank {rank} refuses to {verb}: {error}": (
-            lambda faults, at=(rank, verb), error=error: faults.refuses.update({at: error}),
+            partial(refuse, at=(rank, verb), error=error),
             type(error),
             f"rank {rank}: {error.args[0]}",
         )
@@ -352,7 +372,7 @@ UNWRITTEN: dict[str, tuple[Arrange, type[Exception], str]] = {
     },
     **{
         f"dies in a {verb}, {first}": (
-            lambda faults, verb=verb, first=first: faults.dies.update({verb: first}),
+            partial(die, verb=verb, first=first),
             ApplyError,
             f"did not answer '{verb}'",
         )
@@ -360,7 +380,7 @@ UNWRITTEN: dict[str, tuple[Arrange, type[Exception], str]] = {
     },
     **{
         f"{fault} answers to {verb}": (
-            lambda faults, fault=fault, verb=verb: getattr(faults, fault).add(verb),
+            partial(mix_up, fault=fault, verb=verb),
             PoisonedError,
             f"mixed up its ranks' answers to '{verb}'",
         )
@@ -368,7 +388,7 @@ UNWRITTEN: dict[str, tuple[Arrange, type[Exception], str]] = {
     },
     **{
         f"truncated answer to {verb}": (
-            lambda faults, verb=verb: faults.truncated.add(verb),
+            partial(mix_up, fault="truncated", verb=verb),
             ApplyError,
             "cannot read a rank's reply",
         )
@@ -376,7 +396,7 @@ UNWRITTEN: dict[str, tuple[Arrange, type[Exception], str]] = {
     },
     **{
         f"{type(reply).__name__} to {verb}": (
-            lambda faults, verb=verb, reply=reply: faults.mistyped.update({verb: reply}),
+            partial(mistype, verb=verb, reply=reply),
             PoisonedError,
             f"ranks' answers to '{verb}'",
         )
@@ -425,7 +445,7 @@ UNKNOWN: dict[str, tuple[Arrange, type[Exception], str]] = {
     ),
     **{
         f"dies, {first}": (
-            lambda faults, first=first: faults.dies.update({"swap": first}),
+            partial(die, verb="swap", first=first),
             ApplyError,
             "did not answer 'swap'",
         )
@@ -433,7 +453,7 @@ UNKNOWN: dict[str, tuple[Arrange, type[Exception], str]] = {
     },
     **{
         f"{fault} answers": (
-            lambda faults, fault=fault: getattr(faults, fault).add("swap"),
+            partial(mix_up, fault=fault, verb="swap"),
             PoisonedError,
             "mixed up its ranks' answers to 'swap'",
         )

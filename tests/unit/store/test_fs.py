@@ -12,10 +12,6 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from fsspec.asyn import get_loop
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry as REGISTRY  # noqa: N812
 
 from deltachain.errors import (
     AlreadyExistsError,
@@ -38,6 +34,10 @@ from deltachain.testing.store import StoreContract, pattern
 from tests.unit.store.calls import calls_of
 
 pytest.importorskip("fsspec")
+from fsspec.asyn import get_loop
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry as REGISTRY  # noqa: N812
 
 
 @pytest.fixture
@@ -89,7 +89,8 @@ def test_errors_say_what_to_do(
 
     for method in ("info", "cat_file", "pipe_file", "rm_file", "find"):
         setattr(memory_fs, method, fail)
-    for call in [*calls_of(store), lambda: store.put_if_absent("b", b"")]:
+    calls: list[Callable[[], object]] = [*calls_of(store), lambda: store.put_if_absent("b", b"")]
+    for call in calls:
         with pytest.raises(expected) as caught:
             call()
         assert caught.value.__cause__ is error
@@ -255,8 +256,6 @@ def test_what_a_web_server_answers_tells_absence_from_trouble(status: int, is_ab
                 store.find("a")
         server.shutdown()
 
-
-pytest.importorskip("fsspec")
 
 CREATES = Promises(writes="put", create={"mode": "create"}, list_consistent=True)
 Open = Callable[..., FsspecStore]

@@ -230,7 +230,8 @@ def test_read_only_token_follows_but_does_not_publish(hub: HubServer, opened: Op
 def test_unknown_token_is_refused_and_not_shown(opened: Open) -> None:
     stranger = opened(token="hf_of_nobody")  # noqa: S106 - nobody's
     calls = calls_of(stranger, "get", "put", "find", "list")
-    for call in (*calls, lambda: stranger.read("a", nbytes=1, pin="ab" * 32)):
+    calls.append(lambda: stranger.read("a", nbytes=1, pin="ab" * 32))
+    for call in calls:
         with pytest.raises(StorePermissionError, match="401") as caught:
             call()
         assert "hf auth login" in caught.value.hint

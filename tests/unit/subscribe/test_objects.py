@@ -15,6 +15,7 @@ from deltachain.chain import chain
 from deltachain.errors import (
     BrokenChainError,
     ConfigError,
+    DeltaChainError,
     DigestMismatchError,
     FormatError,
     MalformedError,
@@ -75,7 +76,7 @@ def test_an_object_that_stays_unusable_is_refused_and_nothing_is_written(
 ) -> None:
     before = bits_of(zeros)
     faulty.add(Fault(action, delta(2), times=None), Fault(action, "anchors/", times=None))
-    expected = {
+    expected: dict[str, type[DeltaChainError]] = {
         "hide": ObjectNotFoundError,
         "truncate": MalformedError,
         "corrupt": DigestMismatchError,
