@@ -13,7 +13,8 @@ import ast
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from textwrap import wrap
 from typing import Any, Final
@@ -105,29 +106,50 @@ def exits() -> str:
 
 
 def commands() -> str:
-    """What ``--help`` says of every command."""
+    """What ``--help`` says of every command; options of several commands stand first, once."""
     known: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
-    parts: list[str] = []
+    names = [f.__name__.replace("_", "-") for panel in PANELS.values() for f in panel]
+    rows = {name: [_option(p) for p in known[name].params if _is_shown(p)] for name in names}
+    uses = Counter(row for found in rows.values() for row in found)
+    shared = [row for row, count in uses.items() if count > 2]
+    parts = ["## Options of several commands", "\n".join((_HEAD, *map(_row, shared)))]
     for panel, functions in PANELS.items():
         parts.append(f"## {panel}")
         for name in (function.__name__.replace("_", "-") for function in functions):
-            parts += [f"### {name}", *_command(name, known[name])]
+            parts += [f"### {name}", *_command(name, known[name], rows[name], shared)]
     return "\n\n".join(parts)
 
 
-def _command(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 - typer's own
+_HEAD: Final = "| option | |\n|---|---|"
+
+
+def _command(
+    name: str,
+    command: Any,  # noqa: ANN401 - typer's own
+    options: list[tuple[str, str]],
+    shared: Container[tuple[str, str]],
+) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
     yield f"```text\ndeltachain {name} {places}".rstrip() + " [OPTIONS]\n```"
     yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
-    rows = [_option(p) for p in options if p.help]
-    yield "\n".join(("| option | |", "|---|---|", *rows))
+    if own := [_row(option) for option in options if option not in shared]:
+        yield "\n".join((_HEAD, *own))
+    if others := [names for names, help_ in options if (names, help_) in shared]:
+        yield f"{'Also' if own else 'Options:'} {', '.join(others)}."
 
 
-def _option(option: Any) -> str:  # noqa: ANN401 - typer's own
-    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
-    return f"| {names} | {option.help.replace('|', chr(92) + '|')} |"
+def _is_shown(param: Any) -> bool:  # noqa: ANN401 - typer's own
+    return bool(param.param_type_name == "option" and param.help)
+
+
+def _option(option: Any) -> tuple[str, str]:  # noqa: ANN401 - typer's own
+    names = sorted(option.opts, key=len, reverse=True)
+    return ", ".join(f"`{name}`" for name in names), option.help.replace("|", "\\|")
+
+
+def _row(option: tuple[str, str]) -> str:
+    return f"| {option[0]} | {option[1]} |"
 
 
 def _actions() -> dict[str, str]:
