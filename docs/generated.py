@@ -16,7 +16,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill
 from typing import Any, Final
 
 from typer.main import get_command
@@ -35,7 +35,7 @@ _BLOCK: Final = re.compile(
     r"(?P<begin>^<!-- generated: (?P<name>\w+) -->\n)(?P<body>.*?)(?P<end>^<!-- end -->$)",
     re.MULTILINE | re.DOTALL,
 )
-_WIDTH: Final = 70
+_WIDTH: Final = 100
 _ROLE: Final = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
 
 
@@ -58,16 +58,20 @@ def layers() -> str:
     rows: list[str] = next(c["layers"] for c in contracts if c["type"] == "layers")
     modules = [[name.strip() for name in re.split(r"[|:]", row)] for row in rows]
     shown = {name: name.removeprefix("deltachain.") for row in modules for name in row}
-    left = max(map(len, shown.values()))
-    rule = f"{'─' * (left + 2)}┼{'─' * (_WIDTH + 2)}"
-    lines = [f"┌{rule.replace('┼', '┬')}┐"]
-    for number, row in enumerate(modules):
-        lines += [f"├{rule}┤"] if number else []
-        for name in row:
-            for at, line in enumerate(wrap(purpose(name), _WIDTH)):
-                lines.append(f"│ {'' if at else shown[name]:{left}} │ {line:{_WIDTH}} │")
-    lines.append(f"└{rule.replace('┼', '┴')}┘")
-    return "\n".join(("```text", *lines, "```"))
+    left = max(map(len, shown.values())) + 2
+    layers = (
+        "\n".join(
+            fill(
+                purpose(name),
+                _WIDTH,
+                initial_indent=f"{shown[name]:{left}}",
+                subsequent_indent=" " * left,
+            )
+            for name in row
+        )
+        for row in modules
+    )
+    return "\n\n".join(layers).join(("```text\n", "\n```"))
 
 
 def purpose(module: str) -> str:
@@ -86,23 +90,22 @@ def exits() -> str:
     for kind in _family(DeltaChainError):
         found.setdefault(kind.exit_code, []).append(kind)
     actions = _actions()
-    return "\n\n".join(
-        "\n".join(
-            (
-                f"## Exit code {code}: `{kinds[0].__name__}`",
-                "",
-                "| error | what happened | what to do | retryable |",
-                "|---|---|---|---|",
-                *(
-                    f"| `{kind.__name__}` | {_first(kind.__doc__)} | "
-                    f"{kind.default_hint or actions.get(kind.__name__, 'read its hint')} | "
-                    f"{'yes' if kind.retryable else 'no'} |"
-                    for kind in kinds
-                ),
-            )
-        )
-        for code, kinds in sorted(found.items())
-    )
+    parts: list[str] = []
+    for code, kinds in sorted(found.items()):
+        parts += [f"## Exit code {code}: `{kinds[0].__name__}`"]
+        hints = {kind: kind.default_hint or actions.get(kind.__name__) for kind in kinds}
+        rows = [
+            f"| `{kind.__name__}` | {_first(kind.__doc__)} | "
+            f"{hint}{' (retryable)' if kind.retryable else ''} |"
+            for kind, hint in hints.items()
+            if hint
+        ]
+        parts += [] if hints[kinds[0]] else [_first(kinds[0].__doc__)]
+        parts += ["\n".join((_ERRORS, *rows))] if rows else []
+    return "\n\n".join(parts)
+
+
+_ERRORS: Final = "| error | what happened | what to do |\n|---|---|---|"
 
 
 def commands() -> str:
@@ -111,7 +114,7 @@ def commands() -> str:
     names = [f.__name__.replace("_", "-") for panel in PANELS.values() for f in panel]
     rows = {name: [_option(p) for p in known[name].params if _is_shown(p)] for name in names}
     uses = Counter(row for found in rows.values() for row in found)
-    shared = [row for row, count in uses.items() if count > 2]
+    shared = [row for row, count in uses.items() if count > 1]
     parts = ["## Options of several commands", "\n".join((_HEAD, *map(_row, shared)))]
     for panel, functions in PANELS.items():
         parts.append(f"## {panel}")
@@ -172,14 +175,13 @@ def _first(docstring: str | None) -> str:
 
 
 def metrics() -> str:
-    """Every metric, its type, and what it means."""
-    kinds = ((GAUGES, "gauge", ""), (COUNTERS, "counter", "_total"))
+    """Every metric and its meaning; counters end in ``_total``."""
     rows = [
-        f"| `deltachain_{name}{end}` | {kind} | {about.rstrip('.')} |"
-        for known, kind, end in kinds
+        f"| `deltachain_{name}{end}` | {about.rstrip('.')} |"
+        for known, end in ((GAUGES, ""), (COUNTERS, "_total"))
         for name, about in known.items()
     ]
-    return "\n".join(("| metric | type | meaning |", "|---|---|---|", *rows))
+    return "\n".join(("| metric | meaning |", "|---|---|", *rows))
 
 
 MAKERS: Final[dict[str, Callable[[], str]]] = {

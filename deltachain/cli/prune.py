@@ -58,8 +58,8 @@ def prune(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Retire what a rule does not keep, and delete what was retired before the grace.
 
-    Manifests are never deleted. Every kept version stays reachable from nothing, which is proven
-    before anything is deleted. Run it again after the grace to delete what this run retires.
+    Manifests are never deleted. Before a deletion every kept version is proven to be reachable from
+    nothing. Run it again after the grace to delete what this run retires.
 
     Example: `deltachain prune /mnt/policy --keep-last 200 --keep-every 1000 --dry-run`
     """
