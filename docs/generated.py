@@ -52,7 +52,7 @@ def documents() -> Iterator[Path]:
 
 
 def layers() -> str:
-    """The layers of the import contract, top to bottom, with what each module is for."""
+    """The layers of the import contract, top to bottom, with the purpose of each package."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
     rows: list[str] = next(c["layers"] for c in contracts if c["type"] == "layers")
@@ -67,6 +67,8 @@ def layers() -> str:
                 initial_indent=f"{shown[name]:{left}}",
                 subsequent_indent=" " * left,
             )
+            if is_package(name)
+            else shown[name]
             for name in row
         )
         for row in modules
@@ -74,14 +76,18 @@ def layers() -> str:
     return "\n\n".join(layers).join(("```text\n", "\n```"))
 
 
-def purpose(module: str) -> str:
-    """The first sentence of a module's docstring; it is read, not imported."""
+def is_package(module: str) -> bool:
+    path = module.replace(".", "/")
+    return any((ROOT / root / path / "__init__.py").exists() for root in SOURCE_ROOTS)
+
+
+def purpose(package: str) -> str:
+    """The first sentence of a package's docstring; it is read, not imported."""
     for root in SOURCE_ROOTS:
-        path = ROOT / root / module.replace(".", "/")
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.exists():
-                return _first(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
-    raise FileNotFoundError(module)
+        file = ROOT / root / package.replace(".", "/") / "__init__.py"
+        if file.exists():
+            return _first(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
+    raise FileNotFoundError(package)
 
 
 def exits() -> str:
@@ -95,17 +101,14 @@ def exits() -> str:
         parts += [f"## Exit code {code}: `{kinds[0].__name__}`"]
         hints = {kind: kind.default_hint or actions.get(kind.__name__) for kind in kinds}
         rows = [
-            f"| `{kind.__name__}` | {_first(kind.__doc__)} | "
-            f"{hint}{' (retryable)' if kind.retryable else ''} |"
+            f"* `{kind.__name__}`: {_first(kind.__doc__)} *{hint[0].upper()}{hint[1:]}"
+            f"{' (retryable)' if kind.retryable else ''}.*"
             for kind, hint in hints.items()
             if hint
         ]
         parts += [] if hints[kinds[0]] else [_first(kinds[0].__doc__)]
-        parts += ["\n".join((_ERRORS, *rows))] if rows else []
+        parts += ["\n".join(rows)] if rows else []
     return "\n\n".join(parts)
-
-
-_ERRORS: Final = "| error | what happened | what to do |\n|---|---|---|"
 
 
 def commands() -> str:
@@ -115,15 +118,12 @@ def commands() -> str:
     rows = {name: [_option(p) for p in known[name].params if _is_shown(p)] for name in names}
     uses = Counter(row for found in rows.values() for row in found)
     shared = [row for row, count in uses.items() if count > 1]
-    parts = ["## Options of several commands", "\n".join((_HEAD, *map(_row, shared)))]
+    parts = ["## Options of several commands", "\n".join(map(_row, shared))]
     for panel, functions in PANELS.items():
         parts.append(f"## {panel}")
         for name in (function.__name__.replace("_", "-") for function in functions):
             parts += [f"### {name}", *_command(name, known[name], rows[name], shared)]
     return "\n\n".join(parts)
-
-
-_HEAD: Final = "| option | |\n|---|---|"
 
 
 def _command(
@@ -134,11 +134,12 @@ def _command(
 ) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
-    yield f"```text\ndeltachain {name} {places}".rstrip() + " [OPTIONS]\n```"
+    yield f"`deltachain {name} {places}".rstrip() + " [OPTIONS]`"
     yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
     if own := [_row(option) for option in options if option not in shared]:
-        yield "\n".join((_HEAD, *own))
-    if others := [names for names, help_ in options if (names, help_) in shared]:
+        yield "\n".join(own)
+    others = [names for names, help_ in options if (names, help_) in shared and names != "`--json`"]
+    if others:
         yield f"{'Also' if own else 'Options:'} {', '.join(others)}."
 
 
@@ -148,11 +149,11 @@ def _is_shown(param: Any) -> bool:  # noqa: ANN401 - typer's own
 
 def _option(option: Any) -> tuple[str, str]:  # noqa: ANN401 - typer's own
     names = sorted(option.opts, key=len, reverse=True)
-    return ", ".join(f"`{name}`" for name in names), option.help.replace("|", "\\|")
+    return ", ".join(f"`{name}`" for name in names), option.help
 
 
 def _row(option: tuple[str, str]) -> str:
-    return f"| {option[0]} | {option[1]} |"
+    return f"* {option[0]}: {option[1]}"
 
 
 def _actions() -> dict[str, str]:
@@ -176,12 +177,11 @@ def _first(docstring: str | None) -> str:
 
 def metrics() -> str:
     """Every metric and its meaning; counters end in ``_total``."""
-    rows = [
-        f"| `deltachain_{name}{end}` | {about.rstrip('.')} |"
+    return "\n".join(
+        f"* `deltachain_{name}{end}`: {about}"
         for known, end in ((GAUGES, ""), (COUNTERS, "_total"))
         for name, about in known.items()
-    ]
-    return "\n".join(("| metric | meaning |", "|---|---|", *rows))
+    )
 
 
 MAKERS: Final[dict[str, Callable[[], str]]] = {

@@ -255,9 +255,7 @@ def fleet(  # noqa: PLR0913 - one argument an option
     ] = None,
     max_lag: Annotated[
         int | None,
-        typer.Option(
-            min=0, metavar="N", help="Lag, in versions, above which a replica is stale."
-        ),
+        typer.Option(min=0, metavar="N", help="Lag, in versions, above which a replica is stale."),
     ] = None,
     max_silence: Annotated[
         float | None,

@@ -63,8 +63,7 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
     Signs the identity of an unsigned chain with the key in DELTACHAIN_SIGNING_KEY and commits a
     signed version without changes, which fences the publisher. The whole chain then counts as
     signed: verify it before. A publisher that signs from its first version needs no such command.
-    On a signed chain, run it with a new key before the old one leaves DELTACHAIN_TRUSTED_KEYS: it
-    signs again the tags and the newest prune record of the old key.
+    On a signed chain, run it with a new key before the old one leaves DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain sign /mnt/policy`
     """

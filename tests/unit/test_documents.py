@@ -54,7 +54,7 @@ def test_blocks_are_made_of_layers_errors_commands_and_metrics() -> None:
     assert "`StoreWentBackError`" in exits()
     assert "### fleet" in commands()
     rows = contract("layers point down")["layers"]
-    shown = re.findall(r"^(\w+)  ", layers(), re.MULTILINE)
+    shown = re.findall(r"^(\w+)(?:  |$)", layers(), re.MULTILINE)
     modules = [name.strip() for row in rows for name in re.split("[|:]", row)]
     assert shown == [m.removeprefix("deltachain.") for m in modules]
 
