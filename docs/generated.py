@@ -13,9 +13,10 @@ import ast
 import inspect
 import re
 import tomllib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill
 from typing import Any, Final
 
 from typer.main import get_command
@@ -34,7 +35,7 @@ _BLOCK: Final = re.compile(
     r"(?P<begin>^<!-- generated: (?P<name>\w+) -->\n)(?P<body>.*?)(?P<end>^<!-- end -->$)",
     re.MULTILINE | re.DOTALL,
 )
-_WIDTH: Final = 70
+_WIDTH: Final = 100
 _ROLE: Final = re.compile(r":\w+:`~?(?:[\w.]+\.)?(\w+)`")
 
 
@@ -51,32 +52,42 @@ def documents() -> Iterator[Path]:
 
 
 def layers() -> str:
-    """The layers of the import contract, top to bottom, with what each module is for."""
+    """The layers of the import contract, top to bottom, with the purpose of each package."""
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = settings["tool"]["importlinter"]["contracts"]
     rows: list[str] = next(c["layers"] for c in contracts if c["type"] == "layers")
     modules = [[name.strip() for name in re.split(r"[|:]", row)] for row in rows]
     shown = {name: name.removeprefix("deltachain.") for row in modules for name in row}
-    left = max(map(len, shown.values()))
-    rule = f"{'─' * (left + 2)}┼{'─' * (_WIDTH + 2)}"
-    lines = [f"┌{rule.replace('┼', '┬')}┐"]
-    for number, row in enumerate(modules):
-        lines += [f"├{rule}┤"] if number else []
-        for name in row:
-            for at, line in enumerate(wrap(purpose(name), _WIDTH)):
-                lines.append(f"│ {'' if at else shown[name]:{left}} │ {line:{_WIDTH}} │")
-    lines.append(f"└{rule.replace('┼', '┴')}┘")
-    return "\n".join(("```text", *lines, "```"))
+    left = max(map(len, shown.values())) + 2
+    layers = (
+        "\n".join(
+            fill(
+                purpose(name),
+                _WIDTH,
+                initial_indent=f"{shown[name]:{left}}",
+                subsequent_indent=" " * left,
+            )
+            if is_package(name)
+            else shown[name]
+            for name in row
+        )
+        for row in modules
+    )
+    return "\n\n".join(layers).join(("```text\n", "\n```"))
 
 
-def purpose(module: str) -> str:
-    """The first sentence of a module's docstring; it is read, not imported."""
+def is_package(module: str) -> bool:
+    path = module.replace(".", "/")
+    return any((ROOT / root / path / "__init__.py").exists() for root in SOURCE_ROOTS)
+
+
+def purpose(package: str) -> str:
+    """The first sentence of a package's docstring; it is read, not imported."""
     for root in SOURCE_ROOTS:
-        path = ROOT / root / module.replace(".", "/")
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.exists():
-                return _first(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
-    raise FileNotFoundError(module)
+        file = ROOT / root / package.replace(".", "/") / "__init__.py"
+        if file.exists():
+            return _first(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))))
+    raise FileNotFoundError(package)
 
 
 def exits() -> str:
@@ -85,49 +96,64 @@ def exits() -> str:
     for kind in _family(DeltaChainError):
         found.setdefault(kind.exit_code, []).append(kind)
     actions = _actions()
-    return "\n\n".join(
-        "\n".join(
-            (
-                f"## Exit code {code}: `{kinds[0].__name__}`",
-                "",
-                "| error | what happened | what to do | retryable |",
-                "|---|---|---|---|",
-                *(
-                    f"| `{kind.__name__}` | {_first(kind.__doc__)} | "
-                    f"{kind.default_hint or actions.get(kind.__name__, 'read its hint')} | "
-                    f"{'yes' if kind.retryable else 'no'} |"
-                    for kind in kinds
-                ),
-            )
-        )
-        for code, kinds in sorted(found.items())
-    )
-
-
-def commands() -> str:
-    """What ``--help`` says of every command."""
-    known: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
     parts: list[str] = []
-    for panel, functions in PANELS.items():
-        parts.append(f"## {panel}")
-        for name in (function.__name__.replace("_", "-") for function in functions):
-            parts += [f"### {name}", *_command(name, known[name])]
+    for code, kinds in sorted(found.items()):
+        parts += [f"## Exit code {code}: `{kinds[0].__name__}`"]
+        hints = {kind: kind.default_hint or actions.get(kind.__name__) for kind in kinds}
+        rows = [
+            f"* `{kind.__name__}`: {_first(kind.__doc__)} *{hint[0].upper()}{hint[1:]}"
+            f"{' (retryable)' if kind.retryable else ''}.*"
+            for kind, hint in hints.items()
+            if hint
+        ]
+        parts += [] if hints[kinds[0]] else [_first(kinds[0].__doc__)]
+        parts += ["\n".join(rows)] if rows else []
     return "\n\n".join(parts)
 
 
-def _command(name: str, command: Any) -> Iterator[str]:  # noqa: ANN401 - typer's own
+def commands() -> str:
+    """What ``--help`` says of every command; options of several commands stand first, once."""
+    known: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    names = [f.__name__.replace("_", "-") for panel in PANELS.values() for f in panel]
+    rows = {name: [_option(p) for p in known[name].params if _is_shown(p)] for name in names}
+    uses = Counter(row for found in rows.values() for row in found)
+    shared = [row for row, count in uses.items() if count > 1]
+    parts = ["## Options of several commands", "\n".join(map(_row, shared))]
+    for panel, functions in PANELS.items():
+        parts.append(f"## {panel}")
+        for name in (function.__name__.replace("_", "-") for function in functions):
+            parts += [f"### {name}", *_command(name, known[name], rows[name], shared)]
+    return "\n\n".join(parts)
+
+
+def _command(
+    name: str,
+    command: Any,  # noqa: ANN401 - typer's own
+    options: list[tuple[str, str]],
+    shared: Container[tuple[str, str]],
+) -> Iterator[str]:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option"]
     places = " ".join((p.metavar or p.name).strip("[]{}").upper() for p in arguments)
-    yield f"```text\ndeltachain {name} {places}".rstrip() + " [OPTIONS]\n```"
+    yield f"`deltachain {name} {places}".rstrip() + " [OPTIONS]`"
     yield inspect.cleandoc(command.help or "").replace("\n\n\n", "\n\n")
-    rows = [_option(p) for p in options if p.help]
-    yield "\n".join(("| option | |", "|---|---|", *rows))
+    if own := [_row(option) for option in options if option not in shared]:
+        yield "\n".join(own)
+    others = [names for names, help_ in options if (names, help_) in shared and names != "`--json`"]
+    if others:
+        yield f"{'Also' if own else 'Options:'} {', '.join(others)}."
 
 
-def _option(option: Any) -> str:  # noqa: ANN401 - typer's own
-    names = ", ".join(f"`{name}`" for name in sorted(option.opts, key=len, reverse=True))
-    return f"| {names} | {option.help.replace('|', chr(92) + '|')} |"
+def _is_shown(param: Any) -> bool:  # noqa: ANN401 - typer's own
+    return bool(param.param_type_name == "option" and param.help)
+
+
+def _option(option: Any) -> tuple[str, str]:  # noqa: ANN401 - typer's own
+    names = sorted(option.opts, key=len, reverse=True)
+    return ", ".join(f"`{name}`" for name in names), option.help
+
+
+def _row(option: tuple[str, str]) -> str:
+    return f"* {option[0]}: {option[1]}"
 
 
 def _actions() -> dict[str, str]:
@@ -150,14 +176,12 @@ def _first(docstring: str | None) -> str:
 
 
 def metrics() -> str:
-    """Every metric, its type, and what it means."""
-    kinds = ((GAUGES, "gauge", ""), (COUNTERS, "counter", "_total"))
-    rows = [
-        f"| `deltachain_{name}{end}` | {kind} | {about.rstrip('.')} |"
-        for known, kind, end in kinds
+    """Every metric and its meaning; counters end in ``_total``."""
+    return "\n".join(
+        f"* `deltachain_{name}{end}`: {about}"
+        for known, end in ((GAUGES, ""), (COUNTERS, "_total"))
         for name, about in known.items()
-    ]
-    return "\n".join(("| metric | type | meaning |", "|---|---|---|", *rows))
+    )
 
 
 MAKERS: Final[dict[str, Callable[[], str]]] = {

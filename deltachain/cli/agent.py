@@ -39,10 +39,10 @@ def agent(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Run a sidecar that downloads each version and makes a stock vLLM or SGLang server reload it.
 
-    Each version is fetched and verified in a folder while the server keeps serving. Then the server
-    pauses, loads the whole checkpoint from the folder, and resumes. vLLM must run in development
-    mode. Adapters are loaded without a pause, with the version in their name. The sidecar waits for
-    a server that is down, and reloads one that has restarted.
+    Fetches and verifies each version in a folder while the server serves; then pauses the server,
+    loads the whole checkpoint, and resumes. vLLM must run in development mode. Adapters are loaded
+    without a pause, with the version in their name. The sidecar waits for a server that is down,
+    and reloads a restarted one.
 
     Example: `deltachain agent /mnt/policy --engine http://127.0.0.1:8000 --out policy`
 

@@ -30,8 +30,8 @@ def dashboard(  # noqa: PLR0913 - one argument an option
         list[str] | None,
         typer.Option(
             metavar="URL",
-            help="Address of a replica, or dns://NAME:PORT for all that a name stands for; may be "
-            "given several times. Default: DELTACHAIN_ENGINES.",
+            help="Address of a replica, or dns://NAME:PORT for all addresses of a name; "
+            "repeatable. Default: DELTACHAIN_ENGINES.",
         ),
     ] = None,
     presence: BoardUrls = None,
@@ -39,31 +39,33 @@ def dashboard(  # noqa: PLR0913 - one argument an option
         str,
         typer.Option(
             metavar="<PORT|HOST:PORT>",
-            help="Where to serve the page; without a host, to this machine alone. Port 0 takes a "
-            "free one.",
+            help="Address of the page; without a host, for this machine alone. Port 0 takes a free "
+            "one.",
         ),
     ] = "9096",
     max_lag: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Versions behind before a replica is an alert.")
+        int,
+        typer.Option(
+            min=0, metavar="N", help="Lag, in versions, above which a replica is an alert."
+        ),
     ] = 8,
     max_silence: Annotated[
         float | None,
         typer.Option(
             min=0.1,
             metavar="S",
-            help="Seconds without an answer before a replica is an alert, or a store that does not "
-            "answer it. Default: the variable DELTACHAIN_MAX_SILENCE_S, or 60.",
+            help="Seconds without an answer of a replica, or of its store, until it is an alert. "
+            "Default: DELTACHAIN_MAX_SILENCE_S, or 60.",
         ),
     ] = None,
     poll: Poll = None,
     token_file: TokenFile = None,
     key_file: KeyFile = None,
 ) -> None:
-    """Serve a web page of a chain: its versions, its replicas, and what is wrong.
+    """Serve a web page of a chain: its versions, its replicas, and their faults.
 
-    Reads every manifest once, and then whatever is new. The page changes nothing. It asks for the
-    token that the replicas ask for; without one it is served to this machine alone. Ends with
-    Ctrl-C or SIGTERM.
+    Reads only, every manifest once. The page asks for the token of the replicas; without one it is
+    served to this machine alone. Ends with Ctrl-C or SIGTERM.
 
     Example: `deltachain dashboard /mnt/policy`
 

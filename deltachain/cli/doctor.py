@@ -28,18 +28,17 @@ def doctor(
         Role,
         typer.Option(
             "--as",
-            help="What this machine is to do. A **publisher** writes to the store for a moment, "
-            "under keys of its own; a **follower** reads, and writes where DELTACHAIN_PRESENCE_URL "
-            "names.",
+            help="Role of this machine. A **publisher** check writes trial objects to the store; a "
+            "**follower** check writes to DELTACHAIN_PRESENCE_URL alone.",
         ),
     ] = Role.FOLLOWER,
     as_json: AsJson = False,
 ) -> None:
-    """Find what keeps a publisher or a follower from working on this machine.
+    """Find faults that keep a publisher or a follower from working on this machine.
 
-    Checks the environment variables and the files that they name, packages, engines and plugins,
-    TLS and proxies, the store, its clock and the chain, and tells what a start would do. Exits
-    with 1 if there is a fault; a note may be intended.
+    Checks environment variables and their files, packages, engines and plugins, TLS and proxies,
+    the store, its clock and the chain, and tells how a start would end. Exits with 1 if it finds a
+    fault; a note may be intended.
 
     Example: `deltachain doctor s3://policies/run-1`
 

@@ -210,8 +210,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
             "--inventory",
             "-i",
             metavar="FILE",
-            help="Holds one address a line. Default: the variable DELTACHAIN_ENGINES, a list with "
-            "commas or such a file.",
+            help="File with one address a line. Default: DELTACHAIN_ENGINES, a list with commas or "
+            "such a file.",
         ),
     ] = None,
     presence: BoardUrls = None,
@@ -220,21 +220,20 @@ def fleet(  # noqa: PLR0913 - one argument an option
         typer.Option(
             min=0,
             metavar="N",
-            help="For stage, update and rollback. Default: the head; of rollback the previous one.",
+            help="Version to stage, update or roll back to. Default: the head; for rollback the "
+            "previous one.",
         ),
     ] = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Ask for the status again and again.")
-    ] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Repeat the status.")] = False,
     every: Annotated[
-        float, typer.Option(min=0.1, metavar="S", help="Seconds between two rounds of `--watch`.")
+        float, typer.Option(min=0.1, metavar="S", help="Seconds between rounds of `--watch`.")
     ] = 2.0,
     timeout: Annotated[
         float | None,
         typer.Option(
             min=0.1,
             metavar="S",
-            help="Seconds after which a replica has failed. Default: 5 for status, else 600.",
+            help="Seconds until a replica counts as failed. Default: 5 for status, else 600.",
         ),
     ] = None,
     max_lag: Annotated[
@@ -246,9 +245,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
         typer.Option(
             min=0,
             metavar="S",
-            help="Seconds without an answer of its store after which a replica is cut off, and "
-            "without a new presence after which it is silent. Default: the variable "
-            "DELTACHAIN_MAX_SILENCE_S, or 60.",
+            help="Seconds until a replica is cut off (no answer of its store) or silent (no new "
+            "presence). Default: DELTACHAIN_MAX_SILENCE_S, or 60.",
         ),
     ] = None,
     token_file: TokenFile = None,
@@ -257,9 +255,8 @@ def fleet(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Query or control replicas in parallel; the worst come first.
 
-    All are asked at once, and compared: the lag is behind the newest version that any of them has
-    seen. Exits with 7 if one failed, is silent, poisoned, in doubt, cut off from its store, or
-    stale.
+    The lag is behind the newest version that any replica has seen. Exits with 7 if one failed, is
+    silent, poisoned, in doubt, cut off from its store, or stale.
 
     Example: `deltachain fleet status http://a:8000 http://b:30000`
 

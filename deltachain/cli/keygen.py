@@ -30,7 +30,7 @@ def keygen(
 ) -> None:
     """Make a key with which a publisher signs, and print its public key.
 
-    The file holds the private key, which only its owner may read; an existing file is refused. Set
+    The file holds the private key, readable by its owner alone; an existing file is refused. Set
     DELTACHAIN_SIGNING_KEY to the file for the publisher, and DELTACHAIN_TRUSTED_KEYS to the printed
     line, or to a file of such lines, for followers.
 
@@ -60,10 +60,9 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
     """Begin to sign a chain, or sign tags and the newest prune record again with a new key.
 
     Signs the identity of an unsigned chain with the key in DELTACHAIN_SIGNING_KEY and commits a
-    signed version without changes, which fences the publisher. Whatever the chain holds then counts
-    as signed: verify it before. A publisher that signs from its first version needs no such
-    command. On a signed chain the command signs tags and the newest prune record again that another
-    trusted key signed: run it before that key is taken out of DELTACHAIN_TRUSTED_KEYS.
+    signed version without changes, which fences the publisher. The whole chain then counts as
+    signed: verify it before. A publisher that signs from its first version needs no such command.
+    On a signed chain, run it with a new key before the old one leaves DELTACHAIN_TRUSTED_KEYS.
 
     Example: `deltachain sign /mnt/policy`
     """

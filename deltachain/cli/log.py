@@ -59,10 +59,9 @@ def log(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Show the versions of a chain, newest first.
 
-    Prints changed elements, payload size and state digest of each version. Edges that were added
-    later, such as anchors, follow below their version, and so do tags. The objects of an edge that
-    is marked `pruned` are deleted, or will be. A version whose manifest is missing has a row that
-    says so, and the exit code is then 4.
+    Prints changed elements, payload size and state digest of each version, and below it its tags
+    and the edges added later, such as anchors. The objects of a `pruned` edge are deleted, or will
+    be. A missing manifest has a row, and the exit code is then 4.
 
     Example: `deltachain log /mnt/policy -n 5`
 

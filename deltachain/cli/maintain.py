@@ -21,12 +21,10 @@ if TYPE_CHECKING:
 def maintain(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
-    every: Annotated[
-        str, typer.Option(metavar="SPAN", help="Time from one round to the next.")
-    ] = "60s",
+    every: Annotated[str, typer.Option(metavar="SPAN", help="Time between rounds.")] = "60s",
     once: Once = False,
     delete: Annotated[
-        bool, typer.Option("--prune/--no-prune", help="Whether to delete what the rule drops.")
+        bool, typer.Option("--prune/--no-prune", help="Prune versions outside the rule, or not.")
     ] = True,
     keep_last: pruning.KeepLast = 1024,
     keep_within: pruning.KeepWithin = None,
@@ -39,10 +37,10 @@ def maintain(  # noqa: PLR0913 - one argument an option
     """Keep a chain cheap to join and bounded in size, until Ctrl-C.
 
     Each round folds deltas into skips over 8, 64 and 512 versions, adds an anchor if joining has
-    become expensive, and prunes: a record names the edges that are no longer used, and their
-    objects are deleted when the grace is over. Runs anywhere, beside publishers, followers and
-    other maintainers. It waits for a chain that nobody has made yet, needs the right to write, and
-    no torch. With `--once` it fails if newcomers still cannot join.
+    become expensive, and prunes: a record names the unused edges, and their objects are deleted
+    after the grace. Runs next to publishers, followers and other maintainers, or before the chain
+    exists; needs the right to write, and no torch. With `--once` it fails if newcomers still cannot
+    join.
 
     Example: `deltachain maintain s3://bucket/run-1 --every 5m --keep-last 500`
     """

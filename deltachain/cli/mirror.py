@@ -31,20 +31,18 @@ def mirror(  # noqa: PLR0913 - one argument an option
         str | None, typer.Argument(metavar="[DST]", help="An empty store, or this chain's mirror.")
     ] = None,
     *,
-    follow: Annotated[
-        bool, typer.Option("--follow", help="Go on copying versions as they are committed.")
-    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", help="Keep copying new versions.")] = False,
     start: Annotated[
         str | None,
         typer.Option(
             "--from",
             metavar="<head|N>",
-            help="Leave out payloads before the anchor that leads to the head, or to version N.",
+            help="Leave out payloads before the anchor of the head, or of version N.",
         ),
     ] = None,
     promote: Annotated[
         bool,
-        typer.Option("--promote", help="End the mirror SRC, so that a publisher may go on there."),
+        typer.Option("--promote", help="End the mirror SRC: publishers may continue its chain."),
     ] = False,
     poll: Poll = None,
     metrics: MetricsAddress = None,
@@ -52,9 +50,8 @@ def mirror(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Copy a chain into another store, byte for byte, in the order of dependence.
 
-    Digests are proven before anything is copied. Ended at any moment, by Ctrl-C or a kill, it
-    leaves a chain that followers can read; the next start continues. Publishers refuse the mirror
-    until it is promoted.
+    Digests are proven before anything is copied. Ended at any moment, it leaves a chain that
+    followers can read; the next start continues. Publishers refuse the mirror until it is promoted.
 
     Example: `deltachain mirror s3://policies/run-1 hf://buckets/me/run-1 --follow`
 

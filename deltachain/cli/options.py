@@ -34,51 +34,48 @@ Url: TypeAlias = Annotated[
     ),
 ]
 AsJson: TypeAlias = Annotated[
-    bool, typer.Option("--json", help="One JSON object on stdout, nothing else there.")
+    bool, typer.Option("--json", help="Print one JSON object on stdout, nothing else.")
 ]
 AsJsonLines: TypeAlias = Annotated[
     bool, typer.Option("--json", help="Print one JSON object a version, one a line.")
 ]
-Once: TypeAlias = Annotated[
-    bool, typer.Option("--once", help="Update to the current head, then exit.")
-]
+Once: TypeAlias = Annotated[bool, typer.Option("--once", help="Update to the head, then exit.")]
 Encode: TypeAlias = Annotated[
     str,
     typer.Option(
         metavar="<step|overwrite|raw|max>",
-        help="**step** is the default; **max** is smaller and slower to decode; **overwrite** "
-        "carries new bits instead of steps; **raw** "
-        "opens in any safetensors reader. Installed packages add more.",
+        help="**step**, the default; **max**, smaller and slower to decode; **overwrite**, new "
+        "bits instead of steps; **raw**, for any safetensors reader. Packages add more.",
     ),
 ]
 Base: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="Where the base checkpoint lies here, if the chain starts from one: a path that the "
-        "store names is never opened.",
+        help="Folder of the base checkpoint, if the chain starts from one. A path in the store is "
+        "never opened.",
     ),
 ]
 TrustRemoteCode: TypeAlias = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Keep what small files say of code in a repository (auto_map); else it is left out.",
+        help="Keep references of small files to code in a repository (auto_map).",
     ),
 ]
 TokenFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Holds what the replicas' routes ask for, one token a line. Default: "
-        "DELTACHAIN_TOKEN_FILE, or the token in DELTACHAIN_TOKEN.",
+        help="Tokens for the routes of replicas, one a line. Default: DELTACHAIN_TOKEN_FILE, or "
+        "the token in DELTACHAIN_TOKEN.",
     ),
 ]
 KeyFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="Holds the engines' own API key. Default: DELTACHAIN_ENGINE_KEY_FILE or the key in "
+        help="The engines' API key. Default: DELTACHAIN_ENGINE_KEY_FILE, or the key in "
         "DELTACHAIN_ENGINE_KEY.",
     ),
 ]
@@ -87,8 +84,8 @@ BoardUrls: TypeAlias = Annotated[
     typer.Option(
         "--presence",
         metavar="URL",
-        help="Where replicas write their presence (their DELTACHAIN_PRESENCE_URL), for those that "
-        "cannot be asked; may be given several times.",
+        help="URL at which replicas without an address write their presence (their "
+        "DELTACHAIN_PRESENCE_URL); repeatable.",
     ),
 ]
 Out: TypeAlias = Annotated[
@@ -97,35 +94,33 @@ Out: TypeAlias = Annotated[
 ]
 Poll: TypeAlias = Annotated[
     float | None,
-    typer.Option(
-        metavar="S", help="Seconds between polls for a new version. Default: 1; 5 for a Hub bucket."
-    ),
+    typer.Option(metavar="S", help="Seconds between polls. Default: 1; 5 for a Hub bucket."),
 ]
 MetricsAddress: TypeAlias = Annotated[
     str | None,
     typer.Option(
         "--metrics",
         metavar="<PORT|HOST:PORT>",
-        help="Serve /metrics for Prometheus, /healthz and /readyz here; without a host, to this "
-        "machine alone.",
+        help="Serve /metrics, /healthz and /readyz here; without a host, to this machine alone.",
     ),
 ]
 AtVersion: TypeAlias = Annotated[
     int | None, typer.Option(min=0, metavar="N", help="The version. Default: the head.")
 ]
 AtStep: TypeAlias = Annotated[
-    int | None, typer.Option(metavar="S", help="The newest version of this step of the trainer.")
+    int | None,
+    typer.Option(metavar="S", help="The newest version of this trainer step."),
 ]
 TagName: TypeAlias = Annotated[
-    str, typer.Option("--tag", metavar="NAME", help="The version that this tag stands for.")
+    str, typer.Option("--tag", metavar="NAME", help="The version with this tag.")
 ]
 At: TypeAlias = Annotated[
     str,
     typer.Option(
         "--at",
         metavar="TIME",
-        help="The newest version committed at or before: `2026-11-23T09:00`, of this machine's "
-        "time zone if it names none, or seconds since 1970.",
+        help="The newest version committed by this time: `2026-11-23T09:00`, by default in the "
+        "local time zone, or seconds since 1970.",
     ),
 ]
 

@@ -46,7 +46,8 @@ def prune(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be deleted; write and delete nothing.")
+        bool,
+        typer.Option("--dry-run", help="Print the objects to delete; write and delete nothing."),
     ] = False,
     keep_last: KeepLast = 1024,
     keep_within: KeepWithin = None,
@@ -55,10 +56,10 @@ def prune(  # noqa: PLR0913 - one argument an option
     grace: Grace = "1h",
     as_json: AsJson = False,
 ) -> None:
-    """Retire what a rule does not keep, and delete what was retired before the grace.
+    """Retire edges outside a rule, and delete edges retired before the grace.
 
-    Manifests are never deleted. Every kept version stays reachable from nothing, which is proven
-    before anything is deleted. Run it again after the grace to delete what this run retires.
+    Manifests are never deleted. Before a deletion every kept version is proven to be reachable from
+    nothing. Run it again after the grace.
 
     Example: `deltachain prune /mnt/policy --keep-last 200 --keep-every 1000 --dry-run`
     """
@@ -91,7 +92,7 @@ def anchor(
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Add an anchor of a version, so that newcomers start there.
+    """Add an anchor of a version, a start for newcomers.
 
     The version is rebuilt from the store and proven before it is recorded.
 

@@ -26,34 +26,33 @@ def push(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
     step: Annotated[
-        int | None, typer.Option(metavar="N", help="The trainer's step, recorded in the manifest.")
+        int | None, typer.Option(metavar="N", help="Trainer step for the manifest.")
     ] = None,
     encoding: Encode = "step",
     quantization: Annotated[
         str | None,
         typer.Option(
             metavar="RECIPE|FOLDER",
-            help="Quantise linear layers and experts first: `fp8-block`, `fp8-block-ue8m0`, "
-            "`fp8-row`, `fp8-tensor`, `int8-row`, `mxfp8`, `mxfp4` or `nvfp4a16`. Installed "
-            "packages add more. The folder of a quantised checkpoint stands for its recipe and the "
-            "layers that it leaves. Give it at every push of the chain.",
+            help="Quantise linear layers and experts: `fp8-block`, `fp8-block-ue8m0`, "
+            "`fp8-row`, `fp8-tensor`, `int8-row`, `mxfp8`, `mxfp4` or `nvfp4a16`. Packages add "
+            "more. Or the folder of a quantised checkpoint, for its recipe and ignored layers. "
+            "Give it at every push.",
         ),
     ] = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
             metavar="LAYER",
-            help="Layer that `--quantization` leaves as it is: its name or the end of it, or "
-            "`re:` and a regular expression; several times for several. By default `lm_head`, "
-            "which others replace.",
+            help="Layer not to quantise: its name or the end of it, or `re:` and a regular "
+            "expression; repeatable. Replaces the default, `lm_head`.",
         ),
     ] = None,
     base: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of a base checkpoint that all followers have. A new chain refers to it "
-            "instead of uploading it; give it in each later push too.",
+            help="Folder of a base checkpoint that all followers have: a new chain refers to it "
+            "instead of uploading it. Give it at every push.",
         ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -61,16 +60,14 @@ def push(  # noqa: PLR0913 - one argument an option
         bool,
         typer.Option(
             "--continue-reverted",
-            help="Publish on top of a head that `revert` committed; else other weights than its "
-            "are refused there.",
+            help="Publish other weights on top of a reverted head.",
         ),
     ] = False,
     take_over: Annotated[
         bool,
         typer.Option(
             "--take-over",
-            help="Publish where another publisher is at work, which is thereby ended; else that is "
-            "refused.",
+            help="Publish although another publisher is at work, and end that one.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -78,8 +75,7 @@ def push(  # noqa: PLR0913 - one argument an option
     """Publish a checkpoint as the newest version of a chain.
 
     The first push creates the chain, with the configuration and tokenizer files of its checkpoint.
-    Each later push rebuilds the head and publishes the difference as the next version. A
-    publisher at work there is ended, if you say so: `--take-over`.
+    Each later push rebuilds the head and publishes the difference as the next version.
 
     Example: `deltachain push out/checkpoint-40 /mnt/policy --step 40`
 

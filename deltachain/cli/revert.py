@@ -32,11 +32,11 @@ def revert(  # noqa: PLR0913 - one argument an option
     base: Base = None,
     as_json: AsJson = False,
 ) -> None:
-    """Commit a version that has the state of an older one: every replica goes back.
+    """Commit a version with the state of an older one: every replica goes back.
 
-    The new version is a delta from the head, so followers apply it like any other, also after a
-    restart. Both states are proven before the commit. A publisher at work is fenced; one that
-    starts later refuses other weights, unless it is told to continue.
+    Followers apply the new version, a delta from the head, like any other. Both states are proven
+    before the commit. A publisher at work is fenced; one that starts later refuses other weights,
+    unless told to continue.
 
     Example: `deltachain revert /mnt/policy --version 40 --dry-run`
 

@@ -27,9 +27,9 @@ def stats(
     keep_every: KeepEvery = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what lies in a chain's store, and what joining it takes.
+    """Show the objects in a chain's store, and the cost of joining it.
 
-    Lists every object. The last line says what `deltachain prune` would free.
+    Lists every object. The last line shows how much `deltachain prune` would free.
 
     Example: `deltachain stats s3://bucket/run-1`
     """

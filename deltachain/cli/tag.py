@@ -29,10 +29,10 @@ def tag(  # noqa: PLR0913 - one argument an option
     delete: Annotated[bool, typer.Option("--delete", help="Remove the tag.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the tags of a chain, or set or remove one.
+    """List the tags of a chain, or set, move or remove one.
 
-    A tag is a name of a version that `--tag` of other commands takes. Set again, it moves. It is
-    set only if its version can be rebuilt from the store.
+    A tag is a name of a version for `--tag` of other commands. It is set only if its version can be
+    rebuilt from the store.
 
     Example: `deltachain tag /mnt/policy`
 

@@ -22,11 +22,15 @@ if TYPE_CHECKING:
 def verify(  # noqa: PLR0913 - one argument an option
     url: Url,
     *,
-    first: Annotated[
-        int, typer.Option("--from", min=0, metavar="N", help="The first version to verify.")
-    ] = 0,
+    first: Annotated[int, typer.Option("--from", min=0, metavar="N", help="First version.")] = 0,
     last: Annotated[
-        int | None, typer.Option("--to", min=0, metavar="N", help="The last. Default: the head.")
+        int | None,
+        typer.Option(
+            "--to",
+            min=0,
+            metavar="N",
+            help="Last version. Default: the head. `--step`, `--tag` and `--at` name it too.",
+        ),
     ] = None,
     step: AtStep = None,
     tag: TagName = "",
@@ -36,13 +40,10 @@ def verify(  # noqa: PLR0913 - one argument an option
 ) -> None:
     """Verify every byte, link and state of a chain.
 
-    Reads all manifests, edge records and payload objects; checks sizes, digests, directories,
-    frames and decoding; rebuilds the weights in memory from version to version, and recomputes the
-    state digest of each. Anchors and skips must lead to the same states. A missing payload counts
-    as pruned if a prune record names it, and as expired if a later anchor replaces it. The first
-    error ends the command with its exit code.
-
-    The options `--step`, `--tag` and `--at` name the last version, as `--to` does.
+    Reads all documents and payloads, rebuilds the weights in memory from version to version, and
+    recomputes each state digest; anchors and skips must lead to the same states. A missing payload
+    counts as pruned if a prune record names it, and as expired if a later anchor replaces it. The
+    first error ends the command with its exit code.
 
     Example: `deltachain verify /mnt/policy --from 100`
     """

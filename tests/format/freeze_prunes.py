@@ -1,6 +1,6 @@
 """Writes the frozen prune record, once: ``python -m tests.format.freeze_prunes``.
 
-It is the second of a chain of which nothing else is frozen; FORMAT.md 8.11 shows its bytes.
+It is the second of a chain of which nothing else is frozen; FORMAT.md 8.3 shows its bytes.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def test_quickstart_of_s3(run: Any, seaweed: Seaweed, monkeypatch: pytest.Monkey
     assert len(made) == 1  # the bucket, in each document that has it
     subprocess.run([sys.executable, *made.pop()[1:]], check=True, timeout=60)
     url = "s3://policies/run-1"
-    namespace, _ = run("docs/quickstart-s3.md:0", {url: url})
+    namespace, _ = run("docs/quickstart-folder.md:0", {"/mnt/policy": url, url: url})
     check(url, namespace["model"], step=10)
 
 
@@ -147,7 +147,7 @@ def test_quickstart_of_a_bucket_of_the_hub(
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", hub.token)
     url = f"hf://buckets/{bucket}/run-1"
-    namespace, _ = run("docs/quickstart-hf.md:0", {"hf://buckets/me/policy/run-1": url})
+    namespace, _ = run("docs/quickstart-folder.md:0", {"/mnt/policy": url})
     check(url, namespace["model"], step=10)
 
 
