@@ -22,7 +22,7 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.store import MemoryStore, ObjectInfo, Store, open_store
 from deltachain.store.base import MAX_DOCUMENT
 from deltachain.subscribe import SubscribeConfig, Subscriber
-from deltachain.types import Buffer, Version
+from deltachain.types import Version
 from tests.accidents.scene import Journal, Kept, Objects, put_all
 from tests.crash.child import KINDS, Place
 from tests.support.engine import Sharding, full_of
@@ -153,19 +153,19 @@ class Counting(Kept):
 
     def begin(self) -> None:
         self.documents: list[str] = []
-        self.looks, self._before = 0, self.inner.requests
+        self.looks, self._requests = 0, self.inner.requests
 
     @property
     def spent(self) -> int:
-        return self.inner.requests - self._before
+        return self.inner.requests - self._requests
 
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        self._count(key)
+        self._note(key)
         return self.inner.get(key, limit=limit)
 
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        self._count(key)
-        return self.inner.read(key, nbytes=nbytes, pin=pin)
+    def read(self, key: str, *, nbytes: int, pin: str = "") -> bytes:
+        self._note(key)
+        return bytes(self.inner.read(key, nbytes=nbytes, pin=pin))
 
     def find(self, key: str) -> ObjectInfo | None:
         self.looks += 1
@@ -175,7 +175,7 @@ class Counting(Kept):
         self.looks += 1
         return self.inner.find_all(keys)
 
-    def _count(self, key: str) -> None:
+    def _note(self, key: str) -> None:
         if key.endswith(".json"):
             self.documents.append(key)
 

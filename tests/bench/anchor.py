@@ -79,8 +79,8 @@ class Bench:
         Publisher(str(self._folder / "new")).attach(self.model, alone=True).close()
 
     def anchor(self) -> EdgeShare:
-        keys = self.session.keys("anchor", self.session.head)
-        return self.session.put_share(keys, Attempt(topic="bench"))
+        keys = self.session._keys("anchor", self.session.head)
+        return self.session._put_share(keys, Attempt(topic="bench"))
 
     def prepare_newcomer(self) -> None:
         self._live = {

@@ -383,20 +383,11 @@ def _nearby(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Search, "affected", lambda search, names, **_: affected(search, names))
 
 
-def loaders(seed: int) -> Recipe:
-    return KINDS["loaders"](seed)
-
-
-def modules(seed: int) -> Recipe:
+def tryable_modules(seed: int) -> Recipe:
     """An engine with layers that are packed, tied, derived, and can be tried where they hide."""
-    recipe = KINDS["modules"](seed)
+    recipe = modules(seed)
     units = (replace(one, tryable=one.tryable or one.process in OPAQUE) for one in recipe.units)
     return replace(recipe, units=tuple(units))
-
-
-def shares(seed: int) -> Recipe:
-    """An engine with weights that it keeps as one, or moves."""
-    return KINDS["shares"](seed)
 
 
 HIDDEN: Final = Recipe(units=(Unit(process="pack"),))
@@ -411,7 +402,7 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
     "its own change is followed": (_own_change, loaders(945)),
     "the change back is followed": (partial(_off, ModelState, "expect_same"), loaders(6)),
     "members are put back": (partial(_off, Members, "put_back"), loaders(0)),
-    "what is derived is found": (partial(_skip, "find_derived"), modules(76)),
+    "what is derived is found": (partial(_skip, "find_derived"), tryable_modules(76)),
     "what is kept as one stays equal": (partial(_off, LateTies, "check"), shares(12)),
     "slots that move are seen": (
         lambda patch: patch.setattr(live_record, "slots_of", lambda *_: {}),
@@ -422,25 +413,28 @@ FEW: Final[dict[str, tuple[Switch, Recipe]]] = {
 """Switches, and an engine that is then followed wrong or damaged, by what they switch off."""
 
 MORE_SWITCHES: Final[dict[str, tuple[Switch, Recipe]]] = {
-    "a neighbour's change proves nothing": (_alone, modules(2499)),
+    "a neighbour's change proves nothing": (_alone, tryable_modules(2499)),
     "other bits show where they go": (_where, loaders(23)),
     "groups are loaded apart": (_halves, loaders(86)),
     "loading is repeatable": (partial(_empty, Trial, "_expect_repeatable"), loaders(23)),
-    "groups of one layer take turns": (_turns, modules(889)),
+    "groups of one layer take turns": (_turns, tryable_modules(889)),
     "what is not loaded keeps other bits": (_kept, loaders(3330)),
-    "live bits are read back": (_read_back, modules(1065)),
+    "live bits are read back": (_read_back, tryable_modules(1065)),
     "equal elements keep their placement": (_uniform, loaders(85)),
-    "layers compute from it": (partial(_skip, "verify_in_place"), modules(219)),
-    "equal elements prove no placement": (partial(_skip, "refuse_unverifiable"), modules(116)),
+    "layers compute from it": (partial(_skip, "verify_in_place"), tryable_modules(219)),
+    "equal elements prove no placement": (
+        partial(_skip, "refuse_unverifiable"),
+        tryable_modules(116),
+    ),
     "layers that cannot be inspected are refused": (partial(_skip, "find_untestable"), HIDDEN),
     "ties are followed": (_ties, TIED),
-    "what is derived follows": (_made, modules(194)),
-    "a constant was made again": (partial(_off, _Search, "expect_made"), modules(255)),
+    "what is derived follows": (_made, tryable_modules(194)),
+    "a constant was made again": (partial(_off, _Search, "expect_made"), tryable_modules(255)),
     "a constant stays when the same is loaded": (
         partial(_off, _Search, "expect_stable"),
         loaders(207),
     ),
-    "what a reload leaves out is confirmed": (_confirmed, modules(994)),
+    "what a reload leaves out is confirmed": (_confirmed, tryable_modules(994)),
     "what is read after a swap can be": (
         partial(_empty, reloads, "_displaced"),
         loaders(10501),
@@ -448,15 +442,15 @@ MORE_SWITCHES: Final[dict[str, tuple[Switch, Recipe]]] = {
     "what is opaque is not loaded": (_opaque, INTO),
     "what a load changes beside is followed": (
         partial(_off, _Seen, "_expect_followed"),
-        modules(1472),
+        tryable_modules(1472),
     ),
     "what is unused is stored nowhere": (
         lambda patch: patch.setattr(derived, "_held", lambda *_: {}),
         loaders(19581),
     ),
-    "everything is loaded once": (_nearby, modules(1041)),
+    "everything is loaded once": (_nearby, tryable_modules(1041)),
     "other bits arrive where they were recorded": (partial(_empty, reloads, "_stray"), ROWS),
-    "outputs are restored": (partial(_off, discover, "restore_outputs"), modules(1798)),
+    "outputs are restored": (partial(_off, discover, "restore_outputs"), tryable_modules(1798)),
 }
 
 SETTLE: Final = partial(_off, Members, "settle")

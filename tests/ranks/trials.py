@@ -607,15 +607,15 @@ def covers(rank: int, url: str, folder: str) -> None:
 def exports(rank: int, url: str, folder: str) -> None:
     def part() -> Iterator[tuple[str, Tensor]]:
         if rank < 2:
-            yield f"layer.{rank}", torch.full((3, 4), float(step * (rank + 1)))
-            yield "shared", torch.full((5,), float(step))
+            yield f"layer.{rank}", torch.full((3, 4), float(version * (rank + 1)))
+            yield "shared", torch.full((5,), float(version))
 
-    step = 0
+    version = 0
     config = PublishConfig(url=url, when_busy="wait", deadline_s=60)
     with Publisher(config).attach(part) as publisher:
         for number in (1, 2):
-            step = number
-            assert publisher.publish(step=step).result(60).version == step
+            version = number
+            assert publisher.publish(step=version).result(60).version == version
     if rank == 0:
         pull(url, out=Path(folder) / "pulled")
         expected = {"layer.0": torch.full((3, 4), 2.0), "layer.1": torch.full((3, 4), 4.0)}

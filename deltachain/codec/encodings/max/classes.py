@@ -21,6 +21,7 @@ from deltachain.kernels.compiling import compiled, inlined
 from deltachain.types import Bits
 
 _U = np.uint64
+_intrinsic: Final[Any] = intrinsic  # untyped
 
 WORD: Final = 64
 """Bits of a word."""
@@ -68,7 +69,7 @@ def load_word(data: Any, at: Any) -> Any:
     return word
 
 
-@intrinsic
+@_intrinsic
 def run_mask(typing_context: Any, codes: Any, at: Any, run: Any) -> Any:  # noqa: ARG001
     """Compare 64 bytes from ``codes[at]`` on; bit ``n`` is set if byte ``n`` is in a run.
 
