@@ -15,7 +15,7 @@ from deltachain.version import __version__ as __version__
 if TYPE_CHECKING:
     from deltachain.chain.chain import Chain as Chain
     from deltachain.control.fleet import Fleet as Fleet
-    from deltachain.control.transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
+    from deltachain.control.trl_transfer import DeltaChainWeightTransfer as DeltaChainWeightTransfer
     from deltachain.errors import DeltaChainError as DeltaChainError
     from deltachain.publish import DeltaChainCallback as DeltaChainCallback
     from deltachain.publish import PublishConfig as PublishConfig
@@ -33,7 +33,7 @@ _HOME: Final = {
     "Chain": "deltachain.chain.chain",
     "DeltaChainCallback": "deltachain.publish",
     "DeltaChainError": "deltachain.errors",
-    "DeltaChainWeightTransfer": "deltachain.control.transfer",
+    "DeltaChainWeightTransfer": "deltachain.control.trl_transfer",
     "Fleet": "deltachain.control.fleet",
     "PublishConfig": "deltachain.publish",
     "PublishReceipt": "deltachain.publish",

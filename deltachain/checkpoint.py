@@ -18,13 +18,13 @@ from typing import Final
 import numpy as np
 
 from deltachain.codec.container import Entry, read_header, write_header
+from deltachain.disk_space import reserve
 from deltachain.errors import ConfigError, MalformedError, UnsupportedModelError
 from deltachain.file_reader import FileReader
 from deltachain.format.documents import FileRef
 from deltachain.format.keys import digest_key, digest_of_pieces
 from deltachain.kernels import host
 from deltachain.remote_code import without_remote_code
-from deltachain.room import reserve
 from deltachain.store.base import is_segment
 from deltachain.threads import cores
 from deltachain.types import Bits, Buffer, StateDigest, TensorSpec

@@ -29,6 +29,7 @@ from deltachain.chain.plan import Plan
 from deltachain.chain.trust import SigningKey, Trust
 from deltachain.control.replica_client import make_client
 from deltachain.control.roster import parse_inventory
+from deltachain.disk_space import NoRoomError, check_room
 from deltachain.doctor import Finding, Grade, Role, failed, fault, note, ok, tried
 from deltachain.environment import FROM_FILE, PREFIX, mistakes, read
 from deltachain.errors import ConfigError
@@ -37,7 +38,6 @@ from deltachain.presence.writer import interval_s
 from deltachain.redact import redacted_path, redacted_url
 from deltachain.replica.settings import ReplicaSettings, spool_folder
 from deltachain.retry import between_polls
-from deltachain.room import NoRoomError, check_room
 from deltachain.store import ObjectInfo, Store, check_apart, open_store
 from deltachain.subscribe.history import require
 from deltachain.threads import Pool

@@ -23,8 +23,8 @@ from deltachain.chain.heartbeat import newest_prune
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.format.documents import EdgeSummary, PrunedKind, PrunedRange, PruneRecord
 from deltachain.format.keys import HEAD_KEY, prune_key
-from deltachain.kinds import check_kinds, names_checked
 from deltachain.maintain.survey import Survey, by_version, with_objects
+from deltachain.setting_types import check_kinds, names_checked
 from deltachain.store import ObjectInfo
 from deltachain.store.base import already_exists
 from deltachain.threads import Pool

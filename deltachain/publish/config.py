@@ -11,10 +11,10 @@ from typing import Any, Final, Literal
 from deltachain.chain.plan import ANCHOR_FACTOR
 from deltachain.codec import ENCODINGS
 from deltachain.errors import ConfigError
-from deltachain.kinds import check_kinds, names_checked
 from deltachain.maintain import KeepRule
 from deltachain.metrics import parse_address
 from deltachain.publish.quantise.settings import Quantization
+from deltachain.setting_types import check_kinds, names_checked
 from deltachain.store import Location, location_of
 from deltachain.types import WIRE_DTYPES
 

@@ -24,7 +24,7 @@ from deltachain.chain.trust import Trust
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.documents import EdgeSummary, Table, parse
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY
-from deltachain.publish.beside import Tenure
+from deltachain.publish.background import Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import check_files

@@ -29,7 +29,7 @@ from deltachain.format.documents import BaseRef, Edge, EdgeSummary, phases_mark
 from deltachain.format.keys import CHAIN_KEY, PayloadKind
 from deltachain.kernels import host
 from deltachain.kernels.reference import Changes
-from deltachain.publish.beside import PHASES, Tenure
+from deltachain.publish.background import PHASES, Tenure
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model.assets import refuse_other_folder
 from deltachain.publish.model.kept_files import CONFIG_FILE, with_dtype_of

@@ -34,7 +34,7 @@ from deltachain.store import Store
 from deltachain.types import StateDigest, Version
 
 if TYPE_CHECKING:
-    from deltachain.publish.beside import Tenure
+    from deltachain.publish.background import Tenure
 
 logger = logging.getLogger(__name__)
 

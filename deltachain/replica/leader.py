@@ -30,10 +30,10 @@ from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.threads import started
 from deltachain.types import Version
 
+from .all_ranks import ReplicaTarget
 from .engine import Engine
 from .messages import status_row
 from .settings import ReplicaSettings
-from .target import ReplicaTarget
 
 # An idle engine that hangs, or that another client has paused, raises no error by itself.
 

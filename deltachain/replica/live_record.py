@@ -23,7 +23,7 @@ from deltachain.kernels.protocol import same_bits
 
 from .engine import EngineModel
 from .layout.loaded_checkpoint import LoadedCheckpoint
-from .layout.members import bytes_of
+from .layout.module_members import bytes_of
 from .spool_reader import TensorPlan, host_bits
 from .staged import Share
 

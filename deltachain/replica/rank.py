@@ -31,7 +31,7 @@ from deltachain.kernels import device, host, staging
 from deltachain.kernels.protocol import same_bits
 from deltachain.redact import redacted_url
 from deltachain.subscribe.targets.base import take_back, write_all
-from deltachain.subscribe.targets.patch import WholeTensor, state_of, warm_up
+from deltachain.subscribe.targets.tensor_patch import WholeTensor, state_of, warm_up
 from deltachain.threads import Pool, cores
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -44,7 +44,7 @@ from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
 from .layout.fresh_load import expect_fresh
 from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
-from .layout.members import undisturbed
+from .layout.module_members import undisturbed
 from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
 from .layout.runtime_tables import RuntimeTables
 from .live_record import REPLACED, LateTies, LiveRecord, find_late_ties

@@ -22,10 +22,10 @@ import msgspec
 
 from deltachain.chain.fetch import Fetched
 from deltachain.codec import Part
+from deltachain.disk_space import FULL, hint_for
 from deltachain.errors import ApplyError, DeltaChainError
 from deltachain.file_reader import map_file
 from deltachain.format.documents import Count, ObjectRef, Struct
-from deltachain.room import FULL, hint_for
 from deltachain.types import Buffer
 
 INDEX: Final = "index.json"

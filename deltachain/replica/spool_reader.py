@@ -28,7 +28,7 @@ from deltachain.delta import OldBits, TensorDelta, fold_within
 from deltachain.file_reader import map_file
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
-from deltachain.subscribe.targets.patch import LiveElements
+from deltachain.subscribe.targets.tensor_patch import LiveElements
 from deltachain.types import TensorSpec
 
 from .spool import FAILED, SpooledObject, object_file, read_index, writer_is_gone

@@ -15,7 +15,7 @@ from deltachain.delta import TensorDelta
 from deltachain.kernels.segments import StreamLayout, TensorStreams
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
-from deltachain.subscribe.targets.patch import LiveElements, prepare, prepare_steps
+from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
 
 from .spool_reader import TensorPlan, bits_are_at_fault, host_bits

@@ -20,7 +20,7 @@ from typing_extensions import override
 from deltachain.kernels.device import live_bits, storage_bits
 from deltachain.kernels.protocol import LiveBits, kernels_for
 from deltachain.kernels.reference import WindowPlace
-from deltachain.subscribe.targets.patch import LiveElements
+from deltachain.subscribe.targets.tensor_patch import LiveElements
 from deltachain.types import StateDigest
 
 BLOCK: Final = 1 << 20

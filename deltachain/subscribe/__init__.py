@@ -10,7 +10,7 @@ from deltachain.subscribe.receipt import ApplyReceipt, Staged
 from deltachain.subscribe.subscriber import Subscriber
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
-from deltachain.subscribe.targets.patch import Patch
+from deltachain.subscribe.targets.tensor_patch import Patch
 
 if TYPE_CHECKING:
     from deltachain.subscribe.targets.tensors import TensorTarget as TensorTarget

@@ -10,7 +10,7 @@ from typing import Any
 
 from deltachain.chain.trust import Trust
 from deltachain.errors import ConfigError
-from deltachain.kinds import check_kinds, names_checked
+from deltachain.setting_types import check_kinds, names_checked
 from deltachain.store import Location, location_of
 
 

@@ -9,7 +9,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import lost_chain, replaced
 from deltachain.chain.lookup import Standing
-from deltachain.kinds import whole
+from deltachain.setting_types import whole
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.types import Version
 

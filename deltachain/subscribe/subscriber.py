@@ -22,8 +22,8 @@ from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
 from deltachain.figures import Figure, figures, info, phases
-from deltachain.kinds import fields_of, names_checked, whole
 from deltachain.redact import redacted_url
+from deltachain.setting_types import fields_of, names_checked, whole
 from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig

@@ -15,7 +15,7 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .server import subscribe
+    from .engine import subscribe
 
 __all__ = ["PREFIX", "SCHEME", "register", "subscribe"]
 
@@ -47,7 +47,7 @@ def register() -> None:
     hook_schedulers()
     # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
-        from .front import hook_server
+        from .routes import hook_server
         from .starting import hook_engine
 
         hook_server()
@@ -64,4 +64,4 @@ def speak() -> None:
 def __getattr__(name: str) -> Any:
     if name != "subscribe":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("deltachain_sglang.server").subscribe
+    return import_module("deltachain_sglang.engine").subscribe

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
+from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
-from deltachain.replica.layout.members import Members, MemoryIndex, tensors_in
 from deltachain.replica.layout.model_state import fixed_rows, is_plain, layer_of, processed
-from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.module_members import Members, MemoryIndex, tensors_in
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat, loading

@@ -25,7 +25,7 @@ from deltachain.kernels.device import bits_of
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
 from deltachain.replica.device_staging import streams_of
 from deltachain.subscribe.targets.base import HeldVersion
-from deltachain.subscribe.targets.patch import Patch
+from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.subscribe.targets.tensors import TensorTarget
 from deltachain.types import Bits, Indices, StateDigest, TensorSpec
 from tests.bench import report

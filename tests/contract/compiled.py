@@ -15,7 +15,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from deltachain.kernels import programs
+from deltachain.kernels import triton_programs
 from deltachain.kernels.staging import BLOCK, WARPS
 
 TOOLS = Path(nvidia.__file__).parent / "bin"
@@ -29,7 +29,7 @@ OTHER_TYPES = {
     "verdict": "*i32",
     "ndim": "i32",
 }
-OFFSETS = dict.fromkeys(programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
+OFFSETS = dict.fromkeys(triton_programs.OFFSETS, "i32")  # as Triton passes integers below 2^31
 
 Case = tuple[Any, int, dict[str, Any]]
 
@@ -39,13 +39,13 @@ def cases() -> Iterator[Case]:
     for width in ELEMENTS:
         for gap, absolute in ((1, False), (2, False), (1, True), (2, True)):
             constants = {"WIDTH": width, "GAP": gap, "ABSOLUTE": absolute}
-            yield programs.decode_segment, width, constants
+            yield triton_programs.decode_segment, width, constants
         for masked, kind in ((False, 0), (False, 1), (True, 0), (True, 2)):
             constants = {"WIDTH": width, "MASKED": masked, "ABSOLUTE": kind}
-            yield programs.stage_block, width, constants
-        yield programs.write_block, width, {}
+            yield triton_programs.stage_block, width, constants
+        yield triton_programs.write_block, width, {}
     for masked in (False, True):
-        yield programs.count_block, 2, {"MASKED": masked}
+        yield triton_programs.count_block, 2, {"MASKED": masked}
 
 
 def compile_for(arch: int, case: Case) -> str:

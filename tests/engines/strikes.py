@@ -18,7 +18,7 @@ from torch import Tensor
 
 from deltachain.replica.rank import HostCopies, Rank
 from deltachain.subscribe.targets import base as target
-from deltachain.subscribe.targets import patch
+from deltachain.subscribe.targets import tensor_patch
 
 VARIABLE: Final = "TEST_DELTACHAIN_STRIKE"
 
@@ -73,4 +73,4 @@ def _loading(
 
 Rank.stage = _before("stage", Rank.stage)  # type: ignore[method-assign]
 HostCopies.clones = _loading(HostCopies.clones)  # type: ignore[method-assign, assignment]
-vars(target)["write_patch"] = _before("write", patch.write)
+vars(target)["write_patch"] = _before("write", tensor_patch.write)

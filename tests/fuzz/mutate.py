@@ -39,7 +39,7 @@ from deltachain.format.documents import (
 from deltachain.format.keys import digest_key, object_digest
 from deltachain.kernels import host
 from deltachain.store import MemoryStore
-from deltachain.subscribe.targets.patch import WholeTensor, prepare, prepare_steps
+from deltachain.subscribe.targets.tensor_patch import WholeTensor, prepare, prepare_steps
 from deltachain.types import MAX_NUMEL, WIRE_DTYPES, Bits, StateDigest, TensorSpec
 from tests.format import freeze_tags, stranger
 from tests.format.forge import FRAME, Forgery, dumps, take_apart

@@ -24,8 +24,8 @@ from deltachain.replica.layout import in_place as read_back
 from deltachain.replica.layout import loaded_checkpoint as other_bits
 from deltachain.replica.layout.derived import _Search, find_derived
 from deltachain.replica.layout.findings import Findings
-from deltachain.replica.layout.members import Members, MemoryIndex
 from deltachain.replica.layout.model_state import LoadGroup, LoadMethod, ModelState, load_with
+from deltachain.replica.layout.module_members import Members, MemoryIndex
 from deltachain.replica.layout.reloads import Trial, _Seen
 from deltachain.replica.live_record import LateTies
 from tests.property.engine import RandomEngine

@@ -21,7 +21,7 @@ from typing_extensions import override
 import deltachain
 from deltachain.chain.trust import SigningKey
 from deltachain.control.fleet import Wait
-from deltachain.control.transfer import DeltaChainWeightTransfer
+from deltachain.control.trl_transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, DeltaChainError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.quantise.tensors import CutMessage

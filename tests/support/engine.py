@@ -16,11 +16,11 @@ from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
 from deltachain.errors import ApplyError, DeltaChainError, EngineVersionError
 from deltachain.kernels.device import bits_of
 from deltachain.replica import messages
-from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.subscribe.targets import base as target
-from deltachain.subscribe.targets.patch import LiveElements, Patch, write
+from deltachain.subscribe.targets.tensor_patch import LiveElements, Patch, write
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import BITS_DTYPES, TensorSpec
 

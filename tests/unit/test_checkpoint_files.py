@@ -21,6 +21,7 @@ from deltachain import PublishConfig
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import check_assets, check_edge, check_encodings, check_record
 from deltachain.checkpoint import Checkpoint, read_assets, write_atomic
+from deltachain.disk_space import NoRoomError, check_room, fill_holes, hint_for, reserve
 from deltachain.errors import ConfigError, DeltaChainError, MalformedError
 from deltachain.file_reader import FileReader
 from deltachain.filebits import WINDOW_NBYTES, FileBits
@@ -35,7 +36,6 @@ from deltachain.format.documents import (
 )
 from deltachain.format.keys import asset_key, edge_key, payload_key
 from deltachain.publish.push import push
-from deltachain.room import NoRoomError, check_room, fill_holes, hint_for, reserve
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer, TensorSpec
 

@@ -59,7 +59,7 @@ from deltachain.format.keys import (
 from deltachain.maintain import KeepRule, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
-from deltachain.publish.beside import HeartbeatThread, NewestRecords
+from deltachain.publish.background import HeartbeatThread, NewestRecords
 from deltachain.publish.writer import Writer
 from deltachain.store import MemoryStore
 from deltachain.types import WIRE_DTYPES, Buffer, StateDigest

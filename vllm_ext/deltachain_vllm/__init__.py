@@ -13,9 +13,9 @@ from multiprocessing import parent_process
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from .endpoint import EndpointPlugin
+    from .engine import subscribe
     from .extension import WorkerExtension
-    from .server import subscribe
+    from .routes import EndpointPlugin
 
 __all__ = ["EndpointPlugin", "WorkerExtension", "register", "subscribe"]
 
@@ -26,9 +26,9 @@ HANDLE: Final = "deltachain_handle"
 """Name of the worker method that handles requests."""
 
 _HOMES: Final = {
-    "EndpointPlugin": "deltachain_vllm.endpoint",
+    "EndpointPlugin": "deltachain_vllm.routes",
     "WorkerExtension": "deltachain_vllm.extension",
-    "subscribe": "deltachain_vllm.server",
+    "subscribe": "deltachain_vllm.engine",
 }
 
 logger = logging.getLogger(__name__)

@@ -16,12 +16,12 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
 from deltachain.replica.layout.loaded_checkpoint import Owners, layers_of
-from deltachain.replica.layout.members import Members, storage_id, tensors_in
 from deltachain.replica.layout.model_state import is_plain, processed
+from deltachain.replica.layout.module_members import Members, storage_id, tensors_in
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat
-from .computing import compared, computed, is_compared, taken_over
+from .layer_outputs import compared, computed, is_compared, taken_over
 from .repacking import loaded_apart, repack
 from .scales import owned, uncaptured
 

@@ -17,7 +17,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.members import ACTS, NESTED, Members, container_of
+from deltachain.replica.layout.module_members import ACTS, NESTED, Members, container_of
 
 from . import compat
 

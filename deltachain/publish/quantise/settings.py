@@ -12,12 +12,12 @@ from typing import Any, Final
 from typing_extensions import override
 
 from deltachain.errors import ConfigError
-from deltachain.kinds import check_kinds, names_checked
 from deltachain.name_registry import NameRegistry
 from deltachain.publish.model.kept_files import CONFIG_FILE
 from deltachain.publish.quantise import compressed
 from deltachain.publish.quantise.finegrained import FP8_BLOCK, FP8_BLOCK_UE8M0
 from deltachain.publish.quantise.recipe import Recipe
+from deltachain.setting_types import check_kinds, names_checked
 
 GROUP: Final = "deltachain.recipes"
 """Entry point group of recipes; each object is a :class:`Recipe`."""

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from deltachain.errors import EngineVersionError, TensorMismatchError
 
 from .findings import Findings, Links, all_layers, components, links_of
-from .members import MemoryIndex, digest_of
 from .model_state import RELOADS, LoadMethod, ModelState, idle, layer_of, restore_outputs
+from .module_members import MemoryIndex, digest_of
 
 if TYPE_CHECKING:
     from .discover import Layout

@@ -28,10 +28,10 @@ from .in_place import (
     verify_in_place,
     verify_uniform,
 )
+from .load_recorder import record
 from .loaded_checkpoint import LoadedCheckpoint
-from .members import undisturbed
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, restore_outputs
-from .recorder import record
+from .module_members import undisturbed
 from .reloads import decide_remaining, find_untestable, try_loading, try_reloading
 
 

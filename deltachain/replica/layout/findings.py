@@ -11,9 +11,9 @@ from deltachain.disjoint_sets import join_sets
 from deltachain.replica.windows import Placement
 
 from .classes import ON_HOST, TensorClass
-from .members import restoring
+from .load_recorder import Recording
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState
-from .recorder import Recording
+from .module_members import restoring
 
 Links: TypeAlias = Mapping[str, frozenset[str]]
 """Layers that each tensor is loaded into or shares memory with."""

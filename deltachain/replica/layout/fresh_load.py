@@ -20,8 +20,8 @@ from deltachain.replica.engine import EngineModel
 from deltachain.types import TensorSpec
 
 from .loaded_checkpoint import WeightsFactory
-from .members import is_opaque, numbers_in, same_number, same_tensor, storage_id, tensors_in
 from .model_state import RELOADS, LoadGroup, LoadMethod
+from .module_members import is_opaque, numbers_in, same_number, same_tensor, storage_id, tensors_in
 
 TOGETHER: Final = 32 << 20
 """Bytes of weights up to which groups are loaded together; a larger one is loaded alone."""

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from deltachain.replica.windows import Placement
-from deltachain.subscribe.targets.patch import varied
+from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import WIRE_NAMES
 
 from .findings import Findings, all_layers, components, links_of

@@ -18,12 +18,12 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import LiveBits
-from deltachain.subscribe.targets.patch import varied
+from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
 
-from .members import Provenance, tensors_in
-from .recorder import Load
+from .load_recorder import Load
+from .module_members import Provenance, tensors_in
 
 WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor]]]
 """Factory of checkpoint tensors, by chain name; new ones at each call, since loaders edit them."""

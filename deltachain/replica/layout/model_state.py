@@ -22,7 +22,7 @@ from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.replica.engine import EngineModel
 
 from .loaded_checkpoint import LoadedCheckpoint, mixed
-from .members import (
+from .module_members import (
     Members,
     MemoryIndex,
     SavedBits,

@@ -21,8 +21,8 @@ from deltachain.replica.windows import Placement
 
 from .classes import ORDER, TensorClass
 from .findings import Findings, Links, all_layers, components, group_of, links_of
-from .members import Members, may_hide_tensors
 from .model_state import RELOADS, LoadGroup, LoadMethod, ModelState, modules_in, scope_of
+from .module_members import Members, may_hide_tensors
 
 TURN: Final = 1
 """Turn of the other bits of what is not loaded: equal tensors differ from those that are."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
 
-from .members import ACTS, containers_of, digest_of, numbers_in, same_number, tensors_in
+from .module_members import ACTS, containers_of, digest_of, numbers_in, same_number, tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing_extensions import override
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import PartialApplyError, PoisonedError
 from deltachain.format.documents import Struct
-from deltachain.subscribe.targets.patch import LiveElements, Patch
-from deltachain.subscribe.targets.patch import write as write_patch
+from deltachain.subscribe.targets.tensor_patch import LiveElements, Patch
+from deltachain.subscribe.targets.tensor_patch import write as write_patch
 from deltachain.types import StateDigest, TensorSpec, Version
 
 

@@ -30,15 +30,21 @@ from deltachain.chain.identity import chain_around
 from deltachain.codec import Change, Part, encode_part
 from deltachain.config_fields import LIBRARY, differing_fields, fields
 from deltachain.delta import ABSOLUTE, TensorDelta
+from deltachain.disk_space import check_room, fill_holes, hint_for
 from deltachain.filebits import FileBits
 from deltachain.format.documents import Document, ObjectRef, dump, parse
 from deltachain.format.keys import object_digest
 from deltachain.kernels.protocol import same_bits
 from deltachain.remote_code import bare, without_remote_code
-from deltachain.room import check_room, fill_holes, hint_for
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.local import PatchedTarget, Patches
-from deltachain.subscribe.targets.patch import Patch, WholeTensor, prepare, state_of, sum_states
+from deltachain.subscribe.targets.tensor_patch import (
+    Patch,
+    WholeTensor,
+    prepare,
+    state_of,
+    sum_states,
+)
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec
 

@@ -18,7 +18,7 @@ from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
 from deltachain.subscribe.proof import Cause, Effect, check_whole, judge
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
-from deltachain.subscribe.targets.patch import Patch
+from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.threads import Pool, cores
 from deltachain.types import Bits, StateDigest, TensorSpec
 

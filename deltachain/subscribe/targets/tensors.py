@@ -25,7 +25,13 @@ from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
 from deltachain.subscribe.targets.local import PatchedTarget
-from deltachain.subscribe.targets.patch import Patch, WholeTensor, prepare, state_of, sum_states
+from deltachain.subscribe.targets.tensor_patch import (
+    Patch,
+    WholeTensor,
+    prepare,
+    state_of,
+    sum_states,
+)
 from deltachain.threads import Pool, cores
 from deltachain.torch_names import WIRE_NAMES, named_tensors, unwrapped
 from deltachain.types import Bits, StateDigest, TensorSpec, check_spec

@@ -41,9 +41,9 @@ def measure_updates(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
+    from deltachain.replica.all_ranks import ReplicaTarget
     from deltachain.replica.rank import RankService
     from deltachain.replica.settings import RankSettings
-    from deltachain.replica.target import ReplicaTarget
     from deltachain.subscribe.subscriber import Subscriber
     from tests.engines.bench.applying import Live, follow
     from tests.engines.sglang.fresh import known, load_in_context
@@ -101,7 +101,7 @@ def measure_losses(drawn: Drawn, spool: Path, *, threads: int, times: int) -> Lo
 async def _lose(engine: Any, drawn: Drawn, lost: Lost) -> Lost:
     from deltachain.replica.settings import ReplicaSettings
     from deltachain.subscribe.config import SubscribeConfig
-    from deltachain_sglang.server import SglangEngine
+    from deltachain_sglang.engine import SglangEngine
     from tests.engines.bench.losing import lose
 
     async def generate(prompt: list[int], length: int) -> AsyncIterator[int]:

@@ -132,7 +132,7 @@ async def _lose(client: Any, drawn: Drawn, lost: Lost) -> Lost:
 
     from deltachain.replica.settings import ReplicaSettings
     from deltachain.subscribe.config import SubscribeConfig
-    from deltachain_vllm.server import VllmEngine
+    from deltachain_vllm.engine import VllmEngine
     from tests.engines.bench.losing import lose
 
     numbers = count()

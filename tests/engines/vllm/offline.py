@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from deltachain.cli.pull import pull
 from deltachain.errors import DeltaChainError
-from deltachain.replica.target import ReplicaTarget
+from deltachain.replica.all_ranks import ReplicaTarget
 
 PROMPTS: Final = 6
 LENGTH: Final = 12

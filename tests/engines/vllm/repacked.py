@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, read_assets
-from deltachain.replica.layout.members import Members, numbers_in
+from deltachain.replica.layout.module_members import Members, numbers_in
 from deltachain.replica.rank import Rank
 from tests.engines.families import checkpoint
 from tests.engines.matrix import attached, changed, copied, deltas, differences, live

@@ -20,7 +20,7 @@ from deltachain.publish import PublishConfig
 from deltachain.publish.push import push
 from deltachain.store import open_store
 from deltachain_vllm.compat import pause
-from deltachain_vllm.endpoint import EndpointPlugin
+from deltachain_vllm.routes import EndpointPlugin
 from tests.engines.families import make
 from tests.engines.serving import run_program, said_by
 from tests.engines.trainer import train

@@ -216,7 +216,7 @@ def test_a_push_is_refused_where_a_publisher_is_at_work(
     def renew(_: float) -> None:
         renewed[:] = [write_record(store, renewed[0])]
 
-    monkeypatch.setattr("deltachain.publish.beside.time.sleep", renew)
+    monkeypatch.setattr("deltachain.publish.background.time.sleep", renew)
     before = files(pushed.url / "manifests")
     refused = invoke("push", newer, pushed.url)
     assert refused.code == 4

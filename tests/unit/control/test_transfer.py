@@ -18,7 +18,7 @@ from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
 from deltachain.control.fleet import Wait
 from deltachain.control.replica_client import ReplicaClient
-from deltachain.control.transfer import DeltaChainWeightTransfer
+from deltachain.control.trl_transfer import DeltaChainWeightTransfer
 from deltachain.errors import ConfigError, ControlPlaneError, StoreUnavailableError
 from deltachain.format.keys import manifest_key
 from deltachain.publish import publisher as publisher_module

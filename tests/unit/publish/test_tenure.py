@@ -22,7 +22,7 @@ from deltachain.chain.publisher_record import PublisherRecord, new_record, read_
 from deltachain.errors import PublisherFencedError
 from deltachain.format.documents import dump
 from deltachain.format.keys import PUBLISHER_KEY, manifest_key
-from deltachain.publish import PublishConfig, Publisher, beside
+from deltachain.publish import PublishConfig, Publisher, background
 from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, open_store
 from tests.support.faults import Fault, FaultyStore
@@ -34,10 +34,10 @@ Attach = Callable[..., Publisher]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "RENEW_S", 0.02)
-    monkeypatch.setattr(beside, "LOOKS_EVERY", 1)
-    monkeypatch.setattr(beside, "WATCH_S", 0.5)
-    monkeypatch.setattr(beside, "LOOK_S", 0.01)
+    monkeypatch.setattr(background, "RENEW_S", 0.02)
+    monkeypatch.setattr(background, "LOOKS_EVERY", 1)
+    monkeypatch.setattr(background, "WATCH_S", 0.5)
+    monkeypatch.setattr(background, "LOOK_S", 0.01)
 
 
 def elsewhere(**changes: object) -> PublisherRecord:
@@ -107,7 +107,7 @@ def test_one_that_was_killed_here_is_followed_at_once(
 ) -> None:
     pid, start = dead_process()
     write_record(chain, replace(new_record(None), pid=pid, started=start))
-    monkeypatch.setattr(beside.Tenure, "_watch", None)
+    monkeypatch.setattr(background.Tenure, "_watch", None)
     assert attach(plain_model()).version == 1
 
 
@@ -131,7 +131,7 @@ def test_one_that_ends_meanwhile_is_followed(attach: Attach, chain: MemoryStore)
     def end(_: float) -> None:
         write_record(chain, replace(record, ended=True))
 
-    with mock.patch("deltachain.publish.beside.time.sleep", end):
+    with mock.patch("deltachain.publish.background.time.sleep", end):
         assert attach(plain_model()).version == 1
 
 
@@ -141,7 +141,7 @@ def test_a_closed_one_is_followed_at_once(
     found = present(read_record(chain))
     assert found.ended
     write_record(chain, elsewhere(ended=True))
-    monkeypatch.setattr(beside.Tenure, "_watch", None)
+    monkeypatch.setattr(background.Tenure, "_watch", None)
     assert attach(plain_model()).version == 1
 
 
@@ -150,7 +150,7 @@ def test_an_old_record_is_not_waited_for(
 ) -> None:
     write_record(chain, elsewhere())
     monkeypatch.setattr(chain, "clock", lambda: 1e10)
-    monkeypatch.setattr(beside, "WATCH_S", 1e6)
+    monkeypatch.setattr(background, "WATCH_S", 1e6)
     assert attach(plain_model()).version == 1
 
 
@@ -159,7 +159,7 @@ def test_the_fenced_publisher_says_who_came_after_it(
 ) -> None:
     model = plain_model()
     one = attach(model)
-    monkeypatch.setattr(beside, "new_record", lambda before: elsewhere(turn=before.turn + 1))
+    monkeypatch.setattr(background, "new_record", lambda before: elsewhere(turn=before.turn + 1))
     attach(plain_model())
     train_(model, 1)
     with pytest.raises(PublisherFencedError, match="taken over by process 4242 on host gpu-7"):
@@ -252,9 +252,9 @@ def test_a_store_that_allows_no_record_has_no_other_harm(
 
 PUBLISHES = """
 import sys, deltachain
-from deltachain.publish import beside
+from deltachain.publish import background
 from tests.support.models import plain_model
-beside.RENEW_S = 0.05
+background.RENEW_S = 0.05
 with deltachain.Publisher(sys.argv[1]).attach(plain_model()):
     print("attached", flush=True)
     sys.stdin.read()

@@ -24,8 +24,8 @@ from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import RankStaged
 from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
-from deltachain.subscribe.targets.patch import prepare
-from deltachain.subscribe.targets.patch import write as write_patch
+from deltachain.subscribe.targets.tensor_patch import prepare
+from deltachain.subscribe.targets.tensor_patch import write as write_patch
 from deltachain.types import StateDigest
 from tests.format.forge import take_apart
 from tests.format.forgeries import FORGERIES, PARTS, forged

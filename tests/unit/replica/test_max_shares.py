@@ -25,7 +25,7 @@ from deltachain.replica.spool_reader import SpoolReader, TensorPlan, host_bits
 from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.unused_state import UnusedState
 from deltachain.replica.windows import Placement
-from deltachain.subscribe.targets.patch import LiveElements, prepare, write
+from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.support.values import present
 from tests.unit.replica.replicas import SHAPES, Followed

@@ -42,7 +42,7 @@ from deltachain.replica.staged import RankStaged
 from deltachain.replica.windows import Placement, Window, nested
 from deltachain.store import MemoryStore
 from deltachain.subscribe.targets import base as target
-from deltachain.subscribe.targets.patch import Patch, prepare, state_of, write
+from deltachain.subscribe.targets.tensor_patch import Patch, prepare, state_of, write
 from deltachain.types import BITS_DTYPES, Buffer, StateDigest, TensorSpec
 from tests.gpu.ranks import Bench
 from tests.support.engine import Sharding

@@ -21,10 +21,10 @@ from deltachain.errors import (
 )
 from deltachain.format.keys import CHAIN_KEY, manifest_key
 from deltachain.kernels import device
+from deltachain.replica.all_ranks import PreparedSwap
 from deltachain.replica.engine import run_on
 from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings, spool_folder
-from deltachain.replica.target import PreparedSwap
 from deltachain.subscribe import SubscribeConfig
 from tests.format.forge import dumps, enveloped
 from tests.support.engine import HOSTED, FakeModel, Sharding, full_of

@@ -28,8 +28,9 @@ from deltachain.errors import (
     StoreError,
     TensorMismatchError,
 )
+from deltachain.replica import all_ranks as client
 from deltachain.replica import leader as engine_watch
-from deltachain.replica import target as client
+from deltachain.replica.all_ranks import PauseHolds
 from deltachain.replica.leader import EngineWatch, Leader
 from deltachain.replica.messages import (
     PendingReply,
@@ -39,7 +40,6 @@ from deltachain.replica.messages import (
     StartedReply,
     SwapReply,
 )
-from deltachain.replica.target import PauseHolds
 from deltachain.status import Status
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding

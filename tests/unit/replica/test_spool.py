@@ -24,7 +24,7 @@ from deltachain.replica import spool as spool_module
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex, object_file
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan
 from deltachain.replica.staged import Share, stage
-from deltachain.subscribe.targets.patch import WholeTensor
+from deltachain.subscribe.targets.tensor_patch import WholeTensor
 from deltachain.types import BITS_DTYPES, Bits, StateDigest, TensorSpec
 from tests.support.spools import spool_of
 

@@ -29,7 +29,7 @@ from deltachain.replica.messages import (
     decode_reply,
     encode,
 )
-from deltachain_sglang import compat, front, loading, ranks
+from deltachain_sglang import compat, loading, ranks, routes
 from deltachain_sglang.model import SglangModel, Shadow
 from deltachain_sglang.ranks import (
     SchedulerReply,
@@ -67,7 +67,7 @@ def asked_of(path: str, headers: dict[str, str]) -> tuple[bool, str]:
     pairs = [(name.encode(), value.encode()) for name, value in given.items()]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": pairs, "server": ("a", 1)}
     request = Request({**scope, "query_string": b"", "scheme": "http"}, _nothing_more)
-    told = front.on_update(_never, None, SimpleNamespace(model_path=path), request)
+    told = routes.on_update(_never, None, SimpleNamespace(model_path=path), request)
     done, message, _ = asyncio.run(told)
     return done, message
 
@@ -464,7 +464,7 @@ def test_a_path_of_ours_names_a_version_or_nothing(
     app = SimpleNamespace(state=SimpleNamespace(deltachain=control))
     monkeypatch.setattr(compat, "app", lambda: app)
     request = SimpleNamespace(model_path=path)
-    done, message, _ = asyncio.run(front.on_update(mock.AsyncMock(), None, request))
+    done, message, _ = asyncio.run(routes.on_update(mock.AsyncMock(), None, request))
     assert not done
     assert "is no version" in message
     control.run.assert_not_called()
@@ -475,7 +475,7 @@ def test_a_server_that_follows_nothing_says_why(monkeypatch: pytest.MonkeyPatch)
     app = SimpleNamespace(state=SimpleNamespace(deltachain=control))
     monkeypatch.setattr(compat, "app", lambda: app)
     request = SimpleNamespace(model_path="deltachain:")
-    assert asyncio.run(front.on_update(mock.AsyncMock(), None, request)) == (
+    assert asyncio.run(routes.on_update(mock.AsyncMock(), None, request)) == (
         False,
         "DELTACHAIN_URL is not set",
         0,
@@ -491,18 +491,18 @@ def test_a_checkpoint_that_was_loaded_is_looked_at(
     monkeypatch.setattr(compat, "app", lambda: app)
     original = mock.AsyncMock(return_value=(done, "loaded", 0))
     request = SimpleNamespace(model_path="/elsewhere")
-    assert asyncio.run(front.on_update(original, None, request)) == (done, "loaded", 0)
+    assert asyncio.run(routes.on_update(original, None, request)) == (done, "loaded", 0)
     assert control.run.await_count == int(done)
 
 
 def test_only_the_leader_asks_the_ranks() -> None:
     original = mock.AsyncMock(return_value="checked")
     done, message, *_ = asyncio.run(
-        front.on_check(original, None, SimpleNamespace(action=question()))
+        routes.on_check(original, None, SimpleNamespace(action=question()))
     )
     assert (done, message) == (False, "only this server's leader asks that")
     original.assert_not_called()
-    assert asyncio.run(front.on_check(original, None, SimpleNamespace(action="checksum")))
+    assert asyncio.run(routes.on_check(original, None, SimpleNamespace(action="checksum")))
 
 
 @pytest.mark.parametrize(

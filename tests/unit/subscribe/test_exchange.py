@@ -12,8 +12,8 @@ import torch
 
 from deltachain.kernels import host
 from deltachain.kernels.protocol import LiveBits, kernels_for
-from deltachain.subscribe.targets import patch as module
-from deltachain.subscribe.targets.patch import Exchange
+from deltachain.subscribe.targets import tensor_patch as module
+from deltachain.subscribe.targets.tensor_patch import Exchange
 from deltachain.types import BITS_DTYPES
 
 N = 37

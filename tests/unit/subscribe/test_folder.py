@@ -37,7 +37,7 @@ from deltachain.subscribe.targets import folder
 from deltachain.subscribe.targets import folder as journal
 from deltachain.subscribe.targets.folder import LOCK_FILE
 from deltachain.subscribe.targets.local import Patches
-from deltachain.subscribe.targets.patch import Patch
+from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.types import TensorSpec
 from tests.support.models import State, TinyModel, bits_of, plain_model, same
 from tests.support.values import present

@@ -21,7 +21,7 @@ from deltachain.kernels import device
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber, TensorTarget
 from deltachain.subscribe.targets import base as target_module
-from deltachain.subscribe.targets import patch as patch_module
+from deltachain.subscribe.targets import tensor_patch as patch_module
 from deltachain.subscribe.targets.local import Patches
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of
 from tests.support.values import present

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
+from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.model_state import probing_rows
-from deltachain.replica.layout.recorder import live_tensors
 
 SHAPE: Final = (6, 40)
 LAYERS: Final = ("a", "b", "plain")

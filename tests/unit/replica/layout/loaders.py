@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
+from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
-from deltachain.replica.layout.members import MemoryIndex
-from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.module_members import MemoryIndex
 
 SIZE = (4, 6)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineVersionError
-from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 

@@ -17,7 +17,7 @@ from deltachain.errors import TensorMismatchError
 from deltachain.kernels import device
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
-from deltachain.replica.layout.members import (
+from deltachain.replica.layout.module_members import (
     Members,
     MemoryIndex,
     SavedBits,

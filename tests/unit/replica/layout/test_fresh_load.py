@@ -22,9 +22,9 @@ from deltachain.replica import rank
 from deltachain.replica.layout import fresh_load
 from deltachain.replica.layout.classes import agree
 from deltachain.replica.layout.discover import discover
+from deltachain.replica.layout.load_recorder import Recording, live_tensors, record
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.model_state import COLUMNS, probing_rows
-from deltachain.replica.layout.recorder import Recording, live_tensors, record
 from deltachain.replica.rank import Rank
 from deltachain.replica.windows import Window
 from deltachain.types import TensorSpec

@@ -15,9 +15,9 @@ from deltachain.delta import TensorDelta
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.layout.classes import agree
 from deltachain.replica.layout.discover import discover
+from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, layers_of
-from deltachain.replica.layout.members import MemoryIndex
-from deltachain.replica.layout.recorder import live_tensors
+from deltachain.replica.layout.module_members import MemoryIndex
 from deltachain.replica.layout.runtime_tables import record_loaded_state
 from deltachain.replica.rank import Rank
 from tests.support.spools import spool_of

@@ -27,8 +27,13 @@ from deltachain.replica.layout.classes import (
 )
 from deltachain.replica.layout.discover import discover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, layers_of
-from deltachain.replica.layout.members import MemoryIndex, is_opaque, may_hide_tensors, storage_id
 from deltachain.replica.layout.model_state import idle, is_plain, processed
+from deltachain.replica.layout.module_members import (
+    MemoryIndex,
+    is_opaque,
+    may_hide_tensors,
+    storage_id,
+)
 from deltachain.replica.layout.runtime_tables import (
     RuntimeTables,
     made_by_running,

@@ -147,8 +147,8 @@ def _engine(
         raise ConfigError("this server has no engine of its own")
     check_layout(client, args)
     check_version()
+    from .engine import VllmEngine
     from .model import checkpoint_of
-    from .server import VllmEngine
 
     engine = VllmEngine(client, loop, settings)
     return control_server.LedEngine(engine, checkpoint_of(client.vllm_config))

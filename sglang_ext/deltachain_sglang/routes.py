@@ -96,7 +96,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
 
 
 def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> control_server.LedEngine:
-    from .server import SglangEngine
+    from .engine import SglangEngine
 
     engine = SglangEngine(compat.manager(), loop, settings)
     return control_server.LedEngine(engine, loading.checkpoint())

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import TensorMismatchError
-from deltachain.replica.layout.members import tensors_in
 from deltachain.replica.layout.model_state import fixed_rows
+from deltachain.replica.layout.module_members import tensors_in
 
 from .compat import acts_last, allow_tiles, experts, linears
 

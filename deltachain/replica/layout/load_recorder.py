@@ -25,7 +25,7 @@ from deltachain.replica.windows import Placement
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
 
-from .members import Members, Provenance, overlap, storage_id, tensors_in
+from .module_members import Members, Provenance, overlap, storage_id, tensors_in
 
 Load: TypeAlias = Callable[[Iterable[tuple[str, Tensor]]], object]
 """An engine's own loader of ``(checkpoint name, full tensor)`` pairs."""
