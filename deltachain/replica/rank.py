@@ -44,8 +44,8 @@ from .layout.derived import find_unused
 from .layout.discover import Layout, discover, rediscover
 from .layout.fresh_load import expect_fresh
 from .layout.loaded_checkpoint import LoadedCheckpoint, tensor_of
-from .layout.module_members import undisturbed
 from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, scope_of
+from .layout.module_members import undisturbed
 from .layout.runtime_tables import RuntimeTables
 from .live_record import REPLACED, LateTies, LiveRecord, find_late_ties
 from .settings import RankSettings
