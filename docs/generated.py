@@ -24,7 +24,7 @@ from typer.main import get_command
 from deltachain import errors
 from deltachain.cli.app import PANELS, app
 from deltachain.errors import DeltaChainError
-from deltachain.figures import COUNTERS, GAUGES
+from deltachain.metrics import COUNTERS, GAUGES
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 

@@ -21,7 +21,7 @@ from deltachain.cli import console as c
 from deltachain.errors import ConfigError, DeltaChainError
 
 if TYPE_CHECKING:
-    from deltachain.figures import FigureSource
+    from deltachain.metrics import FigureSource
     from deltachain.status import Status
     from deltachain.subscribe import Subscriber
 

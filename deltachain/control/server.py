@@ -21,9 +21,8 @@ from starlette.requests import ClientDisconnect
 
 from deltachain.environment import is_strict, refused
 from deltachain.errors import ControlPlaneError, DeltaChainError, EngineDamagedError
-from deltachain.figures import Figure
 from deltachain.format.documents import decode
-from deltachain.metrics import register_figures
+from deltachain.metrics import Figure, register_figures
 from deltachain.presence.writer import PresenceWriter, replica_presence
 from deltachain.replica.engine import Engine
 from deltachain.replica.leader import REFUSALS, Leader

@@ -19,7 +19,6 @@ from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, 
 from deltachain.chain.lookup import MAX_HINT, NONE
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
-from deltachain.figures import Figure, figures, info
 from deltachain.format import keys
 from deltachain.format.documents import (
     Head,
@@ -31,6 +30,7 @@ from deltachain.format.documents import (
     unseal,
 )
 from deltachain.format.keys import object_digest
+from deltachain.metrics import Figure, figures, info
 from deltachain.mirror.copies import CopyOutcome, CopyPipeline, ObjectCopy
 from deltachain.mirror.source import SourceDocuments, newest_prune
 from deltachain.store import ObjectInfo, Store

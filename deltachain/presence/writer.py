@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from deltachain.checkpoint import HELD_FILE
 from deltachain.errors import ControlPlaneError, DeltaChainError, StoreUnavailableError
-from deltachain.figures import Figure, figures
 from deltachain.format.keys import object_digest
+from deltachain.metrics import Figure, figures
 from deltachain.presence.record import LARGEST, PresenceRecord, encode_record, parse_record
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.status import HealthLimits, Status, judged, lag

@@ -23,11 +23,10 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
 from deltachain.chain.lookup import NONE
 from deltachain.chain.publisher_record import PublisherRecord, new_record, read_record, write_record
-from deltachain.figures import Figure, figures, info, phases
 from deltachain.format.keys import PUBLISHER_KEY, manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner
 from deltachain.maintain.survey import Survey
-from deltachain.metrics import MetricsServer
+from deltachain.metrics import Figure, MetricsServer, figures, info, phases
 from deltachain.publish.config import PublishConfig
 from deltachain.store import Store, open_store
 from deltachain.threads import Closeable, Pool, started

@@ -14,7 +14,7 @@ from threading import Event, Thread
 from typing import Final
 
 from deltachain import errors
-from deltachain.figures import Figure, figures
+from deltachain.metrics import Figure, figures
 from deltachain.redact import redacted_url
 from deltachain.status import HealthLimits, Status, judged
 from deltachain.store import Store

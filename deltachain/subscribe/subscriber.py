@@ -21,7 +21,7 @@ from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.heartbeat import check_age
-from deltachain.figures import Figure, figures, info, phases
+from deltachain.metrics import Figure, figures, info, phases
 from deltachain.redact import redacted_url
 from deltachain.setting_types import fields_of, names_checked, whole
 from deltachain.status import HealthLimits, Status, judged, lag

@@ -29,10 +29,18 @@ from deltachain.errors import (
     SignatureError,
     StaleChainError,
 )
-from deltachain.figures import Figure, figures, info, phases
 from deltachain.format.documents import Edge, Heartbeat, Manifest, unseal
 from deltachain.format.keys import HEARTBEAT_KEY, manifest_key
-from deltachain.metrics import MetricsServer, exposition, parse_address, register_figures
+from deltachain.metrics import (
+    Figure,
+    MetricsServer,
+    exposition,
+    figures,
+    info,
+    parse_address,
+    phases,
+    register_figures,
+)
 from deltachain.mirror import Mirror
 from deltachain.publish.background import HeartbeatThread
 from deltachain.publish.writer import Writer

@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from deltachain.checkpoint import read_assets
-from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, differing_fields, fields, settings_of
+from deltachain.checkpoint import (
+    ID_END,
+    LIBRARY,
+    RUNTIME,
+    differing_fields,
+    fields,
+    read_assets,
+    settings_of,
+)
 from deltachain.errors import UnsupportedModelError
 from deltachain.publish.config import PublishConfig
 from deltachain.publish.model import kept_files

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
-from deltachain.checkpoint import left_out, read_assets
-from deltachain.config_fields import LIBRARY, differing_fields, fields
+from deltachain.checkpoint import LIBRARY, differing_fields, fields, left_out, read_assets
 from deltachain.errors import ChainMismatchError, UnsupportedModelError
 from deltachain.format.keys import object_digest
 from deltachain.types import TensorSpec

@@ -27,8 +27,8 @@ from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_paths
 from deltachain.chain.fetch import Fetched
 from deltachain.chain.identity import chain_around
+from deltachain.checkpoint import LIBRARY, differing_fields, fields
 from deltachain.codec import Change, Part, encode_part
-from deltachain.config_fields import LIBRARY, differing_fields, fields
 from deltachain.delta import ABSOLUTE, TensorDelta
 from deltachain.disk_space import check_room, fill_holes, hint_for
 from deltachain.filebits import FileBits

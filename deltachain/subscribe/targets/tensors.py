@@ -18,7 +18,7 @@ from typing_extensions import override
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_path
 from deltachain.chain.identity import read_asset
-from deltachain.config_fields import ID_END, LIBRARY, RUNTIME, fields, settings_of
+from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError, PartialApplyError, TensorMismatchError
 from deltachain.kernels.device import bits_of, live_bits

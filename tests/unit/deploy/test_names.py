@@ -20,7 +20,7 @@ from typer.main import get_command
 from deltachain import environment
 from deltachain.cli.app import app
 from deltachain.control.routes import probes
-from deltachain.figures import COUNTERS, GAUGES
+from deltachain.metrics import COUNTERS, GAUGES
 from deltachain_vllm import start_check
 from tests.unit.deploy.recipes import (
     COMPOSE,
