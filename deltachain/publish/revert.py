@@ -88,11 +88,15 @@ def revert(
         found = Reverted(goal=goal, before=head, edge=edge, nnz=nnz, tensors=tensors)
         if dry_run:
             return found
-        mark = revert_mark(goal.version)
-        step, commit_id = goal.manifest.step, keys.commit_id
-        draft = writer.draft(commit_id, state=goal.state, step=step, nnz=nnz, ext=mark)
         try:
-            committed = writer.commit(draft, edge)
+            committed = writer.commit(
+                edge,
+                commit_id=keys.commit_id,
+                state=goal.state,
+                step=goal.manifest.step,
+                nnz=nnz,
+                ext=revert_mark(goal.version),
+            )
             writer.close()
             return replace(found, committed=committed)
         except errors.PublisherFencedError as exc:

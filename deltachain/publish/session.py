@@ -357,17 +357,17 @@ class Session:
             edge = _base_edge(attempt.base, self.source.specs, state)
         nnz = sum(share.nnz for share in shares)
         upload_s = max(share.upload_s for share in shares)
-        draft = self.writer.draft(
-            keys.commit_id,
+        committed = self.writer.commit(
+            edge,
+            commit_id=keys.commit_id,
             state=state,
             step=attempt.step,
             nnz=nnz,
             ext=phases_mark({"diff": attempt.diff_s, "encode": encode_s, "upload": upload_s}),
         )
-        committed = self.writer.commit(draft, edge)
         receipt = PublishReceipt(
             version=committed.version,
-            epoch=draft.epoch,
+            epoch=committed.manifest.epoch,
             kind=edge.kind,
             step=attempt.step,
             state=state,

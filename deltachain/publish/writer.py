@@ -7,7 +7,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -19,16 +18,8 @@ from deltachain.chain.fetch import fetch
 from deltachain.chain.lookup import read_hint
 from deltachain.chain.plan import KnownEdges, Replay, edge_id
 from deltachain.chain.trust import Trust
-from deltachain.format import documents
+from deltachain.format import documents, keys
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
-from deltachain.format.keys import (
-    CHAIN_KEY,
-    TABLE_KEY,
-    manifest_key,
-    object_digest,
-    payload_prefix,
-    version_of,
-)
 from deltachain.publish.model.kept_files import check_files
 from deltachain.store import Store
 from deltachain.types import StateDigest, Version
@@ -114,17 +105,17 @@ def open_or_make(
     document = documents.dump(table)
     if why := _why_another(store, table, document, found, base if by_state else False, trust):
         raise errors.BrokenChainError(
-            f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and this model cannot "
-            f"be shown to be that of chain {found.chain}: {why}",
+            f"the chain's identity is lost: {store.url} has no {keys.CHAIN_KEY}, and this model "
+            f"cannot be shown to be that of chain {found.chain}: {why}",
             hint=identity.WAY_OUT,
         )
-    if store.find(TABLE_KEY) is None:
-        identity.put_back(store, {TABLE_KEY: document}, TABLE_KEY)
+    if store.find(keys.TABLE_KEY) is None:
+        identity.put_back(store, {keys.TABLE_KEY: document}, keys.TABLE_KEY)
     identity.put(store, document, chain_id=found.chain, time=now, assets=files, trust=trust)
     logger.warning(
         "%s was gone from %s, and was made anew for chain %s: something deletes what must stay "
         "(FORMAT.md 1)",
-        CHAIN_KEY,
+        keys.CHAIN_KEY,
         store.url,
         found.chain,
     )
@@ -135,12 +126,12 @@ def _listed(store: Store, hinted: Version | None) -> set[Version]:
     prefixes = {"manifests/"}
     if hinted is not None:
         cut = len(".json") + BLOCK_DIGITS
-        prefixes = {manifest_key(v)[:-cut] for v in (hinted, hinted + 10**BLOCK_DIGITS)}
-    found = {version_of(info.key) for prefix in prefixes for info in store.list(prefix)}
+        prefixes = {keys.manifest_key(v)[:-cut] for v in (hinted, hinted + 10**BLOCK_DIGITS)}
+    found = {keys.version_of(info.key) for prefix in prefixes for info in store.list(prefix)}
     known = {version for version in found if version is not None}
     if known:
-        leaps = [manifest_key(max(known) + (1 << leap)) for leap in range(LEAPS)]
-        known |= {v for v in map(version_of, store.find_all(leaps)) if v is not None}
+        leaps = [keys.manifest_key(max(known) + (1 << leap)) for leap in range(LEAPS)]
+        known |= {v for v in map(keys.version_of, store.find_all(leaps)) if v is not None}
     return known
 
 
@@ -152,15 +143,15 @@ def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]
             expected += 1
         if expected < version:
             lost = f"{expected} to {version - 1}" if version - expected > 1 else str(expected)
-            if next(iter(chain.store.list(payload_prefix("delta", expected))), None) is None:
+            if next(iter(chain.store.list(keys.payload_prefix("delta", expected))), None) is None:
                 raise errors.BrokenChainError(
                     f"{chain.store.url}: manifests of versions {lost} are missing, and there is "
                     f"one of version {version}: the store went back while a publisher was at work, "
                     "or lost them",
                     version=expected,
                     hint=f"put them back from a backup; or, to go on behind version {expected - 1},"
-                    f" remove {manifest_key(version)} and every later manifest, and start again: "
-                    "followers that were ahead then join again from nothing",
+                    f" remove {keys.manifest_key(version)} and every later manifest, and start "
+                    "again: followers that were ahead then join again from nothing",
                 )
             passed.append(lost)
         expected = version + 1
@@ -169,24 +160,25 @@ def _check_gaps(chain: Chain, first: Version, known: list[Version]) -> list[str]
 
 def _identity_of_versions(store: Store, trust: Trust) -> Manifest | None:
     """Return the newest manifest of a chain without identity; ``None`` for any other chain."""
-    if store.find(CHAIN_KEY) is not None:
+    if store.find(keys.CHAIN_KEY) is not None:
         return None
-    versions = [version_of(info.key) for info in store.list("manifests/")]
+    versions = [keys.version_of(info.key) for info in store.list("manifests/")]
     known = sorted(version for version in versions if version is not None)
-    if not known or store.find(CHAIN_KEY) is not None:  # created before any manifest
+    if not known or store.find(keys.CHAIN_KEY) is not None:  # created before any manifest
         return None
     first, last = _read(store, known[0], Trust()), _read(store, known[-1], trust)
     if first.chain != last.chain:
         raise errors.BrokenChainError(
-            f"the chain's identity is lost: {store.url} has no {CHAIN_KEY}, and versions of two "
-            f"chains: version {known[0]} of {first.chain}, version {known[-1]} of {last.chain}",
-            hint=f"put {CHAIN_KEY} back from a backup, and remove the manifests of the other chain",
+            f"the chain's identity is lost: {store.url} has no {keys.CHAIN_KEY}, and versions of "
+            f"two chains: version {known[0]} of {first.chain}, version {known[-1]} of {last.chain}",
+            hint=f"put {keys.CHAIN_KEY} back from a backup, and remove the manifests of the other "
+            "chain",
         )
     return last
 
 
 def _read(store: Store, version: Version, trust: Trust) -> Manifest:
-    key = manifest_key(version)
+    key = keys.manifest_key(version)
     data = store.get(key)
     found = documents.unseal(data, Manifest, key=key)
     trust.check(data, Manifest, chain=found.chain, key=key)
@@ -209,30 +201,23 @@ def _why_another(
     if numel != newest.numel:
         return f"it has {numel} elements, version {newest.version} has {newest.numel}"
     with suppress(errors.ObjectNotFoundError):
-        return "" if store.get(TABLE_KEY) == document else f"its table is not {TABLE_KEY}"
+        return "" if store.get(keys.TABLE_KEY) == document else f"its table is not {keys.TABLE_KEY}"
     if base is False:
-        return f"{TABLE_KEY} is gone too"
-    supposed = documents.Identity(chain=newest.chain, created=0.0, table=object_digest(document))
+        return f"{keys.TABLE_KEY} is gone too"
+    supposed = documents.Identity(
+        chain=newest.chain, created=0.0, table=keys.object_digest(document)
+    )
     chain = Chain(store, supposed, table, trust=trust)
     try:
         committed = chain.read(newest.version)
         state = fetch(chain, chain.plan(None, committed), base=base).state()
     except UNREADABLE as exc:
-        return f"{TABLE_KEY} is gone too, and version {newest.version} cannot be rebuilt: {exc}"
+        return (
+            f"{keys.TABLE_KEY} is gone too, and version {newest.version} cannot be rebuilt: {exc}"
+        )
     if state != committed.state:
         return f"version {newest.version}, rebuilt with its tensors, has another state"
     return ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Draft:
-    commit_id: str
-    version: Version
-    epoch: int
-    step: int | None
-    state: StateDigest
-    nnz: int
-    ext: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Writer:
@@ -275,25 +260,6 @@ class Writer:
             return ""
         return f"another publisher committed version {later.version} of {url}"
 
-    def draft(
-        self,
-        commit_id: str = "",
-        *,
-        state: StateDigest,
-        step: int | None,
-        nnz: int,
-        ext: Mapping[str, Any] | None = None,
-    ) -> Draft:
-        return Draft(
-            commit_id=commit_id or uuid.uuid4().hex,
-            version=self.parent.version + 1 if self.parent else 0,
-            epoch=self.epoch,
-            step=step,
-            state=state,
-            nnz=nnz,
-            ext=ext or {},
-        )
-
     @contextmanager
     def _naming_who_was_first(self) -> Iterator[None]:
         try:
@@ -303,9 +269,40 @@ class Writer:
                 self.tenure.name(error)
             raise
 
-    def commit(self, draft: Draft, edge: Edge) -> Committed:
-        """Commit a draft after the upload of all its parts; :meth:`settle` after a failure."""
-        self._uncertain = manifest = self._manifest(draft, edge)
+    def commit(
+        self,
+        edge: Edge,
+        *,
+        state: StateDigest,
+        step: int | None,
+        nnz: int,
+        commit_id: str = "",
+        ext: Mapping[str, Any] | None = None,
+    ) -> Committed:
+        """Commit the next version after the upload of all its parts; settle after a failure."""
+        parent = self.parent
+        version = parent.version + 1 if parent else 0
+        with self._listing:
+            self._offered = tuple(self._added)
+        recent, window_from = self._known.listed(version, self._offered)
+        self._uncertain = manifest = Manifest(
+            ext=dict(ext or {}),
+            chain=self.chain.identity.chain,
+            version=version,
+            epoch=self.epoch,
+            commit_id=commit_id or uuid.uuid4().hex,
+            parent=parent.digest if parent else "",
+            step=step,
+            time=time.time(),
+            base_state=parent.manifest.state if parent else "",
+            state=str(state),
+            nnz=nnz,
+            numel=self._numel,
+            edge=edge,
+            recent=recent,
+            window_from=window_from,
+            metadata=self._metadata,
+        )
         with self._naming_who_was_first():
             committed = self.chain.commit(manifest)
         self._advance(committed)
@@ -357,30 +354,6 @@ class Writer:
         if self.parent is not None:
             with suppress(errors.StoreError):
                 self.chain.write_head(self.parent.version, self._added)
-
-    def _manifest(self, draft: Draft, edge: Edge) -> Manifest:
-        parent = self.parent
-        with self._listing:
-            self._offered = tuple(self._added)
-        recent, window_from = self._known.listed(draft.version, self._offered)
-        return Manifest(
-            ext=dict(draft.ext),
-            chain=self.chain.identity.chain,
-            version=draft.version,
-            epoch=draft.epoch,
-            commit_id=draft.commit_id,
-            parent=parent.digest if parent else "",
-            step=draft.step,
-            time=time.time(),
-            base_state=parent.manifest.state if parent else "",
-            state=str(draft.state),
-            nnz=draft.nnz,
-            numel=self._numel,
-            edge=edge,
-            recent=recent,
-            window_from=window_from,
-            metadata=self._metadata,
-        )
 
     def _advance(self, committed: Committed) -> None:
         self._uncertain = None
@@ -487,11 +460,11 @@ def take_over(
         writer = in_new_epoch(chain, head, numel=numel, metadata=metadata)
         goal = documents.reverted_to(head.manifest)  # an unchanged state stays marked
         ext = {} if goal is None else documents.revert_mark(goal)
-        draft = writer.draft(state=head.state, step=head.manifest.step, nnz=0, ext=ext)
+        edge = Edge(kind="delta", base=head.version)
         try:
-            writer.commit(draft, Edge(kind="delta", base=head.version))
+            writer.commit(edge, state=head.state, step=head.manifest.step, nnz=0, ext=ext)
         except errors.PublisherFencedError:
-            if chain.read(draft.version).manifest.epoch >= writer.epoch:
+            if chain.read(head.version + 1).manifest.epoch >= writer.epoch:
                 raise
             continue  # the earlier publisher's last version was first: take over after it
         return writer

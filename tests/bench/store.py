@@ -123,8 +123,7 @@ def make_version(store: Store, nbytes: int) -> AnchorVersion:
         total += change.digest
         upload.add(change)
     edge = upload.finish()
-    draft = writer.draft(state=total, step=None, nnz=numel * count)
-    committed = writer.commit(draft, edge)
+    committed = writer.commit(edge, state=total, step=None, nnz=numel * count)
     ref = edge.parts[0]
     part = bytes(store.read(ref.key, nbytes=ref.nbytes))
     return AnchorVersion(chain, chain.plan(None, committed), edge, part, numel * count)

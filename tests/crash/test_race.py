@@ -175,9 +175,9 @@ def writer(store: Store, parent: Committed | None) -> Writer:
 def commit(store: Store, parent: Committed | None) -> Callable[[], Committed]:
     def run() -> Committed:
         mine = writer(store, parent)
-        draft = mine.draft(state=StateDigest(1, 1), step=None, nnz=0)
         base = None if parent is None else parent.version
-        return mine.commit(draft, Edge(kind="anchor" if parent is None else "delta", base=base))
+        edge = Edge(kind="anchor" if parent is None else "delta", base=base)
+        return mine.commit(edge, state=StateDigest(1, 1), step=None, nnz=0)
 
     return run
 

@@ -109,7 +109,7 @@ def chain_of(*windows: Indices) -> Chain:
         refs.append(ObjectRef(key=key, nbytes=nbytes, blake3=part.digest, directory=directory))
     edge = Edge(kind="anchor", encodings=("dense",), parts=tuple(refs))
     state = reference.digest(digest_key(WINDOWED), BITS)
-    writer.commit(writer.draft(state=state, step=None, nnz=WINDOWED.numel), edge)
+    writer.commit(edge, state=state, step=None, nnz=WINDOWED.numel)
     return chain
 
 

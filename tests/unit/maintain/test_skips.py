@@ -217,8 +217,8 @@ def cost_of_versions(store: MemoryStore, count: int) -> tuple[int, int]:
     chain._commits._store = counting
     nbytes = 0
     for version in range(head.version + 1, head.version + 1 + count):
-        draft = writer.draft(state=StateDigest.parse(state(version)), step=None, nnz=1)
-        writer.commit(draft, edge_of("delta", version, version - 1))
+        edge = edge_of("delta", version, version - 1)
+        writer.commit(edge, state=StateDigest.parse(state(version)), step=None, nnz=1)
         nbytes += len(store.get(manifest_key(version)))
     return counting.calls, nbytes
 
