@@ -153,11 +153,12 @@ def _find_quantised(
     plain, is_new = source_of(checkpoint, _own_table(checkpoint)), store.find(CHAIN_KEY) is None
     if is_new:
         refuse_other_folder(assets(), checkpoint.specs)
-    made = quantised(plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone())
-    files = partial(made.assets, assets())
-    table = made.source.table()
+    source, files = quantised(
+        plain, lambda: find_layers(None, plain, assets), quantization, Ranks.alone(), assets
+    )
+    table = source.table()
     create = partial(open_or_make, store, table, files, trust=trust, by_state=False)
-    return made.source, create if is_new else create()
+    return source, create if is_new else create()
 
 
 def _table(store: Store, checkpoint: Checkpoint) -> Table:

@@ -511,8 +511,10 @@ def begin(
         described: Files = partial(_described, store, source, assets)
         files = described
         if (quantization := Quantization.chosen(config.quantization)) is not None:
-            made = quantised(source, lambda: layers(source, assets), quantization, ranks)
-            source, files = made.source, lambda: made.assets(described())
+            plain = source
+            source, files = quantised(
+                plain, lambda: layers(plain, assets), quantization, ranks, described
+            )
         refuse_specs(source.specs)  # those of all ranks: every rank refuses
         source.agree("begin")
         with Collective(ranks, "begin") as collective:

@@ -456,23 +456,14 @@ def _weights(matrix: Matrix, recipe: Recipe) -> Iterator[Weight]:
             yield Weight(named, gone, frozen=False, element_map=straight)
 
 
-@dataclass(frozen=True, slots=True)
-class Quantised:
-    source: ModelTensors
-    recipe: Recipe
-    choice: layers.Choice
-
-    def assets(self, files: Mapping[str, bytes]) -> dict[str, bytes]:
-        return layers.with_quantization(files, self.recipe, self.choice)
-
-
 def quantised(
     source: ModelTensors,
     find: Callable[[], layers.Layers],
     quantization: Quantization,
     ranks: Ranks,
-) -> Quantised:
-    """Quantise the tensors of a model; every rank calls this."""
+    files: layers.Files,
+) -> tuple[ModelTensors, layers.Files]:
+    """Quantise the tensors of a model, and what its files say of them; every rank calls this."""
     recipe = RECIPES[quantization.recipe]
     recipe.version()  # an absent library is named before any work
     with Collective(ranks, "layers") as collective:
@@ -481,4 +472,4 @@ def quantised(
     with Collective(ranks, "matrices") as collective:
         made = quantise(source, choice.names, recipe, ranks)
         collective.all_gather(True, bool)
-    return Quantised(made, recipe, choice)
+    return made, lambda: layers.with_quantization(files(), recipe, choice)
