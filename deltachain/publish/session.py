@@ -557,7 +557,10 @@ def _take_chain(
         base=config.base,
     )
     tenure.begin()
-    _say_where(chain)
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("publishing to %s", chain.store.url)
+    else:  # a mistyped URL may be a folder
+        sys.stderr.write(f"deltachain: publishing to {chain.store.url}\n")
     accept = partial(check_reverted, state=state, goes_on=config.continue_reverted)
     numel, metadata = source.numel, config.metadata
     try:
@@ -568,14 +571,6 @@ def _take_chain(
     writer = writer or Writer(chain, numel=numel, metadata=metadata, parent=None)
     writer.tenure, tenure.look = tenure, writer.why_stopped
     return writer
-
-
-def _say_where(chain: Chain) -> None:
-    """Log where weights go, or tell it on stderr: a mistyped URL may be a folder."""
-    if logger.isEnabledFor(logging.INFO):
-        logger.info("publishing to %s", chain.store.url)
-    else:
-        sys.stderr.write(f"deltachain: publishing to {chain.store.url}\n")
 
 
 def _open_chain(

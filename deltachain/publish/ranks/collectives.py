@@ -179,7 +179,13 @@ class Collective:
             # Rank 0 may itself wait for other ranks, and then for its store.
             message = ranks.wait([self._topic], 3 * ranks.deadline_s)[0]
             ranks.clean_up()
-            return _received(message, kind)
+            received = decode(message, Message)
+            if (failure := received.failure) is None:
+                return decode(received.value, kind)
+            for shared in SHARED:
+                if failure.kind == shared.__name__:
+                    raise shared(failure.message, hint=failure.hint)
+            raise RankError(f"rank 0: {failure.message}", hint=failure.hint)
         if ranks.count > 1:
             message = _encode(value)
             self._has_answered = True
@@ -238,17 +244,6 @@ def _values(messages: Sequence[bytes], kind: type[_T]) -> list[_T]:
         if (failure := message.failure) is not None:
             raise RankError(f"rank {number}: {failure.message}", hint=failure.hint)
     return [decode(message.value, kind) for message in parsed]
-
-
-def _received(data: bytes, kind: type[_T]) -> _T:
-    message = decode(data, Message)
-    failure = message.failure
-    if failure is None:
-        return decode(message.value, kind)
-    for shared in SHARED:
-        if failure.kind == shared.__name__:
-            raise shared(failure.message, hint=failure.hint)
-    raise RankError(f"rank 0: {failure.message}", hint=failure.hint)
 
 
 class Decision(msgspec.Struct, frozen=True):
