@@ -7,14 +7,15 @@ steps add up, so deltas can be folded without the weights. Absolute bits need no
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from deltachain.errors import MalformedError
+from deltachain.errors import BaseMismatchError, MalformedError
 from deltachain.types import Bits, Indices, TensorSpec
 
 Mask = npt.NDArray[np.bool_]
@@ -272,3 +273,13 @@ class OldBits:
         self.bits[at] = new_bits(self.bits[at], delta.values[near], absolute)
         if self.held is not None:
             self.held[at] |= absolute
+
+
+@contextmanager
+def bits_are_at_fault(name: str) -> Iterator[None]:
+    """Raise :exc:`BaseMismatchError` where an encoding that needs old bits cannot be decoded."""
+    try:
+        yield
+    except MalformedError as exc:
+        what = f"{name!r} does not hold the bits before {exc}"
+        raise BaseMismatchError(what, tensor=name) from exc

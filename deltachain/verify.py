@@ -23,7 +23,7 @@ from deltachain.chain.plan import Plan
 from deltachain.codec import ENCODINGS
 from deltachain.codec.container import TensorRow
 from deltachain.codec.rows import RowDigests
-from deltachain.delta import OldBits, TensorDelta, fold_all
+from deltachain.delta import TensorDelta, fold_all
 from deltachain.format import keys
 from deltachain.format.documents import EdgeRecord, EdgeSummary, summarise, unseal
 from deltachain.format.keys import object_digest
@@ -222,9 +222,9 @@ def _rows(fetched: Fetched, bits: Mapping[str, Bits]) -> Iterator[tuple[str, lis
     else:
         all_parts = [(RowDigests(part.rows.values()), part) for part in fetched.parts]
         for name in fetched.names:
-            parts = [(digests, part) for digests, part in all_parts if name in part.rows]
-            old = OldBits(bits[name]) if name in bits else None
-            yield name, [(some, part.rows[name], part.read(name, old=old)) for some, part in parts]
+            mine = [digests for digests, part in all_parts if name in part.rows]
+            rows = fetched.rows(name, bits.get(name))
+            yield name, [(one, *row) for one, row in zip(mine, rows, strict=True)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

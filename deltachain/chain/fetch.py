@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
@@ -22,7 +22,8 @@ from deltachain.chain.checks import check_encodings
 from deltachain.chain.plan import Plan
 from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
-from deltachain.delta import OldBits, TensorDelta, fold_all
+from deltachain.codec.container import TensorRow
+from deltachain.delta import OldBits, TensorDelta, bits_are_at_fault, fold_all
 from deltachain.format.documents import BaseRef, Edge, ObjectRef
 from deltachain.format.keys import digest_key, digest_of_pieces, object_digest
 from deltachain.kernels import host
@@ -180,13 +181,19 @@ class Fetched:
                 parts = [self.early[name]]  # others of the edge may be on their way
             else:
                 parts = [part for one in arrivals if name in (part := one.part.result()).rows]
-            before = None
-            if any(part.needs_old(name) for part in parts):
-                before = _bits_after(folded, old)
-            deltas = [_read_part(part, name, before, held=old is not None) for part in parts]
-            if folded or deltas:
-                folded = [fold_all([*folded, *deltas])]
+            needing = [part.needs_old(name) for part in parts]
+            before = _bits_after(folded, old) if any(needing) else None
+            for part, needs in zip(parts, needing, strict=True):
+                with bits_are_at_fault(name) if needs and old is not None else nullcontext():
+                    folded.append(part.read(name, old=before))
+            folded = [fold_all(folded)] if folded else []
         return folded[0]
+
+    def rows(self, name: str, bits: Bits | None) -> list[tuple[TensorRow, TensorDelta]]:
+        """Decode the rows of a tensor one by one; ``bits`` are those before a plan of one edge."""
+        old = None if bits is None else OldBits(bits)
+        parts = [part for part in self.parts if name in part.rows]
+        return [(part.rows[name], part.read(name, old=old)) for part in parts]
 
     def deltas(self) -> Iterator[TensorDelta]:
         """Yield the folded delta of each changed tensor in order, decoded ahead in threads.
@@ -312,25 +319,7 @@ def _bits_after(folded: Sequence[TensorDelta], old: Callable[[], Bits] | None) -
     """Return the bits of a tensor after the deltas of a plan so far, if they can be known."""
     if folded and folded[0].is_dense:
         return OldBits(folded[0].values)
-    if old is None:
-        return None
-    bits = old()
-    for delta in folded:
-        bits = bits.copy()
-        bits[delta.indices] = delta.new_bits(bits[delta.indices])
-    return OldBits(bits)
-
-
-def _read_part(part: Part, name: str, old: OldBits | None, *, held: bool) -> TensorDelta:
-    """Decode a tensor; with bits that a target holds, blame these first."""
-    try:
-        return part.read(name, old=old)
-    except errors.MalformedError as exc:
-        if not held or not part.needs_old(name):
-            raise
-        raise errors.BaseMismatchError(
-            f"{name!r} does not hold the bits before {exc}", tensor=name
-        ) from exc
+    return None if old is None else OldBits(old(), shared=True).after(folded)
 
 
 def _check_specs(

@@ -26,15 +26,13 @@ from deltachain.kernels.protocol import digest_change
 from deltachain.store import Store
 from deltachain.types import Bits, StateDigest, Version
 
-OldBitsOf = Callable[[str], Bits]
-"""Function that reads all bits of a tensor before a plan."""
 
-
-def folded(fetched: Fetched, old: OldBitsOf) -> Iterator[Change]:
+def folded(fetched: Fetched, old: Callable[[str], Bits]) -> Iterator[Change]:
     """Yield one change of each tensor that a plan changes, in the order of the table.
 
     Steps and dense bits are folded without the weights. Where a plan mixes steps with absolute
-    bits, sets a part of a tensor, or has an encoding that needs old bits, ``old`` is called.
+    bits, sets a part of a tensor, or has an encoding that needs them, ``old`` is called: it reads
+    all bits of a tensor before the plan.
     """
     digests = [own_digests(part.rows.values()) for part in fetched.parts]
     for name in fetched.names:
@@ -52,7 +50,7 @@ def _folded(
     fetched: Fetched,
     name: str,
     rows: Sequence[tuple[TensorRow, StateDigest | None]],
-    old: OldBitsOf,
+    old: Callable[[str], Bits],
 ) -> Change | None:
     delta = fetched.read(name, old=lambda: old(name))
     if not delta.nnz:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deltachain.delta import OldBits
 from deltachain.errors import EngineDamagedError, TensorMismatchError
 from deltachain.kernels.device import bits_of
 from deltachain.kernels.protocol import same_bits
@@ -102,17 +101,14 @@ class LateTies:
 
 
 def _stay_equal(plans: Mapping[str, Sequence[TensorPlan]], tie: LateTie, share: Share) -> bool:
-    places = [place for _, place in share.places]
-    found: list[OldBits] = []
-    for name in tie:
-        # The bits of both are equal before the plan: those of the followed tensor are held.
-        mine = plans.get(name, ())
-        spec = next(given.spec for one in plans.values() for given in one)
-        old = partial(host_bits, places, mine[0].spec if mine else spec)
-        before = old(share.low, share.high)
-        deltas = [given.read(share.low, share.high, old) for given in mine]
-        found.append(before.after(deltas))
-    one, two = found
+    spec = next(given.spec for name in tie for given in plans.get(name, ()))
+    # The bits of both are equal before the plan: those of the followed tensor are held.
+    old = partial(host_bits, [place for _, place in share.places], spec)
+    before = old(share.low, share.high)
+    one, two = (
+        before.after([given.read(share.low, share.high, old) for given in plans.get(name, ())])
+        for name in tie
+    )
     held: Any = ... if one.held is None else one.held
     return bool(np.array_equal(one.bits[held], two.bits[held]))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -24,7 +24,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.codec import ENCODINGS, Part
 from deltachain.codec.container import SEGMENT
 from deltachain.codec.frames import TensorReader
-from deltachain.delta import OldBits, TensorDelta, fold_within
+from deltachain.delta import OldBits, TensorDelta, bits_are_at_fault, fold_within
 from deltachain.file_reader import map_file
 from deltachain.kernels import host
 from deltachain.kernels.protocol import kernels_for
@@ -172,16 +172,6 @@ class TensorPlan:
             return None
         before = self._before((), low, high, old) if part.needs_old(name) else None
         return part.reader(name, (low, high), old=before)
-
-
-@contextmanager
-def bits_are_at_fault(name: str) -> Iterator[None]:
-    """Raise :exc:`BaseMismatchError` where an encoding that needs old bits cannot be decoded."""
-    try:
-        yield
-    except errors.MalformedError as exc:
-        what = f"{name!r} does not hold the bits before {exc}"
-        raise errors.BaseMismatchError(what, tensor=name) from exc
 
 
 class SpoolReader:

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
-from deltachain.delta import TensorDelta
+from deltachain.delta import TensorDelta, bits_are_at_fault
 from deltachain.kernels.segments import StreamLayout, TensorStreams
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite, Write
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, prepare_steps
 from deltachain.threads import Pool
 
-from .spool_reader import TensorPlan, bits_are_at_fault, host_bits
+from .spool_reader import TensorPlan, host_bits
 
 if TYPE_CHECKING:
     from .device_staging import DeviceStager
