@@ -15,7 +15,6 @@ from threading import Event, Lock, Thread
 from typing import Final, TypeVar
 
 import msgspec
-from typing_extensions import override
 
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import ReplicaAnswer, Roster
@@ -381,7 +380,6 @@ class Watcher(Closeable):
         found = alerts(view, reports, self._limits, now)
         return Overview(now, view, reports, newest, found, self.phases.revision)
 
-    @override
     def close(self) -> None:
         """End all threads, without waiting for a replica or store that hangs; idempotent."""
         self._stop.set()

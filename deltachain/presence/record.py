@@ -11,7 +11,6 @@ from math import isfinite
 from typing import Final, Literal, TypeAlias
 
 import msgspec
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.format.documents import check_values, decode
@@ -125,7 +124,6 @@ class PresenceBoard(Closeable):
         self._looked_at = time.monotonic()
         return self._answers
 
-    @override
     def close(self) -> None:
         self._store.close()
 

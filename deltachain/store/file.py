@@ -23,7 +23,6 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.store import base
@@ -240,24 +239,20 @@ class FileStore(base.SimpleStore):
         self._sweeping = Lock()
 
     @property
-    @override
     def url(self) -> str:
         """URL of the store: ``file://`` and the absolute path of the root."""
         return self._root.as_uri()
 
     @property
-    @override
     def capabilities(self) -> base.Capabilities:
         """All guarantees; see the class for NFS."""
         return _CAPABILITIES
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=False)
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none; see ``Store``.
 
@@ -268,7 +263,6 @@ class FileStore(base.SimpleStore):
         with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=True)
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         folders, leaf = _split(base.check_key(key))
         with self._errors_named(key):
@@ -279,16 +273,13 @@ class FileStore(base.SimpleStore):
                 return None
         return base.ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         return self._walk(*_split(base.check_prefix(prefix)))
 
-    @override
     def clock(self) -> float:
         """Return the time by this machine's clock, which that of a file server may differ from."""
         return time.time()
 
-    @override
     def delete(self, key: str) -> None:
         """Delete an object and the folders that become empty; see ``Store``.
 
@@ -362,13 +353,11 @@ class FileStore(base.SimpleStore):
                 ) from exc
             raise
 
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         if nbytes <= _PIECE:
             return super().read(key, nbytes=nbytes, pin=pin)
         return self._again(base.check_key(key), partial(self._read_large, nbytes=nbytes))
 
-    @override
     def _read(self, key: str, choose: base.Choose) -> bytes:
         return self._again(key, partial(self._read_once, choose=choose))
 

@@ -21,8 +21,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
-from typing_extensions import override
-
 from deltachain import errors
 from deltachain.redact import redacted_url
 from deltachain.store import base
@@ -231,12 +229,10 @@ class FsspecStore(base.SimpleStore):
         self._create = self._promises.create
 
     @property
-    @override
     def url(self) -> str:
         return self._url
 
     @property
-    @override
     def capabilities(self) -> base.Capabilities:
         return base.Capabilities(
             conditional_put=self._promises.create is not None,
@@ -244,12 +240,10 @@ class FsspecStore(base.SimpleStore):
         )
 
     @property
-    @override
     def requests(self) -> int:
         """Number of calls to the file system, which does not report the requests of a call."""
         return self._requests
 
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         if nbytes <= _PIECE or getattr(self._fs, "local_file", False):
             return super().read(key, nbytes=nbytes, pin=pin)
@@ -258,7 +252,6 @@ class FsspecStore(base.SimpleStore):
             base.check_nbytes(key, self.url, expected=nbytes, actual=self._nbytes(key, path))
             return self._read_in_pieces(key, path, nbytes)
 
-    @override
     def _read(self, key: str, choose: base.Choose) -> bytes:
         path = self._path(key)
         with self._reading(key):
@@ -274,12 +267,10 @@ class FsspecStore(base.SimpleStore):
             raise base.too_short(key, self.url, nbytes=start + len(data), end=end)
         return data
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         self._write(self._path(key), key, _as_bytes(data))
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         path = self._path(key)
         if self._create is None:
@@ -294,7 +285,6 @@ class FsspecStore(base.SimpleStore):
             except FileExistsError as exc:
                 raise base.already_exists(key, self.url) from exc
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         path = self._path(key)
         try:
@@ -303,7 +293,6 @@ class FsspecStore(base.SimpleStore):
         except errors.ObjectNotFoundError:
             return None
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         folder = base.check_prefix(prefix).rpartition("/")[0]
         # By default, a walk silently omits folders that it cannot list.
@@ -328,7 +317,6 @@ class FsspecStore(base.SimpleStore):
             ]
         )
 
-    @override
     def delete(self, key: str) -> None:
         path = self._path(key)
         with suppress(errors.ObjectNotFoundError), self._reading(key):

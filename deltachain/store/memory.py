@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from typing_extensions import override
-
 from deltachain.store import base
 from deltachain.types import Buffer
 
@@ -47,18 +45,15 @@ class MemoryStore(base.SimpleStore):
             return cls._shared[name]
 
     @property
-    @override
     def url(self) -> str:
         """URL of the store: ``memory://`` and its name."""
         return f"memory://{self._name}"
 
     @property
-    @override
     def capabilities(self) -> base.Capabilities:
         """All guarantees, among the threads of one process."""
         return _CAPABILITIES
 
-    @override
     def _read(self, key: str, choose: base.Choose) -> bytes:
         with self._lock:
             found = self._objects.get(key)
@@ -67,7 +62,6 @@ class MemoryStore(base.SimpleStore):
         start, length = choose(len(found[0]))
         return found[0][start : start + length]
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         base.check_key(key)
         copied = bytes(base.bytes_view(data))
@@ -75,7 +69,6 @@ class MemoryStore(base.SimpleStore):
             self._objects[key] = (copied, time.time())
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         base.check_key(key)
         copied = bytes(base.bytes_view(data))
@@ -84,7 +77,6 @@ class MemoryStore(base.SimpleStore):
                 raise base.already_exists(key, self.url)
             self._objects[key] = (copied, time.time())
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         base.check_key(key)
         with self._lock:
@@ -93,7 +85,6 @@ class MemoryStore(base.SimpleStore):
             return None
         return base.ObjectInfo(key=key, nbytes=len(found[0]), modified=found[1])
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         base.check_prefix(prefix)
         with self._lock:
@@ -104,13 +95,11 @@ class MemoryStore(base.SimpleStore):
             )
         return (base.ObjectInfo(key=key, nbytes=nbytes, modified=at) for key, nbytes, at in found)
 
-    @override
     def delete(self, key: str) -> None:
         base.check_key(key)
         with self._lock:
             self._objects.pop(key, None)
 
-    @override
     def clock(self) -> float:
         return time.time()
 

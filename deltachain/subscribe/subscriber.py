@@ -14,7 +14,6 @@ from threading import Event, Lock, RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
@@ -623,7 +622,6 @@ class Subscriber(Closeable):
         """Return the held version, its lag and its health, for operators and probes."""
         return status_of(self)
 
-    @override
     def close(self) -> None:
         """Release store and target; idempotent."""
         self.target.close()
