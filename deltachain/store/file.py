@@ -76,12 +76,10 @@ def _stat_file(name: str, folder: int) -> os.stat_result:
 
 def _is_same_file(name: str, other: str, folder: int) -> bool:
     try:
-        return os.path.samestat(
-            os.stat(name, dir_fd=folder, follow_symlinks=False),
-            os.stat(other, dir_fd=folder, follow_symlinks=False),
-        )
+        found = [os.stat(one, dir_fd=folder, follow_symlinks=False) for one in (name, other)]
     except FileNotFoundError:
         return False
+    return os.path.samestat(*found)
 
 
 def _open_root(root: Path, *, create: bool) -> int:
@@ -192,10 +190,6 @@ def _fsync_folder(folder: int) -> None:
 
 _T = TypeVar("_T")
 
-_CAPABILITIES: Final = base.Capabilities(
-    conditional_put=True, list_consistent=True, cheap_ranges=True
-)
-
 _SWEPT: Final = 256  # folders written to last, not swept again: every version has its own
 _MAX_PRUNE_RACES: Final = 32  # attempts of a write whose folder others remove; each needs a delete
 _PIECE: Final = 1 << 25  # bytes of a large object that a thread reads at a time
@@ -232,6 +226,10 @@ class FileStore(base.SimpleStore):
     exactly one winner there too.
     """
 
+    capabilities: Final = base.Capabilities(
+        conditional_put=True, list_consistent=True, cheap_ranges=True
+    )
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
         self._was_there = False
@@ -242,11 +240,6 @@ class FileStore(base.SimpleStore):
     def url(self) -> str:
         """URL of the store: ``file://`` and the absolute path of the root."""
         return self._root.as_uri()
-
-    @property
-    def capabilities(self) -> base.Capabilities:
-        """All guarantees; see the class for NFS."""
-        return _CAPABILITIES
 
     def put(self, key: str, data: Buffer) -> str:
         with self._errors_named(base.check_key(key)):

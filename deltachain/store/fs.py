@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
@@ -226,7 +226,6 @@ class FsspecStore(base.SimpleStore):
             nullcontext() if self._promises.threads else threading.RLock()
         )
         self._failures = failures()
-        self._create = self._promises.create
 
     @property
     def url(self) -> str:
@@ -273,7 +272,8 @@ class FsspecStore(base.SimpleStore):
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
         path = self._path(key)
-        if self._create is None:
+        create = self._promises.create
+        if create is None:
             if self.find(key) is not None:
                 raise base.already_exists(key, self.url)
             self._write(path, key, _as_bytes(data))
@@ -281,7 +281,7 @@ class FsspecStore(base.SimpleStore):
         self._check_writable(key)
         with self._writing(key):
             try:
-                self._call(self._fs.pipe_file, path, _as_bytes(data), **self._create)
+                self._call(self._fs.pipe_file, path, _as_bytes(data), **create)
             except FileExistsError as exc:
                 raise base.already_exists(key, self.url) from exc
 
@@ -375,18 +375,16 @@ class FsspecStore(base.SimpleStore):
         folder = path.rpartition("/")[0]
         temporary = f"{folder}/.tmp-{secrets.token_hex(8)}"
         self._call(self._fs.makedirs, folder, exist_ok=True)
-        with ExitStack() as unless_moved:
-            unless_moved.callback(self._remove_quietly, temporary)
+        try:
             self._call(self._fs.pipe_file, temporary, data)
             self._refuse_folder(path)
             if self._promises.writes == "swap" and self._call(self._fs.exists, path):
                 self._call(self._fs.rm_file, path)
             self._call(self._fs.mv, temporary, path)
-            unless_moved.pop_all()
-
-    def _remove_quietly(self, path: str) -> None:
-        with suppress(*self._failures):  # only the result of the write counts
-            self._call(self._fs.rm_file, path)
+        except BaseException:
+            with suppress(*self._failures):  # only the result of the write counts
+                self._call(self._fs.rm_file, temporary)
+            raise
 
     def _refuse_folder(self, path: str) -> None:
         # Some file systems move a file into an existing folder of the target name.
@@ -490,8 +488,10 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
             url, **{**(options or {}), "skip_instance_cache": True}
         )
     except ImportError as exc:
+        package = PROMISES.get(scheme, UNKNOWN).package
         raise errors.ConfigError(
-            f"{scheme}:// stores need a package that is not installed", hint=_install(scheme, exc)
+            f"{scheme}:// stores need a package that is not installed",
+            hint=f"pip install '{package}'" if package else str(exc),
         ) from exc
     except (TypeError, ValueError) as exc:
         raise errors.ConfigError(
@@ -523,8 +523,3 @@ def _known(protocols: Iterable[str]) -> str:
 def _extra(scheme: str) -> str:
     package = PROMISES.get(scheme, UNKNOWN).package
     return package if package.startswith("deltachain[") else "deltachain[fsspec]"
-
-
-def _install(scheme: str, error: ImportError) -> str:
-    package = PROMISES.get(scheme, UNKNOWN).package
-    return f"pip install '{package}'" if package else str(error)

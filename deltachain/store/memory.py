@@ -11,8 +11,6 @@ from typing import Any, Final
 from deltachain.store import base
 from deltachain.types import Buffer
 
-_CAPABILITIES: Final = base.Capabilities(conditional_put=True, list_consistent=True)
-
 
 class MemoryStore(base.SimpleStore):
     """Objects in memory, visible to this process only and lost at its exit.
@@ -23,6 +21,8 @@ class MemoryStore(base.SimpleStore):
     Raises:
         ConfigError: The name is not a valid key.
     """
+
+    capabilities: Final = base.Capabilities(conditional_put=True, list_consistent=True)
 
     _shared: Final[dict[str, MemoryStore]] = {}
     _shared_lock: Final = threading.Lock()
@@ -49,11 +49,6 @@ class MemoryStore(base.SimpleStore):
         """URL of the store: ``memory://`` and its name."""
         return f"memory://{self._name}"
 
-    @property
-    def capabilities(self) -> base.Capabilities:
-        """All guarantees, among the threads of one process."""
-        return _CAPABILITIES
-
     def _read(self, key: str, choose: base.Choose) -> bytes:
         with self._lock:
             found = self._objects.get(key)
@@ -63,17 +58,17 @@ class MemoryStore(base.SimpleStore):
         return found[0][start : start + length]
 
     def put(self, key: str, data: Buffer) -> str:
-        base.check_key(key)
-        copied = bytes(base.bytes_view(data))
-        with self._lock:
-            self._objects[key] = (copied, time.time())
+        self._keep(key, data)
         return ""
 
     def put_if_absent(self, key: str, data: Buffer) -> None:
+        self._keep(key, data, if_absent=True)
+
+    def _keep(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         base.check_key(key)
         copied = bytes(base.bytes_view(data))
         with self._lock:
-            if key in self._objects:
+            if if_absent and key in self._objects:
                 raise base.already_exists(key, self.url)
             self._objects[key] = (copied, time.time())
 

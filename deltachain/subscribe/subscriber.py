@@ -154,9 +154,7 @@ def status_of(subscriber: Subscriber) -> Status:
     head, doubt = chain.head(), subscriber.watch.doubt
     try:
         if held is not None:
-            with suppress(
-                errors.MirrorLagsError
-            ):  # it was proven from a store that is ahead of this one
+            with suppress(errors.MirrorLagsError):  # proven from a store that is ahead of this one
                 check_standing(chain, held)
         if head is not None:
             check_age(chain, head)
@@ -253,13 +251,10 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return _around(subscriber, exc)  # a plan may lead to a later version
     except (errors.ChainError, errors.BaseMismatchError):
         there = subscriber.version
-        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
+        is_rolled_back = subscriber.pinned and not subscriber.poisoned
+        if not is_rolled_back and (there is None or there <= held.version):
             raise
         return None  # rolled back or applied by another thread meanwhile
-
-
-def _was_rolled_back(subscriber: Subscriber) -> bool:
-    return subscriber.pinned and not subscriber.poisoned
 
 
 class Undo(NamedTuple):
