@@ -29,7 +29,6 @@ from deltachain.threads import Closeable, started
 from deltachain.version import __version__
 
 if TYPE_CHECKING:
-    from deltachain.errors import DeltaChainError
     from deltachain.mirror.mirror import Mirror, MirrorTotals
     from deltachain.subscribe import Subscriber
 
