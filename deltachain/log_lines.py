@@ -6,8 +6,6 @@ import copy
 import logging
 from typing import Final
 
-from typing_extensions import override
-
 NAME: Final = "deltachain"
 
 LOGGERS: Final = (NAME, "deltachain_vllm", "deltachain_sglang")
@@ -27,7 +25,6 @@ class _Named(logging.Handler):
         super().__init__()
         self._through = through
 
-    @override
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         named = copy.copy(record)

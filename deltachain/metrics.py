@@ -211,7 +211,6 @@ class MetricsServer(Closeable):
                 "no thread is left to serve metrics", hint="let this process have more (ulimit -u)"
             )
 
-    @override
     def close(self) -> None:
         if self._is_started:
             self._is_started = False

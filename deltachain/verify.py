@@ -284,7 +284,8 @@ def verify(
     for _ in chain.assets():  # verified while read
         pass
     chain.prunes.newest()
-    walk = _Walk(chain, base, first, end, edge_records(chain, first, end))
+    weights = Weights({spec.name: spec for spec in chain.table.specs()})
+    walk = _Walk(chain, base, first, end, edge_records(chain, first, end), weights)
     before: Committed | None = None
     for committed in history(chain, first, end):
         check_manifest(chain, committed, before)
@@ -294,30 +295,23 @@ def verify(
         raise walk.lost
 
 
+@dataclass(slots=True)
 class _Walk:
     """Carries the weights from version to version and verifies each edge.
 
     ``lost``: why no version could be rebuilt since the weights' own; a skip may lead on.
     """
 
-    def __init__(
-        self,
-        chain: Chain,
-        base: Path | None,
-        first: Version,
-        last: Version,
-        records: tuple[tuple[EdgeRecord, EdgeSummary], ...],
-    ) -> None:
-        self._chain = chain
-        self._base = base
-        self._first, self._last = first, last
-        self._records = records
-        self._specs = {spec.name: spec for spec in chain.table.specs()}
-        self._weights = Weights(self._specs)
-        self.lost: errors.ObjectNotFoundError | errors.BrokenChainError | None = None
-        self._at: Version | None = None  # of the weights
-        self._known: dict[tuple[Version, str], EdgeSummary] = {}
-        self._skips: dict[Version, list[EdgeProof]] = defaultdict(list)
+    _chain: Chain
+    _base: Path | None
+    _first: Version
+    _last: Version
+    _records: tuple[tuple[EdgeRecord, EdgeSummary], ...]
+    _weights: Weights
+    lost: errors.ObjectNotFoundError | errors.BrokenChainError | None = None
+    _at: Version | None = None  # of the weights
+    _known: dict[tuple[Version, str], EdgeSummary] = field(default_factory=dict)
+    _skips: dict[Version, list[EdgeProof]] = field(default_factory=lambda: defaultdict(list))
 
     def step(self, committed: Committed) -> VersionProof:
         version, manifest = committed.version, committed.manifest

@@ -86,7 +86,11 @@ def done(words: str, state: str = "") -> None:
 
 
 def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
-    row = error_row(error)
+    row = {
+        "type": type(error).__name__,
+        "message": str(error.args[0]) if error.args else "",
+        **fields(error, "hint", "page", "exit_code", "retryable"),
+    }
     if as_json:
         sys.stderr.write(json.dumps({"error": row}) + "\n")
         return
@@ -94,14 +98,6 @@ def say_error(error: DeltaChainError, *, as_json: bool = False) -> None:
     lines = [(name, clean(row[name])) for name in ("error", "hint", "page") if row[name]]
     parts = [part for name, text in lines for part in ((f"{name:<7}", "bold red"), text, "\n")]
     err().print(Text.assemble(*parts[:-1], style="red"), soft_wrap=True)
-
-
-def error_row(error: DeltaChainError) -> dict[str, Any]:
-    return {
-        "type": type(error).__name__,
-        "message": str(error.args[0]) if error.args else "",
-        **fields(error, "hint", "page", "exit_code", "retryable"),
-    }
 
 
 def say_interrupted() -> None:

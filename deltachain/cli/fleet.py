@@ -28,8 +28,6 @@ from deltachain.cli.serving import end, stopping
 from deltachain.errors import ConfigError, ControlPlaneError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from deltachain.control.comparison import ReplicaRow
     from deltachain.control.replica_client import ReplicaClient
     from deltachain.control.roster import ReplicaAnswer, Roster

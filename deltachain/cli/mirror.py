@@ -57,53 +57,6 @@ def mirror(  # noqa: PLR0913 - one argument an option
 
     Example: `deltachain mirror --promote hf://buckets/me/run-1`
     """
-    if promote:
-        _promote(source, destination, as_json=as_json)
-        return
-    if destination is None:
-        raise ConfigError("mirror needs two URLs", hint="deltachain mirror SRC DST")
-    stop = Event()
-    with stopping(stop) as by:
-        done = _copy(
-            source,
-            destination,
-            stop,
-            follow=follow,
-            start=start,
-            poll=poll,
-            metrics=metrics,
-            lines=as_json,
-        )
-    if not as_json:
-        c.say(done, "dim")
-    end(by)
-
-
-def _promote(url: str, other: str | None, *, as_json: bool) -> None:
-    from deltachain.mirror import promote
-    from deltachain.store import open_store
-
-    if other is not None:
-        hint = "deltachain mirror --promote URL"
-        raise ConfigError("--promote takes one URL, that of the mirror", hint=hint)
-    version = promote(open_store(url, writer=True))
-    if as_json:
-        c.write_json({"url": url, "version": version})
-    else:
-        c.out().print(f"{c.clean(url)} is promoted; a publisher may continue after {version}")
-
-
-def _copy(  # noqa: PLR0913 - one argument an option
-    source: str,
-    destination: str,
-    stop: Event,
-    *,
-    follow: bool,
-    start: str | None,
-    poll: float | None,
-    metrics: str | None,
-    lines: bool,
-) -> str:
     from deltachain.cli.progress import moving
     from deltachain.mirror import Mirror
     from deltachain.mirror import follow as keep
@@ -111,10 +64,17 @@ def _copy(  # noqa: PLR0913 - one argument an option
     from deltachain.presence.writer import mirror_status
     from deltachain.store import open_store
 
-    given = environment.read(os.environ)
-    there, totals = open_store(source), MirrorTotals()
-    begun, objects, nbytes = time.perf_counter(), 0, 0
-    with moving(open_store(destination, writer=True), "mirroring") as (store, planned):
+    if promote:
+        _promote(source, destination, as_json=as_json)
+        return
+    if destination is None:
+        raise ConfigError("mirror needs two URLs", hint="deltachain mirror SRC DST")
+    begun, given, stop = time.perf_counter(), environment.read(os.environ), Event()
+    there, totals, objects, nbytes = open_store(source), MirrorTotals(), 0, 0
+    with (
+        stopping(stop) as by,
+        moving(open_store(destination, writer=True), "mirroring") as (store, planned),
+    ):
         copy = Mirror(
             there,
             store,
@@ -138,15 +98,31 @@ def _copy(  # noqa: PLR0913 - one argument an option
             for receipt in receipts:
                 totals.count(receipt)
                 objects, nbytes = objects + receipt.objects, nbytes + receipt.nbytes
-                if lines:
+                if as_json:
                     row = dataclasses.asdict(receipt)
                     c.write_json(row | {"lag_versions": receipt.lag_versions})
                 elif follow:
                     _show(receipt)
-    seconds = time.perf_counter() - begun
-    left = f"; {len(copy.left_out)} payloads are gone from {source}" if copy.left_out else ""
-    held = "no version yet" if copy.version < 0 else f"version {copy.version}"
-    return f"{destination}: {held}; {objects} objects, {c.nbytes(nbytes)} in {seconds:.1f} s{left}"
+    if not as_json:
+        size = f"{objects} objects, {c.nbytes(nbytes)} in {time.perf_counter() - begun:.1f} s"
+        left = f"; {len(copy.left_out)} payloads are gone from {source}" if copy.left_out else ""
+        held = "no version yet" if copy.version < 0 else f"version {copy.version}"
+        c.say(f"{destination}: {held}; {size}{left}", "dim")
+    end(by)
+
+
+def _promote(url: str, other: str | None, *, as_json: bool) -> None:
+    from deltachain.mirror import promote
+    from deltachain.store import open_store
+
+    if other is not None:
+        hint = "deltachain mirror --promote URL"
+        raise ConfigError("--promote takes one URL, that of the mirror", hint=hint)
+    version = promote(open_store(url, writer=True))
+    if as_json:
+        c.write_json({"url": url, "version": version})
+    else:
+        c.out().print(f"{c.clean(url)} is promoted; a publisher may continue after {version}")
 
 
 def _start(text: str | None) -> int | Literal["head"] | None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, Final, TypeVar, cast
 
 from rich import progress as bars
 
 from deltachain.cli.console import err
 from deltachain.store import Store
-from deltachain.store.base import MAX_DOCUMENT
-from deltachain.types import Buffer
+
+_READS: Final = ("get", "read", "get_range")  # return what they move
+_WRITES: Final = ("put", "upload", "put_if_absent")  # move what follows the key
 
 _T = TypeVar("_T")
 
@@ -26,7 +28,7 @@ def _progress(*columns: bars.ProgressColumn) -> bars.Progress:
 def watching(store: Store, doing: str) -> Iterator[Store]:
     with _progress(bars.FileSizeColumn(), bars.TransferSpeedColumn()) as progress:
         task = progress.add_task(doing, total=None)
-        yield _metered(store, lambda nbytes: progress.advance(task, nbytes))
+        yield cast(Store, _Metered(store, partial(progress.advance, task)))
 
 
 @contextmanager
@@ -39,7 +41,7 @@ def moving(store: Store, doing: str) -> Iterator[tuple[Store, Callable[[int], No
             total += nbytes
             progress.update(task, total=total)
 
-        yield _metered(store, lambda nbytes: progress.advance(task, nbytes)), planned
+        yield cast(Store, _Metered(store, partial(progress.advance, task))), planned
 
 
 def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
@@ -47,42 +49,18 @@ def counted(things: Iterable[_T], total: int, doing: str) -> Iterator[_T]:
         yield from progress.track(things, total=total, description=doing)
 
 
-def _metered(store: Store, moved: Callable[[int], None]) -> Store:
-    return cast(Store, _Metered(store, moved))
-
-
 class _Metered:
     def __init__(self, store: Store, moved: Callable[[int], None]) -> None:
         self._store, self._moved = store, moved
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of the store
-        return getattr(self._store, name)
+        plain = getattr(self._store, name)
+        if name not in (*_READS, *_WRITES):
+            return plain
 
-    def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
-        data = self._store.get(key, limit=limit)
-        self._moved(len(data))
-        return data
+        def metered(key: str, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            found = plain(key, *arguments, **options)
+            self._moved(len(found if name in _READS else arguments[0]))
+            return found
 
-    def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
-        data = self._store.read(key, nbytes=nbytes, pin=pin)
-        self._moved(nbytes)
-        return data
-
-    def get_range(self, key: str, start: int, length: int) -> bytes:
-        data = self._store.get_range(key, start, length)
-        self._moved(len(data))
-        return data
-
-    def put(self, key: str, data: Buffer) -> str:
-        pin = self._store.put(key, data)
-        self._moved(len(data))
-        return pin
-
-    def upload(self, key: str, data: Buffer) -> str:
-        uploaded = self._store.upload(key, data)
-        self._moved(len(data))
-        return uploaded
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        self._store.put_if_absent(key, data)
-        self._moved(len(data))
+        return metered

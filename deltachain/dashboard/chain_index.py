@@ -90,10 +90,6 @@ class ChainView:
     doubt: str = ""  # why the history that was shown before was given up; empty if it never was
 
     @property
-    def is_indexed(self) -> bool:
-        return self.newest is not None and len(self.rows) > self.newest
-
-    @property
     def head(self) -> VersionSummary | None:
         return next((row for row in reversed(self.rows) if row is not None), None)
 
@@ -144,12 +140,9 @@ class ChainIndex:
                 self._look(now)
             except errors.DeltaChainError as exc:
                 trouble = printable(str(exc.args[0]) if exc.args else type(exc).__name__)
-                if not isinstance(
-                    exc, errors.FormatError | errors.ChainError | errors.ObjectNotFoundError
-                ):
-                    self._change(trouble=trouble)
-                else:
-                    self._change(trouble=trouble, looked_at=now)
+                answered = errors.FormatError | errors.ChainError | errors.ObjectNotFoundError
+                at = now if isinstance(exc, answered) else self._view.looked_at
+                self._change(trouble=trouble, looked_at=at)
             else:
                 self._change(trouble="", looked_at=now)
             return self._view
@@ -162,7 +155,10 @@ class ChainIndex:
             if self._is_replaced(chain, head):
                 chain, head = self._open(), None
         known = len(self._view.rows) - 1
-        newest = chain.newest(head.version) if head else _newest(chain)
+        if head is not None:
+            newest: Version | None = chain.newest(head.version)
+        else:
+            newest = found.version if (found := chain.head()) else None
         if newest is not None:
             self._change(newest=newest)
             self._read(chain, known + 1, newest)
@@ -223,7 +219,8 @@ class ChainIndex:
 
     def _list(self, chain: Chain, now: float, *, grew: bool) -> None:
         period = LISTED_S if grew else DETAILS_S
-        committed = self._head(chain)
+        head = self._view.head
+        committed = chain.read(head.version) if head else None
         is_due = self._listed_at is None or now - self._listed_at >= period
         if self._survey is None or committed is None or not is_due:
             return
@@ -234,17 +231,8 @@ class ChainIndex:
             prunes=chain.prunes.newest(),
         )
 
-    def _head(self, chain: Chain) -> Committed | None:
-        head = self._view.head
-        return chain.read(head.version) if head else None
-
     def _change(self, **changes: Any) -> None:  # noqa: ANN401 - fields of the view
         """Show other values; the revision grows if any of them is not just a time."""
         new = replace(self._view, **changes)
         is_same = replace(new, looked_at=self._view.looked_at) == self._view
         self._view = new if is_same else replace(new, revision=self._view.revision + 1)
-
-
-def _newest(chain: Chain) -> Version | None:
-    head = chain.head()
-    return head.version if head else None

@@ -15,7 +15,6 @@ from threading import Event, Lock, Thread
 from typing import Final, TypeVar
 
 import msgspec
-from typing_extensions import override
 
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import ReplicaAnswer, Roster
@@ -60,12 +59,8 @@ class PhaseTrack:
         self._count = 0
         self._applies: OrderedDict[str, dict[str, PhaseTimes]] = OrderedDict()
         self._middles: dict[str, PhaseTimes] = {}
-        self._revision = 0
+        self.revision = 0
         self._changing = Lock()
-
-    @property
-    def revision(self) -> int:
-        return self._revision
 
     def add(self, engine: str, manifest: str, times: PhaseTimes) -> None:
         with self._changing:
@@ -75,7 +70,7 @@ class PhaseTrack:
             self._count += engine not in applies
             applies[engine] = times
             self._middles.pop(manifest, None)
-            self._revision += 1
+            self.revision += 1
             while self._count > self._kept and len(self._applies) > 1:
                 forgotten, lost = self._applies.popitem(last=False)
                 self._count -= len(lost)
@@ -276,12 +271,11 @@ def _of_replica(
         yield Alert(AlertKind.ANOTHER_CHAIN, engine, other)
         return
     status = report.status
-    told: set[AlertKind] = set()
+    told: dict[AlertKind, str] = {}
     for health, why in complaints(status, limits, newest=newest):
-        kind = KINDS.get(health)
-        if kind is None or kind in told:
-            continue
-        told.add(kind)
+        if (kind := KINDS.get(health)) is not None:
+            told.setdefault(kind, why)
+    for kind, why in told.items():
         message = why or status.trouble or "it gives no reason"
         if kind is AlertKind.BEHIND:
             message = f"holds version {status.version}, {why}: version {newest}"
@@ -357,7 +351,7 @@ class Watcher(Closeable):
         self._present: dict[str, Mapping[str, ReplicaReport]] = {}
         self.track, self.phases = FleetTrack(), PhaseTrack()
         self._stop = Event()
-        self._run("chain", self._look, poll_s)
+        self._run("chain", lambda: index.refresh(time.time()), poll_s)
         for client in clients:
             self._run(client.url, partial(self._ask, client), asked_s)
         for board in boards:
@@ -381,7 +375,6 @@ class Watcher(Closeable):
         found = alerts(view, reports, self._limits, now)
         return Overview(now, view, reports, newest, found, self.phases.revision)
 
-    @override
     def close(self) -> None:
         """End all threads, without waiting for a replica or store that hangs; idempotent."""
         self._stop.set()
@@ -413,9 +406,6 @@ class Watcher(Closeable):
                 "no thread is left to watch the chain and each replica",
                 hint="let this process have more (ulimit -u), or name fewer engines",
             )
-
-    def _look(self) -> None:
-        self._index.refresh(time.time())
 
     def _ask(self, client: ReplicaClient) -> None:
         try:

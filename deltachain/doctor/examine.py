@@ -204,10 +204,6 @@ def _exposed(file: Path) -> Iterator[Finding]:
         yield note(FILES, f"{file} is open to other users of this machine", f"chmod 600 {file}")
 
 
-def check_transport(environment: Mapping[str, str]) -> Iterator[Finding]:
-    yield from tried(TRANSPORT, lambda: _transport(environment))
-
-
 def _transport(environment: Mapping[str, str]) -> str:
     files = TlsFiles.of(environment)
     files.context()
@@ -250,8 +246,8 @@ def examine(
     for name in dict(mistakes(environment)):
         environment.pop(name)
     yield from check_packages(role)
-    transport = [*check_files(environment), *check_transport(environment)]
-    yield from transport
+    found = [*check_files(environment), *tried(TRANSPORT, lambda: _transport(environment))]
+    yield from found
     url = url or environment.get("DELTACHAIN_URL", "")
     if role is Role.FOLLOWER:
         yield from check_engines(environment)
@@ -259,7 +255,7 @@ def examine(
         yield from check_presence(environment, url)
     if not url:
         yield note(STORE, "no store was examined", "give its URL, or set DELTACHAIN_URL")
-    elif any(finding.grade is Grade.FAULT for finding in transport):
+    elif any(finding.grade is Grade.FAULT for finding in found):
         yield note(STORE, "no store was examined", "correct the faults above first")
     else:
         yield from _examine_store(url, role, environment)

@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import isfinite
 from typing import Final, Literal, TypeAlias
 
 import msgspec
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.format.documents import check_values, decode
@@ -22,19 +20,8 @@ from deltachain.threads import Closeable, Pool
 LARGEST: Final = 1 << 18  # size limit of a record, in bytes
 TEXT: Final = 500  # size limit of a text that a reader keeps, in characters
 
-_NUMBERS: Final = ("version", "staged", "head", "lag_versions")
+_COUNTS: Final = ("version", "staged", "head", "lag_versions")
 _TIMES: Final = ("looked_at", "applied_at", "committed_at", "silence_s", "age_s")
-_TEXTS: Final = (
-    "url",
-    "chain",
-    "manifest",
-    "state",
-    "reason",
-    "trouble",
-    "doubt",
-    "fault",
-    "engine",
-)
 _MOST: Final = (1 << 53) - 1
 
 
@@ -60,9 +47,9 @@ def encode_record(record: PresenceRecord) -> bytes:
     data = msgspec.json.encode(record)
     if len(data) <= LARGEST:
         return data
-    brief = msgspec.structs.replace(record.status, ranks=[], on_host={}, classes={}, last=None)
+    cut = {name: getattr(record.status, name)[:TEXT] for name in ("reason", "trouble")}
     brief = msgspec.structs.replace(
-        brief, **{name: (getattr(brief, name) or "")[:TEXT] for name in ("reason", "trouble")}
+        record.status, **cut, ranks=[], on_host={}, classes={}, last=None
     )
     return msgspec.json.encode(msgspec.structs.replace(record, status=brief))
 
@@ -74,16 +61,12 @@ def parse_record(data: bytes, key: str) -> PresenceRecord:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as exc:
         raise errors.MalformedError(f"no presence record: {str(exc)[:200]}", key=key) from exc
     status = record.status
-    for name in _NUMBERS:
+    for name in (*_COUNTS, *_TIMES):
         number = getattr(status, name)
-        if number is not None and not 0 <= number <= _MOST:
+        if number is not None and not 0 <= number <= _MOST:  # nor is it NaN
             raise errors.MalformedError(f"no presence record: {name} is out of range", key=key)
-    for name in _TIMES:
-        seconds = getattr(status, name)
-        if seconds is not None and not (isfinite(seconds) and 0 <= seconds <= _MOST):
-            raise errors.MalformedError(f"no presence record: {name} is out of range", key=key)
-    texts = {name: getattr(status, name) for name in (*_TEXTS, "deltachain")}
-    cut = {name: text[:TEXT] for name, text in texts.items() if text and len(text) > TEXT}
+    fields = {name: getattr(status, name) for name in status.__struct_fields__}
+    cut = {name: text[:TEXT] for name, text in fields.items() if isinstance(text, str)}
     ended = record.ended[:TEXT] if record.ended else record.ended
     status = msgspec.structs.replace(status, **cut, ranks=[], on_host={}, classes={}, last=None)
     return msgspec.structs.replace(record, status=status, ended=ended, software={})
@@ -94,9 +77,8 @@ LISTED: Final = 10 * MOST  # number of objects that are listed
 
 READERS: Final = 16
 
-Presence: TypeAlias = (
-    PresenceFound | errors.DeltaChainError
-)  # what a record says, or why it says nothing
+# What a record says, or why it says nothing.
+Presence: TypeAlias = PresenceFound | errors.DeltaChainError
 
 
 class PresenceBoard(Closeable):
@@ -120,12 +102,16 @@ class PresenceBoard(Closeable):
         """
         since_s = time.monotonic() - self._looked_at
         if since_s < self._store.capabilities.poll_s:
-            return {name: _older(answer, since_s) for name, answer in self._answers.items()}
+            return {
+                name: replace(answer, age_s=answer.age_s + since_s)
+                if isinstance(answer, PresenceFound)
+                else answer
+                for name, answer in self._answers.items()
+            }
         self._answers = self._look()
         self._looked_at = time.monotonic()
         return self._answers
 
-    @override
     def close(self) -> None:
         self._store.close()
 
@@ -163,7 +149,12 @@ class PresenceBoard(Closeable):
             read = dict(zip(changed, pool.map(self._read, changed), strict=True))
         every = {info: self._known.get(info) or read.get(info) for info in wanted}
         found = {info: record for info, record in every.items() if record is not None}
-        self._known = {info: record for info, record in found.items() if _is_final(info, record)}
+        self._known = {
+            info: record
+            for info, record in found.items()
+            if info.modified is not None
+            and isinstance(record, PresenceRecord | errors.MalformedError)
+        }
         return found
 
     def _read(self, info: ObjectInfo) -> PresenceRecord | errors.DeltaChainError | None:
@@ -181,18 +172,6 @@ class PresenceBoard(Closeable):
             return None
         except errors.DeltaChainError as exc:
             return exc
-
-
-def _older(answer: Presence, seconds: float) -> Presence:
-    if isinstance(answer, PresenceFound):
-        return replace(answer, age_s=answer.age_s + seconds)
-    return answer
-
-
-def _is_final(info: ObjectInfo, record: PresenceRecord | errors.DeltaChainError) -> bool:
-    if isinstance(record, errors.DeltaChainError):
-        return isinstance(record, errors.MalformedError) and info.modified is not None
-    return info.modified is not None
 
 
 def _clock(store: Store, listed: Iterable[ObjectInfo]) -> float:

@@ -16,8 +16,6 @@ from threading import Event, Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
-from typing_extensions import override
-
 from deltachain.checkpoint import HELD_FILE
 from deltachain.errors import ControlPlaneError, DeltaChainError, StoreUnavailableError
 from deltachain.format.keys import object_digest
@@ -31,7 +29,6 @@ from deltachain.threads import Closeable, started
 from deltachain.version import __version__
 
 if TYPE_CHECKING:
-    from deltachain.errors import DeltaChainError
     from deltachain.mirror.mirror import Mirror, MirrorTotals
     from deltachain.subscribe import Subscriber
 
@@ -141,7 +138,6 @@ class PresenceWriter(Closeable):
             {"presence_timestamp_seconds": self._written_at, "presence_failures": self._failures}
         )
 
-    @override
     def close(self) -> None:
         """Withdraw the presence, unless the store takes too long; idempotent."""
         self._stop.set()
@@ -152,7 +148,6 @@ class PresenceWriter(Closeable):
         self._reason = reason
         self.close()
 
-    @override
     def __exit__(
         self,
         kind: type[BaseException] | None,

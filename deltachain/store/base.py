@@ -378,11 +378,9 @@ class SimpleStore(Store):
         """Read a range of an object."""
 
     @property
-    @override
     def requests(self) -> int:
         return 0
 
-    @override
     def get(self, key: str, *, limit: int = MAX_DOCUMENT) -> bytes:
         def whole(nbytes: int) -> tuple[int, int]:
             check_limit(key, self.url, nbytes=nbytes, limit=limit)
@@ -400,7 +398,6 @@ class SimpleStore(Store):
 
         return self._read(check_key(key), whole)
 
-    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
         check_range(start, length)
 
@@ -411,10 +408,8 @@ class SimpleStore(Store):
 
         return self._read(check_key(key), some)
 
-    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, ObjectInfo]:
         return find_each(self, keys)
 
-    @override
     def close(self) -> None:
         """Do nothing: no connection stays open between calls."""

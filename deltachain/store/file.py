@@ -23,7 +23,6 @@ from typing import Any, Final, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.store import base
@@ -77,12 +76,10 @@ def _stat_file(name: str, folder: int) -> os.stat_result:
 
 def _is_same_file(name: str, other: str, folder: int) -> bool:
     try:
-        return os.path.samestat(
-            os.stat(name, dir_fd=folder, follow_symlinks=False),
-            os.stat(other, dir_fd=folder, follow_symlinks=False),
-        )
+        found = [os.stat(one, dir_fd=folder, follow_symlinks=False) for one in (name, other)]
     except FileNotFoundError:
         return False
+    return os.path.samestat(*found)
 
 
 def _open_root(root: Path, *, create: bool) -> int:
@@ -193,10 +190,6 @@ def _fsync_folder(folder: int) -> None:
 
 _T = TypeVar("_T")
 
-_CAPABILITIES: Final = base.Capabilities(
-    conditional_put=True, list_consistent=True, cheap_ranges=True
-)
-
 _SWEPT: Final = 256  # folders written to last, not swept again: every version has its own
 _MAX_PRUNE_RACES: Final = 32  # attempts of a write whose folder others remove; each needs a delete
 _PIECE: Final = 1 << 25  # bytes of a large object that a thread reads at a time
@@ -233,6 +226,10 @@ class FileStore(base.SimpleStore):
     exactly one winner there too.
     """
 
+    capabilities: Final = base.Capabilities(
+        conditional_put=True, list_consistent=True, cheap_ranges=True
+    )
+
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self._root = Path(root).absolute()
         self._was_there = False
@@ -240,24 +237,15 @@ class FileStore(base.SimpleStore):
         self._sweeping = Lock()
 
     @property
-    @override
     def url(self) -> str:
         """URL of the store: ``file://`` and the absolute path of the root."""
         return self._root.as_uri()
 
-    @property
-    @override
-    def capabilities(self) -> base.Capabilities:
-        """All guarantees; see the class for NFS."""
-        return _CAPABILITIES
-
-    @override
     def put(self, key: str, data: Buffer) -> str:
         with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=False)
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none; see ``Store``.
 
@@ -268,7 +256,6 @@ class FileStore(base.SimpleStore):
         with self._errors_named(base.check_key(key)):
             self._write(key, data, if_absent=True)
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         folders, leaf = _split(base.check_key(key))
         with self._errors_named(key):
@@ -279,16 +266,13 @@ class FileStore(base.SimpleStore):
                 return None
         return base.ObjectInfo(key=key, nbytes=status.st_size, modified=status.st_mtime)
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         return self._walk(*_split(base.check_prefix(prefix)))
 
-    @override
     def clock(self) -> float:
         """Return the time by this machine's clock, which that of a file server may differ from."""
         return time.time()
 
-    @override
     def delete(self, key: str) -> None:
         """Delete an object and the folders that become empty; see ``Store``.
 
@@ -362,13 +346,11 @@ class FileStore(base.SimpleStore):
                 ) from exc
             raise
 
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         if nbytes <= _PIECE:
             return super().read(key, nbytes=nbytes, pin=pin)
         return self._again(base.check_key(key), partial(self._read_large, nbytes=nbytes))
 
-    @override
     def _read(self, key: str, choose: base.Choose) -> bytes:
         return self._again(key, partial(self._read_once, choose=choose))
 

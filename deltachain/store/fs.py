@@ -12,7 +12,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import import_module
@@ -20,8 +20,6 @@ from socket import gaierror
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, Literal, ParamSpec, TypeVar
 from urllib.parse import urlsplit
-
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.redact import redacted_url
@@ -228,15 +226,12 @@ class FsspecStore(base.SimpleStore):
             nullcontext() if self._promises.threads else threading.RLock()
         )
         self._failures = failures()
-        self._create = self._promises.create
 
     @property
-    @override
     def url(self) -> str:
         return self._url
 
     @property
-    @override
     def capabilities(self) -> base.Capabilities:
         return base.Capabilities(
             conditional_put=self._promises.create is not None,
@@ -244,12 +239,10 @@ class FsspecStore(base.SimpleStore):
         )
 
     @property
-    @override
     def requests(self) -> int:
         """Number of calls to the file system, which does not report the requests of a call."""
         return self._requests
 
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         if nbytes <= _PIECE or getattr(self._fs, "local_file", False):
             return super().read(key, nbytes=nbytes, pin=pin)
@@ -258,7 +251,6 @@ class FsspecStore(base.SimpleStore):
             base.check_nbytes(key, self.url, expected=nbytes, actual=self._nbytes(key, path))
             return self._read_in_pieces(key, path, nbytes)
 
-    @override
     def _read(self, key: str, choose: base.Choose) -> bytes:
         path = self._path(key)
         with self._reading(key):
@@ -274,15 +266,14 @@ class FsspecStore(base.SimpleStore):
             raise base.too_short(key, self.url, nbytes=start + len(data), end=end)
         return data
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         self._write(self._path(key), key, _as_bytes(data))
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         path = self._path(key)
-        if self._create is None:
+        create = self._promises.create
+        if create is None:
             if self.find(key) is not None:
                 raise base.already_exists(key, self.url)
             self._write(path, key, _as_bytes(data))
@@ -290,11 +281,10 @@ class FsspecStore(base.SimpleStore):
         self._check_writable(key)
         with self._writing(key):
             try:
-                self._call(self._fs.pipe_file, path, _as_bytes(data), **self._create)
+                self._call(self._fs.pipe_file, path, _as_bytes(data), **create)
             except FileExistsError as exc:
                 raise base.already_exists(key, self.url) from exc
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         path = self._path(key)
         try:
@@ -303,7 +293,6 @@ class FsspecStore(base.SimpleStore):
         except errors.ObjectNotFoundError:
             return None
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         folder = base.check_prefix(prefix).rpartition("/")[0]
         # By default, a walk silently omits folders that it cannot list.
@@ -328,7 +317,6 @@ class FsspecStore(base.SimpleStore):
             ]
         )
 
-    @override
     def delete(self, key: str) -> None:
         path = self._path(key)
         with suppress(errors.ObjectNotFoundError), self._reading(key):
@@ -387,18 +375,16 @@ class FsspecStore(base.SimpleStore):
         folder = path.rpartition("/")[0]
         temporary = f"{folder}/.tmp-{secrets.token_hex(8)}"
         self._call(self._fs.makedirs, folder, exist_ok=True)
-        with ExitStack() as unless_moved:
-            unless_moved.callback(self._remove_quietly, temporary)
+        try:
             self._call(self._fs.pipe_file, temporary, data)
             self._refuse_folder(path)
             if self._promises.writes == "swap" and self._call(self._fs.exists, path):
                 self._call(self._fs.rm_file, path)
             self._call(self._fs.mv, temporary, path)
-            unless_moved.pop_all()
-
-    def _remove_quietly(self, path: str) -> None:
-        with suppress(*self._failures):  # only the result of the write counts
-            self._call(self._fs.rm_file, path)
+        except BaseException:
+            with suppress(*self._failures):  # only the result of the write counts
+                self._call(self._fs.rm_file, temporary)
+            raise
 
     def _refuse_folder(self, path: str) -> None:
         # Some file systems move a file into an existing folder of the target name.
@@ -502,8 +488,10 @@ def locate(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str
             url, **{**(options or {}), "skip_instance_cache": True}
         )
     except ImportError as exc:
+        package = PROMISES.get(scheme, UNKNOWN).package
         raise errors.ConfigError(
-            f"{scheme}:// stores need a package that is not installed", hint=_install(scheme, exc)
+            f"{scheme}:// stores need a package that is not installed",
+            hint=f"pip install '{package}'" if package else str(exc),
         ) from exc
     except (TypeError, ValueError) as exc:
         raise errors.ConfigError(
@@ -535,8 +523,3 @@ def _known(protocols: Iterable[str]) -> str:
 def _extra(scheme: str) -> str:
     package = PROMISES.get(scheme, UNKNOWN).package
     return package if package.startswith("deltachain[") else "deltachain[fsspec]"
-
-
-def _install(scheme: str, error: ImportError) -> str:
-    package = PROMISES.get(scheme, UNKNOWN).package
-    return f"pip install '{package}'" if package else str(error)

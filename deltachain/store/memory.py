@@ -8,12 +8,8 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from typing_extensions import override
-
 from deltachain.store import base
 from deltachain.types import Buffer
-
-_CAPABILITIES: Final = base.Capabilities(conditional_put=True, list_consistent=True)
 
 
 class MemoryStore(base.SimpleStore):
@@ -25,6 +21,8 @@ class MemoryStore(base.SimpleStore):
     Raises:
         ConfigError: The name is not a valid key.
     """
+
+    capabilities: Final = base.Capabilities(conditional_put=True, list_consistent=True)
 
     _shared: Final[dict[str, MemoryStore]] = {}
     _shared_lock: Final = threading.Lock()
@@ -47,18 +45,10 @@ class MemoryStore(base.SimpleStore):
             return cls._shared[name]
 
     @property
-    @override
     def url(self) -> str:
         """URL of the store: ``memory://`` and its name."""
         return f"memory://{self._name}"
 
-    @property
-    @override
-    def capabilities(self) -> base.Capabilities:
-        """All guarantees, among the threads of one process."""
-        return _CAPABILITIES
-
-    @override
     def _read(self, key: str, choose: base.Choose) -> bytes:
         with self._lock:
             found = self._objects.get(key)
@@ -67,24 +57,21 @@ class MemoryStore(base.SimpleStore):
         start, length = choose(len(found[0]))
         return found[0][start : start + length]
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
-        base.check_key(key)
-        copied = bytes(base.bytes_view(data))
-        with self._lock:
-            self._objects[key] = (copied, time.time())
+        self._keep(key, data)
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
+        self._keep(key, data, if_absent=True)
+
+    def _keep(self, key: str, data: Buffer, *, if_absent: bool = False) -> None:
         base.check_key(key)
         copied = bytes(base.bytes_view(data))
         with self._lock:
-            if key in self._objects:
+            if if_absent and key in self._objects:
                 raise base.already_exists(key, self.url)
             self._objects[key] = (copied, time.time())
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         base.check_key(key)
         with self._lock:
@@ -93,7 +80,6 @@ class MemoryStore(base.SimpleStore):
             return None
         return base.ObjectInfo(key=key, nbytes=len(found[0]), modified=found[1])
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         base.check_prefix(prefix)
         with self._lock:
@@ -104,13 +90,11 @@ class MemoryStore(base.SimpleStore):
             )
         return (base.ObjectInfo(key=key, nbytes=nbytes, modified=at) for key, nbytes, at in found)
 
-    @override
     def delete(self, key: str) -> None:
         base.check_key(key)
         with self._lock:
             self._objects.pop(key, None)
 
-    @override
     def clock(self) -> float:
         return time.time()
 

@@ -14,7 +14,6 @@ from threading import Event, Lock, RLock
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, cast
 
 import msgspec
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
@@ -150,60 +149,7 @@ def known_status(subscriber: Subscriber, **others: Any) -> Status:  # noqa: ANN4
     return Status(**fields | others)
 
 
-def status_of(subscriber: Subscriber) -> Status:
-    chain, held = subscriber.chain, subscriber.held
-    head, doubt = chain.head(), subscriber.watch.doubt
-    try:
-        if held is not None:
-            with suppress(
-                errors.MirrorLagsError
-            ):  # it was proven from a store that is ahead of this one
-                check_standing(chain, held)
-        if head is not None:
-            check_age(chain, head)
-    except (errors.ChainError, errors.ObjectNotFoundError) as exc:
-        doubt = exc
-    found = known_status(
-        subscriber, head=head.version if head else None, doubt=str(doubt.args[0]) if doubt else ""
-    )
-    return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
-
-
 LOOK_BACK: Final = 8  # poll intervals between two checks of the held version in the store
-
-
-def _follow(
-    subscriber: Subscriber, *, stop: Event, every_version: bool, looked: Looked
-) -> Iterator[ApplyReceipt]:
-    polls = 0  # since the last look back
-
-    def round_(failures: int) -> Round[ApplyReceipt]:
-        nonlocal polls
-        polls += 1
-        is_due = polls >= LOOK_BACK or failures > 0
-        try:
-            receipt = _step(subscriber, every_version=every_version)
-            around, is_sure = _look_back(subscriber, is_due=is_due)
-        except NEEDS_A_PERSON as exc:
-            subscriber.watch.ended(exc)
-            raise
-        polls = 0 if is_due else polls
-        receipt = receipt or around
-        if is_sure:
-            looked(None)
-        if receipt is None:
-            return False
-        yield receipt
-        return receipt.lag_versions > 0  # later versions are known already
-
-    return repeat(
-        round_,
-        stop=stop,
-        poll_s=subscriber.poll_s,
-        looked=looked,
-        doing=f"following {subscriber.store.url}",
-        told=subscriber.told,
-    )
 
 
 def _look_back(subscriber: Subscriber, *, is_due: bool) -> tuple[ApplyReceipt | None, bool]:
@@ -254,13 +200,10 @@ def _step(subscriber: Subscriber, *, every_version: bool) -> ApplyReceipt | None
         return _around(subscriber, exc)  # a plan may lead to a later version
     except (errors.ChainError, errors.BaseMismatchError):
         there = subscriber.version
-        if not _was_rolled_back(subscriber) and (there is None or there <= held.version):
+        is_rolled_back = subscriber.pinned and not subscriber.poisoned
+        if not is_rolled_back and (there is None or there <= held.version):
             raise
         return None  # rolled back or applied by another thread meanwhile
-
-
-def _was_rolled_back(subscriber: Subscriber) -> bool:
-    return subscriber.pinned and not subscriber.poisoned
 
 
 class Undo(NamedTuple):
@@ -591,7 +534,35 @@ class Subscriber(Closeable):
             every_version: Apply each version on its own instead of folding pending versions.
             looked: Called after each iteration with the error to be retried, or ``None``.
         """
-        return _follow(self, stop=stop or Event(), every_version=every_version, looked=looked)
+        polls = 0  # since the last look back
+
+        def round_(failures: int) -> Round[ApplyReceipt]:
+            nonlocal polls
+            polls += 1
+            is_due = polls >= LOOK_BACK or failures > 0
+            try:
+                receipt = _step(self, every_version=every_version)
+                around, is_sure = _look_back(self, is_due=is_due)
+            except NEEDS_A_PERSON as exc:
+                self.watch.ended(exc)
+                raise
+            polls = 0 if is_due else polls
+            receipt = receipt or around
+            if is_sure:
+                looked(None)
+            if receipt is None:
+                return False
+            yield receipt
+            return receipt.lag_versions > 0  # later versions are known already
+
+        return repeat(
+            round_,
+            stop=stop or Event(),
+            poll_s=self.poll_s,
+            looked=looked,
+            doing=f"following {self.store.url}",
+            told=self.told,
+        )
 
     def notify(self) -> None:
         """Wake :meth:`follow`, so that it polls at once."""
@@ -621,9 +592,21 @@ class Subscriber(Closeable):
 
     def status(self) -> Status:
         """Return the held version, its lag and its health, for operators and probes."""
-        return status_of(self)
+        chain, held = self.chain, self.held
+        head, doubt = chain.head(), self.watch.doubt
+        try:
+            if held is not None:
+                with suppress(errors.MirrorLagsError):  # proven from a store ahead of this one
+                    check_standing(chain, held)
+            if head is not None:
+                check_age(chain, head)
+        except (errors.ChainError, errors.ObjectNotFoundError) as exc:
+            doubt = exc
+        found = known_status(
+            self, head=head.version if head else None, doubt=str(doubt.args[0]) if doubt else ""
+        )
+        return judged(found, HealthLimits(silence_s=None), "" if held else NOTHING_HELD)
 
-    @override
     def close(self) -> None:
         """Release store and target; idempotent."""
         self.target.close()

@@ -67,47 +67,40 @@ class Reply:
             raise RetryError(said, IN_BETWEEN, answered=True) from exc
 
 
+@dataclass(slots=True, eq=False)
 class Budget:
     """Limit of ``calls`` requests in any period of ``window_s`` seconds, over all threads.
 
     The period slides, so the limit holds in every fixed window of a server too.
     """
 
-    def __init__(
-        self,
-        calls: int,
-        window_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self.calls = calls
-        self.window_s = window_s
-        self._clock = clock
-        self._sleep = sleep
-        self._lock = threading.Lock()
-        self._sent: deque[float] = deque()
+    calls: int
+    window_s: float
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _sent: deque[float] = field(default_factory=deque)
 
     def take(self, within_s: float) -> float:
         """Wait to count one more request; return the seconds until one is allowed if longer."""
-        deadline = self._clock() + within_s
+        deadline = self.clock() + within_s
         while True:
             wait_s = self._try_take()
             if wait_s <= 0:
                 return 0.0
-            if self._clock() + wait_s > deadline:
+            if self.clock() + wait_s > deadline:
                 return wait_s
-            self._sleep(wait_s)
+            self.sleep(wait_s)
 
     def charge(self, requests: int) -> None:
         """Count requests sent without ``take``; later requests wait for them."""
         with self._lock:
-            self._sent.extend([self._clock()] * requests)
+            self._sent.extend([self.clock()] * requests)
 
     def _try_take(self) -> float:
         """Count a request and return 0, or return the seconds until the oldest one expires."""
         with self._lock:
-            now = self._clock()
+            now = self.clock()
             while self._sent and self._sent[0] + self.window_s <= now:
                 self._sent.popleft()
             if len(self._sent) < self.calls:
@@ -274,10 +267,9 @@ class Hub:
 
     def _refusal(self, reply: Reply, key: str) -> errors.DeltaChainError:
         url, words = self.place.url, reply.words
-        if reply.status == 401:
-            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_LOGIN)
-        if reply.status == 403:
-            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=_READ_ONLY)
+        if reply.status in (401, 403):
+            hint = _LOGIN if reply.status == 401 else _READ_ONLY
+            return errors.StorePermissionError(f"{url}: {words}", key=key, url=url, hint=hint)
         if reply.status == 404:
             # Not ObjectNotFoundError: followers wait for a chain that does not exist yet.
             return errors.ConfigError(

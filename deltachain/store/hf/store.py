@@ -28,7 +28,6 @@ from typing import Annotated, Any, Final, TypeAlias
 from urllib.parse import quote, urlsplit
 
 import msgspec
-from typing_extensions import override
 
 from deltachain import errors
 from deltachain.environment import read_one
@@ -80,33 +79,27 @@ class HfStore(base.Store):
         )
 
     @property
-    @override
     def url(self) -> str:
         return self._hub.place.url
 
     @property
-    @override
     def capabilities(self) -> base.Capabilities:
         return self._capabilities
 
     @property
-    @override
     def requests(self) -> int:
         """Number of requests to the Hub's rate-limited API; storage requests are not counted."""
         return self._hub.calls.requests + (self._gateway.requests if self._gateway else 0)
 
     @property
-    @override
     def unanswered_since(self) -> float | None:
         return self._hub.calls.since
 
-    @override
     def get(self, key: str, *, limit: int = base.MAX_DOCUMENT) -> bytes:
         found = self._find(key)
         base.check_limit(key, self.url, nbytes=found.nbytes, limit=limit)
         return bytes(self._xet.read(found.pin, nbytes=found.nbytes, key=key))
 
-    @override
     def read(self, key: str, *, nbytes: int, pin: str = "") -> Buffer:
         base.check_range(0, nbytes)
         base.check_key(key)
@@ -116,7 +109,6 @@ class HfStore(base.Store):
             pin = found.pin
         return self._xet.read(pin, nbytes=nbytes, key=key)
 
-    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
         base.check_range(start, length)
         found = self._find(key)
@@ -124,18 +116,15 @@ class HfStore(base.Store):
             raise base.too_short(key, self.url, nbytes=found.nbytes, end=start + length)
         return bytes(self._xet.read_range(found.pin, start, length, key=key))
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         content = self.upload(key, data)
         self.reveal({key: content})
         return content
 
-    @override
     def upload(self, key: str, data: Buffer) -> str:
         """Upload content, which no path refers to before ``reveal``; takes no counted request."""
         return self._xet.write(data, key=base.check_key(key))
 
-    @override
     def reveal(self, uploads: Mapping[str, str]) -> None:
         """Let paths refer to uploaded content, 1,000 in a request; see ``Store``."""
         keys = [base.check_key(key) for key in uploads]
@@ -150,7 +139,6 @@ class HfStore(base.Store):
                     f"object {named!r} in {self.url}: {failed}", key=next(iter(some)), url=self.url
                 )
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         base.check_key(key)
         if self._gateway is None:
@@ -174,11 +162,9 @@ class HfStore(base.Store):
         finally:
             self._hub.charge(max(0, self._gateway.requests - before - 1))
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         return self.find_all([key]).get(key)
 
-    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
         asked = [base.check_key(key) for key in keys]
         found: dict[str, base.ObjectInfo] = {}
@@ -189,16 +175,13 @@ class HfStore(base.Store):
             found |= {info.key: info for info in self._parse(reply.document())}
         return found
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         """Read the whole listing before the first object, as the Hub guarantees no order."""
         return self._list(base.check_prefix(prefix))
 
-    @override
     def clock(self) -> float | None:
         return self._hub.calls.now()
 
-    @override
     def delete(self, key: str) -> None:
         """Delete an object if it exists; see ``Store``. Its content stays in the storage."""
         base.check_key(key)
@@ -207,7 +190,6 @@ class HfStore(base.Store):
         if failed != "" and self.find(key) is not None:
             raise base.unavailable(key, self.url, failed or "it was not deleted")
 
-    @override
     def close(self) -> None:
         """Close the gateway's connections; those of ``huggingface_hub`` are shared."""
         if self._gateway is not None:

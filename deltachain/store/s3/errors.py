@@ -76,9 +76,6 @@ def whole(reply: dict[str, Any], *fields: str) -> dict[str, Any]:
     """Return an answer that has all given fields.
 
     A portal that answers 200 to a write names no ETag; a head that was cut lacks its last fields.
-
-    Raises:
-        RetryError: A field is missing.
     """
     missing = [field for field in fields if field not in reply]
     if missing:
@@ -92,9 +89,6 @@ def refuse_redirect(response: dict[str, Any]) -> None:
     For a bucket in another region, S3 names the region, and botocore asks there once. Without that
     name, botocore looks the bucket up by a request that is redirected too, until it runs out of
     stack: 82 requests of 1.44.
-
-    Raises:
-        RetryError: The answer is such a redirect.
     """
     status, headers = response["status_code"], response["headers"]
     if 300 <= status < 400 and not _region(headers):
@@ -204,12 +198,10 @@ def _named_by(host: str) -> str:
 
 
 def is_aws(host: str) -> bool:
-    """Return whether a host is one of AWS."""
     return host.endswith((".amazonaws.com", ".amazonaws.com.cn"))
 
 
 def no_bucket(url: str) -> ConfigError:
-    """Return the error for an absent bucket."""
     return ConfigError(
         f"the bucket of {url} does not exist",
         hint=f"create it (aws s3 mb s3://{url.split('/')[2]}), or correct the URL, the endpoint or "

@@ -89,25 +89,20 @@ class S3Store(base.Store):
         self._answer = local()
 
     @property
-    @override
     def url(self) -> str:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     @property
-    @override
     def requests(self) -> int:
         return self._calls.requests
 
     @property
-    @override
     def unanswered_since(self) -> float | None:
         return self._calls.since
 
-    @override
     def clock(self) -> float | None:
         return self._calls.now()
 
-    @override
     def get(self, key: str, *, limit: int = base.MAX_DOCUMENT) -> bytes:
         return self._get(key, limit, self._deadline(base.check_key(key)))
 
@@ -127,7 +122,6 @@ class S3Store(base.Store):
                     raise deadline.error("it is replaced faster than it is read") from exc
                 tries += 1
 
-    @override
     def get_range(self, key: str, start: int, length: int) -> bytes:
         base.check_range(start, length)
         deadline, stop = self._deadline(base.check_key(key), length), start + length
@@ -141,7 +135,6 @@ class S3Store(base.Store):
             raise base.too_short(key, self.url, nbytes=total, end=stop)
         return b""
 
-    @override
     def put(self, key: str, data: Buffer) -> str:
         view = base.bytes_view(data)
         client = self._transfers if view.nbytes > PART_NBYTES else self._client
@@ -166,7 +159,6 @@ class S3Store(base.Store):
         self._send(upload if view.nbytes > PART_NBYTES else put, deadline, key)
         return ""
 
-    @override
     def put_if_absent(self, key: str, data: Buffer) -> None:
         """Write an object if the key has none; see ``Store``.
 
@@ -196,27 +188,22 @@ class S3Store(base.Store):
             if not self._conditions_hold:
                 self._try_condition(key, view, deadline)
 
-    @override
     def find(self, key: str) -> base.ObjectInfo | None:
         return self._find(key, self._deadline(base.check_key(key)))
 
-    @override
     def find_all(self, keys: Iterable[str]) -> Mapping[str, base.ObjectInfo]:
         wanted = [base.check_key(key) for key in dict.fromkeys(keys)]
         with Pool(_THREADS, "deltachain-s3") as pool:
             found = [info for info in pool.map(self.find, wanted) if info is not None]
         return {info.key: info for info in found}
 
-    @override
     def list(self, prefix: str = "") -> Iterator[base.ObjectInfo]:
         return self._list(base.check_prefix(prefix))
 
-    @override
     def delete(self, key: str) -> None:
         deadline = self._deadline(base.check_key(key))
         self._send(lambda: self._client.delete_object(**self._at(key)), deadline, key)
 
-    @override
     def close(self) -> None:
         self._client.close()
         if "_transfers" in vars(self):
@@ -425,15 +412,12 @@ class _Source(io.RawIOBase):
         super().__init__()
         self._view, self._deadline, self._at = view, deadline, 0
 
-    @override
     def readable(self) -> bool:
         return True
 
-    @override
     def seekable(self) -> bool:
         return True
 
-    @override
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._view)}[whence]
         self._at = max(0, start + offset)

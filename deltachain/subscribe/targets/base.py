@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from typing_extensions import override
-
 from deltachain.chain.fetch import Fetched
 from deltachain.errors import PartialApplyError, PoisonedError
 from deltachain.format.documents import Struct
@@ -142,30 +140,24 @@ class Write(StagedWrite):
     places: Sequence[LiveElements]
 
     @property
-    @override
     def names(self) -> Sequence[str]:
         return (self.patch.spec.name,)
 
     @property
-    @override
     def nbytes(self) -> int:
         return self.patch.own_nbytes
 
     @property
-    @override
     def can_undo(self) -> bool:
         return self.patch.can_undo
 
-    @override
     def run(self) -> None:
         for live in self.places:
             write_patch(live, self.patch)
 
-    @override
     def undo(self) -> Write:
         return replace(self, patch=self.patch.undo())
 
-    @override
     def without_old(self) -> Write:
         return replace(self, patch=self.patch.without_old())
 

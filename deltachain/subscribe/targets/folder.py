@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 import numpy as np
-from typing_extensions import override
 
 from deltachain import checkpoint as checkpoints
 from deltachain import errors
@@ -271,7 +270,6 @@ class FolderTarget(PatchedTarget):
                 return None
             return sum_states(self.ordered(pool, self._state_of, self._specs))
 
-    @override
     def is_altered(self) -> bool:
         with explained(self.folder):
             self._lock.take()  # again, if the folder was removed
@@ -312,7 +310,6 @@ class FolderTarget(PatchedTarget):
                 check_room(self.folder, sum(spec.nbytes for spec in self._specs.values()))
         return staged
 
-    @override
     def bits(self, name: str) -> Bits:
         with explained(self.folder):
             return self._live[name][0].bits
@@ -328,7 +325,6 @@ class FolderTarget(PatchedTarget):
         zeros = WholeTensor(np.zeros(delta.spec.numel, delta.spec.bits_dtype))
         return prepare(zeros, delta, base_too=base_too)
 
-    @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         try:
             self._refuse_altered(held)
@@ -514,7 +510,6 @@ class OwnFolder(FolderTarget):
                 )
         super().bind(specs, aliases)
 
-    @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         self.refuse_other(held.chain)
         super().write(patches, held)

@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, TypeVar
 
-from typing_extensions import override
-
 from deltachain.chain.fetch import Fetched
 from deltachain.codec.rows import changes_of
 from deltachain.delta import TensorDelta
@@ -40,16 +38,13 @@ class Patches(Prepared):
     base_too: bool  # whether the overwritten bits are proven as well
 
     @property
-    @override
     def nbytes(self) -> int:
         return sum(patch.nbytes for patch in self.patches)
 
     @property
-    @override
     def can_undo(self) -> bool:
         return not self.deferred
 
-    @override
     def undo(self) -> Patches:
         if self.deferred:
             raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
@@ -73,7 +68,6 @@ class PatchedTarget(Target, ABC):
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         """Write patches, all or none, and record ``held``; consume ``patches`` once."""
 
-    @override
     def stage(
         self, fetched: Fetched, *, base: StateDigest | None, state: StateDigest, budget: int
     ) -> Patches:
@@ -123,7 +117,6 @@ class PatchedTarget(Target, ABC):
             small=lambda name: specs[name].numel < SMALL,
         )
 
-    @override
     def swap(self, prepared: Prepared, held: HeldVersion) -> float:
         if not isinstance(prepared, Patches):
             raise TypeError(f"{type(self).__name__} cannot swap {type(prepared).__name__}")

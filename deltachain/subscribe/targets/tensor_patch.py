@@ -137,21 +137,17 @@ class WholeTensor(LiveElements):
     bits: LiveBits  # (numel,) live bits
 
     @property
-    @override
     def storage(self) -> LiveBits:
         return self.bits
 
     @property
-    @override
     def view(self) -> LiveBits:
         return self.bits
 
     @property
-    @override
     def box(self) -> WindowPlace:
         return WindowPlace(0, 0, np.array([(len(self.bits), 1, 1)]))
 
-    @override
     def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
         return slice(None), indices
 
@@ -159,7 +155,6 @@ class WholeTensor(LiveElements):
     def take(self, full: LiveBits, start: int = 0) -> LiveBits:
         return kernels_for(self.bits).receive(full, self.bits)
 
-    @override
     def digest(self, key: tuple[int, int], bits: LiveBits) -> StateDigest:
         return kernels_for(bits).digest(key, bits)
 

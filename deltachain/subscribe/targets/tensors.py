@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.checks import asset_path
@@ -111,7 +110,6 @@ class TensorTarget(PatchedTarget):
         self._held: HeldVersion | None = None
         self._forms: Mapping[str, _Form] = {}
 
-    @override
     def bind(self, specs: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> None:
         self._specs, self._aliases, self._forms = specs, aliases, {}
         places = {name: [name] for name in specs}
@@ -133,7 +131,6 @@ class TensorTarget(PatchedTarget):
     def _forms_of(tensors: Mapping[str, Tensor]) -> dict[str, _Form]:
         return {name: _form(tensor) for name, tensor in tensors.items()}
 
-    @override
     def close(self) -> None:
         pass
 
@@ -155,16 +152,13 @@ class TensorTarget(PatchedTarget):
         self.bind(self._specs, self._aliases)
         return True
 
-    @override
     def is_altered(self) -> bool:
         # An address is not reused: the bits of a bound tensor keep its memory.
         return self._forms_of(self._current()) != self._forms
 
-    @override
     def held(self) -> HeldVersion | None:
         return self._held
 
-    @override
     def state(self) -> StateDigest | None:
         self._has_moved()
         with Pool(cores()) as pool:
@@ -176,7 +170,6 @@ class TensorTarget(PatchedTarget):
             return None
         return state_of(self._specs[name], live[0])
 
-    @override
     def bits(self, name: str) -> Bits:
         live: Any = self._live[name][0].bits
         return live if isinstance(live, np.ndarray) else live.cpu().numpy().view(self._dtype(name))
@@ -184,12 +177,10 @@ class TensorTarget(PatchedTarget):
     def _dtype(self, name: str) -> np.dtype[Any]:
         return self._specs[name].bits_dtype
 
-    @override
     def prepare(self, delta: TensorDelta, *, base_too: bool = True) -> Patch:
         places = self._live[delta.spec.name]
         return prepare(places[0], delta, base_too=base_too, exchange=len(places) == 1)
 
-    @override
     def write(self, patches: Iterable[Patch], held: HeldVersion) -> None:
         if self._has_moved():
             raise BaseMismatchError(
