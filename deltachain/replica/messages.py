@@ -231,7 +231,7 @@ UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError
 """Errors of a decoder: bad JSON, a lone surrogate, an object that is no text, deep nesting."""
 
 
-def encode(message: RankRequest | RankReply) -> str:
+def encode(message: Struct) -> str:
     return msgspec.json.encode(message).decode()
 
 

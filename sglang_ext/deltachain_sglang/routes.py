@@ -24,6 +24,7 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 
 from . import PREFIX, SCHEME, compat, loading
+from .start_check import on_engine
 
 # SGLang releases its cache, captured graphs and weights, all or some of them, and resumes them. The
 # content of weights after they are resumed is unknown.
@@ -68,6 +69,7 @@ def hook_server() -> None:
     compat.hook(compat.SLEPT, on_sleep)
     compat.hook(compat.WOKEN, on_wake)
     compat.hook(compat.RUN, on_run)
+    compat.hook(compat.ENGINE, on_engine)
 
 
 def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
