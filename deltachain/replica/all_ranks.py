@@ -552,14 +552,13 @@ class ReplicaTarget(Target):
 def error_of(refusal: wire.Refusal, *, version: int | None = None) -> errors.DeltaChainError:
     kind = getattr(errors, refusal.error, None)
     message, hint = f"rank {refusal.rank}: {refusal.message}", refusal.hint
-    if not isinstance(kind, type):
+    if not isinstance(kind, type) or not issubclass(kind, errors.DeltaChainError):
         kind = errors.ApplyError
     if issubclass(kind, errors.DigestMismatchError):
         return errors.ApplyError(message, version=version)  # a refusal has no digests
-    if issubclass(kind, errors.DeltaChainError) and not issubclass(kind, errors.ApplyError):
-        return kind(message, hint=hint)
-    kind = kind if issubclass(kind, errors.ApplyError) else errors.ApplyError
-    return kind(message, version=version, hint=hint)
+    if issubclass(kind, errors.ApplyError):
+        return kind(message, version=version, hint=hint)
+    return kind(message, hint=hint)
 
 
 def raise_refusal(replies: Sequence[wire.RankReply], *, version: int | None = None) -> None:

@@ -111,7 +111,7 @@ async def on_update(
 
     Weights of any other path are loaded, found to differ from the chain's, and replaced by these.
     """
-    control: control_server.Control | None = getattr(compat.app().state, "deltachain", None)
+    control = control_server.control_in(compat.app())
     if not obj.model_path.startswith(SCHEME):
         found: tuple[bool, str, int] = await original(server, obj, request)
         if found[0] and control is not None and control.leader is not None:

@@ -112,20 +112,15 @@ class VllmEngine:
         return texts
 
     async def _name(self, version: int) -> None:
-        done, _ = await asyncio.gather(
-            self._reset_cache(), self._client.update_weight_version(str(version))
-        )
+        naming = self._client.update_weight_version(str(version))
+        if not (self._clear or self._doubted):
+            await naming
+            return
+        reset = self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        done, _ = await asyncio.gather(reset, naming)
         if not done:
             raise ApplyError("the prefix cache could not be reset", version=version)
         self._doubted = False
-
-    async def _reset_cache(self) -> bool:
-        if not (self._clear or self._doubted):
-            return True
-        done: bool = await self._client.reset_prefix_cache(
-            reset_running_requests=True, reset_connector=True
-        )
-        return done
 
     def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return run_on(self._loop, coroutine)

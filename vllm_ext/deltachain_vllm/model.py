@@ -22,7 +22,7 @@ from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat
 from .layer_outputs import compared, computed, is_compared, taken_over
-from .repacking import loaded_apart, repack
+from .repacking import address_of, loaded_apart, repack
 from .scales import owned, uncaptured
 
 if TYPE_CHECKING:
@@ -52,14 +52,10 @@ def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
 
 def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
     """Pack layers tied to a reloaded layer again, since no tensors are loaded into them."""
-    held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
+    held = {address_of(p) for layer in touched for p in layer._parameters.values()} - {0}
     for layer in model.modules():
-        if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
+        if layer not in touched and any(address_of(p) in held for p in layer._parameters.values()):
             compat.process(layer)
-
-
-def _at(parameter: nn.Parameter | None) -> int:
-    return parameter.data_ptr() if parameter is not None and parameter.numel() else 0
 
 
 @contextmanager

@@ -82,13 +82,14 @@ def _process(layers: Iterable[nn.Module]) -> None:
 
 def _ties(every: Iterable[nn.Module], raw: list[nn.Module]) -> dict[Member, Member]:
     """Return parameters that share elements with a new one, each with that new one."""
-    first = {_at(p): (layer, n) for layer in reversed(raw) for n, p in reversed(_recorded(layer))}
+    held = [(layer, n, p) for layer in raw for n, p in _recorded(layer)]
+    first = {address_of(p): (layer, n) for layer, n, p in reversed(held)}
     first.pop(0, None)
     return {
-        (layer, name): first[_at(parameter)]
+        (layer, name): first[address_of(parameter)]
         for layer in every
         for name, parameter in _recorded(layer)
-        if first.get(_at(parameter), (layer, name)) != (layer, name)
+        if first.get(address_of(parameter), (layer, name)) != (layer, name)
     }
 
 
@@ -96,7 +97,7 @@ def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
     return [(n, p) for n, p in layer._parameters.items() if n not in compat.left_alone()]
 
 
-def _at(tensor: Tensor | None) -> int:
+def address_of(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None and tensor.numel() and not tensor.is_meta else 0
 
 

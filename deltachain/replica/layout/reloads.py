@@ -482,14 +482,10 @@ def _doubt(state: ModelState, outcome: Outcome, group: LoadGroup) -> str:
     blank = [n for n in outcome.idle & outcome.silent(group) & uniform if specs[n].numel > 1]
     if blank:
         return f"nothing changes with {min(blank)}, whose elements are all equal"
-    stray = _stray(state, outcome, group)
+    stray = outcome.moved.intersection(group.names) - uniform
     if stray:
         return f"other values loaded into {min(stray)} do not arrive where it was recorded"
     return ""
-
-
-def _stray(state: ModelState, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
-    return outcome.moved.intersection(group.names) - state.source.uniform
 
 
 def _unconfirmed(
