@@ -157,20 +157,21 @@ class VllmModel:
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        known = dict(self.model.named_modules())
-        mine = [name for name in layers if name in known]
+        dtype = self.config.model_config.dtype
         with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
-            repack(self.model, mine, partial(self.load, tensors), self.config.model_config.dtype)
+            repack(self.model, self._mine(layers), partial(self.load, tensors), dtype)
 
     @contextmanager
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        known = dict(self.model.named_modules())
-        mine = [name for name in layers if name in known]
         dtype = self.config.model_config.dtype
         with self._as_when_loading():
-            yield loaded_apart(self.model, mine, partial(self.load, tensors), dtype)
+            yield loaded_apart(self.model, self._mine(layers), partial(self.load, tensors), dtype)
+
+    def _mine(self, layers: Iterable[str]) -> list[str]:
+        known = dict(self.model.named_modules())
+        return [name for name in layers if name in known]
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
         with set_current_vllm_config(self.config):

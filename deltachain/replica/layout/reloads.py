@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, Final
@@ -56,13 +56,7 @@ class Outcome:
     moved: frozenset[str] = frozenset()
 
     def __add__(self, other: Outcome) -> Outcome:
-        return Outcome(
-            self.refused | other.refused,
-            self.touched | other.touched,
-            self.idle | other.idle,
-            self.beside | other.beside,
-            self.moved | other.moved,
-        )
+        return Outcome(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(self)))
 
     def silent(self, group: LoadGroup) -> frozenset[str]:
         """Return the tensors of a group that changed no output."""
