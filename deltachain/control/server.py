@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Security
@@ -258,11 +258,8 @@ def wake_up(leader: Leader, kinds: frozenset[str], weights: str) -> None:
 logger = logging.getLogger(__name__)
 
 
-class LedEngine(NamedTuple):
-    """An engine, and the checkpoint that it was loaded from: base of the chain."""
-
-    engine: Engine
-    checkpoint: Path
+LedEngine: TypeAlias = tuple[Engine, Path]
+"""An engine, and the checkpoint that it was loaded from: base of the chain."""
 
 
 async def lead(

@@ -19,12 +19,7 @@ from deltachain.subscribe.config import SubscribeConfig
 
 def spool_folder(environment: Mapping[str, str]) -> Path:
     given = environment.get("DELTACHAIN_SPOOL", "")
-    return Path(given) if given else default_spool()
-
-
-def default_spool() -> Path:
-    """Return the default spool folder: one per user, among the temporary files."""
-    return Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +56,7 @@ class ReplicaSettings:
     token: str | Path = field(default="", repr=False)
     max_lag: int | None = None
     max_silence_s: float | None = None
-    spool: Path = field(default_factory=default_spool)
+    spool: Path = field(default_factory=lambda: spool_folder({}))
     presence: str = ""  # URL
 
     @classmethod

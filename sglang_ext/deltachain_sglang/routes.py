@@ -100,8 +100,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
 def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> control_server.LedEngine:
     from .engine import SglangEngine
 
-    engine = SglangEngine(compat.manager(), loop, settings)
-    return control_server.LedEngine(engine, loading.checkpoint())
+    return SglangEngine(compat.manager(), loop, settings), loading.checkpoint()
 
 
 async def on_update(

@@ -17,7 +17,13 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.module_members import ACTS, NESTED, Members, container_of
+from deltachain.replica.layout.module_members import (
+    ACTS,
+    NESTED,
+    Members,
+    container_of,
+    dressed,
+)
 
 from . import compat
 
@@ -152,17 +158,10 @@ def _make_raw(layer: nn.Module) -> None:
     for name in compat.UNRECORDED & layer._parameters.keys():
         parameter = layer._parameters[name]
         if parameter is not None:
-            layer._parameters[name] = _copy(parameter, compat.raw_dtype(layer, parameter))
-
-
-def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Copy a parameter's numbers and all its attributes, its loader included."""
-    raw: Any = parameter.data.to(dtype, copy=True)
-    raw.__class__ = parameter.__class__
-    raw.__dict__ = parameter.__dict__.copy()
-    compat.own_loader(raw)
-    found: nn.Parameter = raw
-    return found
+            dtype = compat.raw_dtype(layer, parameter)
+            copied = dressed(parameter.data.to(dtype, copy=True), parameter)
+            compat.own_loader(copied)
+            layer._parameters[name] = copied
 
 
 def _make_scales(layer: nn.Module) -> None:
@@ -295,7 +294,4 @@ def _cloned(tensor: Tensor | None) -> Any:
     """Return a tensor of the same class with elements and attributes of its own."""
     if tensor is None or tensor.is_meta:
         return tensor
-    found: Any = tensor.data.clone()
-    found.__class__ = tensor.__class__
-    found.__dict__ = dict(vars(tensor))
-    return found
+    return dressed(tensor.data.clone(), tensor)
