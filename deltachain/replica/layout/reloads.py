@@ -295,8 +295,7 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
     """Split groups into turns without common layers, where each would seem to follow the other."""
     turns: list[tuple[list[LoadGroup], set[str]]] = []
     for group in groups:
-        free = (one for one in turns if one[1].isdisjoint(group.layers))
-        turn = next(free, None)
+        turn = next((one for one in turns if one[1].isdisjoint(group.layers)), None)
         if turn is None:
             turns.append(turn := ([], set()))
         turn[0].append(group)
