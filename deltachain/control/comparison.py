@@ -6,16 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Final, get_args
+from typing import Final, get_args
 
 from deltachain.errors import DeltaChainError
 from deltachain.presence.record import PresenceFound
 from deltachain.status import Health, HealthLimits, Status, complaints
+from deltachain.types import Version
 
 from .roster import ReplicaAnswer
-
-if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
-    from deltachain.types import Version
 
 ALARMING: Final[frozenset[Health]] = frozenset(
     ("failed", "silent", "poisoned", "in doubt", "cut off", "stale")

@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Condition, Thread
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 from typing_extensions import override
 
 from deltachain.errors import ChainError, ConfigError, ControlPlaneError
 from deltachain.retry import Backoff
 from deltachain.threads import Closeable, started
+from deltachain.types import Version
 
 from .replica_client import ReplicaClient
-
-if TYPE_CHECKING:  # imports numpy, which `deltachain fleet` does without
-    from deltachain.types import Version
 
 Wait: TypeAlias = Literal["all", "quorum", "any", "none"]
 

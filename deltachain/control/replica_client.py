@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import httpx
 import msgspec
@@ -21,12 +21,9 @@ from deltachain.status import Status
 from deltachain.threads import Closeable
 from deltachain.tls import TlsFiles
 from deltachain.tokens import Tokens
+from deltachain.types import Version
 
 from .schemas import PREFIXES, TOKEN_HEADER, Detail, Ready, RefusedReply
-
-if TYPE_CHECKING:
-    from deltachain.types import Version
-
 
 CONNECT_S: Final = 5.0
 KEEPALIVE_S: Final = 2.0

@@ -9,21 +9,18 @@ from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
+from typing import Final, TypeAlias, TypeVar
 
 from typing_extensions import override
 
 from deltachain.errors import ConfigError, ControlPlaneError, DeltaChainError
-from deltachain.presence.record import PresenceFound
+from deltachain.presence.record import Presence, PresenceBoard, PresenceFound
 from deltachain.redact import redacted_path, redacted_url
 from deltachain.status import Status
+from deltachain.store.registry import schemes
 from deltachain.threads import Closeable, started
 
 from .replica_client import ReplicaClient
-
-if TYPE_CHECKING:
-    from deltachain.presence.record import Presence, PresenceBoard
-
 
 DNS: Final = "dns://"
 """Scheme of a name that stands for all replicas at its addresses: ``dns://policy.default:8000``."""
@@ -86,8 +83,6 @@ def _is_board(entry: str) -> bool:
     scheme = entry.partition("://")[0].lower()
     if "://" not in entry or scheme in ("http", "https", "dns"):
         return False
-    from deltachain.store.registry import schemes  # noqa: PLC0415 - imports numpy
-
     return scheme in {*schemes(), *_CLOUDS}
 
 
@@ -258,9 +253,5 @@ class Roster(Closeable):
 
 
 def _boards(urls: Iterable[str]) -> dict[str, PresenceBoard]:
-    if not urls:
-        return {}
-    from deltachain.presence.record import PresenceBoard  # noqa: PLC0415 - imports numpy
-
     found = [PresenceBoard(url) for url in urls]
     return {board.url: board for board in found}

@@ -21,9 +21,6 @@ from .server import Allowed, Asked, Control, NothingAsked, RequestKind, control_
 
 METRICS: Final = "text/plain; version=0.0.4; charset=utf-8"
 
-NAME: Final = "deltachain"
-"""Last part of the paths of probes outside ``PREFIXES``."""
-
 _NOT_READY: Final[dict[int | str, dict[str, Any]]] = {503: {"description": "not ready"}}
 _VERSION: Final[dict[str, Any]] = {
     "requestBody": {"content": {"application/json": {"schema": schema_of(VersionRequest)}}}
@@ -38,14 +35,14 @@ probes = APIRouter(tags=["deltachain"])
 neither vLLM nor SGLang guards with its key, since a kubelet reads no key from a secret."""
 
 
-@probes.get(f"/healthz/{NAME}", response_class=PlainTextResponse)
+@probes.get("/healthz/deltachain", response_class=PlainTextResponse)
 @router.get("/healthz", response_class=PlainTextResponse)
 async def healthz() -> PlainTextResponse:
     """Return 200 while the server answers; needs no token, since probes have none."""
     return PlainTextResponse("ok")
 
 
-@probes.get(f"/readyz/{NAME}", response_class=PlainTextResponse, responses=_NOT_READY)
+@probes.get("/readyz/deltachain", response_class=PlainTextResponse, responses=_NOT_READY)
 @router.get("/readyz", response_class=PlainTextResponse, responses=_NOT_READY)
 async def readyz(request: Request) -> PlainTextResponse:
     """Return 200 if the replica is ready for requests, else 503; needs no token."""

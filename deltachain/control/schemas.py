@@ -31,10 +31,8 @@ _Integer: TypeAlias = (  # JSON has one type of number: 7.0 equals the integer 7
 class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The requested version; by default the head, or for a rollback the previous one.
 
-    Attributes:
-        version: The number of the version.
-        manifest: blake3 of its manifest, for an update: the replica then refuses a version of that
-            number with another manifest, and succeeds if it holds a later one of the same history.
+    With ``manifest``, blake3 of its manifest, an update is refused for another version of that
+    number, and succeeds if the replica holds a later one of the same history.
     """
 
     version: _Integer | None = None
@@ -54,19 +52,12 @@ class Ready(Answer, frozen=True):
 
 
 class Problem(Answer, frozen=True):
-    """The error of a replica.
+    """The error of a replica."""
 
-    Attributes:
-        type: Class name in :mod:`deltachain.errors`.
-        message: The error message.
-        hint: The action that resolves the error.
-        retryable: Whether the same request may succeed later.
-    """
-
-    type: str
+    type: str  # name of a class in deltachain.errors
     message: str
-    hint: str
-    retryable: bool
+    hint: str  # action that resolves the error
+    retryable: bool  # whether the same request may succeed later
 
 
 class RefusedReply(Answer, frozen=True):

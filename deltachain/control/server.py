@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from threading import Thread
-from typing import Annotated, Any, Final, Literal, NamedTuple, TypeAlias, TypeVar, get_args
+from typing import Annotated, Any, Final, Literal, TypeAlias, TypeVar, get_args
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Security
@@ -177,14 +177,19 @@ async def aside(action: Callable[[Leader], _T], leader: Leader) -> _T:
 
 def control_of(request: Request) -> Control:
     """Return the server's :class:`Control`; 503 while the engine is starting."""
-    control: Control | None = getattr(request.app.state, "deltachain", None)
+    control = control_in(request.app)
     if control is None:
         raise HTTPException(503, "the engine is starting")
     return control
 
 
-def leading(app: FastAPI) -> Control | None:
+def control_in(app: FastAPI) -> Control | None:
     control: Control | None = getattr(app.state, "deltachain", None)
+    return control
+
+
+def leading(app: FastAPI) -> Control | None:
+    control = control_in(app)
     return control if control is not None and control.leader is not None else None
 
 
@@ -253,11 +258,8 @@ def wake_up(leader: Leader, kinds: frozenset[str], weights: str) -> None:
 logger = logging.getLogger(__name__)
 
 
-class LedEngine(NamedTuple):
-    """An engine, and the checkpoint that it was loaded from: base of the chain."""
-
-    engine: Engine
-    checkpoint: Path
+LedEngine: TypeAlias = tuple[Engine, Path]
+"""An engine, and the checkpoint that it was loaded from: base of the chain."""
 
 
 async def lead(
@@ -316,7 +318,7 @@ def leave_at_end(app: FastAPI) -> None:
             try:
                 yield state
             finally:
-                control: Control | None = getattr(app.state, "deltachain", None)
+                control = control_in(app)
                 if control is not None and control.presence is not None:
                     await asyncio.to_thread(control.presence.close)
 

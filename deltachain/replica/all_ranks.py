@@ -108,8 +108,7 @@ def add_up(replies: Sequence[wire.StagedReply], fetched: Fetched) -> tuple[Effec
 class PauseHolds:
     """Reasons to keep an engine paused: a caller, doubt about weights, a swap, or other clients.
 
-    The engine resumes when no reason is left. If other clients paused it directly, it stays paused
-    through a swap, until they or a caller of deltachain resume it.
+    The engine resumes when no reason is left. A pause by other clients outlives a swap.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -231,7 +230,6 @@ class ReplicaTarget(Target):
         return cast("list[_R | wire.Refusal]", list(replies))
 
     def _wait(self, ticket: int, kind: type[_R], version: Version | None = None) -> list[_R]:
-        """Wait until every rank is done with a ticket; raise the first refusal as its error."""
         return _accepted(self._settle(ticket, kind, version), kind, version)
 
     def _settle(
@@ -513,7 +511,6 @@ class ReplicaTarget(Target):
     def close(self) -> None: ...
 
     def _swap(self, prepared: PreparedSwap, version: Version) -> float:
-        """Write on every rank; if one fails, undo the write on the others."""
         request = wire.SwapRequest(ticket=prepared.ticket, version=version, back=prepared.back)
         replies = self.ranks = self._call(request, wire.SwapReply)
         failed = [reply for reply in replies if isinstance(reply, wire.Refusal)]
@@ -552,14 +549,13 @@ class ReplicaTarget(Target):
 def error_of(refusal: wire.Refusal, *, version: int | None = None) -> errors.DeltaChainError:
     kind = getattr(errors, refusal.error, None)
     message, hint = f"rank {refusal.rank}: {refusal.message}", refusal.hint
-    if not isinstance(kind, type):
+    if not isinstance(kind, type) or not issubclass(kind, errors.DeltaChainError):
         kind = errors.ApplyError
     if issubclass(kind, errors.DigestMismatchError):
         return errors.ApplyError(message, version=version)  # a refusal has no digests
-    if issubclass(kind, errors.DeltaChainError) and not issubclass(kind, errors.ApplyError):
-        return kind(message, hint=hint)
-    kind = kind if issubclass(kind, errors.ApplyError) else errors.ApplyError
-    return kind(message, version=version, hint=hint)
+    if issubclass(kind, errors.ApplyError):
+        return kind(message, version=version, hint=hint)
+    return kind(message, hint=hint)
 
 
 def raise_refusal(replies: Sequence[wire.RankReply], *, version: int | None = None) -> None:

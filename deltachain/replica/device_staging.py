@@ -96,7 +96,9 @@ class DeviceStager:
                         slot=slots[slot],
                     )
                 )
-        self._device = next((p.storage.device for ps in by_width.values() for p in ps), None)
+        devices = (place.storage.device for live in by_width.values() for place in live)
+        self.device = next(devices, torch.device("cpu"))
+        self.tensors = len(found)
         self._tables = {
             width: segments.PlacementTable.build(live, self._keys, live[0].storage.device)
             for width, live in by_width.items()
@@ -170,14 +172,6 @@ class DeviceStager:
                 packed = segments.pack(layout, sorted(tensors, key=lambda one: one.tensor), memory)
                 found.append(staging.decode(packed, staging.upload(packed, self.device)))
         return found
-
-    @property
-    def tensors(self) -> int:
-        return len(self._names)
-
-    @property
-    def device(self) -> torch.device:
-        return self._device or torch.device("cpu")
 
     def _effects(self, staged: segments.StagedChanges) -> Mapping[HolderKey, Effect]:
         found = zip(self._slots, segments.effects(staged.sums), strict=False)

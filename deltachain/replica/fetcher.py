@@ -27,8 +27,8 @@ from .spool import PROBE, Spool, SpoolIndex, make_folder, new_name, object_file
 FRONT: Final = 1 << 20
 """Bytes read at first: header and directory of most objects."""
 
-WORTH: Final = 0.8
-"""Share of an object above which it is fetched whole: one request, and one digest for all."""
+WHOLE: Final = 0.8
+"""Share above which objects are fetched whole: one request, and one digest for all."""
 
 
 # The leader fetches for the ranks that see its own folder. Elsewhere one rank of each host does,
@@ -89,9 +89,6 @@ def hosts_of(found: Sequence[tuple[str, str]]) -> tuple[Host, ...]:
     )
 
 
-MOSTLY: Final = 0.8
-"""Share of the elements above which a host fetches whole objects, which take fewer requests."""
-
 logger = logging.getLogger(__name__)
 
 
@@ -147,7 +144,7 @@ def _ranges_of(
         if part.digest != ref.directory:
             return None
         ranges = joined([(0, part.front_nbytes), *stored_ranges(part, wanted)])
-        if sum(stop - start for start, stop in ranges) > WORTH * ref.nbytes:
+        if sum(stop - start for start, stop in ranges) > WHOLE * ref.nbytes:
             return None
         found = [(start, read_at(start, stop - start)) for start, stop in ranges]
         read += found
@@ -267,7 +264,7 @@ def wanted_by(
             first, last = found.get(name, (low, high))
             found[name] = min(low, first), max(high, last)
     numel = sum(high - low for low, high in found.values())
-    return {} if numel > MOSTLY * sum(spec.numel for spec in specs.values()) else found
+    return {} if numel > WHOLE * sum(spec.numel for spec in specs.values()) else found
 
 
 def _span(one: Classified, spec: TensorSpec, *, on_host: bool) -> Range:

@@ -35,9 +35,6 @@ from .engine import Engine
 from .messages import status_row
 from .settings import ReplicaSettings
 
-# An idle engine that hangs, or that another client has paused, raises no error by itself.
-
-
 EVERY_S: Final = 5.0
 """Seconds between two questions, which every rank answers between two steps of the engine."""
 
@@ -49,7 +46,10 @@ MAX_SILENCE_S: Final = 60.0
 
 
 class EngineWatch:
-    """Questions to an engine, in a thread of their own; none while it has released memory."""
+    """Questions to an engine, in a thread of their own; none while it has released memory.
+
+    An idle engine that hangs, or that another client has paused, raises no error by itself.
+    """
 
     def __init__(
         self, target: ReplicaTarget, is_asleep: Callable[[], bool], *, every_s: float = EVERY_S
@@ -193,9 +193,7 @@ class Leader:
         staged, self.staged = self.staged, None
         if staged is None or staged.to.version != version:
             return None
-        with suppress(
-            errors.BaseMismatchError
-        ):  # another version was swapped in since: stage again
+        with suppress(errors.BaseMismatchError):  # another version was swapped in: stage again
             return self.subscriber.swap(staged)
         return None
 
@@ -215,8 +213,7 @@ class Leader:
         self.subscriber.release()
         if self._thread is not None and self._has_failed and not self._stop.is_set():
             self._thread.join()  # it is ending, and has recorded the reason
-            self.ended, self._has_failed = "", False
-            self._thread = None
+            self.ended, self._has_failed, self._thread = "", False, None
             self._thread = _in_a_thread(self._follow, "deltachain-follow")
 
     def notify(self) -> None:
@@ -231,9 +228,8 @@ class Leader:
         """Resume generation, unless the replica cannot prove the version that it holds."""
         with self.subscriber.alone():  # never in the middle of a swap
             if self.subscriber.poisoned:
-                raise errors.PoisonedError(
-                    "this replica cannot prove what it holds; it stays paused"
-                )
+                message = "this replica cannot prove what it holds; it stays paused"
+                raise errors.PoisonedError(message)
             self.target.resume()
 
     def scrub(self) -> bool:
@@ -244,16 +240,15 @@ class Leader:
         """
         fine = self.subscriber.scrub()
         if not fine:
-            self._troubled(
-                errors.ApplyError("the live weights are not what this replica should hold")
-            )
+            message = "the live weights are not what this replica should hold"
+            self._troubled(errors.ApplyError(message))
             follows = self.settings.follow and not self.ended
             self._reach(lambda: self.subscriber.heal(at_head=follows), None)
         return fine
 
     def status(self) -> Status:
         """Return the status of the replica; makes no request to the store or the engine."""
-        subscriber, target, head = self.subscriber, self.target, self.newest
+        subscriber, target = self.subscriber, self.target
         doubt = subscriber.watch.doubt
         if subscriber.pinned and isinstance(doubt, errors.BrokenChainError):
             doubt = None  # a pinned replica ignores lost manifests
@@ -261,7 +256,7 @@ class Leader:
             subscriber,
             url=redacted_url(self.settings.subscribe.url),
             staged=self.staged.to.version if self.staged else None,
-            head=head,
+            head=self.newest,
             following=self.settings.follow and not self.ended,
             paused=bool(target.why_paused),
             classes=target.classes(),
@@ -373,9 +368,7 @@ class Leader:
             if self.subscriber.poisoned or isinstance(exc, errors.EngineDamagedError):
                 try:
                     self.target.stop_serving()
-                except (
-                    errors.ApplyError
-                ) as failed:  # healing is tried anyway, and this again after it
+                except errors.ApplyError as failed:  # healing comes next, and this again after it
                     logger.error("the engine did not pause: %s", failed)  # noqa: TRY400
                 return
             with suppress(errors.ApplyError):  # report the first error

@@ -66,8 +66,6 @@ class CheckLoadsRequest(RankRequest, frozen=True, kw_only=True, tag="check"):
 
 
 class StateRequest(RankRequest, frozen=True, kw_only=True, tag="state"):
-    """Request to start recomputing the state digest of the live weights."""
-
     ticket: Count
 
 
@@ -113,8 +111,6 @@ class StatusRequest(RankRequest, frozen=True, kw_only=True, tag="status"):
 
 
 class RankReply(Struct, frozen=True, kw_only=True, tag_field="reply"):
-    """A rank's reply to a request, with the leader and the number of the request."""
-
     rank: int = -1
     leader: str = ""
     sequence: Count = 0
@@ -129,14 +125,9 @@ class Refusal(RankReply, frozen=True, kw_only=True, tag="refused", omit_defaults
 
 
 class AttachReply(RankReply, frozen=True, kw_only=True, tag="attached"):
-    """Classes of all tensors, as the rank found them.
-
-    ``folder`` is the id of its folder of spools; empty if the leader's probe is in it.
-    """
-
     tensors: dict[str, Classified]
     host: str = ""
-    folder: str = ""
+    folder: str = ""  # id of its folder of spools; empty if the leader's probe is in it
 
 
 class FindUnusedReply(RankReply, frozen=True, kw_only=True, tag="unused"):
@@ -158,9 +149,7 @@ class PendingReply(RankReply, frozen=True, kw_only=True, tag="pending"): ...
 
 
 class StateReply(RankReply, frozen=True, kw_only=True, tag="state"):
-    """State digests of the live weights, each with the ranks that hold these elements."""
-
-    digests: tuple[tuple[str, StateDigest], ...]
+    digests: tuple[tuple[str, StateDigest], ...]  # each with the ranks that hold these elements
 
 
 class FetchedReply(RankReply, frozen=True, kw_only=True, tag="fetched"):
@@ -168,14 +157,9 @@ class FetchedReply(RankReply, frozen=True, kw_only=True, tag="fetched"):
 
 
 class StagedReply(RankReply, frozen=True, kw_only=True, tag="staged"):
-    """Effects of a swap of this ticket on the state digest, each with its holders.
-
-    ``nbytes`` are kept by the rank; with ``can_undo`` every old bit is among them.
-    """
-
-    effects: tuple[tuple[str, Effect], ...]
-    nbytes: Count
-    can_undo: bool
+    effects: tuple[tuple[str, Effect], ...]  # effects on the state digest, each with its holders
+    nbytes: Count  # bytes that the rank keeps
+    can_undo: bool  # whether every old bit is among them
 
 
 class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
@@ -185,12 +169,10 @@ class SwapReply(RankReply, frozen=True, kw_only=True, tag="swapped"):
 
 
 class StatusReply(RankReply, frozen=True, kw_only=True, tag="status"):
-    """The status of a rank; ``in_update_session`` tells of a session of the engine's own."""
-
     pid: int
     version: Count | None
     staged: int
-    in_update_session: bool = False
+    in_update_session: bool = False  # whether a session of the engine's own is open
 
 
 _R = TypeVar("_R", bound=RankReply)
@@ -231,7 +213,7 @@ UNREADABLE: Final = (msgspec.MsgspecError, ValueError, TypeError, RecursionError
 """Errors of a decoder: bad JSON, a lone surrogate, an object that is no text, deep nesting."""
 
 
-def encode(message: RankRequest | RankReply) -> str:
+def encode(message: Struct) -> str:
     return msgspec.json.encode(message).decode()
 
 

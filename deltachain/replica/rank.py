@@ -67,7 +67,7 @@ class HostCopies:
     def keep(self, names: Iterable[str]) -> None:
         """Keep copies of these tensors alone; new ones have the bits of the checkpoint."""
         self.bits = {
-            name: self.bits[name] if name in self.bits else self._source.copy(name)
+            name: self.bits[name] if name in self.bits else self._source.bits(name)
             for name in names
         }
 
@@ -241,7 +241,7 @@ class Rank:
 
     def unused_state(self, names: Iterable[str]) -> dict[str, StateDigest]:
         held = [name for name in names if self._source.names[name]]
-        return {n: host.digest(digest_key(self._specs[n]), self._source.copy(n)) for n in held}
+        return {n: host.digest(digest_key(self._specs[n]), self._source.bits(n)) for n in held}
 
     def state(self) -> dict[HolderKey, StateDigest]:
         total: dict[HolderKey, StateDigest] = defaultdict(StateDigest)
@@ -503,23 +503,17 @@ class RankService:
         return self.handle(request)
 
     def handle(self, request: wire.RankRequest) -> wire.RankReply:
-        reply = self._dispatch(request)
+        try:
+            if not isinstance(request, wire.AttachRequest):
+                self._attached = self._lead_of(request)
+            reply = self._handlers[type(request)](request)
+        except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
+            reply = self._refusal(exc)
         if reply.rank != self.number:  # the reply to an earlier swap is addressed already
             reply = wire.addressed(reply, self.number, request)
         if isinstance(request, wire.SwapRequest):
             self._last_swap = reply
         return reply
-
-    def _dispatch(self, request: wire.RankRequest) -> wire.RankReply:
-        handler = self._handlers.get(type(request))
-        if handler is None:
-            return self._refusal(errors.ConfigError(f"no handler for a {type(request).__name__}"))
-        try:
-            if not isinstance(request, wire.AttachRequest):
-                self._attached = self._lead_of(request)
-            return handler(request)
-        except Exception as exc:  # noqa: BLE001 - the boundary to the engine: nothing may escape
-            return self._refusal(exc)
 
     def _lead_of(self, request: wire.RankRequest) -> Lead:
         """Return what the leader of a request has attached, unless another one is in charge.

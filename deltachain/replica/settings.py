@@ -19,28 +19,16 @@ from deltachain.subscribe.config import SubscribeConfig
 
 def spool_folder(environment: Mapping[str, str]) -> Path:
     given = environment.get("DELTACHAIN_SPOOL", "")
-    return Path(given) if given else default_spool()
-
-
-def default_spool() -> Path:
-    """Return the default spool folder: one per user, among the temporary files."""
-    return Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
+    return Path(given) if given else Path(tempfile.gettempdir()) / f"deltachain-{os.getuid()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSettings:
-    """Settings of one rank.
+    """Settings of one rank."""
 
-    Attributes:
-        spool: ``SPOOL``: the only folder from which plans are read.
-        url: ``URL``: the only chain that the rank accepts; empty for any.
-        decode: ``DECODE``: where changes are decoded, ``host`` or ``device``; empty for where the
-            weights are.
-    """
-
-    spool: Path
-    url: str = ""
-    decode: str = ""
+    spool: Path  # the only folder from which plans are read
+    url: str = ""  # the only chain that the rank accepts; empty for any
+    decode: str = ""  # where changes are decoded; empty for where the weights are
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> RankSettings:
@@ -58,23 +46,7 @@ _SUBSCRIBER: Final = [field.name.upper() for field in fields(SubscribeConfig)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """Settings of a replica; each is an environment variable, ``DELTACHAIN_`` and the given name.
-
-    Attributes:
-        subscribe: ``URL``, and ``BASE``, ``POLL_S``, ``STAGE_BUDGET``, ``TRUSTED_KEYS`` and
-            ``MAX_HEARTBEAT_AGE_S`` if set.
-        follow: ``FOLLOW``: whether to apply versions as they are committed.
-        strict: ``STRICT``: whether a server that cannot follow exits at startup.
-        pause: ``PAUSE``: pause mode of the engine, which decides about running requests.
-        keep_cache: ``KEEP_CACHE``: whether cached prefixes outlive a swap.
-        token: ``TOKEN``: bearer token of the control routes, or ``TOKEN_FILE``: a file of several;
-            empty for none.
-        max_lag: ``MAX_LAG``: largest lag, behind the newest version seen, of a ready replica.
-        max_silence_s: ``MAX_SILENCE_S``: largest time without an answer of the store of a ready
-            replica that follows, in seconds.
-        spool: ``SPOOL``: folder of fetched objects, shared by the processes of a host.
-        presence: ``PRESENCE_URL``: where the replica writes its presence; empty for nowhere.
-    """
+    """Settings of a replica; :data:`deltachain.environment.VARIABLES` describes each."""
 
     subscribe: SubscribeConfig
     follow: bool = False
@@ -84,8 +56,8 @@ class ReplicaSettings:
     token: str | Path = field(default="", repr=False)
     max_lag: int | None = None
     max_silence_s: float | None = None
-    spool: Path = field(default_factory=default_spool)
-    presence: str = ""
+    spool: Path = field(default_factory=lambda: spool_folder({}))
+    presence: str = ""  # URL
 
     @classmethod
     def in_process(

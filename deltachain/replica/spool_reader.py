@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,14 +34,6 @@ from deltachain.types import TensorSpec
 from .spool import FAILED, SpooledObject, object_file, read_index, writer_is_gone
 
 
-class _Run(NamedTuple):
-    """Elements that are consecutive in the tensor and in its storage."""
-
-    start: int  # flat index of the first one
-    at: int  # its position in the storage
-    numel: int  # how many there are
-
-
 def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: int) -> OldBits:
     """Return bits of the elements ``[low, high)`` that a rank holds, on the host.
 
@@ -51,8 +43,8 @@ def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: 
     run, nothing = _run(places), np.empty(0, spec.bits_dtype)
     if run is not None:
         storage: Any = places[0].storage
-        live = storage[run.at : run.at + run.numel]
-        return OldBits(host.receive(live, nothing), run.start, shared=True)
+        start, at, numel = run
+        return OldBits(host.receive(storage[at : at + numel], nothing), start, shared=True)
     bits, held = np.zeros(high - low, spec.bits_dtype), np.zeros(high - low, np.bool_)
     for place in places:
         here, live = _views(place, bits, low)
@@ -61,7 +53,8 @@ def host_bits(places: Sequence[LiveElements], spec: TensorSpec, low: int, high: 
     return OldBits(bits, low, held)
 
 
-def _run(places: Sequence[LiveElements]) -> _Run | None:
+def _run(places: Sequence[LiveElements]) -> tuple[int, int, int] | None:
+    """Return flat index, position in the storage and number of elements consecutive in both."""
     first, *others = places
     if others:
         return None
@@ -71,7 +64,7 @@ def _run(places: Sequence[LiveElements]) -> _Run | None:
         if size > 1 and (there, live) != (numel, numel):
             return None
         numel *= size
-    return _Run(offset, at, numel)
+    return offset, at, numel
 
 
 def _views(place: LiveElements, flat: Any, start: int) -> tuple[Any, Any]:  # noqa: ANN401

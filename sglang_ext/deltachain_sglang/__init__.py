@@ -39,7 +39,7 @@ def register() -> None:
         return
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from .starting import check_start
+        from .start_check import check_start
 
         check_start()
     from .ranks import hook_schedulers
@@ -48,10 +48,8 @@ def register() -> None:
     # A launcher of many servers may spawn this one; it has imported its server module by then.
     if parent_process() is None or SERVER in sys.modules:
         from .routes import hook_server
-        from .starting import hook_engine
 
         hook_server()
-        hook_engine()
 
 
 def speak() -> None:

@@ -62,6 +62,19 @@ def check_version() -> str:
     return TESTED.check(sglang.__version__)
 
 
+def context() -> Any:
+    """Return the module with the settings of this process, by getters."""
+    from sglang.srt import runtime_context
+
+    return runtime_context
+
+
+def _messages() -> Any:
+    from sglang.srt.managers import io_struct
+
+    return io_struct
+
+
 def hook(target: str, function: Callable[..., Any]) -> None:
     """Wrap a function in another, as SGLang's plugins do; idempotent."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -71,15 +84,11 @@ def hook(target: str, function: Callable[..., Any]) -> None:
 
 
 def check_reply(text: str) -> Any:
-    from sglang.srt.managers.io_struct import CheckWeightsReqOutput
-
-    return CheckWeightsReqOutput(success=True, message=text)
+    return _messages().CheckWeightsReqOutput(success=True, message=text)
 
 
 def gather(mine: object) -> list[Any]:
-    from sglang.srt.runtime_context import get_parallel
-
-    group = get_parallel().tp_group
+    group = context().get_parallel().tp_group
     if group.world_size == 1:
         return [mine]
     found: list[Any] = [None] * group.world_size
@@ -155,15 +164,11 @@ def has_weights(manager: Any) -> bool:
 
 
 def named() -> str:
-    from sglang.srt.runtime_context import get_serving
-
-    return str(get_serving().weight_version)
+    return str(context().get_serving().weight_version)
 
 
 def rank_of() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().tp_group.rank_in_group)
+    return int(context().get_parallel().tp_group.rank_in_group)
 
 
 def app() -> Any:
@@ -180,9 +185,7 @@ def manager() -> Any:
 
 def exposure() -> tuple[str, int, str]:
     """Return host and port at which this server listens, and the key of its write routes."""
-    from sglang.srt.runtime_context import get_serving
-
-    found = get_serving()
+    found = context().get_serving()
     return found.host, found.port, found.admin_api_key or found.api_key or ""
 
 
@@ -220,37 +223,34 @@ def end(why: SystemExit) -> NoReturn:
 
 
 def front_ends() -> int:
-    from sglang.srt.runtime_context import get_serving
-
-    return int(get_serving().tokenizer_worker_num)
+    return int(context().get_serving().tokenizer_worker_num)
 
 
 def check_layout(*, keep_cache: bool) -> None:
     """Refuse arrangements of ranks, models and caches that one leader cannot update."""
-    from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel, get_spec
-
-    if get_parallel().nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
+    parallel, memory = context().get_parallel(), context().get_memory()
+    if parallel.nnodes > 1 and not os.environ.get("DELTACHAIN_SPOOL"):
         raise UnsupportedEngineError(
-            f"this server spans {get_parallel().nnodes} nodes, and its spool lies on this one",
+            f"this server spans {parallel.nnodes} nodes, and its spool lies on this one",
             hint="set DELTACHAIN_SPOOL, on each node, to a folder that all of them share",
         )
     for name, hint in (
         ("dp_size", "start a server for each replica"),
         ("pp_size", "pipeline stages are not supported: use --tp-size"),
     ):
-        if getattr(get_parallel(), name) > 1:
+        if getattr(parallel, name) > 1:
             raise UnsupportedEngineError(
-                f"this server has {name} {getattr(get_parallel(), name)}", hint=hint
+                f"this server has {name} {getattr(parallel, name)}", hint=hint
             )
     check_experts()
-    _check_speculation(get_spec().speculative_algorithm)
-    if get_disagg().disaggregation_mode != "null":
+    _check_speculation(context().get_spec().speculative_algorithm)
+    if context().get_disagg().disaggregation_mode != "null":
         raise UnsupportedEngineError(
             "this server has other servers fill its caches, or fills theirs",
             hint="start it without --disaggregation-mode",
         )
     for name in OUTLIVING:
-        if getattr(get_memory(), name) and not keep_cache:
+        if getattr(memory, name) and not keep_cache:
             raise UnsupportedEngineError(
                 "cached prefixes of this server would outlive the weights that made them",
                 hint=f"start it without --{name.replace('_', '-')}, or DELTACHAIN_KEEP_CACHE=1",
@@ -259,9 +259,7 @@ def check_layout(*, keep_cache: bool) -> None:
 
 def check_experts() -> None:
     """Refuse experts that are copied, moved, or in other slots than in the checkpoint."""
-    from sglang.srt.runtime_context import get_exec
-
-    moe = get_exec().moe
+    moe = context().get_exec().moe
     for name, usual in MOVING.items():
         found = getattr(moe, name)
         if found != usual:
@@ -292,10 +290,9 @@ class Server:
         self._manager = manager
 
     async def check_weights(self, action: str) -> str:
-        from sglang.srt.managers.io_struct import CheckWeightsReqInput
-
         self._manager.auto_create_handle_loop()
-        found = await self._manager.check_weights_communicator(CheckWeightsReqInput(action=action))
+        request = _messages().CheckWeightsReqInput(action=action)
+        found = await self._manager.check_weights_communicator(request)
         return str(found[0].message)
 
     def is_dead(self) -> bool:
@@ -316,11 +313,9 @@ class Server:
         SGLang's own ``abort`` aborts requests, and checks whether they have ended, once a second.
         Aborting once is not enough: some requests are not known yet, and some start others.
         """
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
         manager = self._manager
         if mode != "abort":
-            await manager.pause_generation(PauseGenerationReqInput(mode=mode))
+            await manager.pause_generation(_messages().PauseGenerationReqInput(mode=mode))
             return
         async with manager.is_pause_cond:
             manager.is_pause = True
@@ -331,13 +326,11 @@ class Server:
                 await asyncio.sleep(ABORT_LOOK_S)
 
     async def resume(self) -> None:
-        from sglang.srt.managers.io_struct import ContinueGenerationReqInput
-
-        request = ContinueGenerationReqInput(torch_empty_cache=False)
+        request = _messages().ContinueGenerationReqInput(torch_empty_cache=False)
         await self._manager.continue_generation(request)
 
     async def name(self, version: str) -> None:
-        from sglang.srt.managers.io_struct import UpdateWeightVersionReqInput
-
-        request = UpdateWeightVersionReqInput(new_version=version, abort_all_requests=False)
+        request = _messages().UpdateWeightVersionReqInput(
+            new_version=version, abort_all_requests=False
+        )
         await self._manager.update_weight_version(request)

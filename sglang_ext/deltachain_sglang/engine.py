@@ -13,12 +13,12 @@ from typing_extensions import override
 from deltachain.errors import ApplyError, PartialApplyError, UnsupportedEngineError
 from deltachain.replica.all_ranks import ReplicaTarget
 from deltachain.replica.engine import pause_mode, run_on
-from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest
+from deltachain.replica.messages import AnyRequest, RankReply, SwapRequest, encode
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import SCHEME, compat
-from .ranks import SchedulerRequest, decode_scheduler_reply, encode_message
+from .ranks import SchedulerRequest, decode_scheduler_reply
 from .start_check import PAUSES
 
 BUSY_S: Final = 5.0
@@ -46,7 +46,7 @@ class SglangEngine:
     def call(self, request: AnyRequest) -> Sequence[RankReply]:
         """Send a request to every rank, and return the replies; flush caches with a swap."""
         flush = isinstance(request, SwapRequest) and (self._flush or self._doubted)
-        action = SCHEME + encode_message(SchedulerRequest(request=request, flush=flush))
+        action = SCHEME + encode(SchedulerRequest(request=request, flush=flush))
         until = time.monotonic() + BUSY_S
         while True:
             found = decode_scheduler_reply(self._wait(self._server.check_weights(action)))

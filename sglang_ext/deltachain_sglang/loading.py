@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from deltachain.checkpoint import named_folder
 from deltachain.errors import UnsupportedEngineError
 
+from . import compat
+
 
 def guard(model: nn.Module) -> None:
     """Refuse models that SGLang itself refuses to update: others share their weights."""
     from sglang.srt.model_executor.model_runner_components import weight_updater
-    from sglang.srt.runtime_context import get_model
 
-    mode = get_model().weight_cache_mode
+    mode = compat.context().get_model().weight_cache_mode
     if mode != "off":
         raise UnsupportedEngineError(
             "the weights are shared with other engines by SGLang's weight cache",
@@ -197,7 +198,6 @@ def checkpoint(config: Any = None) -> Path:
 
     ``config`` is that of a rank, which includes later loads; the server's by default.
     """
-    from sglang.srt.runtime_context import get_model
-
-    named, cache = config or get_model(), get_model().download_dir
-    return named_folder(named.model_path, revision=named.revision, cache=cache)
+    server = compat.context().get_model()
+    named = config or server
+    return named_folder(named.model_path, revision=named.revision, cache=server.download_dir)

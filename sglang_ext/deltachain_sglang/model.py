@@ -15,7 +15,7 @@ from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.layout.loaded_checkpoint import layers_of
 from deltachain.replica.layout.model_state import fixed_rows, is_plain, layer_of, processed
-from deltachain.replica.layout.module_members import Members, MemoryIndex, tensors_in
+from deltachain.replica.layout.module_members import Members, MemoryIndex, dressed, tensors_in
 from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat, loading
@@ -141,7 +141,9 @@ class Shadow:
         Tensors to load into are zeros. All others were created with the model, and are copied from
         the live one.
         """
-        made = _zeros_like(raw, self._device)
+        sizes = raw.shape, raw.stride()
+        zeros = torch.empty_strided(*sizes, dtype=raw.dtype, device=self._device).zero_()
+        made: Tensor = dressed(zeros, raw)
         live = self._live_tensor(name, path)
         if f"{name}.{path}" not in self._filled and live is not None and _form(live) == _form(made):
             made.data.copy_(live)
@@ -166,14 +168,6 @@ def _real(scope: Modules) -> Iterator[tuple[str, str, Tensor]]:
         for path, tensor in tensors_in(module):
             if not tensor.is_meta and tensor.numel():
                 yield name, path, tensor
-
-
-def _zeros_like(raw: Tensor, device: torch.device) -> Tensor:
-    made: Any = torch.empty_strided(raw.shape, raw.stride(), dtype=raw.dtype, device=device).zero_()
-    made.__class__ = raw.__class__
-    made.__dict__ = dict(vars(raw))
-    found: Tensor = made
-    return found
 
 
 def _form(tensor: Tensor) -> tuple[torch.dtype, torch.Size]:

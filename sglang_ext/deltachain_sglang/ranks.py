@@ -42,10 +42,6 @@ _REQUESTS: Final = msgspec.json.Decoder(SchedulerRequest)
 _REPLIES: Final = msgspec.json.Decoder(SchedulerReply)
 
 
-def encode_message(message: SchedulerRequest | SchedulerReply) -> str:
-    return msgspec.json.encode(message).decode()
-
-
 def decode_scheduler_request(text: str) -> SchedulerRequest | None:
     try:
         return _REQUESTS.decode(text)
@@ -87,7 +83,7 @@ def on_request(original: Callable[..., Any], manager: Any, request: Any) -> Any:
     if not request.action.startswith(SCHEME):
         return original(manager, request)
     reply = _reply(request.action.removeprefix(SCHEME), manager)
-    return compat.check_reply(encode_message(reply))
+    return compat.check_reply(wire.encode(reply))
 
 
 def on_release(original: Callable[..., Any], manager: Any, request: Any) -> Any:

@@ -24,6 +24,7 @@ from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 
 from . import PREFIX, SCHEME, compat, loading
+from .start_check import on_engine
 
 # SGLang releases its cache, captured graphs and weights, all or some of them, and resumes them. The
 # content of weights after they are resumed is unknown.
@@ -68,6 +69,7 @@ def hook_server() -> None:
     compat.hook(compat.SLEPT, on_sleep)
     compat.hook(compat.WOKEN, on_wake)
     compat.hook(compat.RUN, on_run)
+    compat.hook(compat.ENGINE, on_engine)
 
 
 def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
@@ -98,8 +100,7 @@ def _leading(original: Callable[[FastAPI], Any]) -> Callable[[FastAPI], Any]:
 def _engine(loop: asyncio.AbstractEventLoop, settings: ReplicaSettings) -> control_server.LedEngine:
     from .engine import SglangEngine
 
-    engine = SglangEngine(compat.manager(), loop, settings)
-    return control_server.LedEngine(engine, loading.checkpoint())
+    return SglangEngine(compat.manager(), loop, settings), loading.checkpoint()
 
 
 async def on_update(
@@ -109,7 +110,7 @@ async def on_update(
 
     Weights of any other path are loaded, found to differ from the chain's, and replaced by these.
     """
-    control: control_server.Control | None = getattr(compat.app().state, "deltachain", None)
+    control = control_server.control_in(compat.app())
     if not obj.model_path.startswith(SCHEME):
         found: tuple[bool, str, int] = await original(server, obj, request)
         if found[0] and control is not None and control.leader is not None:

@@ -1,12 +1,17 @@
-"""What keeps an SGLang server from following, found without an import of SGLang."""
+"""What keeps a server or an engine from following, found before it loads anything."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Final
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
 
-from deltachain.errors import ConfigError, UnsupportedEngineError
+from deltachain.environment import is_strict, refused
+from deltachain.errors import ConfigError, EngineVersionError, UnsupportedEngineError
 from deltachain.replica.engine import VersionRange, start_faults
+
+logger = logging.getLogger(__name__)
 
 TESTED: Final = VersionRange("SGLang", first=(0, 5, 23), beyond=(0, 5, 24))
 
@@ -23,3 +28,34 @@ def check(installed: str, environment: Mapping[str, str]) -> Iterator[ConfigErro
             f"SGLang does not load deltachain: SGLANG_PLUGINS is {','.join(named)!r}",
             hint="add deltachain to it, or unset it",
         )
+
+
+def check_start() -> None:
+    """Exit if this server is configured to follow a chain, but its SGLang was not tested.
+
+    Otherwise a difference would only cause a logged error, while the server serves what it loaded.
+    """
+    from . import compat
+
+    try:
+        compat.check_version()
+    except EngineVersionError as exc:
+        if is_strict(os.environ):
+            raise refused(exc) from exc
+
+
+def on_engine(original: Callable[..., Any], *args: Any) -> Any:
+    """Wrap the end of an engine's construction: without a server there is no leader."""
+    if os.environ.get("DELTACHAIN_URL"):
+        exc = UnsupportedEngineError(
+            "DELTACHAIN_URL is set, but an Engine in process follows nothing by itself",
+            hint="unset it and call deltachain_sglang.subscribe(engine, url), or set "
+            "DELTACHAIN_STRICT=0",
+        )
+        if is_strict(os.environ):
+            from . import compat
+
+            compat.end_children()
+            raise exc
+        logger.warning("deltachain follows nothing: %s", exc)
+    return original(*args)

@@ -50,7 +50,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     ("logger", "message", "shown"),
     [
         ("deltachain.subscribe.subscriber", "version %d", "deltachain: version 7\n"),
-        ("deltachain_sglang.starting", "number %d", "deltachain: number 7\n"),
+        ("deltachain_sglang.start_check", "number %d", "deltachain: number 7\n"),
         ("deltachain_vllm", "deltachain follows %d", "deltachain follows 7\n"),
     ],
 )

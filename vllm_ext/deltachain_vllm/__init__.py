@@ -43,7 +43,7 @@ def register() -> None:
     """
     speak()
     if os.environ.get("DELTACHAIN_URL") and parent_process() is None:
-        from .starting import check_start
+        from .start_check import check_start
 
         check_start()
     try:

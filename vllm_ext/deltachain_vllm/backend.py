@@ -11,11 +11,7 @@ import logging
 from dataclasses import asdict, dataclass
 
 import msgspec
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 
 from deltachain.replica.messages import SwapRequest
 
@@ -25,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+class InitInfo(base.WeightTransferInitInfo):  # type: ignore[misc]
     """Initialisation without fields, since a replica follows the one chain of its start."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+class UpdateInfo(base.WeightTransferUpdateInfo):  # type: ignore[misc]
     """The fields of a :class:`SwapRequest`, as vLLM's update session carries them."""
 
     ticket: int
@@ -40,7 +36,7 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     sequence: int = 0
 
 
-class DeltaChainEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+class DeltaChainEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """Backend that writes only staged bits of this replica's leader; see its base class."""
 
     init_info_cls = InitInfo

@@ -254,11 +254,6 @@ def raw_dtype(layer: nn.Module, parameter: Tensor) -> torch.dtype:
     return found if isinstance(found, torch.dtype) else parameter.dtype
 
 
-def mode_in_doubt(mode: str) -> str:
-    """Return the pause mode for untrusted weights, which must not generate any more tokens."""
-    return "keep" if mode == "wait" else mode
-
-
 async def pause(client: Any, mode: str, *, clear: bool) -> None:
     """Pause the scheduler, and return once it has stopped.
 

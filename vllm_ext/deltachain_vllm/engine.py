@@ -20,16 +20,13 @@ from deltachain.replica.settings import ReplicaSettings
 from deltachain.subscribe import SubscribeConfig, Subscriber
 
 from . import BACKEND, HANDLE
-from .compat import check_experts, check_layout, check_version, mode_in_doubt, pause
+from .compat import check_experts, check_layout, check_version, pause
 from .extension import check_extension
 from .start_check import PAUSES
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-
-OPTION: Final = "--worker-extension-cls"
-"""Option that names the extension of a server's workers."""
 
 _T = TypeVar("_T")
 
@@ -45,7 +42,7 @@ class VllmEngine:
     ) -> None:
         self.software: Final = f"vllm/{check_version()}"
         self.mode = pause_mode(settings.pause, PAUSES)
-        check_extension(client.vllm_config, OPTION)
+        check_extension(client.vllm_config, "--worker-extension-cls")
         transfer = client.vllm_config.weight_transfer_config
         self._in_session = transfer is not None and transfer.backend == BACKEND
         self._client = client
@@ -79,7 +76,8 @@ class VllmEngine:
 
     def pause(self, *, in_doubt: bool = False) -> None:
         self._doubted |= in_doubt
-        mode = mode_in_doubt(self.mode) if in_doubt else self.mode
+        # Untrusted weights must generate no more tokens.
+        mode = "keep" if in_doubt and self.mode == "wait" else self.mode
         self._wait(pause(self._client, mode, clear=self._clear or self._doubted))
 
     def resume(self) -> None:
@@ -112,20 +110,15 @@ class VllmEngine:
         return texts
 
     async def _name(self, version: int) -> None:
-        done, _ = await asyncio.gather(
-            self._reset_cache(), self._client.update_weight_version(str(version))
-        )
+        naming = self._client.update_weight_version(str(version))
+        if not (self._clear or self._doubted):
+            await naming
+            return
+        reset = self._client.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        done, _ = await asyncio.gather(reset, naming)
         if not done:
             raise ApplyError("the prefix cache could not be reset", version=version)
         self._doubted = False
-
-    async def _reset_cache(self) -> bool:
-        if not (self._clear or self._doubted):
-            return True
-        done: bool = await self._client.reset_prefix_cache(
-            reset_running_requests=True, reset_connector=True
-        )
-        return done
 
     def _wait(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         return run_on(self._loop, coroutine)

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from deltachain.checkpoint import named_folder
@@ -22,12 +22,8 @@ from deltachain.replica.layout.runtime_tables import made_by_running
 
 from . import compat
 from .layer_outputs import compared, computed, is_compared, taken_over
-from .repacking import loaded_apart, repack
+from .repacking import address_of, loaded_apart, repack
 from .scales import owned, uncaptured
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
 
 NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 """Logger that warns of every layer without loaded tensors in a partial reload."""
@@ -36,30 +32,30 @@ NOISY: Final = "vllm.model_executor.model_loader.reload.layerwise"
 def reload(model: nn.Module, load: Callable[[], object], config: Any) -> None:
     """Reload layer by layer, as vLLM does; after a failure, leave no layer half loaded."""
     steps = compat.layerwise()
-    with _silent(), _absent_kept(model), _finished(model, steps):
-        steps.initialize_layerwise_reload(model)
-        load()
-        found = {layer: steps.get_layerwise_info(layer) for layer in model.modules()}
-        touched = {n for n, info in found.items() if not info.can_load() or info.load_numel > 0}
-        for layer in model.modules():
-            if layer not in touched and not (
-                compat.acts_last(layer) and not touched.isdisjoint(layer.modules())
-            ):
+    with _silent(), _absent_kept(model):
+        try:
+            steps.initialize_layerwise_reload(model)
+            load()
+            found = {layer: steps.get_layerwise_info(layer) for layer in model.modules()}
+            touched = {n for n, info in found.items() if not info.can_load() or info.load_numel > 0}
+            for layer in model.modules():
+                if layer not in touched and not (
+                    compat.acts_last(layer) and not touched.isdisjoint(layer.modules())
+                ):
+                    _abandon(steps, layer)
+            steps.finalize_layerwise_reload(model, config)
+            _pack_tied(model, touched)
+        finally:  # of an interrupted reload; after a complete one there is nothing to abandon
+            for layer in model.modules():
                 _abandon(steps, layer)
-        steps.finalize_layerwise_reload(model, config)
-        _pack_tied(model, touched)
 
 
 def _pack_tied(model: nn.Module, touched: set[nn.Module]) -> None:
     """Pack layers tied to a reloaded layer again, since no tensors are loaded into them."""
-    held = {_at(p) for layer in touched for p in layer._parameters.values()} - {0}
+    held = {address_of(p) for layer in touched for p in layer._parameters.values()} - {0}
     for layer in model.modules():
-        if layer not in touched and any(_at(p) in held for p in layer._parameters.values()):
+        if layer not in touched and any(address_of(p) in held for p in layer._parameters.values()):
             compat.process(layer)
-
-
-def _at(parameter: nn.Parameter | None) -> int:
-    return parameter.data_ptr() if parameter is not None and parameter.numel() else 0
 
 
 @contextmanager
@@ -88,16 +84,6 @@ def _absent_kept(model: nn.Module) -> Iterator[None]:
         for layer, name in absent:
             if not hasattr(layer, name):
                 layer.register_parameter(name, None)
-
-
-@contextmanager
-def _finished(model: nn.Module, steps: Any) -> Iterator[None]:
-    """Clean up an interrupted reload at the end; do nothing after a complete one."""
-    try:
-        yield
-    finally:
-        for layer in model.modules():
-            _abandon(steps, layer)
 
 
 def _abandon(steps: Any, layer: nn.Module) -> None:
@@ -161,20 +147,21 @@ class VllmModel:
             reload(self.model, partial(self.load, tensors), self.config.model_config)
 
     def repack(self, layers: Iterable[str], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        known = dict(self.model.named_modules())
-        mine = [name for name in layers if name in known]
+        dtype = self.config.model_config.dtype
         with self._as_when_loading(), compared(self.model), uncaptured(self.model, self.config):
-            repack(self.model, mine, partial(self.load, tensors), self.config.model_config.dtype)
+            repack(self.model, self._mine(layers), partial(self.load, tensors), dtype)
 
     @contextmanager
     def loaded_apart(
         self, layers: frozenset[str], tensors: Iterable[tuple[str, Tensor]]
     ) -> Iterator[Mapping[str, nn.Module]]:
-        known = dict(self.model.named_modules())
-        mine = [name for name in layers if name in known]
         dtype = self.config.model_config.dtype
         with self._as_when_loading():
-            yield loaded_apart(self.model, mine, partial(self.load, tensors), dtype)
+            yield loaded_apart(self.model, self._mine(layers), partial(self.load, tensors), dtype)
+
+    def _mine(self, layers: Iterable[str]) -> list[str]:
+        known = dict(self.model.named_modules())
+        return [name for name in layers if name in known]
 
     def probe(self, layer: nn.Module, seed: int) -> Tensor | None:
         with set_current_vllm_config(self.config):

@@ -17,7 +17,13 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from deltachain.replica.layout.module_members import ACTS, NESTED, Members, container_of
+from deltachain.replica.layout.module_members import (
+    ACTS,
+    NESTED,
+    Members,
+    container_of,
+    dressed,
+)
 
 from . import compat
 
@@ -82,13 +88,14 @@ def _process(layers: Iterable[nn.Module]) -> None:
 
 def _ties(every: Iterable[nn.Module], raw: list[nn.Module]) -> dict[Member, Member]:
     """Return parameters that share elements with a new one, each with that new one."""
-    first = {_at(p): (layer, n) for layer in reversed(raw) for n, p in reversed(_recorded(layer))}
+    held = [(layer, n, p) for layer in raw for n, p in _recorded(layer)]
+    first = {address_of(p): (layer, n) for layer, n, p in reversed(held)}
     first.pop(0, None)
     return {
-        (layer, name): first[_at(parameter)]
+        (layer, name): first[address_of(parameter)]
         for layer in every
         for name, parameter in _recorded(layer)
-        if first.get(_at(parameter), (layer, name)) != (layer, name)
+        if first.get(address_of(parameter), (layer, name)) != (layer, name)
     }
 
 
@@ -96,7 +103,7 @@ def _recorded(layer: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
     return [(n, p) for n, p in layer._parameters.items() if n not in compat.left_alone()]
 
 
-def _at(tensor: Tensor | None) -> int:
+def address_of(tensor: Tensor | None) -> int:
     return tensor.data_ptr() if tensor is not None and tensor.numel() and not tensor.is_meta else 0
 
 
@@ -151,17 +158,10 @@ def _make_raw(layer: nn.Module) -> None:
     for name in compat.UNRECORDED & layer._parameters.keys():
         parameter = layer._parameters[name]
         if parameter is not None:
-            layer._parameters[name] = _copy(parameter, compat.raw_dtype(layer, parameter))
-
-
-def _copy(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Copy a parameter's numbers and all its attributes, its loader included."""
-    raw: Any = parameter.data.to(dtype, copy=True)
-    raw.__class__ = parameter.__class__
-    raw.__dict__ = parameter.__dict__.copy()
-    compat.own_loader(raw)
-    found: nn.Parameter = raw
-    return found
+            dtype = compat.raw_dtype(layer, parameter)
+            copied = dressed(parameter.data.to(dtype, copy=True), parameter)
+            compat.own_loader(copied)
+            layer._parameters[name] = copied
 
 
 def _make_scales(layer: nn.Module) -> None:
@@ -294,7 +294,4 @@ def _cloned(tensor: Tensor | None) -> Any:
     """Return a tensor of the same class with elements and attributes of its own."""
     if tensor is None or tensor.is_meta:
         return tensor
-    found: Any = tensor.data.clone()
-    found.__class__ = tensor.__class__
-    found.__dict__ = dict(vars(tensor))
-    return found
+    return dressed(tensor.data.clone(), tensor)

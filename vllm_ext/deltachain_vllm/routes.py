@@ -151,4 +151,4 @@ def _engine(
     from .model import checkpoint_of
 
     engine = VllmEngine(client, loop, settings)
-    return control_server.LedEngine(engine, checkpoint_of(client.vllm_config))
+    return engine, checkpoint_of(client.vllm_config)

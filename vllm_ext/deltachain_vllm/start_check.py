@@ -1,12 +1,20 @@
-"""What a vLLM server refuses at its start, found without an import of vLLM."""
+"""What a vLLM server refuses at its start, before it loads anything; imports no vLLM itself."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import PurePath
 from typing import Final
 
+from deltachain.environment import is_strict, refused
 from deltachain.errors import ConfigError, UnsupportedEngineError
 from deltachain.replica.engine import VersionRange, start_faults
+
+logger = logging.getLogger(__name__)
 
 TESTED: Final = VersionRange("vLLM", first=(0, 32), beyond=(0, 34))
 """Tested versions. 0.33 has no CPU build: its used parts were imported and read, but not run."""
@@ -34,4 +42,63 @@ def check_listed(named: str) -> None:
         raise UnsupportedEngineError(
             f"vLLM loads no routes of deltachain: VLLM_PLUGINS is {named!r}",
             hint=f"VLLM_PLUGINS=deltachain,{ROUTES}",
+        )
+
+
+def check_start() -> None:
+    """Exit if this server is to follow a chain, but would have no leader; log the reason."""
+    from .compat import check_configured, check_version
+
+    try:
+        if is_server(sys.argv):
+            check_version()
+            check_plugins(os.environ.get("VLLM_PLUGINS", ""))
+            check_front(sys.argv, os.environ)
+            check_configured(_check_counts)
+        elif "--headless" not in sys.argv:
+            logger.warning(
+                "DELTACHAIN_URL is set, but this is no server of vLLM's: unless it starts one, "
+                "call deltachain_vllm.subscribe(engine, url); nothing is followed by itself"
+            )
+    except ConfigError as exc:
+        if is_strict(os.environ):
+            raise refused(exc) from exc
+        logger.warning("deltachain follows nothing: %s", exc)
+
+
+def _check_counts(engines: int, front_ends: int) -> None:
+    from .compat import check_counts
+
+    try:
+        check_counts(engines, front_ends)
+    except ConfigError as exc:
+        if is_strict(os.environ):
+            raise refused(exc) from None
+
+
+def is_server(command: Sequence[str]) -> bool:
+    if "--headless" in command:
+        return False  # the server runs on another node
+    program = PurePath(command[0]).name if command else ""
+    serves = program in ("vllm", "main.py") and [*command[1:2]] == ["serve"]
+    return serves or program == "api_server.py"
+
+
+def check_front(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Refuse a server whose requests arrive where vLLM loads no plugins."""
+    rust = environment.get("VLLM_USE_RUST_FRONTEND", "0").lower() not in ("", "0", "false")
+    option = "VLLM_USE_RUST_FRONTEND" if rust else "--grpc" if "--grpc" in command else ""
+    if option:
+        raise UnsupportedEngineError(
+            f"this server has a front end that loads no routes of deltachain: {option}",
+            hint=f"start it without {option}",
+        )
+
+
+def check_plugins(named: str) -> None:
+    """Refuse a server whose vLLM does not load deltachain's routes, which bring the leader."""
+    check_listed(named)
+    if find_spec("vllm.plugins.endpoint_plugins") is None:
+        raise UnsupportedEngineError(
+            "this vLLM has no endpoint plugins", hint="take a tested version of it"
         )

@@ -16,7 +16,7 @@ from itertools import zip_longest
 from typing import TYPE_CHECKING, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 
@@ -319,16 +319,12 @@ def _held(state: ModelState, layout: Layout, names: Iterable[str]) -> dict[str, 
     for name in names if unreached else ():
         for _, tensor in state.source.clones([name]):
             for live, parameter in unreached:
-                if _holds(parameter, tensor):
+                if parameter.numel() != tensor.numel():
+                    continue
+                same = tensor.reshape(-1).to(parameter.device, parameter.dtype)
+                if torch.equal(parameter.detach().reshape(-1), same):
                     found[name] = f"{live} holds its bits, and no load writes it again"
     return found
-
-
-def _holds(parameter: Tensor, tensor: Tensor) -> bool:
-    if parameter.numel() != tensor.numel():
-        return False
-    same = tensor.reshape(-1).to(parameter.device, parameter.dtype)
-    return torch.equal(parameter.detach().reshape(-1), same)
 
 
 def _followed(state: ModelState, layout: Layout, changed: Sequence[str]) -> str:

@@ -22,12 +22,10 @@ from deltachain.types import TensorSpec
 from .loaded_checkpoint import WeightsFactory
 from .model_state import RELOADS, LoadGroup, LoadMethod
 from .module_members import is_opaque, numbers_in, same_number, same_tensor, storage_id, tensors_in
+from .runtime_tables import KV
 
 TOGETHER: Final = 32 << 20
 """Bytes of weights up to which groups are loaded together; a larger one is loaded alone."""
-
-KV: Final = "kv_cache"
-"""Part of the names of KV caches, which no load fills."""
 
 
 def find_comparable(
@@ -121,6 +119,4 @@ def _difference(model: EngineModel, live: nn.Module, fresh: nn.Module, seed: int
     found, wanted = (model.probe(one, seed) for one in (live, fresh))
     if found is None or wanted is None:
         return "it has members that cannot be inspected, and cannot be tried by itself"
-    if not same_tensor(found, wanted):
-        return "it computes something else"
-    return ""
+    return "" if same_tensor(found, wanted) else "it computes something else"

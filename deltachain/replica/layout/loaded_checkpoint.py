@@ -180,14 +180,11 @@ class LoadedCheckpoint:
         """Tensors whose elements are all equal."""
         return frozenset(name for name in self.present if not varied(self.bits(name)))
 
-    def bits(self, name: str) -> LiveBits:
+    def bits(self, name: str) -> npt.NDArray[Any]:
         return self.checkpoint.bits(self.names[name][0])
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
         return live_bits(bits_of(other_bits(tensor_of(self.specs[name], self.bits(name)), turn)))
-
-    def copy(self, name: str) -> npt.NDArray[Any]:
-        return self.checkpoint.bits(self.names[name][0])
 
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         """Yield full tensors for a loader, under every name in the checkpoint, one at a time.

@@ -344,6 +344,14 @@ def storage_of(tensor: Tensor) -> Tensor:
     return flat.set_(tensor.untyped_storage())
 
 
+def dressed(data: Tensor, tensor: Tensor) -> Any:
+    """Make data a tensor of the class of another, with its attributes, such as its loader."""
+    found: Any = data
+    found.__class__ = tensor.__class__
+    found.__dict__ = dict(vars(tensor))
+    return found
+
+
 def bytes_of(tensor: Tensor) -> bytes:
     return _bytes(tensor.detach()).cpu().numpy().tobytes()
 

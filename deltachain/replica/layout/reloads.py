@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, Final
@@ -56,13 +56,7 @@ class Outcome:
     moved: frozenset[str] = frozenset()
 
     def __add__(self, other: Outcome) -> Outcome:
-        return Outcome(
-            self.refused | other.refused,
-            self.touched | other.touched,
-            self.idle | other.idle,
-            self.beside | other.beside,
-            self.moved | other.moved,
-        )
+        return Outcome(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(self)))
 
     def silent(self, group: LoadGroup) -> frozenset[str]:
         """Return the tensors of a group that changed no output."""
@@ -301,8 +295,7 @@ def _without_common_layers(groups: Sequence[LoadGroup]) -> list[list[LoadGroup]]
     """Split groups into turns without common layers, where each would seem to follow the other."""
     turns: list[tuple[list[LoadGroup], set[str]]] = []
     for group in groups:
-        free = (one for one in turns if one[1].isdisjoint(group.layers))
-        turn = next(free, None)
+        turn = next((one for one in turns if one[1].isdisjoint(group.layers)), None)
         if turn is None:
             turns.append(turn := ([], set()))
         turn[0].append(group)
@@ -482,14 +475,10 @@ def _doubt(state: ModelState, outcome: Outcome, group: LoadGroup) -> str:
     blank = [n for n in outcome.idle & outcome.silent(group) & uniform if specs[n].numel > 1]
     if blank:
         return f"nothing changes with {min(blank)}, whose elements are all equal"
-    stray = _stray(state, outcome, group)
+    stray = outcome.moved.intersection(group.names) - uniform
     if stray:
         return f"other values loaded into {min(stray)} do not arrive where it was recorded"
     return ""
-
-
-def _stray(state: ModelState, outcome: Outcome, group: LoadGroup) -> frozenset[str]:
-    return outcome.moved.intersection(group.names) - state.source.uniform
 
 
 def _unconfirmed(

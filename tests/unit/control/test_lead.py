@@ -116,7 +116,7 @@ def started(here: Followed, monkeypatch: pytest.MonkeyPatch, **environment: str)
         monkeypatch.setenv(f"DELTACHAIN_{name}", value)
 
     def find(_: ReplicaSettings) -> LedEngine:
-        return LedEngine(here.engine, here.folder / "model")
+        return here.engine, here.folder / "model"
 
     return asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
 

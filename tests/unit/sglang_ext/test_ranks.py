@@ -31,12 +31,7 @@ from deltachain.replica.messages import (
 )
 from deltachain_sglang import compat, loading, ranks, routes
 from deltachain_sglang.model import SglangModel, Shadow
-from deltachain_sglang.ranks import (
-    SchedulerReply,
-    SchedulerRequest,
-    decode_scheduler_reply,
-    encode_message,
-)
+from deltachain_sglang.ranks import SchedulerReply, SchedulerRequest, decode_scheduler_reply
 from deltachain_sglang.start_check import PAUSES
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.replica.replicas import Followed
@@ -214,7 +209,7 @@ def test_layers_that_are_not_quantised_are_not_loaded(
 
 def question(request: AnyRequest | None = None, *, flush: bool = False) -> str:
     asked = SchedulerRequest(request=request or StatusRequest(leader="a"), flush=flush)
-    return "deltachain:" + encode_message(asked)
+    return "deltachain:" + encode(asked)
 
 
 def swap(*, flush: bool = False) -> str:

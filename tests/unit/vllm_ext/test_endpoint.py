@@ -23,7 +23,7 @@ from deltachain.replica.leader import Leader
 from deltachain_vllm.compat import check_counts, check_experts, check_version
 from deltachain_vllm.routes import EndpointPlugin, attach_sleep
 from deltachain_vllm.scales import CREATE, OPS, owned, uncaptured
-from deltachain_vllm.starting import check_front, check_plugins, check_start, is_server
+from deltachain_vllm.start_check import check_front, check_plugins, check_start, is_server
 from tests.unit.control.replicas import followed, leader_of
 from tests.unit.replica.replicas import Followed
 
