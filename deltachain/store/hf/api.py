@@ -199,7 +199,7 @@ class Hub:
             sent = time.monotonic()
             reply, trouble = self._try(method, url, body, media, deadline)
             if reply is None and before.said and deadline.left_s <= 0:
-                # Cut off by the limit of this call: the answer before says more.
+                # The limit of this call cut it off: the failure before says more.
                 trouble = before
             if reply is None:
                 self.outage.unanswered(sent)
