@@ -22,7 +22,9 @@ class MemoryStore(base.SimpleStore):
         ConfigError: The name is not a valid key.
     """
 
-    capabilities: Final = base.Capabilities(conditional_put=True, list_consistent=True)
+    @property
+    def capabilities(self) -> base.Capabilities:
+        return base.Capabilities(conditional_put=True, list_consistent=True)
 
     _shared: Final[dict[str, MemoryStore]] = {}
     _shared_lock: Final = threading.Lock()
