@@ -34,7 +34,7 @@ from tests.support.models import (
 )
 
 FOLDER = "deltachain.subscribe.targets.folder"
-JOURNAL = "deltachain.subscribe.targets.folder"
+CHECKPOINT = "deltachain.checkpoint"
 TARGET = "deltachain.subscribe.targets.base"
 
 
@@ -68,13 +68,13 @@ def prove(url: str, kind: str, folder: Path, *, holds: int | None, truth: list[S
 @pytest.mark.parametrize(
     ("kill", "holds"),
     [
-        ([JOURNAL, "write_atomic", 1, "before"], 1),
-        ([JOURNAL, "write_atomic", 1, "after"], 1),
-        ([JOURNAL, "write_atomic", 2, "before"], 1),
-        ([JOURNAL, "write_atomic", 2, "after"], 2),
+        ([CHECKPOINT, "write_atomic", 1, "before"], 1),
+        ([CHECKPOINT, "write_atomic", 1, "after"], 1),
+        ([CHECKPOINT, "write_atomic", 2, "before"], 1),
+        ([CHECKPOINT, "write_atomic", 2, "after"], 2),
         ([FOLDER, "write", 3, "before"], 2),
-        ([FOLDER, "write_atomic", 1, "before"], 2),
-        ([FOLDER, "write_atomic", 1, "after"], 2),
+        ([CHECKPOINT, "write_atomic", 3, "before"], 2),
+        ([CHECKPOINT, "write_atomic", 3, "after"], 2),
     ],
     ids=[
         "before-the-journal",
@@ -103,8 +103,8 @@ def test_a_folder_holds_the_version_before_or_the_one_after(
     ("kill", "holds"),
     [
         ([FOLDER, "write", 3, "before"], None),
-        ([FOLDER, "write_atomic", 1, "after"], None),
-        (["deltachain.checkpoint", "sync_folder", 2, "before"], 2),
+        ([CHECKPOINT, "write_atomic", 1, "after"], None),
+        ([CHECKPOINT, "sync_folder", 2, "before"], 2),
     ],
     ids=["while-writing", "before-the-weights-appear", "after-the-weights-appeared"],
 )
