@@ -102,8 +102,8 @@ def test_every_setting_has_a_scope() -> None:
 
 
 def test_docs_list_every_setting_by_its_scope() -> None:
-    row = re.compile(r"^\| (all ranks|rank 0|each rank) \| (.+?) \|", re.MULTILINE)
-    rows = dict(row.findall(DOCS.read_text()))
+    item = re.compile(r"^\* (all ranks|rank 0|each rank): (.+(?:\n  .+)*)", re.MULTILINE)
+    rows = dict(item.findall(DOCS.read_text()))
     listed = {scope: re.findall(r"`(\w+)`", names) for scope, names in rows.items()}
     assert listed["all ranks"].pop() == "every_steps"  # of the training loop
     assert {scope: sorted(names) for scope, names in listed.items()} == {
