@@ -1,4 +1,4 @@
-"""Triton programs of :mod:`.fused`: decode one segment; stage or write one block of changes.
+"""Triton programs of :mod:`.staging`: decode one segment; stage or write one block of changes.
 
 Contents of streams are untrusted: every access is masked by bounds from the tables, and what is
 derived from contents is compared with them first. Tables are int64; pointers to bits have the

@@ -75,6 +75,7 @@ class MirrorReceipt:
 
     @property
     def lag_versions(self) -> int:
+        """Number of versions of the source that the mirror does not have yet."""
         return self.head - self.version
 
 

@@ -22,7 +22,7 @@ import msgspec
 
 from deltachain import errors
 from deltachain.chain.fetch import Fetched
-from deltachain.subscribe.proof import Effect, check_whole, judge
+from deltachain.subscribe.proof import Effect, check_whole, check_effect
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.types import StateDigest, TensorSpec, Version
 
@@ -415,7 +415,7 @@ class ReplicaTarget(Target):
         return PreparedSwap(
             nnz=effect.nnz,
             nbytes=max(reply.nbytes for reply in replies),
-            base_too=judge(fetched, effect + spare, base=base if alike else None, state=state),
+            base_too=check_effect(fetched, effect + spare, base=base if alike else None, state=state),
             can_undo=all(reply.can_undo for reply in replies),
             unused=(before, after),
             lease=lease,

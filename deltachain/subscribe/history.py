@@ -18,7 +18,7 @@ from deltachain.types import Version
 # iteration, confirms it.
 
 
-def judge(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainError | None:
+def find_mismatch(held: HeldVersion, found: Standing, url: str) -> errors.DeltaChainError | None:
     if found.chain is None:
         return lost_chain(url)
     if found.chain != held.chain:
@@ -89,7 +89,7 @@ class Watch:
         If not, the next check decides: two consecutive ones with the same finding raise it. Another
         version in its place, a ``ForkedChainError``, is raised at once.
         """
-        finding = judge(held, chain.look_back(held.version), chain.store.url)
+        finding = find_mismatch(held, chain.look_back(held.version), chain.store.url)
         if finding is None:
             self.proved(held)
             return True
@@ -184,7 +184,7 @@ def is_past(chain: Chain, held: HeldVersion, version: Version, manifest: str) ->
 
 
 def check_standing(chain: Chain, held: HeldVersion) -> None:
-    finding = judge(held, chain.look_back(held.version), chain.store.url)
+    finding = find_mismatch(held, chain.look_back(held.version), chain.store.url)
     if isinstance(finding, errors.BrokenChainError) and finding.version != held.version:
         return  # the held version is in the store
     if finding is not None:

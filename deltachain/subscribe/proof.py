@@ -33,7 +33,7 @@ def check_whole(fetched: Fetched) -> None:
         raise BrokenChainError("the plan from nothing does not contain every tensor")
 
 
-def judge(
+def check_effect(
     fetched: Fetched,
     effect: Effect,
     *,

@@ -14,7 +14,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.codec.rows import changes_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
-from deltachain.subscribe.proof import Cause, Effect, check_whole, judge
+from deltachain.subscribe.proof import Cause, Effect, check_whole, check_effect
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.threads import Pool, cores
@@ -85,7 +85,7 @@ class PatchedTarget(Target, ABC):
                     deferred.append(patch.spec.name)
                 effect += patch.effect
         check_whole(fetched)
-        base_too = judge(
+        base_too = check_effect(
             fetched, effect, base=base, state=state, suspect=partial(_suspect, fetched, patches)
         )
         return Patches(

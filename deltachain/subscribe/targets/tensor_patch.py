@@ -1,7 +1,7 @@
 """Patches: new bits for elements of one tensor, and the old ones that undo the write.
 
 A patch is computed from live bits while the target is in use; that writes nothing. The elements are
-given as :class:`.live.LiveElements`: a whole tensor, or a window of it in an engine.
+given as :class:`LiveElements`: a whole tensor, or a window of it in an engine.
 """
 
 from __future__ import annotations
