@@ -22,7 +22,7 @@ import msgspec
 
 from deltachain import errors
 from deltachain.chain.fetch import Fetched
-from deltachain.subscribe.proof import Effect, check_whole, check_effect
+from deltachain.subscribe.proof import Effect, check_effect, check_whole
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.types import StateDigest, TensorSpec, Version
 

@@ -14,7 +14,7 @@ from deltachain.chain.fetch import Fetched
 from deltachain.codec.rows import changes_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BrokenChainError
-from deltachain.subscribe.proof import Cause, Effect, check_whole, check_effect
+from deltachain.subscribe.proof import Cause, Effect, check_effect, check_whole
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.tensor_patch import Patch
 from deltachain.threads import Pool, cores
