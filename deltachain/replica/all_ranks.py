@@ -415,7 +415,9 @@ class ReplicaTarget(Target):
         return PreparedSwap(
             nnz=effect.nnz,
             nbytes=max(reply.nbytes for reply in replies),
-            base_too=check_effect(fetched, effect + spare, base=base if alike else None, state=state),
+            base_too=check_effect(
+                fetched, effect + spare, base=base if alike else None, state=state
+            ),
             can_undo=all(reply.can_undo for reply in replies),
             unused=(before, after),
             lease=lease,
