@@ -312,10 +312,7 @@ def test_nothing_is_done_before_it_is_attached(bare: RankService, request_: Rank
 
 
 def test_every_request_has_a_handler(rank: RankService) -> None:
-    kinds = set(typing.get_args(AnyRequest))
-    assert set(rank._handlers) == kinds
-    reply = refused(rank.handle(RankRequest()), "ConfigError")
-    assert reply.message == "no handler for a RankRequest"
+    assert set(rank._handlers) == set(typing.get_args(AnyRequest))
 
 
 def test_an_agreement_about_fewer_ranks_is_refused(rank: RankService) -> None:
