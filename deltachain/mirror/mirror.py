@@ -485,11 +485,12 @@ class Mirror:
     def _delete_pruned(self) -> None:
         """Delete pruned payloads that the source deleted; say how many others it has no more."""
         extra, there = self._extra, self.destination
-        record = self._pruned
-        if record is None or not extra or self.version < 0:
+        record, clock = self._pruned, there.clock()
+        if record is None or clock is None or not extra or self.version < 0:
             return
         chain = Chain.open(there, self._trust)
-        rows = [row for row in record.pruned if row.after <= record.time]
+        now = min(record.time, clock)  # one clock that is ahead ends no grace
+        rows = [row for row in record.pruned if row.after <= now]
         due = {key for key in extra if any(_is_in(row, key) for row in rows)}
         due -= self.source.find_all(due).keys()
         try:

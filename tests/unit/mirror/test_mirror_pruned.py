@@ -77,6 +77,26 @@ def test_a_mirror_follows_prunes(
     Chain.open(there).plan(None, Chain.open(there).read(40))
 
 
+def test_a_mirror_whose_clock_is_behind_deletes_nothing(
+    grown: Grown, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock of the source may have jumped ahead."""
+    monkeypatch.setattr(loop, "SURVEY", 1)
+    there = Clock()
+    mirror = Mirror(grown.store, there)
+    list(mirror.catch_up())
+    before = payloads(there)
+    prune(grown)
+    Clock.now += 3601
+    prune(grown)
+    monkeypatch.setattr(there, "clock", lambda: Clock.now - 3601)
+    list(mirror.catch_up())
+    assert payloads(there) == before
+    monkeypatch.setattr(there, "clock", lambda: Clock.now)
+    list(mirror.catch_up())
+    assert payloads(there) == payloads(grown.store)
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_a_mirror_deletes_the_anchor_that_the_chain_began_with(
     again: bool, monkeypatch: pytest.MonkeyPatch
