@@ -75,7 +75,7 @@ KeyFile: TypeAlias = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="The engines' API key. Default: DELTACHAIN_ENGINE_KEY_FILE, or the key in "
+        help="The engines' API key. Default: DELTACHAIN_ENGINE_KEY_FILE or the key in "
         "DELTACHAIN_ENGINE_KEY.",
     ),
 ]

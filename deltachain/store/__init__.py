@@ -25,7 +25,6 @@ __all__ = [
     "ObjectInfo",
     "Opener",
     "Store",
-    "check_apart",
     "check_key",
     "open_store",
     "register",

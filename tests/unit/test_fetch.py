@@ -325,7 +325,7 @@ def test_a_part_that_is_gone_is_named_with_a_way_out() -> None:
         (part,) = head.manifest.edge.parts
         store.delete(part.key)
         with pytest.raises(
-            ObjectNotFoundError, match=r"restore it, .*, or restart the publisher"
+            ObjectNotFoundError, match="restore it from a backup, or restart the publisher"
         ) as lost:
             fetch(chain, chain.plan(None, head))
         assert lost.value.key == part.key

@@ -132,7 +132,7 @@ def test_the_page_of_an_error_is_there_and_names_the_error(kind: type[DeltaChain
     text = (ROOT / "docs" / page).read_text("utf-8")
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     title = next(one for one in headings if anchor_of(one) == heading)
-    assert kind.__name__ in text.split(f"# {title}\n")[1].split("\n#")[0]
+    assert kind.__name__ in title + text.split(f"# {title}\n")[1].split("\n#")[0]
     error = made(kind)
     error.hint = "h"
     assert str(error).endswith(f"\n  hint: h\n  page: {kind.page}")

@@ -461,7 +461,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_is_answered_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def interrupted(_: object) -> None:
+    def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("deltachain.store.open_store", interrupted)

@@ -223,10 +223,8 @@ class OverOldBits(StepEncoding):
     given: ClassVar[list[OldBits | None]] = []
 
     @override
-    def encode(
-        self, delta: TensorDelta, out: BucketWriter, old: OldBits | None = None
-    ) -> EncodedTensor:
-        self.given.append(old)
+    def encode(self, delta: TensorDelta, out: BucketWriter) -> EncodedTensor:
+        self.given.append(out.old)
         return super().encode(delta, out)
 
 

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from deltachain.chain.fetch import Fetched
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec import container as d
 from deltachain.codec.container import TensorRow
@@ -207,6 +208,7 @@ def proven(data: bytes, old: dict[str, Bits], new: dict[str, Bits]) -> dict[str,
     fetched: Any = SimpleNamespace(
         plan=SimpleNamespace(edges=[edge]), base=None, names=NAMES, parts=[Part.from_bytes(data)]
     )
+    fetched.rows = partial(Fetched.rows, fetched)
     state = sum((kernel_host.digest(digest_key(s), new[s.name]) for s in SPECS), StateDigest())
     found.prove(fetched, state, write=True)
     return found.bits

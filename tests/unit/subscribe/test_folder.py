@@ -490,7 +490,7 @@ def test_a_full_disk_while_writing_the_journal_writes_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(journal, "write_atomic", full)
+        patched.setattr("deltachain.checkpoint.write_atomic", full)
         with pytest.raises(PartialApplyError, match="weights are as they were"):
             subscriber.update()
     assert same(bits(mirror), before)
