@@ -259,7 +259,7 @@ def run(url: str, *, nbytes: int = NBYTES, rounds: int = ROUNDS) -> Mapping[str,
 
 def main(url: str | None, *, json_output: bool, nbytes: int = NBYTES) -> int:
     if url is None:
-        hint = "deltachain bench store s3://bucket/prefix"
+        hint = "python -m tests.bench store s3://bucket/prefix"
         raise ConfigError("no store given", hint=hint)
     result = run(url, nbytes=nbytes)
     title = f"{result['nbytes'] / 1e6:.0f} MB in {url}"
