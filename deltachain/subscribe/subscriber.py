@@ -543,20 +543,24 @@ class Subscriber(Closeable):
             nonlocal polls
             polls += 1
             is_due = polls >= LOOK_BACK or failures > 0
+            receipt, trouble = None, None
             try:
                 receipt = _step(self, every_version=every_version)
                 around, is_sure = _look_back(self, is_due=is_due)
+                polls = 0 if is_due else polls
+                receipt = receipt or around
+                if is_sure:
+                    looked(None)
             except NEEDS_A_PERSON as exc:
                 self.watch.ended(exc)
                 raise
-            polls = 0 if is_due else polls
-            receipt = receipt or around
-            if is_sure:
-                looked(None)
-            if receipt is None:
-                return False
-            yield receipt
-            return receipt.lag_versions > 0  # later versions are known already
+            except errors.DeltaChainError as exc:
+                trouble = exc  # raised after the receipt: its version was applied
+            if receipt is not None:
+                yield receipt
+            if trouble is not None:
+                raise trouble
+            return receipt is not None and receipt.lag_versions > 0  # later ones are known already
 
         return repeat(
             round_,
