@@ -167,7 +167,7 @@ def test_a_version_of_the_lost_history_is_not_the_announced_one(
     lose(here, 1, again=0)
     for version in (2, 3):
         manifest = digest(here, version)
-        announced = fleet.announce(version, manifest=manifest, deadline=1.0)
+        announced = fleet.announce(version, manifest=manifest, deadline=4.0)
         assert not announced.enough
         assert announced.stragglers == tuple(announced.held)
         assert "StoreWentBackError" in "".join(announced.trouble.values())
