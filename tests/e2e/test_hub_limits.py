@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 
 from deltachain.chain.chain import Chain
-from deltachain.publish import PublishConfig, Publisher
-from deltachain.publish.writer import HINT_EVERY
+from deltachain.publish import PublishConfig, Publisher, background
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.threads import Pool
@@ -85,9 +84,13 @@ def test_shares_of_a_free_token_add_up() -> None:
 
 @pytest.mark.slow
 def test_a_publisher_and_its_followers_stay_inside_a_free_token(
-    hub: HubServer, bucket: str, caplog: pytest.LogCaptureFixture
+    hub: HubServer,
+    bucket: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """By count: the Hub refuses nothing, and everybody gets every bit in time."""
+    monkeypatch.setattr(background, "RENEW_S", background.RENEW_S / FASTER)
     hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S)
     earlier = hub.counts()
     url = f"hf://buckets/{bucket}/policy"
@@ -131,9 +134,8 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     assert "refused" not in counted
     assert "are spent" not in caplog.text  # nobody had to wait for its share either
     each = {receipt.version: receipt.requests for receipt in receipts if receipt is not None}
-    assert max(count for version, count in each.items() if version % HINT_EVERY) <= 4
-    # At these the head hint is written, after it was read for anchors that maintainers added.
-    assert max(count for version, count in each.items() if version % HINT_EVERY == 0) <= 6
-    assert sum(each.values()) / len(each) < 4.5
+    # 4 a version; more with the head hint, and by renewals of the publisher's record meanwhile.
+    assert min(each.values()) == 4
+    assert median(each.values()) <= 6
     assert sum(counted.values()) / windows < CALLS, counted
     assert all(count / windows < 100 for count in spent.values()), spent
