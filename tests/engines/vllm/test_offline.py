@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +30,9 @@ RATE = 1e-2
 
 
 def follow(family: str, folder: Path, *options: str) -> dict[str, Any]:
-    chain = train(family, folder, VERSIONS, rate=RATE)
+    # In a process of its own: vLLM decorates classes of transformers where it is imported.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        chain = pool.submit(train, family, folder, VERSIONS, rate=RATE).result()
     return run(chain.url, chain.base, *options)
 
 
