@@ -7,7 +7,9 @@ looks are ten times shorter, and the counts are the same.
 from __future__ import annotations
 
 import logging
+import math
 import random
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.publish import PublishConfig, Publisher, background
+from deltachain.publish.writer import HINT_EVERY
 from deltachain.store import MemoryStore, open_store
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from deltachain.threads import Pool
@@ -82,15 +85,18 @@ def test_shares_of_a_free_token_add_up() -> None:
     assert budgets[1].capabilities.poll_s == 5.0
 
 
+# Renewals of the publisher's record fall into the time of any version: with them, the whole counts.
 @pytest.mark.slow
+@pytest.mark.parametrize("renew_s", [background.RENEW_S / FASTER, math.inf])
 def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     hub: HubServer,
     bucket: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    renew_s: float,
 ) -> None:
     """By count: the Hub refuses nothing, and everybody gets every bit in time."""
-    monkeypatch.setattr(background, "RENEW_S", background.RENEW_S / FASTER)
+    monkeypatch.setattr(background, "RENEW_S", min(renew_s, threading.TIMEOUT_MAX))
     hub.configure(calls=CALLS, resolver_calls=5 * CALLS, window_s=WINDOW_S)
     earlier = hub.counts()
     url = f"hf://buckets/{bucket}/policy"
@@ -134,8 +140,15 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
     assert "refused" not in counted
     assert "are spent" not in caplog.text  # nobody had to wait for its share either
     each = {receipt.version: receipt.requests for receipt in receipts if receipt is not None}
-    # 4 a version; more with the head hint, and by renewals of the publisher's record meanwhile.
-    assert min(each.values()) == 4
-    assert median(each.values()) <= 6
+    if math.isinf(renew_s):
+        check_publisher(each)
     assert sum(counted.values()) / windows < CALLS, counted
     assert all(count / windows < 100 for count in spent.values()), spent
+
+
+def check_publisher(each: dict[int, int]) -> None:
+    """Check the requests of each version."""
+    assert max(count for version, count in each.items() if version % HINT_EVERY) <= 4
+    # At these the head hint is written, after it was read for anchors that maintainers added.
+    assert max(count for version, count in each.items() if version % HINT_EVERY == 0) <= 6
+    assert sum(each.values()) / len(each) < 4.5
