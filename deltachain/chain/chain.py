@@ -7,6 +7,8 @@ by probing, without listing.
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Final
@@ -79,6 +81,7 @@ class Chain:
         self.documents = documents or {keys.CHAIN_KEY: dump(identity), keys.TABLE_KEY: dump(table)}
         self.trust = trust or Trust.of_reader()
         self.latest: Version | None = None
+        self._looked = -math.inf
         self._manifests = Manifests(store, identity.chain, seen, self.trust)
         self._commits = Commits(store, self._manifests, identity, self.documents, self.trust)
         self.prunes = Prunes(store, identity.chain, self.trust)
@@ -193,7 +196,14 @@ class Chain:
     def newest(self, known: Version) -> Version:
         """Find the newest version from a committed one; see :meth:`Looks.newest`."""
         newest = self.latest = self._manifests.looks.newest(known)
+        self._looked = time.monotonic()
         return newest
+
+    def just_seen(self, known: Version, within_s: float) -> Version | None:
+        """Return the newest version if a wide look, at most ``within_s`` seconds ago, saw it."""
+        is_fresh = time.monotonic() - self._looked < within_s
+        is_seen = self._manifests.looks.is_wide and is_fresh
+        return self.latest if is_seen and (self.latest or 0) >= known else None
 
     def later(self, known: Version) -> Committed | None:
         """Find the newest version after a committed one; ``None`` if there is none.

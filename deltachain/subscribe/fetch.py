@@ -128,8 +128,9 @@ def _unusable(plan: Plan, exc: errors.DeltaChainError) -> list[EdgeSummary]:
 def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator[Future[Version]]:
     """Look for later versions while one is staged; yield the newest version at the first look.
 
-    The first look saves a round trip later. A stage may take long, or hang: the others, at least
-    ``LEAST_LOOK_S`` apart, show operators that the target falls behind meanwhile.
+    The first look saves a round trip later, and makes no request right after a wide look. A stage
+    may take long, or hang: the others, at least ``LEAST_LOOK_S`` apart, show operators that the
+    target falls behind meanwhile.
     """
     done = Event()
 
@@ -152,6 +153,7 @@ def looking_ahead(chain: Chain, version: Version, *, every_s: float) -> Iterator
 
 def newest_after(chain: Chain, version: Version) -> Version:
     try:
-        return chain.newest(version)
+        seen = chain.just_seen(version, LEAST_LOOK_S)
+        return chain.newest(version) if seen is None else seen
     except errors.BrokenChainError:  # a gap ahead is reported once it is reached
         return version

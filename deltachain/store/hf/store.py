@@ -305,8 +305,8 @@ def open_hf(url: str, options: Mapping[str, Any] | None = None, *, writer: bool 
     """Open the store at ``hf://buckets/namespace/name/prefix``; send no request.
 
     A free account has 1,000 API requests in 5 minutes, shared by all its tokens. A writer uses at
-    most 200 of them and a reader at most 100. A follower that polls every 5 seconds uses 60, and
-    one or two more for each version.
+    most 200 of them and a reader at most 100. A follower that polls every 5 seconds uses 70, and
+    up to two more for each version.
 
     Args:
         url: URL of the store.

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from deltachain.chain.chain import Committed
 from deltachain.errors import ChainMismatchError, PartialApplyError, StoreError, TensorMismatchError
+from deltachain.format import keys
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber, fetch
@@ -17,6 +18,7 @@ from deltachain.subscribe.rounds import NEEDS_A_PERSON
 from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of, train_
+from tests.unit.manifest_chains import WideStore
 from tests.unit.subscribe.clock import Clock
 
 WITHIN_S = 20.0
@@ -70,6 +72,26 @@ def test_the_head_goes_on_while_a_target_hangs(
     count = len(looks)
     time.sleep(0.1)
     assert len(looks) == count  # none once the version is staged
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_one_wide_look_serves_a_version(monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    store, model, stop = WideStore(), TinyModel(), Event()
+    with (
+        Publisher("memory://wide", store=store).attach(model) as publisher,
+        Subscriber(SubscribeConfig(url="memory://wide"), tensors_of(model), store=store) as held,
+    ):
+        held.update(0)
+        train_(model, seed=1)
+        publisher.publish(step=1)
+        publisher.flush()
+        if late:
+            monkeypatch.setattr(fetch, "LEAST_LOOK_S", 0.0)
+        store.looks.clear()
+        receipt = next(held.follow(stop=stop))
+        asked = [look for look in store.looks if keys.manifest_key(2) in look]
+    assert (receipt.version, receipt.lag_versions) == (1, 0)
+    assert len(asked) == (2 if late else 1)
 
 
 Publish = Callable[..., None]
