@@ -46,6 +46,8 @@ from tests.support.models import (
     train_,
 )
 
+pytestmark = pytest.mark.full
+
 SEEDS = st.integers(0, 1 << 16)
 PLACES = st.integers(0, (1 << 16) - 1)
 """Position in a list, modulo its length: hypothesis refuses draws that depend on the length."""

@@ -33,6 +33,8 @@ from tests.support.models import (
     train_,
 )
 
+pytestmark = pytest.mark.full
+
 FOLDER = "deltachain.subscribe.targets.folder"
 CHECKPOINT = "deltachain.checkpoint"
 TARGET = "deltachain.subscribe.targets.base"

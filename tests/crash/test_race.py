@@ -24,6 +24,8 @@ from tests.crash.child import Place
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import bits_of, plain_model, recompute, same, tensors_of, train_
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture
 def url(place_of: Callable[[str], Place]) -> str:

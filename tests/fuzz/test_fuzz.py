@@ -25,6 +25,7 @@ def test_fuzzing_finds_nothing(target: str, tmp_path: Path) -> None:
     assert len(list(corpus.iterdir())) > len(list(seeds(target)))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_seed_is_read_or_refused(target: str) -> None:
     for _, data in seeds(target):

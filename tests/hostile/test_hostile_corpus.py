@@ -186,6 +186,7 @@ def _present(*args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scene", SCENES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_follower_gets_to_the_head_of_a_sound_chain(
@@ -198,6 +199,7 @@ def test_a_follower_gets_to_the_head_of_a_sound_chain(
     assert found["held"] == found["remembered"] != 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.id)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_hostile_object_is_refused_and_nothing_is_written(
@@ -216,6 +218,7 @@ def test_a_hostile_object_is_refused_and_nothing_is_written(
     assert found["held"] == (None if case.poisons or case.opens else 0)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_follower_with_trusted_keys_gets_to_the_head_of_a_signed_chain(
     signed_outcomes: Outcomes, scene: str
@@ -225,6 +228,7 @@ def test_a_follower_with_trusted_keys_gets_to_the_head_of_a_signed_chain(
         assert (found["error"], found["reached"]) == ("", True), found["message"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CORPUS, ids=lambda case: case.id)
 @pytest.mark.parametrize("kind", SIGNED_KINDS)
 def test_a_follower_with_trusted_keys_takes_the_signed_bits_or_nothing(
@@ -247,6 +251,7 @@ def names_of(error: type[DeltaChainError] | None) -> set[str]:
     return set() if error is None else {error.__name__}
 
 
+@pytest.mark.full
 def test_signatures_are_what_refuses_most_forged_documents(signed_outcomes: Outcomes) -> None:
     refused = Counter(
         case.level

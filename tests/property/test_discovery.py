@@ -536,6 +536,7 @@ def block(kind: str, first: int) -> list[str]:
     return [one for one in found if one]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, SOME, BLOCK))
 def test_some_random_loaders_are_never_followed_wrong_nor_damaged(first: int) -> None:
     found = tally("loaders", first)

@@ -210,6 +210,7 @@ def form(delta: TensorDelta) -> tuple[Any, ...]:
     return indices, delta.values.tolist(), mask, delta.values.dtype
 
 
+@pytest.mark.full
 @settings(max_examples=300, deadline=None)
 @given(histories(), st.data())
 def test_folding_is_associative(

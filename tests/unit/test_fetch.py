@@ -391,6 +391,7 @@ def test_an_object_is_refused_as_if_it_were_held(
         assert getattr(caught.value, "key", "") == key
 
 
+@pytest.mark.full
 def test_damage_at_any_read_is_found_before_anything_is_written(chain: Chain) -> None:
     store, model = faults_of(chain), TinyModel(width=256)
     results: list[bool] = []

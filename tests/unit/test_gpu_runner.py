@@ -17,6 +17,7 @@ RANKS = dict(checks("cpu"))
 ROOT = Path(__file__).resolve().parents[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", [pytest.param(c, id=n) for n, c in snapshot_checks("cpu")])
 def test_a_snapshot_is_checked_on_any_torch_device(check: Callable[[], None]) -> None:
     check()

@@ -339,6 +339,7 @@ def test_each_push_is_an_epoch_of_its_own() -> None:
     assert store.reads <= 202
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_every_step_is_found_whatever_is_left_out(data: st.DataObject) -> None:

@@ -265,6 +265,7 @@ def check_silent(*words: object, debug: bool = True) -> None:
         assert CANARY not in said, (words, flag)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_addresses_of_replicas_are_shown_without_secrets(
     tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch

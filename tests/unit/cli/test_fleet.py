@@ -122,6 +122,7 @@ def test_all_are_shown_and_the_eleven_come_first(fleet: FleetOfFifty) -> None:
     assert shown.returncode == 7
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [20, 40, 59, 60, 200])
 def test_no_number_is_hidden_however_narrow_the_terminal(fleet: FleetOfFifty, width: int) -> None:
     text = "".join(fleet.status("--max-silence", SILENCE_S, width=width).stdout.split())

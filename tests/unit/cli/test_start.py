@@ -239,6 +239,7 @@ LIGHT_COMMANDS: Final = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", LIGHT_COMMANDS)
 def test_a_command_needs_no_torch(pushed: Pushed, tmp_path: Path, name: str) -> None:
     places = {"chain": pushed.url, "out": tmp_path}
@@ -388,6 +389,7 @@ def test_help_and_version_load_nothing_heavy(args: list[str]) -> None:
     assert python(code).strip() == "set()"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_results_are_printed_in_any_encoding(pushed: Pushed, tmp_path: Path, encoding: str) -> None:
     def run(*words: object) -> bytes:

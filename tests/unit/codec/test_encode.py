@@ -178,6 +178,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.full
 def test_the_first_parts_of_a_process_are_opened_by_many_threads() -> None:
     """With ``msgspec.json.decode(document, type=Directory)`` one run of six ends with SIGSEGV."""
     codes = [

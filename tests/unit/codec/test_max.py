@@ -598,6 +598,7 @@ def test_small_tensors_share_tables_of_rates_and_sizes() -> None:
     assert tables[23] not in tables[:23]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 @pytest.mark.parametrize(("shape", "cuts"), [((37, 64), 1), ((37, 64), 4), ((6, 2), 2), ((99,), 1)])
 def test_kernels_agree_bit_for_bit(width: int, shape: tuple[int, ...], cuts: int) -> None:

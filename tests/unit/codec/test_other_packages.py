@@ -68,6 +68,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_an_installed_encoding_is_published_followed_and_verified(written: Path) -> None:
     chain = Chain.open(open_store(written / "chain"))
     head = present(chain.head())

@@ -236,6 +236,7 @@ def test_nobody_is_waited_for(base: Path, tmp_path: Path, store: FaultyStore) ->
     assert len(transfer.receipts) == STEPS
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wait", ["all", "none"])
 @pytest.mark.parametrize("kind", ["fail", "lose-reply"])
 def test_a_last_sync_that_failed_is_made_up_for_at_the_end(
@@ -257,6 +258,7 @@ def test_a_last_sync_that_failed_is_made_up_for_at_the_end(
     assert engine.versions[-1] == max(versions)
 
 
+@pytest.mark.full
 def test_a_slow_upload_holds_nobody_past_the_deadline(
     base: Path, tmp_path: Path, store: FaultyStore
 ) -> None:

@@ -120,6 +120,7 @@ def test_a_truncated_file_is_refused(dump: Path, tmp_path: Path) -> None:
         compare_bits.compare(dump, file)
 
 
+@pytest.mark.full
 def test_it_runs_by_file_path_without_the_package(dump: Path, tmp_path: Path) -> None:
     folder = checkpoint(tmp_path / "held", offset=torch.ones(3))
     again = tmp_path / "again.npz"

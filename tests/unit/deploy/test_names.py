@@ -126,6 +126,7 @@ def test_images_build_without_a_complaint() -> None:
     run([SCRIPTS / "hadolint", "--no-color", DEPLOY / "Dockerfile"])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", SKYPILOT, ids=lambda path: str(path.stem))
 def test_skypilot_parses_its_tasks(path: Path, tmp_path: Path) -> None:
     if not SKY.exists():

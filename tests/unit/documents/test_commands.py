@@ -190,6 +190,7 @@ def fault(command: Command) -> str:
 FOUND: Final = list(commands())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", FOUND, ids=str)
 def test_a_command_is_known_to_its_program(command: Command) -> None:
     assert fault(command) == ""

@@ -29,6 +29,7 @@ def wait_for_anchor(folder: Path, version: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("maintain", [True, KeepRule(last=40)])
 def test_skips_and_anchors_come_from_its_thread(tmp_path: Path, maintain: bool | KeepRule) -> None:
     model = plain_model()

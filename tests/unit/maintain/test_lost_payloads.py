@@ -142,6 +142,7 @@ def maintain(grown: Grown, trust: Trust) -> int:
     return orphans
 
 
+@pytest.mark.full
 def test_what_an_unreadable_record_names_is_no_orphan() -> None:
     """A maintainer that trusts a new key only deletes no skip that the old key signed."""
     grown = Grown(MemoryStore(), trust=TRUST)
@@ -292,6 +293,7 @@ class CountingReads(FaultyStore):
         return super().read(key, **options)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [101, 104])
 def test_a_skip_around_a_lost_delta_stays_with_the_kept_versions_behind_it(lost: int) -> None:
     """It begins before the newest versions; the way to the head needs a later anchor only."""

@@ -27,6 +27,7 @@ from tests.unit.maintain.grown import SPECS, Backup, Clock, Grown, finish, grow_
 from tests.unit.manifest_chains import SingleWriterStore
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
 def test_verify_rebuilds_every_version_that_readers_can_reach(
     grown: Grown, tagged: tuple[Version, ...]
@@ -39,6 +40,7 @@ def test_verify_rebuilds_every_version_that_readers_can_reach(
     assert len(rebuilt) < 60
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("deleted", [False, True])
 @pytest.mark.parametrize("tagged", [(), (13,)])
@@ -294,6 +296,7 @@ def grow_maintained(last: int, tag: Version, versions: int) -> Grown:
 SLOW_TAGS = [pytest.param(tag, marks=pytest.mark.slow) for tag in (66, 130)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tag", [137, *SLOW_TAGS])
 def test_readers_find_their_way_to_what_was_kept(tag: Version) -> None:
     """A reader knows the anchors that manifests list, and no others."""

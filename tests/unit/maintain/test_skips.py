@@ -46,6 +46,7 @@ from tests.unit.maintain.test_prune import check_bits
 from tests.unit.manifest_chains import WideStore, create, manifest_after, state
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("tagged", [64, 67])
 def test_a_tagged_version_is_reached_by_an_anchor_that_nothing_lists_any_more(
     tagged: Version,
@@ -168,6 +169,7 @@ def test_a_newcomer_takes_few_objects_and_little_more_than_an_anchor(chain: Chai
     assert median(plan.nbytes for plan in plans) <= 1.3 * ANCHOR_NBYTES
 
 
+@pytest.mark.full
 def test_a_follower_far_behind_takes_few_objects(chain: Chain) -> None:
     chosen = random.Random(2)
     plans = []
@@ -312,6 +314,7 @@ def same(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
     return all(np.array_equal(one[spec.name], other[spec.name]) for spec in SPECS)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "encodings",
     [

@@ -188,6 +188,7 @@ def test_an_acknowledged_tag_outlives_any_two_stops(
     assert len(outcomes) > 60
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", [GRACE_S - 1, GRACE_S + 1])
 def test_a_tag_outlives_a_maintainer_that_was_stopped_before_any_step(
     world: World, late: float

@@ -80,6 +80,7 @@ def test_from_a_folder_to_s3_and_back(
     there.close()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_to_a_bucket_of_the_hub_and_back(
     pair: Pair, hub: HubServer, bucket: str, tmp_path: Path, *, with_keys: bool

@@ -89,6 +89,7 @@ def test_the_last_version_is_committed(
     assert same(found[max(found)].state, bits_of(model))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("end", "last"), [("", 4), ("raise SystemExit(3)", 4), ("1 / 0", 3)])
 def test_steps_after_the_last_version_are_committed_unless_an_error_ends_the_process(
     tmp_path: Path, end: str, last: int
@@ -100,6 +101,7 @@ def test_steps_after_the_last_version_are_committed_unless_an_error_ends_the_pro
     assert found[max(found)].committed.manifest.step == last
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["s3", "hf"])
 def test_the_last_version_is_committed_over_a_network(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +114,7 @@ def test_the_last_version_is_committed_over_a_network(
     assert found[max(found)].committed.manifest.step == 4, done.stderr
 
 
+@pytest.mark.full
 def test_a_forked_process_commits_nothing(tmp_path: Path) -> None:
     done = run(
         str(tmp_path), BY_HAND, "publisher.flush()\nif os.fork() == 0: raise SystemExit\nos.wait()"

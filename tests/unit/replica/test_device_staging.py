@@ -62,7 +62,12 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "decodes_on", lambda _: True)
 
 
-@pytest.fixture(params=SHAPES)
+QUICK = ("tp2", "untied")
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in SHAPES]
+)
 def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OnDevice]:
     made = OnDevice(SHAPES[request.param], tmp_path)
     yield made
@@ -97,6 +102,7 @@ def test_what_does_not_fit_the_budget_is_read_again(tmp_path: Path) -> None:
     here.close()
 
 
+@pytest.mark.full
 def test_several_batches_are_one_stage(here: OnDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltachain.replica.staged.BATCH", 100)
     here.publish(1)
@@ -229,6 +235,7 @@ VALUES = (0, 1, 2, 3, 77, 127, 128, 200, 254, 255)
 """Bytes that mean something at the edges of streams."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", PARTS)
 def test_random_streams_are_refused_or_decoded_as_on_the_host(part: str) -> None:
     """Every digest is right, so that only the content is wrong."""

@@ -168,6 +168,7 @@ def test_two_ranks_with_spools_apart_follow_heal_and_roll_back(tmp_path: Path) -
         assert (here.live, here.engine.version) == (states[1], 1)
 
 
+@pytest.mark.full
 def test_a_fetcher_that_fails_is_replaced_by_another_rank_of_its_host(tmp_path: Path) -> None:
     with apart(tmp_path, (0, 1, 1, 0), ("none", "fail", "none", "none")) as here:
         here.subscriber.update()
@@ -176,6 +177,7 @@ def test_a_fetcher_that_fails_is_replaced_by_another_rank_of_its_host(tmp_path: 
         assert here.live == state
 
 
+@pytest.mark.full
 def test_a_host_on_which_nobody_can_fetch_is_refused_by_name(tmp_path: Path) -> None:
     with apart(tmp_path, (0, 1), ("none", "fail")) as here:
         here.publish(1)
@@ -444,6 +446,7 @@ def test_a_spool_without_room_for_a_while_does_not_end_following(
     assert "No space left" in str(told[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_can_not_load_again_is_not_believed(followed: Build, rank: int) -> None:
     """A scrub lets the engine load its host copies again; one that fails may be half loaded."""

@@ -172,6 +172,7 @@ def test_it_says_what_it_is(sessions: Sessions) -> None:
     assert schema["action"]["required"] == ["word"]
 
 
+@pytest.mark.full
 def test_a_client_of_openenv_plays_a_game(tmp_path: Path) -> None:
     if not OPENENV.exists():
         pytest.skip("OpenEnv is missing: make venv-openenv")

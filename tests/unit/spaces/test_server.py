@@ -146,6 +146,7 @@ def test_a_large_body_is_413(client: TestClient) -> None:
     assert refusal(client.post(f"/sessions/{session}/guess", content=large)) == 413
 
 
+@pytest.mark.full
 def test_256_play_at_once_and_the_257th_is_told_to_wait(client: TestClient) -> None:
     barrier = Barrier(32)
 

@@ -54,6 +54,7 @@ def test_redirect_elsewhere_is_unavailable_and_says_where_it_leads(status: int) 
         assert seconds < 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("location", ["/api/other", "", "http://[bad"])
 def test_redirect_without_end_is_unavailable(location: str) -> None:
     with Stub(Answer(308, headers={"Location": location})) as stub:

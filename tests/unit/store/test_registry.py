@@ -86,12 +86,14 @@ def open_toy(_url: str, _options: Mapping[str, Any], /, *, writer: bool) -> Stor
 # A package of others: one file, and one line in its entry points
 
 
+@pytest.mark.full
 def test_a_store_of_another_package_keeps_the_contract(outside: Path) -> None:
     (outside / "test_contract.py").write_text(CONTRACT)
     asked = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, "test_contract.py")
     assert " passed" in run(outside, *asked)
 
 
+@pytest.mark.full
 def test_a_chain_is_pushed_pulled_and_verified_there(outside: Path, tmp_path: Path) -> None:
     url = f"sqlite://{tmp_path}/chain.db"
     for number in range(2):

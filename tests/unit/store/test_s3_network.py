@@ -422,6 +422,7 @@ def test_lost_replies_do_not_fail_an_upload(connect: Connect, proxy: Proxy, meth
     assert bytes(store.read("a", nbytes=len(data))) == data
 
 
+@pytest.mark.full
 def test_upload_that_is_given_up_leaves_nothing(connect: Connect, proxy: Proxy) -> None:
     store = connect(deadline_s=2)  # a slow machine must not take its other requests for lost ones
     proxy.drop_reply("PUT", times=1_000_000)
