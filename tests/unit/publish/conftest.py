@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
@@ -31,3 +32,14 @@ def attach(store: MemoryStore) -> Iterator[Callable[..., Publisher]]:
     for publisher in made:
         with suppress(DeltaChainError):
             publisher.close()
+
+
+@pytest.fixture
+def new_threads() -> Callable[[str], list[threading.Thread]]:
+    """Return the threads of a name that the test started: others' publishers may be open."""
+    before = set(threading.enumerate())
+
+    def named(name: str) -> list[threading.Thread]:
+        return [t for t in set(threading.enumerate()) - before if t.name.startswith(name)]
+
+    return named

@@ -230,12 +230,17 @@ def test_a_publisher_fenced_beside_an_anchor_abandons_it(
 
 
 def test_an_interrupted_close_commits_the_version_and_abandons_the_anchor(
-    attach: Attach, gated: GatedStore, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+    attach: Attach,
+    gated: GatedStore,
+    model: nn.Module,
+    monkeypatch: pytest.MonkeyPatch,
+    new_threads: NewThreads,
 ) -> None:
     publisher = attach_to(gated, attach, model)
     gated.shut()
     step(publisher, model, 1)
     assert gated.waiting.wait(60)
+    assert new_threads("deltachain-anchor")
     train_(model, 2)
     publisher.publish(step=2)
 
@@ -249,7 +254,7 @@ def test_an_interrupted_close_commits_the_version_and_abandons_the_anchor(
     found = recompute(gated)
     assert same(found[2].state, bits_of(model))
     assert not found[1].anchored
-    assert not [t for t in threading.enumerate() if t.name.startswith("deltachain-anchor")]
+    assert not new_threads("deltachain-anchor")
 
 
 def test_bits_of_a_version_stay_whatever_happens_to_the_snapshot(model: nn.Module) -> None:
@@ -280,6 +285,7 @@ def test_bits_of_a_version_stay_whatever_happens_to_the_snapshot(model: nn.Modul
 
 
 Attach = Callable[..., Publisher]
+NewThreads = Callable[[str], list[threading.Thread]]
 
 
 def publish(publisher: Publisher, model: nn.Module, steps: range) -> None:

@@ -256,7 +256,7 @@ def test_the_first_failure_is_raised_and_later_parts_are_not_put(number: int) ->
     assert store.now == 0
 
 
-def test_an_interrupted_caller_abandons_parts() -> None:
+def test_an_interrupted_caller_abandons_parts(new_threads: NewThreads) -> None:
     store = WatchedStore()
 
     def add_some() -> None:
@@ -269,7 +269,7 @@ def test_an_interrupted_caller_abandons_parts() -> None:
     with pytest.raises(KeyboardInterrupt):
         add_some()
     assert len(list(store.list("anchors/"))) <= 5
-    assert not [t for t in threading.enumerate() if t.name.startswith("deltachain-upload")]
+    assert not new_threads("deltachain-upload")
 
 
 def test_parts_of_anchors_follow_the_size_of_the_model() -> None:
@@ -280,6 +280,7 @@ def test_parts_of_anchors_follow_the_size_of_the_model() -> None:
 
 
 Attach = Callable[..., Publisher]
+NewThreads = Callable[[str], list[threading.Thread]]
 
 FAILURES: list[tuple[Action, str]] = [
     ("fail", "deltas/"),

@@ -32,6 +32,7 @@ TRUSTED = Trust(trusted=TrustedKeys((KEY.public,)))
 OWNER = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
 
 Attach = Callable[..., Publisher]
+NewThreads = Callable[[str], list[threading.Thread]]
 
 
 @pytest.fixture
@@ -78,17 +79,14 @@ def test_a_publisher_signs_all_that_it_writes(
 
 
 def test_a_publisher_with_a_key_has_a_heartbeat_until_it_is_closed(
-    attach: Attach, key_file: Path
+    attach: Attach, key_file: Path, new_threads: NewThreads
 ) -> None:
-    def beating() -> int:
-        return sum(thread.name == "deltachain-heartbeat" for thread in threading.enumerate())
-
     attach(TinyModel(), on=MemoryStore())
-    assert beating() == 0
+    assert not new_threads("deltachain-heartbeat")
     publisher = attach(TinyModel(), signing_key=key_file)
-    assert beating() == 1
+    assert len(new_threads("deltachain-heartbeat")) == 1
     publisher.close()
-    assert beating() == 0
+    assert not new_threads("deltachain-heartbeat")
 
 
 def test_the_key_of_the_environment_signs_too(

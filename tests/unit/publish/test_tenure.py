@@ -6,7 +6,6 @@ import logging
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.support.models import plain_model, train_
 from tests.support.values import present
 
 Attach = Callable[..., Publisher]
+NewThreads = Callable[[str], list[Thread]]
 
 
 @pytest.fixture(autouse=True)
@@ -167,17 +167,19 @@ def test_the_fenced_publisher_says_who_came_after_it(
 
 
 def test_an_idle_publisher_is_told_before_its_next_version(
-    attach: Attach, chain: MemoryStore, caplog: pytest.LogCaptureFixture
+    attach: Attach,
+    chain: MemoryStore,
+    caplog: pytest.LogCaptureFixture,
+    new_threads: NewThreads,
 ) -> None:
     caplog.set_level("INFO")
     attach(plain_model(), metrics="0")
+    (renewing,) = new_threads("deltachain-tenure")
     ready = re.findall(r"metrics at (\S+)/metrics", caplog.text)[0] + "/readyz"
     assert httpx.get(ready).status_code == 200
     mine = present(read_record(chain))
     write_record(chain, elsewhere(turn=mine.turn + 1))
-    for thread in threading.enumerate():
-        if thread.name == "deltachain-tenure":
-            thread.join(timeout=60)  # it has nothing more to renew
+    renewing.join(timeout=60)  # it has nothing more to renew
     assert "was taken over by process 4242 on host gpu-7" in caplog.text
     assert "was taken over by process 4242 on host gpu-7" in httpx.get(ready).text
     found = present(read_record(chain))
