@@ -37,7 +37,7 @@ examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 
 # Four processes for two cores: most tests wait for a server or a child. Each has servers of its own.
 test: venv  ## each behaviour once: five minutes
-	$(BIN)/pytest --quick -n 2 --dist worksteal
+	$(BIN)/pytest --quick -n 3 --dist worksteal
 
 test-all: test test-rest  ## the tests that need no GPU and no engine
 

@@ -94,6 +94,7 @@ def announce(url: str, store: MemoryStore, *, deadline: float = PATIENCE_S) -> A
         return fleet.announce(head.version, manifest=head.digest, wait="all", deadline=deadline)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("versions", [0, 1, 2, 3], ids=["dead", "below", "equal", "beyond"])
 def test_a_replica_of_a_lost_history_is_never_counted(restored: Restored, versions: int) -> None:
     with served(app_of(restored.leader, is_open=True)) as url:

@@ -39,6 +39,7 @@ def followers(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("accident", "fate"), CORE)
 def test_the_likeliest(accident: str, fate: Fate, tmp_path: Path, followers: Path) -> None:
     assert Case(str(tmp_path / "store"), followers, accident, fate, versions=16).run() == []

@@ -335,6 +335,7 @@ def place(request: pytest.FixtureRequest) -> Iterator[Place]:
 LONGER = ("308", "swallowed posts", "drip")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "fault",
     [pytest.param(each, marks=[pytest.mark.slow] * (each in LONGER)) for each in FAULTS],

@@ -544,6 +544,7 @@ def test_some_random_loaders_are_never_followed_wrong_nor_damaged(first: int) ->
     assert found.followed >= LEAST["loaders"] * BLOCK
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("first", range(0, 50, BLOCK))
 def test_engines_that_share_or_move_weights_are_never_followed_wrong(first: int) -> None:
     found = tally("shares", first)

@@ -167,6 +167,7 @@ def test_versions_are_published_and_followed_without_threads(
     assert same(replica.bits(), bits_of(model))
 
 
+@pytest.mark.full
 def test_s3_reads_and_writes_without_threads(s3_url: Callable[[], str], seaweed: Seaweed) -> None:
     store = open_store(s3_url(), {**seaweed.options, "deadline_s": 5})
     large = bytes(range(256)) * (12 << 12)  # two ranges

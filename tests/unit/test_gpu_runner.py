@@ -34,6 +34,7 @@ def test_a_rank_is_checked_on_any_torch_device(
     RANKS[name]()
 
 
+@pytest.mark.full
 def test_without_a_card_the_runner_says_so_and_fails() -> None:
     command = [sys.executable, "-m", "tests.gpu.run", "test"]
     blind = os.environ | {"CUDA_VISIBLE_DEVICES": ""}

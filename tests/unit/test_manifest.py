@@ -606,6 +606,7 @@ IDENTITIES = st.builds(
 )
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(manifests(), records(), HEADS, TABLES, IDENTITIES))
 def test_documents_survive_and_have_one_form(document: Document) -> None:

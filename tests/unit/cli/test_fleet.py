@@ -132,6 +132,7 @@ def test_no_number_is_hidden_however_narrow_the_terminal(fleet: FleetOfFifty, wi
         assert url in text
 
 
+@pytest.mark.full
 def test_json_has_all_of_them_in_the_order_given(fleet: FleetOfFifty) -> None:
     shown = fleet.status("--json", DELTACHAIN_MAX_SILENCE_S=str(SILENCE_S))
     found = json.loads(shown.stdout)["replicas"]
@@ -310,6 +311,7 @@ def test_wrong_calls_say_what_to_do(words: tuple[str, ...], said: str) -> None:
     assert said in refused.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [["--json"], []])
 def test_watching_goes_on_until_it_is_interrupted(leader: Leader, options: list[str]) -> None:
     leader.update()

@@ -236,6 +236,7 @@ def test_a_chain_is_shown_as_it_grows(chain: Path) -> None:
         assert "text/html" in httpx.get(url).headers["content-type"]
 
 
+@pytest.mark.full
 def test_its_replicas_are_those_of_the_inventory(chain: Path) -> None:
     engines = "http://127.0.0.1:1,http://127.0.0.1:2"
     with dashboard(chain, DELTACHAIN_ENGINES=engines) as url:
@@ -243,6 +244,7 @@ def test_its_replicas_are_those_of_the_inventory(chain: Path) -> None:
     assert sorted(replica["engine"] for replica in shown) == engines.split(",")
 
 
+@pytest.mark.full
 def test_it_asks_for_the_token_of_the_replicas(chain: Path) -> None:
     with dashboard(chain, DELTACHAIN_TOKEN=TOKEN) as url:
         assert httpx.get(f"{url}/api/overview").status_code == 401
@@ -266,6 +268,7 @@ def test_mistakes_are_named_with_a_hint(chain: Path, words: list[str], expected:
     assert "hint" in done.stderr
 
 
+@pytest.mark.full
 def test_a_taken_port_is_named(chain: Path) -> None:
     with dashboard(chain) as url:
         done = invoke("dashboard", chain, "--listen", url.rpartition(":")[2])
@@ -281,6 +284,7 @@ def scraped(url: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["follow", "mirror"])
 def test_followers_show_what_they_hold(command: str, tmp_path: Path) -> None:
     chain, model = tmp_path / "chain", TinyModel()

@@ -52,6 +52,7 @@ def first_line(process: subprocess.Popen[str], name: str) -> str:
     return stream.readline()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 @pytest.mark.parametrize("name", LONG_COMMANDS)
 def test_ctrl_c_is_130_and_sigterm_is_0(
@@ -82,6 +83,7 @@ def test_ctrl_c_is_130_and_sigterm_is_0(
     assert "Traceback" not in stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_dashboard_that_does_not_serve_yet_ends_too(
     pushed: Pushed, number: signal.Signals, code: int

@@ -75,6 +75,7 @@ def test_an_installed_encoding_is_published_followed_and_verified(written: Path)
     assert (head.version, head.manifest.edge.encodings) == (3, ("acme.zigzag",))
 
 
+@pytest.mark.full
 def test_a_reader_without_the_package_names_the_encoding(written: Path) -> None:
     data = (written / "delta").read_bytes()
     with pytest.raises(UnsupportedFormatError, match=r"'acme\.zigzag'") as caught:

@@ -158,6 +158,7 @@ def lose(here: Followed, version: int, *, again: int | None) -> None:
             publisher.flush()
 
 
+@pytest.mark.full
 def test_a_version_of_the_lost_history_is_not_the_announced_one(
     here: Followed, leader: Leader, fleet: Fleet
 ) -> None:

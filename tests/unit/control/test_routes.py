@@ -41,6 +41,7 @@ ASKS = [(path, GenerationMode.POSITIVE) for path in PATHS]
 ASKS += [(path, GenerationMode.NEGATIVE) for path in VERSIONED]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("path", "mode"), ASKS)
 def test_every_answer_is_one_that_the_documents_name(
     tmp_path: Path, path: str, mode: GenerationMode
@@ -482,6 +483,7 @@ def test_a_request_that_nobody_awaits_is_let_go(leader: Leader) -> None:
     hangs.set()
 
 
+@pytest.mark.full
 def test_updates_that_hang_do_not_keep_anybody_from_pausing(leader: Leader) -> None:
     hangs = Event()
     kinds: tuple[RequestKind, ...] = ("update", "rollback")

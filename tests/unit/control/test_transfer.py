@@ -168,6 +168,7 @@ def test_every_sync_is_a_version_that_all_engines_hold(
         assert all(line["deltachain/stragglers"] == 0 for line in logs if "loss" in line)
 
 
+@pytest.mark.full
 def test_training_goes_on_without_an_engine_that_hangs(
     base: Path, tmp_path: Path, store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -225,6 +226,7 @@ def test_a_store_that_fails_ends_training_where_that_is_wanted(
         train(base, tmp_path, transfer, attach=True)
 
 
+@pytest.mark.full
 def test_nobody_is_waited_for(base: Path, tmp_path: Path, store: FaultyStore) -> None:
     engine = Told("a", late_s=0.5)
     transfer = DeltaChainWeightTransfer(

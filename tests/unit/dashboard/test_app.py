@@ -67,6 +67,7 @@ def test_a_client_that_sends_a_byte_at_a_time_is_closed() -> None:
         assert httpx.get(f"http://127.0.0.1:{port}").text == "ok"
 
 
+@pytest.mark.full
 def test_a_connection_with_many_requests_stays_open() -> None:
     with served(request_s=2.0) as port, httpx.Client() as client:
         begun = time.monotonic()

@@ -64,6 +64,7 @@ def check(first: Store, last: Store, model: TinyModel) -> None:
     assert same(bits_of(tensors), bits_of(model))
 
 
+@pytest.mark.full
 def test_from_a_folder_to_s3_and_back(
     pair: Pair, seaweed: Seaweed, s3_url: Callable[[], str], tmp_path: Path
 ) -> None:

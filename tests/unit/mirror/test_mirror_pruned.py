@@ -97,6 +97,7 @@ def test_a_mirror_whose_clock_is_behind_deletes_nothing(
     assert payloads(there) == payloads(grown.store)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("again", [False, True])
 def test_a_mirror_deletes_the_anchor_that_the_chain_began_with(
     again: bool, monkeypatch: pytest.MonkeyPatch

@@ -73,6 +73,7 @@ def run(url: str, way: tuple[str, str], end: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", [BY_HAND, BY_STEPS])
 @pytest.mark.parametrize(("end", "code"), [("", 0), ("raise SystemExit(3)", 3), ("1 / 0", 1)])
 def test_the_last_version_is_committed(

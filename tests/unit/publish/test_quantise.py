@@ -381,6 +381,7 @@ def dense(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_a_pushed_checkpoint_equals_a_published_model(recipe: str, tmp_path: Path) -> None:
     model = llama()

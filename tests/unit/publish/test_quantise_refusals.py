@@ -195,6 +195,7 @@ def kept(snapshot: Snapshot) -> dict[str, bytes]:
     return {w.spec.name: snapshot.bits(w).tobytes() for w in source.weights}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", [n for n in sorted(RECIPES) if RECIPES[n].arithmetic.rounding])

@@ -263,6 +263,7 @@ with deltachain.Publisher(sys.argv[1]).attach(plain_model()):
 """
 
 
+@pytest.mark.full
 def test_two_processes_then_one_is_killed(tmp_path: Path) -> None:
     """The healthy one stays in charge; once it is dead, the next one needs no setting."""
     url = str(tmp_path / "chain")

@@ -93,6 +93,7 @@ def test_versions_are_followed_folded_and_taken_back(here: OnDevice) -> None:
     assert here.holds(5)
 
 
+@pytest.mark.full
 def test_what_does_not_fit_the_budget_is_read_again(tmp_path: Path) -> None:
     here = OnDevice(Sharding(tp=2), tmp_path, stage_budget=100)
     here.publish(1)
@@ -111,6 +112,7 @@ def test_several_batches_are_one_stage(here: OnDevice, monkeypatch: pytest.Monke
     assert sum(isinstance(w, DeviceWrite) for w in here.staged()[0].placed) > 1
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["step", "mixed", "max"])
 def test_the_effect_is_that_of_the_host(tmp_path: Path, kind: str) -> None:
     effects = []
@@ -255,6 +257,7 @@ def test_random_streams_are_refused_or_decoded_as_on_the_host(part: str) -> None
     assert "sound" in found
 
 
+@pytest.mark.full
 def test_a_write_that_fails_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = OnDevice(Sharding(tp=2), tmp_path)
     here.publish(1)

@@ -304,6 +304,7 @@ def test_only_layers_that_changed_are_loaded_again(
     assert loaded == [{"layers.2.packed.weight"}, {"layers.0.packed.weight"}]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "shape", [Sharding(tp=2), Sharding(odd=HOSTED), Sharding(tp=2, untied=True)]
 )

@@ -187,6 +187,7 @@ def test_a_host_on_which_nobody_can_fetch_is_refused_by_name(tmp_path: Path) -> 
         assert not here.engine.paused
 
 
+@pytest.mark.full
 def test_a_fetcher_that_is_killed_is_refused_by_name(tmp_path: Path) -> None:
     with apart(tmp_path, (0, 1), ("none", "kill")) as here:
         here.publish(1)
@@ -195,6 +196,7 @@ def test_a_fetcher_that_is_killed_is_refused_by_name(tmp_path: Path) -> None:
         assert here.engine.version == -1
 
 
+@pytest.mark.full
 def test_spools_of_all_hosts_go_once_they_are_written(tmp_path: Path) -> None:
     with apart(tmp_path, (0, 1), ("none", "none")) as here:
         here.subscriber.update()

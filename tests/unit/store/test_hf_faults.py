@@ -25,6 +25,8 @@ from tests.support.hub.server import HubServer
 from tests.unit.store.calls import calls_of
 from tests.unit.store.stub import Answer, Stub, took
 
+pytestmark = pytest.mark.full
+
 PORTAL = Answer(200, body=b"<html>Welcome</html>", headers={"Content-Type": "text/html"})
 BOMB = gzip.compress(bytes(65 << 20), 1)
 """More than any document."""

@@ -132,6 +132,7 @@ def test_failure_that_passes_is_retried_and_every_request_counted(answer: Answer
         assert store.requests == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("answer", [SLOW_DOWN, BROKEN])
 def test_failure_that_does_not_pass_ends_at_the_deadline(answer: Answer) -> None:
     with Stub(answer) as stub:

@@ -26,6 +26,8 @@ from tests.support.values import present
 from tests.unit.store.calls import calls_of
 from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub, took
 
+pytestmark = pytest.mark.full
+
 HERE = "s3://bucket/run"
 DATA = b"0123456789" * 20
 
