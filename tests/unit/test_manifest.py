@@ -618,6 +618,7 @@ def test_documents_survive_and_have_one_form(document: Document) -> None:
     assert bare in sealed
 
 
+@pytest.mark.full
 @settings(max_examples=50, deadline=None)
 @given(manifests())
 def test_any_spelling_of_a_document_is_read(manifest: Manifest) -> None:

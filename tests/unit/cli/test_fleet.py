@@ -105,6 +105,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FleetOfFifty]:
         yield made
 
 
+@pytest.mark.full
 def test_all_are_shown_and_the_eleven_come_first(fleet: FleetOfFifty) -> None:
     shown = fleet.status("--max-silence", SILENCE_S)
     lines = shown.stdout.splitlines()

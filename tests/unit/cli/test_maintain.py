@@ -153,6 +153,7 @@ def test_a_round_without_pruning_deletes_and_retires_nothing(url: Path) -> None:
     assert not (url / "prunes").exists()
 
 
+@pytest.mark.full
 def test_a_dry_run_says_what_the_run_then_frees(url: Path) -> None:
     ok("maintain", url, "--once", "--keep-last", 20, "--grace", "0s")
     before = contents(url)
@@ -252,6 +253,7 @@ def test_a_url_without_versions_is_named(tmp_path: Path) -> None:
         assert "has no version yet" in done.stderr
 
 
+@pytest.mark.full
 def test_an_interrupt_ends_it_between_two_rounds(url: Path) -> None:
     command = [sys.executable, "-m", "deltachain", "maintain", str(url), "--every", "0.1s"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -303,6 +305,7 @@ def test_a_service_outlives_a_store_that_does_not_answer(
     assert "skips added" in done.stdout
 
 
+@pytest.mark.full
 def test_a_service_waits_for_a_chain_that_nobody_has_made_yet(url: Path, tmp_path: Path) -> None:
     early = tmp_path / "early"
     early.mkdir()
@@ -323,6 +326,7 @@ def test_a_service_waits_for_a_chain_that_nobody_has_made_yet(url: Path, tmp_pat
     assert process.returncode == 130
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("width", ["80", "120"])
 def test_log_marks_what_is_pruned_and_tagged(
     url: Path, width: str, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def test_a_follower_that_is_killed_is_silent(pushed: Pushed, tmp_path: Path) -> 
     assert "has not written its presence for 3600 s" in shown.stdout.replace("\n", " ")
 
 
+@pytest.mark.full
 def test_a_follower_that_ends_takes_its_presence_away(pushed: Pushed, tmp_path: Path) -> None:
     board = tmp_path / "replicas"
     with running(board, "follow", pushed.url, "--out", tmp_path / "out") as process:

@@ -302,6 +302,7 @@ def with_torch(folder: Path, body: str, *args: object) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_torch_that_cannot_be_imported_is_named(tmp_path: Path, name: str) -> None:
     checkpoint = write_checkpoint(tmp_path / "one", random_state())
@@ -318,6 +319,7 @@ def test_a_torch_that_cannot_be_imported_is_a_fault_of_a_publisher(tmp_path: Pat
     assert "cannot be imported: ImportError: libcudart.so.12" in done.stdout.replace("\n", " ")
 
 
+@pytest.mark.full
 def test_a_torch_that_is_too_old_is_named() -> None:
     code = "import torch\ndel torch.float8_e8m0fnu\ntorch.__version__ = '2.5.1'\n"
     code += "import deltachain\ntry:\n    deltachain.attach\n"

@@ -84,6 +84,7 @@ def test_a_reader_without_the_package_names_the_encoding(written: Path) -> None:
     assert caught.value.key == "delta"
 
 
+@pytest.mark.full
 def test_a_plan_without_the_package_says_what_it_left_out(written: Path) -> None:
     chain = Chain.open(open_store(written / "chain"))
     head = present(chain.head())
@@ -93,6 +94,7 @@ def test_a_plan_without_the_package_says_what_it_left_out(written: Path) -> None
     assert "anchor" in caught.value.hint
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("code", "command"),
     [

@@ -178,6 +178,7 @@ def test_a_version_of_the_lost_history_is_not_the_announced_one(
     assert held.manifest == lost
 
 
+@pytest.mark.full
 def test_the_same_number_of_another_history_is_told_apart(
     here: Followed, leader: Leader, fleet: Fleet
 ) -> None:
@@ -201,6 +202,7 @@ def test_who_holds_a_later_version_of_this_history_holds_the_announced_one(
     assert list(announced.held.values()) == [2]
 
 
+@pytest.mark.full
 def test_an_announced_version_that_is_another_in_the_store_is_refused(
     leader: Leader, fleet: Fleet
 ) -> None:
@@ -324,6 +326,7 @@ def test_all_hold_it_before_the_trainer_goes_on(heres: list[tuple[Followed, Lead
             assert fleet.announce(2).waited_s < 1  # known already
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("wait", "enough", "deadline"),
     [("all", False, 3.0), ("quorum", True, 30.0), ("any", True, 30.0)],
@@ -395,6 +398,7 @@ def test_a_replica_that_a_rollback_keeps_is_named(heres: list[tuple[Followed, Le
         assert "rollback" in announced.trouble[url]
 
 
+@pytest.mark.full
 def test_one_that_hangs_holds_up_no_other(heres: list[tuple[Followed, Leader]]) -> None:
     with ExitStack() as stack:
         urls = [stack.enter_context(served(app_of(one, is_open=True))) for _, one in heres[:2]]

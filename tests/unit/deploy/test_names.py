@@ -148,6 +148,7 @@ def test_replicas_of_skypilot_are_in_two_regions_other_than_the_trainers() -> No
     assert all(line.endswith(" examples/deploy/skypilot/replica.yaml") for line in ups)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", JOBS, ids=lambda path: str(path.stem))
 def test_jobs_resolve(path: Path, tmp_path: Path) -> None:
     environment = {"HOME": str(tmp_path), "PATH": f"{SCRIPTS}:/usr/bin:/bin", "HF_HUB_OFFLINE": "1"}

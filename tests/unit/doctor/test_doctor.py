@@ -293,6 +293,7 @@ def test_an_honest_store_races_to_one_winner(tmp_path: Path) -> None:
     assert {one.grade for one in probe_writes(store)} == {Grade.OK}
 
 
+@pytest.mark.full
 def test_a_bundle_of_cas_for_s3_that_is_not_there_is_named(
     seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
 ) -> None:

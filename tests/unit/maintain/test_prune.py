@@ -74,6 +74,7 @@ def test_verify_of_pruned_versions_alone_says_so(grown: Grown) -> None:
         list(verify(Chain.open(grown.store), first=last, last=last))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("at", [0, 3, 12])
 def test_what_is_pruned_while_verify_runs_counts_as_pruned(grown: Grown, at: Version) -> None:
     gone = []
@@ -373,6 +374,7 @@ def test_a_second_maintainer_is_found_where_the_store_cannot_decide() -> None:
         one.run()
 
 
+@pytest.mark.full
 def test_numbers_of_records_are_found_by_few_looks(grown: Grown) -> None:
     pruner = pruner_of(grown, last=17)
     for number in range(40):

@@ -159,6 +159,7 @@ def check(plan: Plan) -> None:
     assert ends[-1] == plan.target
 
 
+@pytest.mark.full
 def test_a_newcomer_takes_few_objects_and_little_more_than_an_anchor(chain: Chain) -> None:
     chosen = random.Random(1)
     plans = [chain.plan(None, chain.read(chosen.randrange(VERSIONS))) for _ in range(AGES)]

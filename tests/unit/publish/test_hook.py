@@ -439,6 +439,7 @@ def test_a_step_that_fails_is_not_published_and_the_next_is(hook: Hook, tmp_path
     assert max(versions(tmp_path)) == 1
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch's own
 def test_a_compiled_step_is_a_version(hook: Hook, tmp_path: Path) -> None:
     model = fp32_model()

@@ -326,6 +326,7 @@ def expected_of(model: nn.Module, recipe: str) -> dict[str, Tensor]:
     return quantised_state(copy.deepcopy(model).bfloat16(), recipe)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recipe", sorted(RECIPES))
 def test_every_version_is_what_the_library_writes(recipe: str, tmp_path: Path) -> None:
     model = llama().float()  # masters

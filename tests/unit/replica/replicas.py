@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from deltachain.errors import DeltaChainError
@@ -30,6 +31,11 @@ SHAPES = {
     "untied": Sharding(untied=True),
     "untied tp2": Sharding(tp=2, untied=True),
 }
+QUICK = ("tp2", "untied")
+EVERY_SHAPE = [
+    pytest.param(shape, id=name, marks=() if name in QUICK else pytest.mark.full)
+    for name, shape in SHAPES.items()
+]
 
 
 class Followed:

@@ -32,7 +32,7 @@ from tests.format.forgeries import FORGERIES, PARTS, forged
 from tests.gpu.ranks import Bench
 from tests.support.engine import Sharding, full_of
 from tests.support.values import present
-from tests.unit.replica.replicas import SHAPES, Followed
+from tests.unit.replica.replicas import EVERY_SHAPE, Followed
 
 
 class OnDevice(Followed):
@@ -62,14 +62,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "decodes_on", lambda _: True)
 
 
-QUICK = ("tp2", "untied")
-
-
-@pytest.fixture(
-    params=[pytest.param(name, marks=[] if name in QUICK else pytest.mark.full) for name in SHAPES]
-)
+@pytest.fixture(params=EVERY_SHAPE)
 def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OnDevice]:
-    made = OnDevice(SHAPES[request.param], tmp_path)
+    made = OnDevice(request.param, tmp_path)
     yield made
     made.close()
 

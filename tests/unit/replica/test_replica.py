@@ -30,7 +30,7 @@ from tests.format.forge import dumps, enveloped
 from tests.support.engine import HOSTED, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
 from tests.support.values import present
-from tests.unit.replica.replicas import SHAPES, Followed, eventually
+from tests.unit.replica.replicas import EVERY_SHAPE, SHAPES, Followed, eventually
 
 URL = {"DELTACHAIN_URL": "s3://bucket/run"}
 
@@ -191,7 +191,7 @@ def test_errors_of_the_engine_are_typed(
 
 
 Build = Callable[..., Followed]
-EVERY = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+EVERY = pytest.mark.parametrize("shape", EVERY_SHAPE)
 
 
 @EVERY

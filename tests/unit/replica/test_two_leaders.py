@@ -148,6 +148,7 @@ def apart(tmp_path: Path, hosts: Sequence[int], faults: Sequence[str]) -> Iterat
             publisher.close()
 
 
+@pytest.mark.full
 def test_two_ranks_with_spools_apart_follow_heal_and_roll_back(tmp_path: Path) -> None:
     with apart(tmp_path, (0, 1), ("none", "none")) as here:
         assert here.subscriber.update() is None  # the engine loaded version 0

@@ -164,6 +164,7 @@ def test_another_chain_takes_the_folder_over(tmp_path: Path, start: Start) -> No
     assert same(read_checkpoint(tmp_path / "home" / "policy"), other)
 
 
+@pytest.mark.full
 def test_a_start_that_was_killed_costs_nothing(
     tmp_path: Path, environment: dict[str, str], start: Start
 ) -> None:

@@ -118,6 +118,7 @@ for turn in range(1_000_000):
 """
 
 
+@pytest.mark.full
 def test_writer_killed_at_any_time_leaves_whole_objects(store: FileStore) -> None:
     for turn in range(8):
         writer = start(WRITER, str(root(store)), str(turn))

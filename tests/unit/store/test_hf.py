@@ -112,6 +112,7 @@ def test_saved_token_is_used(
     assert store.get("a") == b"data"
 
 
+@pytest.mark.full
 def test_budget_is_kept(hub: HubServer, opened: Open) -> None:
     store = opened(calls=4, window_s=1.5)
     hub.configure(calls=4, window_s=1.0)  # less, by what a request may be late on its way
@@ -254,6 +255,7 @@ class TestHfStore(StoreContract):
         return opened
 
 
+@pytest.mark.full
 class TestHfStoreWithGateway(StoreContract):
     """With conditional writes."""
 

@@ -196,6 +196,7 @@ def test_object_of_an_unanswered_attempt_is_ours_if_it_has_our_bytes(unanswered:
 # What does not pass
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("answer", "error", "hint"),
     [
