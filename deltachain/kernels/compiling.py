@@ -1,17 +1,24 @@
 """Compilation of kernels by numba: one core, no GIL, compiled once and cached on disk.
 
 The cache is numba's own: beside the source, in the folder of the user, or in ``NUMBA_CACHE_DIR``.
+Processes that start together, as the ranks of an engine do, compile each kernel once: the others
+wait for the first and read its result.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
-from collections.abc import Callable
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import RLock
 from typing import Any, Final, TypeVar
 
 import numba
@@ -22,6 +29,11 @@ logger = logging.getLogger(__name__)
 
 ROOM: Final = 1 << 20
 """Bytes that must fit beside the source, or in ``NUMBA_CACHE_DIR``: kernels take less each."""
+
+PATIENCE_S: Final = (
+    60.0  # longest wait for a process that compiles the same kernel: it may be stopped
+)
+_PAUSE_S: Final = 0.02
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -72,13 +84,57 @@ def _has_room() -> bool:
 
 def compiled(function: _F) -> _F:
     """Compile a function on its first call, without the GIL."""
-    found: _F
+    found: Any
     try:
         found = _njit(nogil=True, cache=_has_room())(function)
     except RuntimeError as exc:  # no folder may be written
         _warn(str(exc))
         found = _njit(nogil=True)(function)
-    return found
+    compile_, name = found.compile, f"{function.__module__}.{function.__qualname__}"
+
+    def compile_once(signature: Any) -> Any:  # noqa: ANN401
+        with _turns, _turn(zlib.crc32(name.encode())):
+            return compile_(signature)
+
+    found.compile = compile_once  # looks into the cache first
+    kernel: _F = found
+    return kernel
+
+
+_turns: Final = RLock()  # around the locks of files, which threads of one process share
+
+
+@cache
+def _turns_file() -> int | None:
+    """Open a file with a lock for each kernel; it stays open, since closing it drops all locks."""
+    folder = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parent / "__pycache__")
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        return os.open(folder / "kernels.lock", os.O_RDWR | os.O_CREAT, 0o644)
+    return None
+
+
+@contextmanager
+def _turn(number: int) -> Iterator[None]:
+    """Wait while another process compiles this kernel; without locks, or patience, go on."""
+    file, deadline = _turns_file(), time.monotonic() + PATIENCE_S
+    if file is None:
+        yield
+        return
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+                break
+            except (BlockingIOError, PermissionError):
+                time.sleep(_PAUSE_S)
+    except OSError:
+        pass  # a file system without locks
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.lockf(file, fcntl.LOCK_UN, 1, number)
 
 
 def inlined(function: _F) -> _F:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -308,6 +309,52 @@ def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
         for _ in range(2)
     ]
     assert told == [1, 0]
+
+
+TOGETHER = """
+import os, sys, time
+from pathlib import Path
+import numpy as np
+from numba.core import event
+from deltachain.kernels import jit
+bits = np.arange(9, dtype=np.uint16)
+Path(sys.argv[1]).touch()
+while not Path("go").exists():
+    time.sleep(0.001)
+with event.install_recorder("numba:compile") as compiled:
+    assert list(jit.gather(bits, np.array([3, 5]))) == [3, 5]
+print(len(compiled.buffer))
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("locks", [True, False])
+def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, locks: bool) -> None:
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    if not locks:
+        (cache / "kernels.lock").mkdir()
+    environment = {
+        **os.environ,
+        "NUMBA_CACHE_DIR": str(cache),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", TOGETHER, str(number)],
+            cwd=tmp_path,
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(2)
+    ]
+    while not all((tmp_path / str(number)).exists() for number in range(2)):
+        assert all(process.poll() is None for process in started)
+        time.sleep(0.01)
+    (tmp_path / "go").touch()
+    counts = [int(process.communicate(timeout=60)[0]) for process in started]
+    assert min(counts) == 0 if locks else min(counts) > 0
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 7])
