@@ -27,6 +27,7 @@ from tests.accidents.scene import Journal, Kept, Objects, put_all
 from tests.crash.child import KINDS, Place
 from tests.support.engine import Sharding, full_of
 from tests.support.models import Replica, State, bits_of, plain_model, replica_of, same, train_
+from tests.support.values import eventually
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed
 
@@ -80,13 +81,6 @@ def restored(tmp_path: Path) -> Iterator[Restored]:
     made.close()
 
 
-def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def announce(url: str, store: MemoryStore, *, deadline: float = PATIENCE_S) -> Announced:
     head = Chain.open(store).head()
     assert head is not None
@@ -106,7 +100,7 @@ def test_a_replica_of_a_lost_history_is_never_counted(restored: Restored, versio
         assert announced.version == 2 + versions
         assert not announced.enough
         assert announced.stragglers == (url,)
-        wait_until(lambda: not restored.leader.status().ready)
+        eventually(lambda: not restored.leader.status().ready)
         status = restored.leader.status()
         assert status.version == 4
         assert status.reason
@@ -116,12 +110,12 @@ def test_a_replica_of_a_lost_history_is_never_counted(restored: Restored, versio
 def test_a_replica_that_rolled_back_to_what_is_there_goes_on(restored: Restored) -> None:
     with served(app_of(restored.leader, is_open=True)) as url:
         restored.restore()
-        wait_until(lambda: not restored.leader.status().ready)
+        eventually(lambda: not restored.leader.status().ready)
         restored.leader.rollback(2)
         restored.leader.release()
         restored.train_again(3)
         assert announce(url, restored.here.store).enough
-        wait_until(lambda: restored.leader.status().ready)
+        eventually(lambda: restored.leader.status().ready)
         assert restored.here.engine.holds(full_of(restored.model))
 
 

@@ -21,6 +21,7 @@ from deltachain.verify import verify
 from tests.crash.child import Place
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import State, bits_of, fill_, recompute, same, tensors_of, train_
+from tests.support.values import eventually
 
 pytestmark = pytest.mark.full
 
@@ -128,10 +129,7 @@ class Following:
             self.versions.append(receipt.version)
 
     def wait_for(self, version: int) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while self.subscriber.version != version and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert self.subscriber.version == version
+        eventually(lambda: self.subscriber.version == version, within_s=PATIENCE_S)
 
     def __enter__(self) -> Self:
         return self

@@ -22,8 +22,9 @@ from deltachain.replica.leader import Leader
 from deltachain.status import HealthLimits
 from tests.e2e.pages import opened
 from tests.support.engine import Sharding
+from tests.support.values import eventually
 from tests.unit.control.replicas import app_of, served
-from tests.unit.replica.replicas import Followed, eventually, led
+from tests.unit.replica.replicas import Followed, led
 
 HOSTILE = '<img src="x" onerror="document.title=1">'
 TOKEN = "one that nobody guesses"  # noqa: S105

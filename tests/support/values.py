@@ -1,7 +1,9 @@
-"""Values that a test needs to be there."""
+"""Values and states that a test needs."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,3 +13,11 @@ def present(value: T | None) -> T:
     """Return a value that must not be ``None``."""
     assert value is not None
     return value
+
+
+def eventually(check: Callable[[], object], *, within_s: float = 60.0) -> None:
+    """Wait until ``check`` returns a true value."""
+    deadline = time.monotonic() + within_s
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)

@@ -48,9 +48,8 @@ from deltachain.status import Health, HealthLimits, Status, complaints, judged
 from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.hostile.signed import MALLORY, NOBODY, SPEC, Author, Follower, bits_of, key_of, trust_of
-from tests.support.values import present
+from tests.support.values import eventually, present
 from tests.unit.control.replicas import status
-from tests.unit.replica.replicas import eventually
 
 ALERTS: Final = Path(__file__).parents[2] / "examples" / "deploy" / "prometheus" / "alerts.yml"
 

@@ -329,21 +329,19 @@ print(len(compiled.buffer))
 
 @pytest.mark.full
 @pytest.mark.parametrize("locks", [True, False])
-def test_processes_that_start_together_compile_a_kernel_once(tmp_path: Path, locks: bool) -> None:
+def test_processes_that_start_together_compile_a_kernel_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
     if not locks:
         (cache / "kernels.lock").mkdir()
-    environment = {
-        **os.environ,
-        "NUMBA_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     started = [
         subprocess.Popen(
             [sys.executable, "-c", TOGETHER, str(number)],
             cwd=tmp_path,
-            env=environment,
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -28,9 +28,10 @@ from deltachain.status import HealthLimits
 from deltachain.subscribe import SubscribeConfig
 from tests.support.engine import FakeEngine, Sharding
 from tests.support.faults import FaultyStore
+from tests.support.values import eventually
 from tests.unit.cli.support import invoke
 from tests.unit.control.replicas import app_of, followed, leader_of, served
-from tests.unit.replica.replicas import Followed, eventually
+from tests.unit.replica.replicas import Followed
 
 HEALTHY, CUT_OFF, HANGING = 39, 5, 5
 LIE = 10**6

@@ -17,9 +17,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from deltachain.publish import Publisher
 from deltachain.store import open_store
 from tests.support.models import TinyModel, train_
+from tests.support.values import eventually
 from tests.unit.cli.support import Pushed, invoke, ok, write_checkpoint
 from tests.unit.dashboard.reports import chain_of
-from tests.unit.replica.replicas import eventually
 
 HOUR = 3600.0
 ESCAPES = "\x1b[2J\x1b]0;owned\x07<script>alert(1)</script>"

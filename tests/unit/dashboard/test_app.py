@@ -25,8 +25,8 @@ from deltachain.dashboard.watcher import MOMENTS, FleetTrack, Moment, Watcher, c
 from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.presence.record import PresenceBoard, PresenceRecord, encode_record
 from tests.support.faults import FaultyStore
+from tests.support.values import eventually
 from tests.unit.dashboard.reports import chain_of, status
-from tests.unit.replica.replicas import eventually
 
 
 async def app(scope: object, receive: object, send: object) -> None:

@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ import deltachain
 from deltachain import Chain, open_store
 from examples.demo.model import make_tokenizer, save_checkpoint
 from tests.support.models import bits_of, same
+from tests.support.values import eventually
 from tests.unit.control.replicas import app_of, followed, leader_of, served
 from tests.unit.documents.blocks import ROOT, Block, blocks, commands
 
@@ -239,8 +239,7 @@ def test_an_optimizer_is_attached_and_a_publisher_used(run: Any) -> None:
     optimizer = sgd(model)
     _, url = run("README.md:1", model=model, optimizer=optimizer)
     step(model, optimizer)
-    while not list((url / "manifests").glob("*1.json")):
-        time.sleep(0.01)
+    eventually(lambda: list((url / "manifests").glob("*1.json")))
     check(url, model, step=1)
     run("README.md:2", {"/mnt/policy": f"{url}-2"}, model=model, step=7)
     check(f"{url}-2", model, step=7)

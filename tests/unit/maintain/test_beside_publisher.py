@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import open_store
 from deltachain.subscribe import Subscriber
 from tests.support.models import bits_of, plain_model, same, tensors_of, train_
+from tests.support.values import eventually
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,8 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def wait_for_anchor(folder: Path, version: int) -> None:
-    store, deadline = open_store(str(folder)), time.monotonic() + 60
-    while store.find(edge_key(version, "anchor", None)) is None and time.monotonic() < deadline:
-        time.sleep(0.05)
+    store = open_store(str(folder))
+    eventually(lambda: store.find(edge_key(version, "anchor", None)) is not None)
 
 
 @pytest.mark.full

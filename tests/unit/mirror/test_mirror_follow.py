@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -18,6 +18,7 @@ from deltachain.publish import PublishConfig, Publisher
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.faults import FaultyStore
 from tests.support.models import bits_of, same, tensors_of, train_
+from tests.support.values import eventually
 from tests.unit.mirror.conftest import Pair, copy_of
 from tests.unit.subscribe.accidents import Told, nothing
 from tests.unit.subscribe.clock import Clock
@@ -47,13 +48,6 @@ def following(mirror: Mirror, poll_s: float = 0.001) -> Iterator[list[MirrorRece
         raise failures[0]
 
 
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
 def test_a_mirror_follows_a_running_publisher(pair: Pair) -> None:
     mirror = pair.mirror()
     tensors = tensors_of(pair.model)
@@ -64,7 +58,7 @@ def test_a_mirror_follows_a_running_publisher(pair: Pair) -> None:
             for step in range(1, 31):
                 train_(pair.model, step)
                 publisher.publish(step=step)
-        until(
+        eventually(
             lambda: (
                 mirror.version == 30 and copy_of(pair.source).keys() < copy_of(pair.there).keys()
             )
@@ -85,12 +79,12 @@ def test_failures_are_logged_once_and_tried_again(
     faulty = FaultyStore(pair.source)
     mirror = Mirror(faulty, pair.there)
     with caplog.at_level(logging.WARNING), following(mirror):
-        until(lambda: mirror.version == 3)
+        eventually(lambda: mirror.version == 3)
         faulty.down = True
-        until(lambda: "mirroring: " in caplog.text)
+        eventually(lambda: "mirroring: " in caplog.text)
         pair.grow(2)
         faulty.down = False
-        until(lambda: mirror.version == 6)
+        eventually(lambda: mirror.version == 6)
     assert caplog.text.count("mirroring: ") == 1
 
 

@@ -6,7 +6,6 @@ import logging
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Event, Thread
@@ -26,7 +25,7 @@ from deltachain.publish.revert import revert
 from deltachain.store import MemoryStore, open_store
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import plain_model, train_
-from tests.support.values import present
+from tests.support.values import eventually, present
 
 Attach = Callable[..., Publisher]
 NewThreads = Callable[[str], list[Thread]]
@@ -203,27 +202,20 @@ def test_an_idle_publisher_says_that_its_chain_was_reverted_or_lost(
     newest = manifests(chain)[-1]
     kept = chain.get(newest)
     chain.delete(newest)
-    until(lambda: said("lost version 2, which this publisher committed", 503))
+    eventually(lambda: said("lost version 2, which this publisher committed", 503))
     for damaged in (b"{}", kept[: len(kept) // 2]):
         chain.put(newest, damaged)
-        until(lambda: said(newest, 503))
+        eventually(lambda: said(newest, 503))
     chain.put(newest, kept)
-    until(lambda: said("", 200))
+    eventually(lambda: said("", 200))
     following = manifest_key(3)
     chain.put(following, b"junk")
-    until(lambda: said(following, 503))
+    eventually(lambda: said(following, 503))
     chain.delete(following)
-    until(lambda: said("", 200))
+    eventually(lambda: said("", 200))
     opened = Chain.open(chain)
     revert(opened, opened.read(1))
-    until(lambda: said("another publisher committed version 3", 503))
-
-
-def until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    eventually(lambda: said("another publisher committed version 3", 503))
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ from deltachain.store import MemoryStore
 from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.engine import FakeEngine, Sharding
 from tests.support.models import TinyModel
-from tests.support.values import present
-from tests.unit.replica.replicas import SHAPES, Followed, eventually, led
+from tests.support.values import eventually, present
+from tests.unit.replica.replicas import SHAPES, Followed, led
 
 
 class Paused:

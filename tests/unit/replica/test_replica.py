@@ -29,8 +29,8 @@ from deltachain.subscribe import SubscribeConfig
 from tests.format.forge import dumps, enveloped
 from tests.support.engine import HOSTED, FakeModel, Sharding, full_of
 from tests.support.faults import Fault
-from tests.support.values import present
-from tests.unit.replica.replicas import EVERY_SHAPE, SHAPES, Followed, eventually
+from tests.support.values import eventually, present
+from tests.unit.replica.replicas import EVERY_SHAPE, SHAPES, Followed
 
 URL = {"DELTACHAIN_URL": "s3://bucket/run"}
 

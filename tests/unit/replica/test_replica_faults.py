@@ -43,8 +43,8 @@ from deltachain.replica.messages import (
 from deltachain.status import Status
 from deltachain.types import StateDigest
 from tests.support.engine import Faults, Sharding
-from tests.support.values import present
-from tests.unit.replica.replicas import Followed, eventually, led
+from tests.support.values import eventually, present
+from tests.unit.replica.replicas import Followed, led
 
 
 def committed_at(here: Followed, version: int) -> float:

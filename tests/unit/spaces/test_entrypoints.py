@@ -18,6 +18,7 @@ from typing import Any, Final
 import pytest
 import yaml
 
+from tests.support.values import eventually
 from tests.unit.cli.support import (
     State,
     ok,
@@ -177,9 +178,7 @@ def test_a_start_that_was_killed_costs_nothing(
         env=environment,
         start_new_session=True,
     )
-    deadline = time.monotonic() + 60
-    while not (policy / ".deltachain-lock").exists() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    eventually((policy / ".deltachain-lock").exists)
     os.killpg(killed.pid, 9)
     killed.wait()
     done = start()

@@ -31,6 +31,7 @@ from deltachain.subscribe.targets.folder import LOCK_FILE, FolderTarget
 from deltachain.types import TensorSpec
 from tests.small_disk import run_on_small_disk
 from tests.support.models import TinyModel
+from tests.support.values import eventually
 from tests.unit.cli.support import ok
 
 
@@ -218,13 +219,8 @@ def test_a_changed_file_is_healed_though_no_version_is_new(
     thread.start()
     try:
         change(folder)
-        deadline = time.monotonic() + 60
-        while not weights(folder).exists() or subscriber.target.is_altered():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        while not holds(folder, model):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: weights(folder).exists() and not subscriber.target.is_altered())
+        eventually(lambda: holds(folder, model))
     finally:
         stop.set()
         thread.join()
