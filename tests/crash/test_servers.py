@@ -27,8 +27,6 @@ pytestmark = pytest.mark.full
 
 DOWN_S = 0.5
 
-PATIENCE_S = 60.0
-
 
 class Killer:
     def __init__(self, server: Any) -> None:
@@ -129,7 +127,7 @@ class Following:
             self.versions.append(receipt.version)
 
     def wait_for(self, version: int) -> None:
-        eventually(lambda: self.subscriber.version == version, within_s=PATIENCE_S)
+        eventually(lambda: self.subscriber.version == version)
 
     def __enter__(self) -> Self:
         return self
