@@ -90,8 +90,12 @@ def _silent(found: Any) -> Iterator[str]:  # noqa: ANN401 - griffe's objects and
         hidden = hidden or member.labels == {"instance-attribute"}
         # A field may be described in the docstring of its class.
         described = re.search(rf"^\s+{name}: ", found.docstring.value, re.MULTILINE)
-        if not (hidden or member.has_docstring or described):
+        if not (hidden or described or any(_says(of, name) for of in (found, *found.mro()))):
             yield member.path
+
+
+def _says(found: Any, name: str) -> bool:  # noqa: ANN401 - griffe's
+    return name in found.members and found.members[name].has_docstring
 
 
 def _decorators(member: Any) -> str:  # noqa: ANN401

@@ -33,7 +33,6 @@ ROOM: Final = 1 << 20
 PATIENCE_S: Final = (
     60.0  # longest wait for a process that compiles the same kernel: it may be stopped
 )
-_PAUSE_S: Final = 0.02
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -127,7 +126,7 @@ def _turn(number: int) -> Iterator[None]:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
                 break
             except (BlockingIOError, PermissionError):
-                time.sleep(_PAUSE_S)
+                time.sleep(0.02)
     except OSError:
         pass  # a file system without locks
     try:

@@ -116,6 +116,7 @@ class Quantization:
 
     @classmethod
     def chosen(cls, setting: Quantization | str | None) -> Quantization | None:
+        """Return a setting with its recipe; a string names one."""
         return cls(setting) if isinstance(setting, str) else setting
 
     @classmethod
