@@ -35,7 +35,7 @@ examples: venv venv-vllm venv-sglang  ## run every example, with a small model
 	$(BIN)/pytest -m slow tests/e2e/test_examples.py
 	$(BIN)/jupyter-execute examples/08_delta.ipynb
 
-# Four processes for two cores: most tests wait for a server or a child. Each has servers of its own.
+# More processes than cores: most tests wait for a server or a child. Each has servers of its own.
 test: venv  ## each behaviour once: five minutes
 	$(BIN)/pytest --quick -n 3 --dist worksteal
 
