@@ -167,6 +167,7 @@ class Chain:
     def went_back(self, version: Version) -> None:
         """Forget looks at versions after ``version``, which were removed and may be replaced."""
         self._manifests.looks.forget_after(version)
+        self._looked = -math.inf
 
     @property
     def is_doubtful(self) -> bool:

@@ -106,16 +106,6 @@ class KnownEdges:
         return _listed((*self.edges, *added), first), first
 
 
-def listed_edges(
-    parent: Manifest | None, added: Iterable[EdgeSummary] = ()
-) -> tuple[EdgeSummary, ...]:
-    """Return all recent edges for the manifest after ``parent``, oldest first."""
-    if parent is None:
-        return ()
-    known = (*parent.recent, parent.summary(), *added)
-    return _listed(known, window_from(parent.version + 1))
-
-
 def window_from(version: Version, *, is_short: bool = False) -> Version:
     """Return the oldest version whose edges the manifest of ``version`` lists completely."""
     if is_short:

@@ -30,9 +30,7 @@ logger = logging.getLogger(__name__)
 ROOM: Final = 1 << 20
 """Bytes that must fit beside the source, or in ``NUMBA_CACHE_DIR``: kernels take less each."""
 
-PATIENCE_S: Final = (
-    60.0  # longest wait for a process that compiles the same kernel: it may be stopped
-)
+PATIENCE_S: Final = 60.0  # longest wait for another process, which may be stopped
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -117,23 +115,20 @@ def _turns_file() -> int | None:
 def _turn(number: int) -> Iterator[None]:
     """Wait while another process compiles this kernel; without locks, or patience, go on."""
     file, deadline = _turns_file(), time.monotonic() + PATIENCE_S
-    if file is None:
-        yield
-        return
-    try:
-        while time.monotonic() < deadline:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
-                break
-            except (BlockingIOError, PermissionError):
-                time.sleep(0.02)
-    except OSError:
-        pass  # a file system without locks
+    while file is not None and time.monotonic() < deadline:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+            break
+        except (BlockingIOError, PermissionError):
+            time.sleep(0.02)
+        except OSError:  # a file system without locks
+            break
     try:
         yield
     finally:
-        with suppress(OSError):
-            fcntl.lockf(file, fcntl.LOCK_UN, 1, number)
+        if file is not None:
+            with suppress(OSError):
+                fcntl.lockf(file, fcntl.LOCK_UN, 1, number)
 
 
 def inlined(function: _F) -> _F:

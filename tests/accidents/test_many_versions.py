@@ -31,8 +31,6 @@ from tests.support.values import eventually
 from tests.unit.control.replicas import app_of, served
 from tests.unit.replica.replicas import Followed
 
-PATIENCE_S = 60.0
-
 
 class Restored:
     """An engine at version 4 of a chain, whose store was put back to version 2."""
@@ -81,7 +79,7 @@ def restored(tmp_path: Path) -> Iterator[Restored]:
     made.close()
 
 
-def announce(url: str, store: MemoryStore, *, deadline: float = PATIENCE_S) -> Announced:
+def announce(url: str, store: MemoryStore, *, deadline: float = 60.0) -> Announced:
     head = Chain.open(store).head()
     assert head is not None
     with Fleet([url]) as fleet:

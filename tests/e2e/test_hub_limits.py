@@ -28,7 +28,6 @@ from deltachain.threads import Pool
 from tests.support.hub.server import HubServer
 from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 from tests.support.seaweed import Seaweed
-from tests.support.values import eventually
 from tests.unit.maintain.test_skips import VERSIONS, grow
 
 logger = logging.getLogger(__name__)
@@ -129,11 +128,14 @@ def test_a_publisher_and_its_followers_stay_inside_a_free_token(
             receipts.append(publisher.flush())
         counted = Counter(hub.counts()) - Counter(earlier)
         windows = (time.monotonic() - began) / WINDOW_S  # longer than planned on a busy machine
-        eventually(lambda: all(f.version == STEPS for f in followers))
+        deadline = time.monotonic() + 30
+        while any(f.version != STEPS for f in followers) and time.monotonic() < deadline:
+            time.sleep(0.05)
         stop.set()
         for follower, thread in zip(followers, threads, strict=True):
             follower.notify()
             thread.join()
+    assert [follower.version for follower in followers] == [STEPS] * FOLLOWERS
     assert all(same(bits_of(target), bits_of(model)) for target in targets)
     assert "refused" not in counted
     assert "are spent" not in caplog.text  # nobody had to wait for its share either

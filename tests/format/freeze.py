@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.plan import listed_edges, window_from
+from deltachain.chain.plan import KnownEdges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.encodings.max.tiles import TileGrid, encode_tiles
@@ -215,7 +215,7 @@ class Builder:
             nnz=nnz,
             numel=self.numel,
             edge=edge,
-            recent=listed_edges(parent.manifest if parent else None, self.added),
+            recent=KnownEdges().after(parent.manifest, self.added).edges if parent else (),
             window_from=window_from(number),
             metadata={"run": "fixture"},
         )

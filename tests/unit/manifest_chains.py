@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.plan import listed_edges, window_from
+from deltachain.chain.plan import KnownEdges, window_from
 from deltachain.errors import AlreadyExistsError
 from deltachain.format.documents import Edge, Manifest, Table
 from deltachain.format.keys import object_digest
@@ -86,7 +86,7 @@ def manifest_after(parent: Committed | None, **changes: Any) -> Manifest:
         "nnz": 1,
         "numel": 19,
         "edge": own,
-        "recent": listed_edges(parent.manifest if parent else None),
+        "recent": KnownEdges().after(parent.manifest).edges if parent else (),
         "window_from": window_from(version),
     }
     return Manifest(**fields | changes)

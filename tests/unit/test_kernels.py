@@ -333,9 +333,7 @@ def test_processes_that_start_together_compile_a_kernel_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
 ) -> None:
     cache = tmp_path / "cache"
-    cache.mkdir()
-    if not locks:
-        (cache / "kernels.lock").mkdir()
+    (cache if locks else cache / "kernels.lock").mkdir(parents=True)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(cache))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     started = [
@@ -352,7 +350,8 @@ def test_processes_that_start_together_compile_a_kernel_once(
         time.sleep(0.01)
     (tmp_path / "go").touch()
     counts = [int(process.communicate(timeout=60)[0]) for process in started]
-    assert min(counts) == 0 if locks else min(counts) > 0
+    assert max(counts) > 0
+    assert min(counts) == 0 or not locks
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3, 7])

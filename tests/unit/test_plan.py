@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from deltachain.chain import tags
 from deltachain.chain.ancestry import PLAN_WINDOWS
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.plan import REQUEST_NBYTES, Plan, cost_of, listed_edges, make_plan
+from deltachain.chain.plan import REQUEST_NBYTES, KnownEdges, Plan, cost_of, make_plan
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.cli.options import seconds
 from deltachain.errors import BrokenChainError, ChainError, ConfigError
@@ -58,7 +58,7 @@ def grow(store: MemoryStore, count: int, *, anchor: int, delta: int, every: int 
         manifest = manifest_after(
             parent,
             edge=own if parent else ANCHOR,
-            recent=listed_edges(parent.manifest if parent else None, added),
+            recent=KnownEdges().after(parent.manifest, added).edges if parent else (),
         )
         data = seal(manifest)
         store.put(manifest_key(version), data)

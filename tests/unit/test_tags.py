@@ -185,7 +185,7 @@ def test_another_way_counts() -> None:
 
 
 def recent_with_anchor(chain: Chain) -> tuple[object, ...]:
-    from deltachain.chain.plan import listed_edges  # noqa: PLC0415
+    from deltachain.chain.plan import KnownEdges  # noqa: PLC0415
     from deltachain.format.documents import EdgeRecord, summarise  # noqa: PLC0415
     from deltachain.format.keys import object_digest  # noqa: PLC0415
 
@@ -193,7 +193,7 @@ def recent_with_anchor(chain: Chain) -> tuple[object, ...]:
     data = chain.store.get(key)
     record = unseal(data, EdgeRecord, key=key)
     added = summarise(3, record.edge, record.state, record=key, digest=object_digest(data))
-    return listed_edges(chain.read(5).manifest, [added])
+    return KnownEdges().after(chain.read(5).manifest, [added]).edges
 
 
 def test_a_tag_whose_way_is_deleted_while_it_is_set_is_taken_back() -> None:

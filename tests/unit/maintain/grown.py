@@ -11,7 +11,7 @@ import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.lookup import read_hint
-from deltachain.chain.plan import listed_edges, window_from
+from deltachain.chain.plan import KnownEdges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
@@ -129,7 +129,7 @@ class Grown:
             nnz=1,
             numel=sum(spec.numel for spec in SPECS),
             edge=edge,
-            recent=listed_edges(parent.manifest if parent else None, self.added),
+            recent=KnownEdges().after(parent.manifest, self.added).edges if parent else (),
             window_from=window_from(version),
         )
         self.parent, self.added = self.chain.commit(manifest), ()

@@ -30,9 +30,8 @@ SHAPES = {
     "untied": Sharding(untied=True),
     "untied tp2": Sharding(tp=2, untied=True),
 }
-QUICK = ("tp2", "untied")
 EVERY_SHAPE = [
-    pytest.param(shape, id=name, marks=() if name in QUICK else pytest.mark.full)
+    pytest.param(shape, id=name, marks=() if name in ("tp2", "untied") else pytest.mark.full)
     for name, shape in SHAPES.items()
 ]
 

@@ -81,8 +81,7 @@ def test_one_wide_look_serves_a_version(monkeypatch: pytest.MonkeyPatch, late: b
         train_(model, seed=1)
         publisher.publish(step=1)
         publisher.flush()
-        if late:
-            monkeypatch.setattr(fetch, "LEAST_LOOK_S", 0.0)
+        monkeypatch.setattr(fetch, "LEAST_LOOK_S", 0.0 if late else 60.0)
         store.looks.clear()
         receipt = next(held.follow(stop=stop))
         asked = [look for look in store.looks if keys.manifest_key(2) in look]
