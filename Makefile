@@ -14,14 +14,13 @@ unexport PYTHONDONTWRITEBYTECODE
 
 venv: .venv/stamp  ## build .venv, or bring it up to date with pyproject.toml
 
-# torch first and pinned: everybody tests on the same one, and pip resolves the rest around it.
-# pip is upgraded because --group came with 25.1, later than some python3.11. The CPU build of torch brings no
+# torch first, pinned and by pip: everybody tests on the same one, and pip takes a build that lies on the machine.
+# uv resolves the rest around it, in seconds where pip needs two minutes. The CPU build of torch brings no
 # triton; ours interprets and compiles the GPU programs in tests, for which Linux on x86-64 needs no card.
 .venv/stamp: pyproject.toml
-	$(PYTHON) -m venv .venv && $(BIN)/pip install -q -U pip
-	$(BIN)/pip install -q torch==2.13.0
+	$(PYTHON) -m venv .venv && $(BIN)/pip install -q torch==2.13.0 uv
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install -q --no-deps triton==3.9.0
-	$(BIN)/pip install -q -e ".[all]" --group dev && touch $@
+	$(BIN)/uv pip install -q -p .venv -e ".[all]" --group dev && touch $@
 
 demo: venv  ## train, publish and follow a small model in one terminal
 	$(BIN)/python -m examples.demo
