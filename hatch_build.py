@@ -1,7 +1,5 @@
 """Make the package's description from README.md, with links that lead somewhere outside a clone."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

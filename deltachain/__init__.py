@@ -5,8 +5,6 @@
 >>> deltachain.Subscriber("/mnt/policy", model).update()            # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 

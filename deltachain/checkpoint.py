@@ -1,7 +1,5 @@
 """A Hugging Face checkpoint: safetensors files in a folder, read and written as bits."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

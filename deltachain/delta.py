@@ -5,8 +5,6 @@ wrapping at the element's width, or its *absolute* new bits. The wire format use
 steps add up, so deltas can be folded without the weights. Absolute bits need no base.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -36,11 +34,11 @@ class TensorDelta:
     start: int = 0  # flat index of the first value where indices is None; otherwise 0
 
     @classmethod
-    def dense(cls, spec: TensorSpec, bits: Bits) -> TensorDelta:
+    def dense(cls, spec: TensorSpec, bits: Bits) -> "TensorDelta":
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE)
 
     @classmethod
-    def run(cls, spec: TensorSpec, start: int, bits: Bits) -> TensorDelta:
+    def run(cls, spec: TensorSpec, start: int, bits: Bits) -> "TensorDelta":
         return cls(spec=spec, indices=None, values=bits, absolute=ABSOLUTE, start=start)
 
     @property
@@ -59,7 +57,7 @@ class TensorDelta:
     def nbytes(self) -> int:
         return int(self.values.nbytes + (0 if self.indices is None else self.indices.nbytes))
 
-    def validate(self, *, in_part: bool = False) -> TensorDelta:
+    def validate(self, *, in_part: bool = False) -> "TensorDelta":
         name, spec = self.spec.name, self.spec
         if self.values.dtype != spec.bits_dtype or self.values.ndim != 1:
             raise MalformedError(
@@ -248,7 +246,7 @@ class OldBits:
         """Flat index after the last one."""
         return self.start + int(self.bits.size)
 
-    def after(self, deltas: Sequence[TensorDelta]) -> OldBits:
+    def after(self, deltas: Sequence[TensorDelta]) -> "OldBits":
         """Return the bits after some deltas: these themselves, unless they are shared."""
         if not deltas:
             return self

@@ -1,7 +1,5 @@
 """Disjoint sets: the union of sets that have members in common (union-find)."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from typing import TypeVar
 

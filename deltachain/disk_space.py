@@ -1,7 +1,5 @@
 """Disk space: reserved before the first write; errors give the missing bytes."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -3,8 +3,6 @@
 Unknown names and invalid values are errors, so that a misspelled setting fails at the start.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -42,8 +42,6 @@ Each class has an ``exit_code``, the exit status of the command line, and ``retr
 same call may succeed later without any other change.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Final, TypeVar
 
 from deltachain.redact import redacted_text

@@ -4,8 +4,6 @@ A read through a memory map, behind the end of a file that was cut, kills the pr
 and each map holds a descriptor. Here a file is opened for each read.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 from pathlib import Path

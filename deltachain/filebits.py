@@ -4,8 +4,6 @@ Where the disk is full, or another process cut the file, access through a memory
 process with SIGBUS, whereas a call fails with an error.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator

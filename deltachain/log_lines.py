@@ -1,7 +1,5 @@
 """Lines of deltachain in the log of an engine: each has its name, to be searched for."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from typing import Final

@@ -1,7 +1,5 @@
 """Objects by name: built-in ones, and those of installed packages."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -82,7 +80,7 @@ class NameRegistry(Generic[_T]):
     def failure(self, name: str) -> str | None:
         return self._failures.get(name)
 
-    def _installed(self) -> Mapping[str, tuple[EntryPoint, ...]]:
+    def _installed(self) -> "Mapping[str, tuple[EntryPoint, ...]]":
         if self._found is None:
             from importlib.metadata import entry_points  # noqa: PLC0415 - 30 ms, seldom needed
 
@@ -92,7 +90,7 @@ class NameRegistry(Generic[_T]):
             self._found = found
         return self._found
 
-    def _load(self, name: str, entry_points: tuple[EntryPoint, ...]) -> _T:
+    def _load(self, name: str, entry_points: "tuple[EntryPoint, ...]") -> _T:
         if len(entry_points) > 1:
             raise ConfigError("several packages provide it")
         found = entry_points[0].load()
@@ -103,5 +101,5 @@ class NameRegistry(Generic[_T]):
         return found
 
 
-def _package(entry_point: EntryPoint) -> str:
+def _package(entry_point: "EntryPoint") -> str:
     return f"{entry_point.dist.name} {entry_point.dist.version}" if entry_point.dist else "?"

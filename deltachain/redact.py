@@ -1,7 +1,5 @@
 """What messages, logs and pages may show of URLs and paths that users give: nothing secret."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path

@@ -5,8 +5,6 @@ with ``trust_remote_code=True`` fetches and runs it. A reference to a file besid
 (``modeling_x.X``) is kept, because a chain cannot deliver that file.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -3,8 +3,6 @@
 Pauses are random, so that callers that failed together do not retry together.
 """
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Kinds of values: whether settings are fields, and have values of the types that those declare."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields

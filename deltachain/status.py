@@ -1,7 +1,5 @@
 """Status of whatever follows a chain, and the one rule that says whether it is healthy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -50,7 +48,7 @@ class Status(Answer, frozen=True, kw_only=True):
     age_s: float | None = None  # since the held version's commit, by both clocks
 
 
-def lag(head: Version | None, held: Version | None) -> int | None:
+def lag(head: "Version | None", held: "Version | None") -> int | None:
     """Return the versions behind the head; ``None`` if the head is older than the held version."""
     return None if head is None or held is None or head < held else head - held
 
@@ -85,7 +83,7 @@ def complaints(
     status: Status,
     limits: HealthLimits,
     *,
-    newest: Version | None = None,
+    newest: "Version | None" = None,
     doubts: Iterable[str] = (),
 ) -> list[tuple[Health, str]]:
     """Return health and reason of everything that speaks against a replica, the worst first.

@@ -5,8 +5,6 @@ when a publisher commits its last version. A pool serves one call and ends with 
 would have no threads after a fork, and one hanging job would block the others.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -4,8 +4,6 @@ All clients of ours use them: of replicas and engines, of S3, and of the Hub, wh
 ``SSL_CERT_FILE`` itself.
 """
 
-from __future__ import annotations
-
 import os
 import ssl
 from collections.abc import Mapping
@@ -26,7 +24,7 @@ class TlsFiles:
     client_key: Path | None = None  # DELTACHAIN_CLIENT_KEY, if it is not in the same file
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> TlsFiles:
+    def of(cls, environment: Mapping[str, str]) -> "TlsFiles":
         given = read(environment)
         ca_file, ca_folder = environment.get("SSL_CERT_FILE"), environment.get("SSL_CERT_DIR")
         found = cls(

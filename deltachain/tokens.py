@@ -5,8 +5,6 @@ failed call: write the new token above the old one, and remove the old one once 
 client has read both.
 """
 
-from __future__ import annotations
-
 import hmac
 import logging
 from pathlib import Path

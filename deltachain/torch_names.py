@@ -1,7 +1,5 @@
 """Checkpoint names and wire dtypes of a torch module's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator
 from typing import Final
 

@@ -4,8 +4,6 @@ Weights are handled as *bits*: a tensor of any dtype is a flat array of unsigned
 same width, so that -0.0, NaN payloads and integers survive exactly.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -133,17 +131,17 @@ class StateDigest:
     lane0: int = 0
     lane1: int = 0
 
-    def __add__(self, other: StateDigest) -> StateDigest:
+    def __add__(self, other: "StateDigest") -> "StateDigest":
         return StateDigest((self.lane0 + other.lane0) % _LANE, (self.lane1 + other.lane1) % _LANE)
 
-    def __sub__(self, other: StateDigest) -> StateDigest:
+    def __sub__(self, other: "StateDigest") -> "StateDigest":
         return StateDigest((self.lane0 - other.lane0) % _LANE, (self.lane1 - other.lane1) % _LANE)
 
     def __str__(self) -> str:
         return f"{self.lane0:016x}{self.lane1:016x}"
 
     @classmethod
-    def parse(cls, text: str) -> StateDigest:
+    def parse(cls, text: str) -> "StateDigest":
         if len(text) != 32 or any(c not in "0123456789abcdef" for c in text):
             raise ConfigError(f"{text!r} is not a state digest, expected 32 hexadecimal digits")
         return cls(int(text[:16], 16), int(text[16:], 16))

@@ -5,8 +5,6 @@ to version; each edge (delta, anchor, skip) must lead from the state of its base
 version.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

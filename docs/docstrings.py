@@ -1,7 +1,5 @@
 """Docstrings as Markdown has them: examples at a prompt, and blocks after two colons, are code."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Final
 

@@ -7,8 +7,6 @@
 Each stands between ``<!-- generated: NAME -->`` and ``<!-- end -->``.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

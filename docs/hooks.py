@@ -4,8 +4,6 @@ Documents outside ``docs/`` become pages as they are. Links are those of the rep
 turned into links of the site: to a page where there is one, else into the repository itself.
 """
 
-from __future__ import annotations
-
 import logging
 import posixpath
 import re

@@ -7,8 +7,6 @@ Needs ``pip install 'deltachain[torch]'``::
 Prints the receipt of the replica, and whether every bit of it is the trainer's.
 """
 
-from __future__ import annotations
-
 import tempfile
 
 import torch

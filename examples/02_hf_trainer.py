@@ -8,8 +8,6 @@ Needs ``pip install 'deltachain[trl]'``, and ``[s3]`` or ``[hf]`` for a bucket::
 folder. Prints a receipt of each version, and whether every bit of the copy is the trainer's.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 

@@ -8,8 +8,6 @@ Needs ``pip install 'deltachain[trl,hf]'``, and a bucket: ``hf buckets create me
 folder. Prints a receipt of each version.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 

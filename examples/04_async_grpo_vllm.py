@@ -22,8 +22,6 @@ engine by default. ``MODEL`` is the name on the Hub or the folder that the serve
 receipt of each version, and how many engines hold the last.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 

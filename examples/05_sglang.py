@@ -14,8 +14,6 @@ Then the trainer, with ``pip install 'deltachain[trl,s3]'``::
 version, and a text with the versions that sampled its tokens.
 """
 
-from __future__ import annotations
-
 import os
 import time
 

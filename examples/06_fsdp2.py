@@ -8,8 +8,6 @@ Without ``DELTACHAIN_URL`` the chain is in a temporary folder. Prints the receip
 version, and that of a replica which follows it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -8,8 +8,6 @@ Prints the tensors of a delta, and whether every bit that is pulled is the check
 from a shell: deltachain push CHECKPOINT URL; deltachain pull URL --out DIR.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

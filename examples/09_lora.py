@@ -15,8 +15,6 @@ Prints a receipt of each version, and whether every bit of an adapter that is pu
 trainer's.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -11,8 +11,6 @@ Needs ``pip install 'deltachain[trl,s3]' openenv-core``, and the game, here or a
 number of games.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from typing import Any

@@ -1,7 +1,5 @@
 """What a container gives an entrypoint, where there are none: a user, a home, and little else."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import tempfile

@@ -3,8 +3,6 @@
 Raising a budget is a change that its commit argues for.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
@@ -26,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_890, 236, 0.095),
-    "tests": Size(85_000, 358, 1.0),
+    "wheel": Size(52_490, 236, 0.09),
+    "tests": Size(84_340, 358, 1.0),
 }
 
 

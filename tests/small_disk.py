@@ -1,7 +1,5 @@
 """A disk with little room, for one child process: where it is full, it is really full."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

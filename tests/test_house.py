@@ -1,7 +1,5 @@
 """Rules of the house that a machine can check."""
 
-from __future__ import annotations
-
 import ast
 import importlib.metadata
 import re

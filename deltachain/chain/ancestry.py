@@ -1,7 +1,5 @@
 """Backward search through manifests: plans for a version, and versions of a state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -121,7 +119,7 @@ class Hop(NamedTuple):
     def key(self) -> str:
         return edge_key(self.version, "skip", self.base)
 
-    def finer(self) -> list[Hop]:
+    def finer(self) -> "list[Hop]":
         """Return the hops of the next smaller span that replace this one."""
         step = next((span for span in SPANS if span < self.span), 1)
         return [Hop(at, at + step) for at in range(self.base, self.version, step)]
@@ -304,11 +302,11 @@ class Past:
                 raise errors.BrokenChainError(message, version=target.version, hint=PRUNED) from exc
             raise
 
-    def _leave_out_pruned(self, search: _Search) -> None:
+    def _leave_out_pruned(self, search: "_Search") -> None:
         self._prunes.refresh()
         search.leave_out(self._prunes.is_pruned)
 
-    def _plan_far(self, held: Version | None, target: Committed, search: _Search) -> Plan:
+    def _plan_far(self, held: Version | None, target: Committed, search: "_Search") -> Plan:
         """Find a plan over older manifests, else one over anchors that none of them lists."""
         try:
             return self._plan_back(held, target, search)
@@ -318,7 +316,7 @@ class Past:
                     return search.end()
             raise
 
-    def _plan_back(self, held: Version | None, target: Committed, search: _Search) -> Plan:
+    def _plan_back(self, held: Version | None, target: Committed, search: "_Search") -> Plan:
         """Find the cheapest plan by reading manifests backward."""
         manifest = target.manifest
         for count, committed in enumerate(self.windows(target, PLAN_WINDOWS), 1):

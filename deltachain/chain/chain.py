@@ -5,8 +5,6 @@ racing publishers commits. Manifests are contiguous from 0 and never deleted, so
 by probing, without listing.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -98,7 +96,7 @@ class Chain:
         time: float,
         assets: Mapping[str, bytes],
         trust: Trust | None = None,
-    ) -> Chain:
+    ) -> "Chain":
         """Create the chain, or open an existing one of the same model.
 
         Racing callers with equal tables get the same chain.
@@ -113,7 +111,7 @@ class Chain:
         return cls(store, *made, trust)
 
     @classmethod
-    def open(cls, store: Store, trust: Trust | None = None) -> Chain:
+    def open(cls, store: Store, trust: Trust | None = None) -> "Chain":
         """Open the chain in a store.
 
         Args:

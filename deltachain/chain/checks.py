@@ -1,7 +1,5 @@
 """Reading documents of a chain, and the checks beyond their types (FORMAT.md 1 and 2)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Final, TypeVar

@@ -10,8 +10,6 @@ a restore between a check and the put that follows; the publisher then reports i
 manifest behind the gap.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Compressed parts stay in memory and are decoded tensor by tensor, so a plan of a
 memory of its wire bytes plus a few tensors.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future

@@ -5,8 +5,6 @@ heartbeat names the newest of each. A reader with a limit of age notices a heart
 withheld as well: for versions, the newest manifest or a heartbeat that names it must be younger.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping

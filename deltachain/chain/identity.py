@@ -3,8 +3,6 @@
 An open chain keeps the exact bytes of both documents and can restore them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

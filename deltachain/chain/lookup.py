@@ -4,8 +4,6 @@ Metadata is remembered if the store reports content hashes, or has no conditiona
 that changed between two looks is a fork.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress

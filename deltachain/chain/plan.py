@@ -1,7 +1,5 @@
 """Plans: the cheapest sequence of edges from the held version to another, a pure function."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,14 +23,14 @@ class Replay:
     deltas: int = 0
     manifests: int = 0
 
-    def __add__(self, other: Replay) -> Replay:
+    def __add__(self, other: "Replay") -> "Replay":
         return Replay(
             versions=self.versions + other.versions,
             deltas=self.deltas + other.deltas,
             manifests=self.manifests + other.manifests,
         )
 
-    def __sub__(self, other: Replay) -> Replay:
+    def __sub__(self, other: "Replay") -> "Replay":
         return Replay(
             versions=self.versions - other.versions,
             deltas=self.deltas - other.deltas,
@@ -90,7 +88,7 @@ class KnownEdges:
     edges: tuple[EdgeSummary, ...] = ()
     first: Version = 0
 
-    def after(self, manifest: Manifest, added: Iterable[EdgeSummary] = ()) -> KnownEdges:
+    def after(self, manifest: Manifest, added: Iterable[EdgeSummary] = ()) -> "KnownEdges":
         """Return what is known after a commit, less what no later manifest lists."""
         first = manifest.window_from if not self.edges else min(self.first, manifest.window_from)
         first = max(first, window_from(manifest.version + 1))

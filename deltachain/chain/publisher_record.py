@@ -5,8 +5,6 @@ Nobody signs it and nothing safe depends on it: two publishers are kept apart by
 be refused before it fences the first, and so that errors can say who took a chain over.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -6,8 +6,6 @@ reachable after the record was written, so that who deletes payloads and read th
 what it must, or the tag is taken back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Encoding and upload of the parts of an edge."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future

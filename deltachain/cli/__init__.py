@@ -3,8 +3,6 @@
 Commands import their dependencies when they run, so that ``deltachain --help`` is fast.
 """
 
-from __future__ import annotations
-
 import sys
 
 from deltachain.cli.console import print_in_any_encoding, say_interrupted

@@ -1,8 +1,6 @@
 """``deltachain agent``: a sidecar that makes a stock server follow a chain."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 from threading import Event
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """The app: its commands, and common handling of errors, Ctrl-C and ``--debug``."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -4,8 +4,6 @@ With ``--json`` a command writes one JSON object to stdout (``follow`` and ``age
 and everything else to stderr; an error is a JSON object there, on the last line.
 """
 
-from __future__ import annotations
-
 import codecs
 import io
 import json

@@ -1,8 +1,6 @@
 """``deltachain dashboard``: serve a web page of a chain and its replicas."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import os
 import socket
 from contextlib import closing
@@ -120,7 +118,7 @@ def dashboard(  # noqa: PLR0913 - one argument an option
     end(by)
 
 
-def _bound(listen: str, token: str | Path) -> socket.socket:
+def _bound(listen: str, token: "str | Path") -> socket.socket:
     """Bind the socket that the page is served at: others may connect to it with a token alone."""
     from deltachain.control.server import LOOPBACK
     from deltachain.metrics import parse_address

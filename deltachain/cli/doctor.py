@@ -1,8 +1,6 @@
 """``deltachain doctor``: find what keeps a publisher or a follower from working."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -62,7 +60,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _show(finding: Finding) -> None:
+def _show(finding: "Finding") -> None:
     text = Text.assemble(
         (f"{finding.grade:<6}", _STYLES[finding.grade]),
         (f"{finding.check:<12}", "dim"),

@@ -1,8 +1,6 @@
 """``deltachain follow``: keep a checkpoint folder at the head."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from threading import Event
@@ -60,7 +58,7 @@ def follow(  # noqa: PLR0913 - one argument an option
                     write_assets(subscriber.chain, out, trusted=trust_remote_code)
                     complete_at = subscriber.version
 
-            def after_look(trouble: DeltaChainError | None) -> None:
+            def after_look(trouble: "DeltaChainError | None") -> None:
                 if trouble is None:
                     complete()
                 looked(trouble)
@@ -81,8 +79,8 @@ def follow(  # noqa: PLR0913 - one argument an option
 
 
 def _catch_up(
-    subscriber: Subscriber, stop: Event, *, every_version: bool
-) -> Iterator[ApplyReceipt]:
+    subscriber: "Subscriber", stop: Event, *, every_version: bool
+) -> "Iterator[ApplyReceipt]":
     """Update to the current head; raise errors instead of retrying."""
     from deltachain.subscribe.history import require
 
@@ -100,11 +98,11 @@ def held(version: int | None) -> str:
     return "no version: the chain had none yet" if version is None else f"version {version}"
 
 
-def receipt_row(receipt: ApplyReceipt) -> dict[str, Any]:
+def receipt_row(receipt: "ApplyReceipt") -> dict[str, Any]:
     return dataclasses.asdict(receipt) | {"state": str(receipt.state)}
 
 
-def show_version(receipt: ApplyReceipt, *, as_json: bool) -> None:
+def show_version(receipt: "ApplyReceipt", *, as_json: bool) -> None:
     if as_json:
         c.write_json(receipt_row(receipt))
         return

@@ -1,8 +1,6 @@
 """``deltachain keygen`` and ``deltachain sign``: make a key, and begin to sign a chain with it."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -88,7 +86,7 @@ def sign(url: Url, *, as_json: AsJson = False) -> None:
         c.out().print(f"nothing to do: version {committed.version} is signed by {by}")
 
 
-def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]:
+def _sign(store: "Store", trust: "Trust") -> "tuple[bool, Committed, tuple[str, ...]]":
     """Sign what is not; return whether a version was committed, the head, and other records."""
     from deltachain.chain.chain import Chain
     from deltachain.chain.identity import refuse_mirror
@@ -113,7 +111,7 @@ def _sign(store: Store, trust: Trust) -> tuple[bool, Committed, tuple[str, ...]]
     return True, Chain.open(store, trust).read(writer.parent.version), again
 
 
-def signers(committed: Committed) -> dict[str, list[str]]:
+def signers(committed: "Committed") -> dict[str, list[str]]:
     ids = dict.fromkeys(signature.key_id for signature in committed.signatures)
     return {"signatures": list(ids), "signed_by": list(committed.signed_by)}
 

@@ -1,8 +1,6 @@
 """``deltachain maintain``: add skips and anchors and prune, round after round."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 from threading import Event
 from typing import TYPE_CHECKING, Annotated
 
@@ -74,14 +72,14 @@ def maintain(  # noqa: PLR0913 - one argument an option
     end(by)
 
 
-def _check_joinable(found: Maintained | None, url: str) -> None:
+def _check_joinable(found: "Maintained | None", url: str) -> None:
     if found is None:
         raise no_version(url)
     if found.no_way is not None:
         raise found.no_way
 
 
-def _tell(found: Maintained, *, as_json: bool, once: bool) -> None:
+def _tell(found: "Maintained", *, as_json: bool, once: bool) -> None:
     """Print what a round did; nothing for one of many rounds without work."""
     report = None if found.pruned is None else pruning.pruned(found.pruned)
     if as_json:

@@ -1,8 +1,6 @@
 """``deltachain mirror``: copy a chain into another store, and keep it there."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import dataclasses
 import os
 import time
@@ -136,7 +134,7 @@ def _start(text: str | None) -> int | Literal["head"] | None:
     return int(text)
 
 
-def _show(receipt: MirrorReceipt) -> None:
+def _show(receipt: "MirrorReceipt") -> None:
     behind = f"  {receipt.lag_versions} behind" if receipt.lag_versions else ""
     c.out().print(
         f"version {receipt.version:>5}  {receipt.objects:>3} objects  "

@@ -2,8 +2,6 @@
 
 # ruff: noqa: PLC0415 - dependencies are imported when a command runs
 
-from __future__ import annotations
-
 import math
 import os
 from contextlib import suppress
@@ -125,7 +123,7 @@ At: TypeAlias = Annotated[
 ]
 
 
-def opened(url: str, *, writing: bool = False) -> Chain:
+def opened(url: str, *, writing: bool = False) -> "Chain":
     from deltachain.chain.chain import Chain
     from deltachain.chain.trust import Trust
     from deltachain.store import open_store
@@ -135,7 +133,7 @@ def opened(url: str, *, writing: bool = False) -> Chain:
 
 def choice_of(
     version: int | None = None, *, step: int | None = None, tag: str = "", at: str = ""
-) -> VersionChoice:
+) -> "VersionChoice":
     from deltachain.chain.tags import VersionChoice
 
     return VersionChoice(version=version, step=step, tag=tag, at=seconds(at) if at else None)

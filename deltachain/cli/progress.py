@@ -1,7 +1,5 @@
 """Progress bars on stderr; none if stderr is not a terminal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial

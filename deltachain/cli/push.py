@@ -1,8 +1,6 @@
 """``deltachain push``: publish a checkpoint as the newest version of a chain."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -105,7 +103,7 @@ def push(  # noqa: PLR0913 - one argument an option
     c.show(report, _show, as_json=as_json)
 
 
-def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization | None:
+def _quantization(recipe: str | None, ignore: list[str] | None) -> "Quantization | None":
     from deltachain.publish.quantise.settings import Quantization
 
     if recipe is None:
@@ -122,7 +120,7 @@ def _quantization(recipe: str | None, ignore: list[str] | None) -> Quantization 
     return Quantization.of(recipe)
 
 
-def _report(pushed: Pushed, seconds: float) -> dict[str, Any]:
+def _report(pushed: "Pushed", seconds: float) -> dict[str, Any]:
     anchor, head = pushed.anchor, pushed.head.manifest
     return {
         "url": pushed.chain.store.url,

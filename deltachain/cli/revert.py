@@ -1,8 +1,6 @@
 """``deltachain revert``: bring every replica back to an older version, durably."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +58,7 @@ def revert(  # noqa: PLR0913 - one argument an option
     c.show(report, _show, as_json=as_json)
 
 
-def _report(chain: Chain, done: Reverted, seconds: float) -> dict[str, Any]:
+def _report(chain: "Chain", done: "Reverted", seconds: float) -> dict[str, Any]:
     edge, committed, before = done.edge, done.committed, done.before.manifest
     return {
         "url": chain.store.url,

@@ -1,8 +1,6 @@
 """What commands share that go on until they are stopped: their end, metrics and presence."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +66,7 @@ def end(by: Sequence[int]) -> None:
 
 @contextmanager
 def shown_follower(
-    subscriber: Subscriber,
+    subscriber: "Subscriber",
     address: str | None,
     *,
     engine: str,
@@ -91,7 +89,7 @@ def shown_follower(
         else:
             tally.failures += 1
 
-    def status() -> Status:
+    def status() -> "Status":
         unready = why_unready()
         return follower_status(subscriber, given, engine=engine, trouble=trouble, unready=unready)
 
@@ -104,8 +102,8 @@ def shown_follower(
 @contextmanager
 def shown(
     address: str | None,
-    source: FigureSource,
-    status: Callable[[], Status],
+    source: "FigureSource",
+    status: "Callable[[], Status]",
     *,
     place: str,
     chains: Sequence[str],

@@ -1,8 +1,6 @@
 """``deltachain stats``: size of a chain."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -60,7 +58,7 @@ def stats(
     c.show(report, _show, as_json=as_json)
 
 
-def _reader(chain: Chain, head: Committed, age: int | None) -> dict[str, Any]:
+def _reader(chain: "Chain", head: "Committed", age: int | None) -> dict[str, Any]:
     """Return what a newcomer, or a follower so many versions behind, fetches."""
     from deltachain.chain.chain import plan_present
 
@@ -73,7 +71,7 @@ def _reader(chain: Chain, head: Committed, age: int | None) -> dict[str, Any]:
 
 
 def _dry_prune(
-    survey: Survey, last: int, within: str | None, every: int | None
+    survey: "Survey", last: int, within: str | None, every: int | None
 ) -> dict[str, Any] | None:
     """Return what pruning would do; ``None`` if newcomers have no way, so that it is refused."""
     from deltachain.maintain import Pruner

@@ -1,8 +1,6 @@
 """``deltachain tag``: list, set and remove names of versions."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import time
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,7 +51,9 @@ def tag(  # noqa: PLR0913 - one argument an option
         _list(chain, as_json=as_json)
 
 
-def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_json: bool) -> None:
+def _change(
+    chain: "Chain", name: str, choice: "VersionChoice", *, delete: bool, as_json: bool
+) -> None:
     from deltachain.chain import tags
     from deltachain.chain.tags import choose
 
@@ -76,7 +76,7 @@ def _change(chain: Chain, name: str, choice: VersionChoice, *, delete: bool, as_
         c.done(f"{name} is version {after.version}{was}", after.state)
 
 
-def _list(chain: Chain, *, as_json: bool) -> None:
+def _list(chain: "Chain", *, as_json: bool) -> None:
     from deltachain.chain import heartbeat, tags
 
     found = tags.read_all(chain)

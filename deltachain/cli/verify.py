@@ -1,8 +1,6 @@
 """``deltachain verify``: verify all objects and states of a chain."""
 
 # ruff: noqa: PLC0415 - dependencies are imported when the command runs
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections import defaultdict
@@ -67,7 +65,7 @@ def verify(  # noqa: PLR0913 - one argument an option
         _show(report, done)
 
 
-def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[str, Any]:
+def _report(chain: "Chain", done: "Sequence[VersionProof]", seconds: float) -> dict[str, Any]:
     kinds: dict[str, list[EdgeProof]] = defaultdict(list)
     signed: dict[str, list[int]] = defaultdict(list)
     for proof in done:
@@ -94,7 +92,7 @@ def _report(chain: Chain, done: Sequence[VersionProof], seconds: float) -> dict[
     }
 
 
-def _totals(edges: Sequence[EdgeProof]) -> dict[str, int]:
+def _totals(edges: "Sequence[EdgeProof]") -> dict[str, int]:
     return {
         "edges": len(edges),
         "proven": sum(edge.proven for edge in edges),
@@ -105,7 +103,7 @@ def _totals(edges: Sequence[EdgeProof]) -> dict[str, int]:
     }
 
 
-def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
+def _show(report: dict[str, Any], done: "Sequence[VersionProof]") -> None:
     out = c.out()
     rows = (
         (
@@ -139,7 +137,7 @@ def _show(report: dict[str, Any], done: Sequence[VersionProof]) -> None:
     c.done(f"{span} proven in {report['seconds']:.1f} s; state {report['state']}")
 
 
-def _unproven(done: Sequence[VersionProof]) -> Iterator[str]:
+def _unproven(done: "Sequence[VersionProof]") -> Iterator[str]:
     first = done[0].version
     edges = [(proof.version, edge) for proof in done if proof.rebuilt for edge in proof.edges]
     for version, edge in edges:

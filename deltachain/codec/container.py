@@ -4,8 +4,6 @@ The safetensors library is not used: it writes metadata in random order, so that
 would have a different digest in each process, and it copies the data it reads.
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Decoding of a part to deltas; all input is untrusted until verified (FORMAT.md 3 and 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -77,7 +75,7 @@ class Part:
         _check_streams(self._tensors, header, self._streams, self._ends, key)
 
     @classmethod
-    def from_bytes(cls, data: Buffer, *, key: str = "") -> Part:
+    def from_bytes(cls, data: Buffer, *, key: str = "") -> "Part":
         """Open an object in memory or in a memory map."""
         source = _Source(data)
         part = cls(source.read_at, len(data), key=key)

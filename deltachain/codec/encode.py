@@ -1,7 +1,5 @@
 """Encoding of deltas as the bytes of one part (FORMAT.md 3 and 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial

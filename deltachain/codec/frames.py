@@ -3,8 +3,6 @@
 A reader verifies and inflates only the frames it needs, also concurrently.
 """
 
-from __future__ import annotations
-
 import itertools
 import threading
 from bisect import bisect_left, bisect_right
@@ -289,7 +287,7 @@ class StreamContent:
         dtype: str = "U8",
         shape: tuple[int, ...] | None = None,
         in_bits: bool = False,
-    ) -> StreamContent:
+    ) -> "StreamContent":
         """Return the content of all pieces; the shape is one-dimensional by default."""
         filled = [piece for piece in pieces if _size(piece)]
         ends = list(accumulate(map(_size, filled)))
@@ -394,7 +392,7 @@ class BucketWriter:
         for stream, pieces in self.pieces.items():
             del pieces[lengths.get(stream, 0) :]
 
-    def extend(self, other: BucketWriter) -> None:
+    def extend(self, other: "BucketWriter") -> None:
         """Append all streams of another writer."""
         for stream, pieces in other.pieces.items():
             self.pieces.setdefault(stream, []).extend(pieces)

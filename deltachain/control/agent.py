@@ -3,8 +3,6 @@
 For servers without deltachain, and for adapters, which servers load from folders anyway.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import shutil

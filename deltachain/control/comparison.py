@@ -1,7 +1,5 @@
 """Comparison of all replicas of a fleet: who is behind, cut off or in doubt; pure functions."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Announcements of new versions to all replicas of a policy."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """HTTP client of one replica, for any engine."""
 
-from __future__ import annotations
-
 import os
 import ssl
 import time
@@ -161,7 +159,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
-def read(answer: httpx.Response, kind: type[_T]) -> _T | None:
+def read(answer: httpx.Response, kind: "type[_T]") -> "_T | None":
     """Parse the JSON of a response; ``None`` if it is not of this type."""
     try:
         return decode(answer.content, kind)

@@ -1,7 +1,5 @@
 """Roster of a fleet: who belongs to it, and what each answers, all asked at once."""
 
-from __future__ import annotations
-
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 A request names versions of the chain the server was started with; it cannot change the chain.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 

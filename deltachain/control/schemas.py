@@ -1,7 +1,5 @@
 """Requests and replies of the control plane, shared by servers, clients and OpenAPI documents."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
@@ -39,7 +37,7 @@ class VersionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     manifest: Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{64})?\Z")] = ""
 
     @property
-    def number(self) -> Version | None:
+    def number(self) -> "Version | None":
         return None if self.version is None else int(self.version)
 
 

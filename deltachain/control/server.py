@@ -1,7 +1,5 @@
 """The server of a replica: its start, who may ask it, and how much at once."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import re

@@ -1,7 +1,5 @@
 """Weight synchronisation of TRL's ``AsyncGRPOTrainer`` with remote replicas, through a store."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence

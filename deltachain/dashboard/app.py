@@ -1,7 +1,5 @@
 """The dashboard's web app: one page, its files, and read-only JSON documents."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -65,7 +63,7 @@ _Http: Any = AutoHTTPProtocol
 class LimitedHttp(_Http):  # type: ignore[misc]
     request_s: float
     most: int
-    waiting: OrderedDict[LimitedHttp, None]  # the one that has lasted longest first
+    waiting: "OrderedDict[LimitedHttp, None]"  # the one that has lasted longest first
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:

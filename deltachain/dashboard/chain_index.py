@@ -1,7 +1,5 @@
 """Index of a chain: its manifests read once, and then whatever is new."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Series are columns of equal length, and long ones are thinned, so that a page of
 200 replicas stays small.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict

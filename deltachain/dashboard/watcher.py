@@ -1,7 +1,5 @@
 """Watcher: threads that keep a chain's index and the reports of its replicas up to date."""
 
-from __future__ import annotations
-
 import logging
 import statistics
 import time

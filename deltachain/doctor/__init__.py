@@ -1,7 +1,5 @@
 """Diagnosis: whether a publisher or a follower with this environment would work, and why not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,5 @@
 """The examination: checks of machine, store and chain, in the order of their dependence."""
 
-from __future__ import annotations
-
 import math
 import os
 import platform

@@ -4,8 +4,6 @@
 other unknown field is an error, so that a later format is never misread.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Keys of all objects in a store (FORMAT.md 1); no other module has key strings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from functools import lru_cache

@@ -5,8 +5,6 @@ The results are those of the libraries that define the recipes, bit for bit
 its code, so that LLVM vectorises it whole.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import numpy as np

@@ -5,8 +5,6 @@ Processes that start together, as the ranks of an engine do, compile each kernel
 wait for the first and read its result.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -7,8 +7,6 @@ a docstring do what :class:`.protocol.BitKernels` says. Writes use ``index_copy_
 ``scatter_`` costs as much as its whole destination.
 """
 
-from __future__ import annotations
-
 import logging
 import weakref
 from collections.abc import Sequence

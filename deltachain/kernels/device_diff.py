@@ -10,8 +10,6 @@ batches are enqueued. Then exactly the changes are copied back: two bytes for th
 its block and its new bits, and its old bits too if the snapshot is not on the host.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, MutableMapping, Sequence
@@ -175,7 +173,7 @@ class Arena(NamedTuple):
     old: Tensor
 
     @classmethod
-    def empty(cls, capacity: int, dtype: torch.dtype, where: torch.device, *, old: bool) -> Arena:
+    def empty(cls, capacity: int, dtype: torch.dtype, where: torch.device, *, old: bool) -> "Arena":
         offsets = torch.empty(capacity, dtype=torch.int16, device=where)
         new = torch.empty(capacity, dtype=dtype, device=where)
         return cls(offsets, new, torch.empty_like(new) if old else new)
@@ -269,7 +267,7 @@ class Run(NamedTuple):
 class Launched(NamedTuple):
     """A batch whose comparison is enqueued; the weights of its spans stay referenced."""
 
-    lane: Lane
+    lane: "Lane"
     spans: Sequence[TensorSpan]
     table: BlockTable
     placed: Placed

@@ -9,8 +9,6 @@ waits for another one, and a batch without room is left as it was, its snapshot 
 Blocks are named by address, so that one launch reaches the memory of any number of tensors.
 """
 
-from __future__ import annotations
-
 from typing import Any, Final
 
 import torch

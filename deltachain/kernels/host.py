@@ -7,8 +7,6 @@ library object for one). The functions below need numpy only; together they are 
 :class:`.protocol.BitKernels` of the host, which says what they do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec

@@ -4,8 +4,6 @@ Slices instead of offsets make index expressions provably non-negative; otherwis
 wraparound test to each access, which prevents vectorisation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final

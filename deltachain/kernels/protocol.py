@@ -1,7 +1,5 @@
 """Interface of the kernels that read and write live weights, on host and device."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar, cast

@@ -4,8 +4,6 @@ Arrays are flat; *bits* are unsigned integers of the element's width. Functions 
 in ``_`` write into their first argument.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 

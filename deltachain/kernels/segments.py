@@ -1,7 +1,5 @@
 """Segments of many tensors in one buffer, as the batched decoders read them (FORMAT.md 4)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -326,8 +324,8 @@ class PlacementTable:
 
     @classmethod
     def build(
-        cls, placements: Sequence[LivePlacement], keys: Sequence[DigestKey], device: torch.device
-    ) -> PlacementTable:
+        cls, placements: Sequence[LivePlacement], keys: "Sequence[DigestKey]", device: torch.device
+    ) -> "PlacementTable":
         """Build the table."""
         ordered = sorted(placements, key=lambda placement: placement.tensor)
         ndim = max((len(placement.dims) for placement in ordered), default=0)
@@ -451,7 +449,7 @@ def _check_placement(one: LivePlacement, device: torch.device) -> None:
         raise ValueError(f"placement on {one.storage.device}, table on {device}")
 
 
-def _row(one: LivePlacement, key: DigestKey, ndim: int) -> list[int]:
+def _row(one: LivePlacement, key: "DigestKey", ndim: int) -> list[int]:
     filled = [*one.dims, *[(1, 1, 0)] * (ndim - len(one.dims))]
     address = one.storage.data_ptr()
     return [one.offset, one.at, one.slot, *key, address, *(n for dim in filled for n in dim)]

@@ -6,8 +6,6 @@ take it back. A batch is decoded by one launch and staged by two; one more write
 different storages are reached through a table of addresses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib import import_module

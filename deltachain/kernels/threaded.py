@@ -4,8 +4,6 @@ Two threads copy into new memory 2.7 times as fast as one (2 cores, 2026-11): mo
 faults. Small arrays are left to the caller's thread.
 """
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from itertools import pairwise

@@ -5,8 +5,6 @@ derived from contents is compared with them first. Tables are int64; pointers to
 integer type of the element's width.
 """
 
-from __future__ import annotations
-
 from typing import Final
 
 import triton

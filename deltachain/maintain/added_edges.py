@@ -1,7 +1,5 @@
 """Edges that a maintainer adds to committed versions: skips and anchors."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path

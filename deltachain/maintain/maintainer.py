@@ -1,7 +1,5 @@
 """Maintainer: adds skips and anchors to a chain, and prunes it, round by round."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator

@@ -1,7 +1,5 @@
 """Pruner: retires edges in a record, and deletes their objects after a grace."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -1,7 +1,5 @@
 """Survey of a chain: every edge in its documents, and every payload object in its store."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field

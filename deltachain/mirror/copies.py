@@ -1,7 +1,5 @@
 """Copies of objects: read ahead, proven in order, and put beside one another."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """A mirror: the copy of a chain in another store, object by object and byte for byte."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator

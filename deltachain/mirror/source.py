@@ -1,7 +1,5 @@
 """Source of a mirror: its documents, proven and in the order of dependence."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar

@@ -1,7 +1,5 @@
 """Presence records: what a replica writes of itself, and what a reader makes of it."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """Writer of a replica's presence: a thread that renews one object while the replica lives."""
 
-from __future__ import annotations
-
 import logging
 import platform
 import random
@@ -34,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def follower_status(
-    subscriber: Subscriber,
+    subscriber: "Subscriber",
     given: Mapping[str, Any],
     *,
     engine: str,
@@ -53,7 +51,7 @@ def follower_status(
 
 
 def mirror_status(
-    mirror: Mirror, totals: MirrorTotals, given: Mapping[str, Any], *, url: str
+    mirror: "Mirror", totals: "MirrorTotals", given: Mapping[str, Any], *, url: str
 ) -> Status:
     version, head, trouble = totals.version_of(mirror), totals.head_of(mirror), totals.trouble
     # A source that does not answer is a matter of silence; all else keeps versions from readers.

@@ -1,7 +1,5 @@
 """Publishing: find changed weights, encode them, and commit them as the next version."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 

@@ -1,7 +1,5 @@
 """Settings of a publisher."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -156,7 +154,7 @@ class PublishConfig:
     """User metadata, written into every manifest: text by name."""
 
     @classmethod
-    def at(cls, url: str, config: PublishConfig | None, **settings: Any) -> PublishConfig:  # noqa: ANN401 - fields
+    def at(cls, url: str, config: "PublishConfig | None", **settings: Any) -> "PublishConfig":  # noqa: ANN401 - fields
         """Return settings for a URL.
 
         Args:
@@ -178,7 +176,7 @@ class PublishConfig:
         return replace(config, url=url, **settings)
 
     @classmethod
-    def of(cls, config: PublishConfig | Location) -> PublishConfig:
+    def of(cls, config: "PublishConfig | Location") -> "PublishConfig":
         """Return settings, also for a URL or a folder alone."""
         return config if isinstance(config, cls) else cls(url=location_of(config))
 

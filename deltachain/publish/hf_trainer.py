@@ -1,7 +1,5 @@
 """Callback for the Hugging Face Trainer and every TRL trainer."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from torch import nn

@@ -1,8 +1,6 @@
 """Publishing after every optimizer step, attached by one line to a training loop or trainer."""
 
 # ruff: noqa: ANN401 - settings are the fields of PublishConfig
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -317,13 +315,13 @@ class Attachment:
 
 @overload
 def attach(
-    model: Trainer,
+    model: "Trainer",
     *,
     url: str,
     every_steps: int = 1,
     config: PublishConfig | None = None,
     **settings: Any,
-) -> DeltaChainCallback: ...
+) -> "DeltaChainCallback": ...
 
 
 @overload
@@ -339,14 +337,14 @@ def attach(
 
 
 def attach(
-    model: nn.Module | Trainer,
+    model: "nn.Module | Trainer",
     optimizer: object = None,
     *,
     url: str,
     every_steps: int = 1,
     config: PublishConfig | None = None,
     **settings: Any,
-) -> Attachment | DeltaChainCallback:
+) -> "Attachment | DeltaChainCallback":
     """Publish a model after every step of its optimizer or trainer.
 
     Each diff is taken against the last published bits, so other changes to the weights, and several

@@ -1,7 +1,5 @@
 """The publisher: takes the diff in the training loop and commits it in the background."""
 
-from __future__ import annotations
-
 import atexit
 import logging
 import os
@@ -46,7 +44,7 @@ class Published(Future[PublishReceipt]):
     wait for its own next call.
     """
 
-    def __init__(self, cover: Callable[[Published], None]) -> None:
+    def __init__(self, cover: "Callable[[Published], None]") -> None:
         super().__init__()
         self._cover = cover
 
@@ -82,14 +80,14 @@ def check_every_steps(every_steps: object) -> None:
         )
 
 
-_open: Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]] = (
+_open: "Final[WeakKeyDictionary[Publisher, tuple[int, Callable[[], None] | None]]]" = (
     WeakKeyDictionary()
 )
 """Process that attached each open publisher, and what closes it: a forked child must not commit its
 versions."""
 
 
-def close_at_exit(publisher: Publisher, close: Callable[[], None] | None = None) -> None:
+def close_at_exit(publisher: "Publisher", close: Callable[[], None] | None = None) -> None:
     """Close a publisher by ``close`` when Python ends, so that its last version is committed.
 
     One of several ranks is not closed: the others may have ended, or wait for something else.

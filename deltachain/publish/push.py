@@ -5,8 +5,6 @@ higher than the head's, so that an earlier publisher is fenced with an error, an
 is needed in between.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace

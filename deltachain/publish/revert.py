@@ -5,8 +5,6 @@ restarted reaches the old state too. Its epoch is one higher than the head's: a 
 fenced. Needs no torch.
 """
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Session of one model on one chain: begins or continues it, and commits diffs as versions."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import time
@@ -485,7 +483,7 @@ class Position(msgspec.Struct, frozen=True):
     trusted: str  # public keys with commas between them; empty if all are trusted
 
     @classmethod
-    def of(cls, writer: Writer) -> Position:
+    def of(cls, writer: Writer) -> "Position":
         head, trusted = writer.parent, writer.chain.trust.trusted
         return cls(
             chain=writer.chain.identity.chain,

@@ -6,8 +6,6 @@ their snapshot is in pinned host memory, and copied over in batches, or on the d
 other devices are copied to the host for each diff.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -201,7 +199,7 @@ class _Frozen(NamedTuple):
     address: int
 
     @classmethod
-    def of(cls, weight: Weight, digest: StateDigest) -> _Frozen:
+    def of(cls, weight: Weight, digest: StateDigest) -> "_Frozen":
         tensor = weight.tensor.detach()
         return cls(digest, replace(weight, tensor=tensor), tensor.data_ptr())
 

@@ -1,7 +1,5 @@
 """Wire form of a changed tensor: its changes, a window, or all its bits."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,7 @@ if TYPE_CHECKING:
 class CheckpointChanges(NamedTuple):
     """Changes of one checkpoint tensor, by flat indices, and of the state digest by them."""
 
-    weight: Weight
+    weight: "Weight"
     spec: TensorSpec
     changes: Changes
     digest: StateDigest
@@ -50,7 +48,7 @@ class Diff:
 NO_CHANGES = Diff({}, (), StateDigest())
 
 
-def map_changes(live: Mapping[str, Changes], weights: Sequence[Weight]) -> Diff:
+def map_changes(live: Mapping[str, Changes], weights: "Sequence[Weight]") -> Diff:
     mapped = []
     for weight in weights:
         found = live.get(weight.spec.name)

@@ -1,7 +1,5 @@
 """Writer of a chain: the publisher's position, after which it commits the next version."""
 
-from __future__ import annotations
-
 import logging
 import time
 import uuid

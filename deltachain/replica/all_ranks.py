@@ -5,8 +5,6 @@ adds up the effects, and proves the result before any rank writes. If one rank r
 writes; if one rank fails during the write, the write is undone on all of them.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time
@@ -84,7 +82,7 @@ class PreparedSwap:
     def ticket(self) -> int:
         return self.lease.ticket
 
-    def undo(self) -> PreparedSwap:
+    def undo(self) -> "PreparedSwap":
         return replace(self, back=not self.back)
 
 

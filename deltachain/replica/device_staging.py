@@ -4,8 +4,6 @@ The host reads, verifies and inflates segments, and copies their streams to the 
 about 1.3 bytes a change. Everything else runs where the weights are, in batches of many tensors.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -61,11 +59,11 @@ class DeviceWrite(StagedWrite):
         (staging.undo_ if self.back else staging.write_)(self.changes)
 
     @override
-    def undo(self) -> DeviceWrite:
+    def undo(self) -> "DeviceWrite":
         return replace(self, back=not self.back)
 
     @override
-    def without_old(self) -> DeviceWrite:
+    def without_old(self) -> "DeviceWrite":
         return self
 
 

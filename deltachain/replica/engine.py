@@ -1,7 +1,5 @@
 """The interfaces of an inference engine: one rank's model, and the whole replica."""
 
-from __future__ import annotations
-
 import asyncio
 import re
 from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Fetchers: each fills the spool of one host with the objects of a plan."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 import socket

@@ -4,8 +4,6 @@ It runs beside the engine's scheduler, in a process that can call all ranks. The
 from memory, without a request to the store or the engine.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ one tensor, and then change the map from experts to slots. The record is compare
 swap and proof.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -131,7 +129,7 @@ class LiveRecord:
     """What was known of live tensors when a rank last looked or wrote."""
 
     def __init__(
-        self, model: EngineModel, storages: Collection[int], first: LiveRecord | None = None
+        self, model: EngineModel, storages: Collection[int], first: "LiveRecord | None" = None
     ) -> None:
         found = model.tensors()
         self.places = {name: _place(t) for name, t in found.items() if _place(t)[0] in storages}

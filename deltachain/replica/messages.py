@@ -4,8 +4,6 @@ Messages cross processes as JSON text, which vLLM's ``collective_rpc`` (its HTTP
 SGLang's ``check_weights`` both pass on unchanged.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -259,7 +257,7 @@ class CallId(msgspec.Struct, frozen=True):
 
     leader: str = ""
     sequence: Count = 0
-    request: CallId | None = None
+    request: "CallId | None" = None
 
 
 _CALL_IDS: Final = msgspec.json.Decoder(CallId)

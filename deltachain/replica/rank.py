@@ -4,8 +4,6 @@ A rank decides nothing. The leader names the plan to stage, the rank replies wit
 bits, and writes them on request. A *ticket*, a number chosen by the leader, identifies each stage.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import socket

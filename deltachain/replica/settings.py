@@ -3,8 +3,6 @@
 The engine starts all processes, so their environment is their only shared configuration.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -31,7 +29,7 @@ class RankSettings:
     decode: str = ""  # where changes are decoded; empty for where the weights are
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> RankSettings:
+    def of(cls, environment: Mapping[str, str]) -> "RankSettings":
         """Read the settings from environment variables, without any validation in workers."""
         return cls(
             spool=spool_folder(environment),
@@ -62,14 +60,14 @@ class ReplicaSettings:
     @classmethod
     def in_process(
         cls, config: SubscribeConfig | Location, environment: Mapping[str, str]
-    ) -> ReplicaSettings:
+    ) -> "ReplicaSettings":
         """Return the settings of an engine that a program holds, which names the chain itself."""
         own = _given(read(environment), ("PAUSE", "KEEP_CACHE"))
         spool = spool_folder(environment)
         return cls(subscribe=SubscribeConfig.of(config), spool=spool, **own)
 
     @classmethod
-    def of(cls, environment: Mapping[str, str]) -> ReplicaSettings | None:
+    def of(cls, environment: Mapping[str, str]) -> "ReplicaSettings | None":
         """Read the settings from environment variables; ``None`` without ``DELTACHAIN_URL``."""
         given = read(environment)
         if "URL" not in given:

@@ -5,8 +5,6 @@ them, and reads and verifies only the frames of its own elements. The folder is 
 owner; existing maps of ranks stay valid.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -54,7 +52,7 @@ class SpoolIndex(Struct, frozen=True, kw_only=True):
     objects: tuple[SpooledObject, ...] = ()
 
     @classmethod
-    def of(cls, fetched: Fetched) -> SpoolIndex:
+    def of(cls, fetched: Fetched) -> "SpoolIndex":
         return cls(
             from_nothing=fetched.from_nothing,
             base=str(fetched.base.path) if fetched.base else "",
@@ -84,17 +82,17 @@ class Spool:
         self._remove = weakref.finalize(self, _remove, folder, held)
 
     @classmethod
-    def create(cls, parent: Path, index: SpoolIndex, name: str = "") -> Spool:
+    def create(cls, parent: Path, index: SpoolIndex, name: str = "") -> "Spool":
         """Create a spool without objects, of a given or a new name."""
         return cls._with(parent, name, INDEX, msgspec.json.encode(index))
 
     @classmethod
-    def probe(cls, parent: Path, word: str) -> Spool:
+    def probe(cls, parent: Path, word: str) -> "Spool":
         """Create a spool that contains only a random word, by which ranks recognise the folder."""
         return cls._with(parent, "", PROBE, word.encode())
 
     @classmethod
-    def _with(cls, parent: Path, name: str, file: str, data: bytes) -> Spool:
+    def _with(cls, parent: Path, name: str, file: str, data: bytes) -> "Spool":
         with _explained(parent):
             make_folder(parent)
             with _alone(parent):

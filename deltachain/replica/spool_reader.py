@@ -6,8 +6,6 @@ way, unless it needs old bits that another object may change. Longer plans are f
 tensor, once all objects are there.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Staged writes of a rank: computed from its own share of each tensor, kept until the swap."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
@@ -101,7 +99,7 @@ class _Stage:
     """One stage of a rank: tensor plans are read in any thread, and kept in order by one."""
 
     def __init__(
-        self, share_of: Callable[[str], Share], budget: int, batches: DeviceStager | None
+        self, share_of: Callable[[str], Share], budget: int, batches: "DeviceStager | None"
     ) -> None:
         self._share_of, self._budget, self._batches = share_of, budget, batches
         self._nbytes = 0
@@ -167,7 +165,7 @@ def stage(
     share_of: Callable[[str], Share],
     budget: int,
     threads: int,
-    batches: DeviceStager | None = None,
+    batches: "DeviceStager | None" = None,
 ) -> RankStaged:
     """Compute the writes of a plan's tensor plans on one rank; nothing is written."""
     work = _Stage(share_of, budget, batches)

@@ -4,8 +4,6 @@ No process keeps their bits, only their digests: first from the files that the e
 from the rows of anchors and deltas, which the manifests prove.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -33,7 +31,7 @@ class UnusedState:
         known = [digest for digest in self.digests.values() if digest is not None]
         return sum(known, StateDigest()) if len(known) == len(self.digests) else None
 
-    def after(self, fetched: Fetched) -> UnusedState:
+    def after(self, fetched: Fetched) -> "UnusedState":
         held, joint = dict(self.digests), set(self.joint)
         if fetched.base is not None:
             joint.clear()
@@ -49,7 +47,7 @@ class UnusedState:
                     _add_row(held, joint, group[0], fetched.specs[group[0].name].numel)
         return UnusedState(held, frozenset(joint), shared_with_used)
 
-    def effect(self, after: UnusedState) -> Effect | None:
+    def effect(self, after: "UnusedState") -> Effect | None:
         """Return the effect of a plan that leads from here to ``after``; ``None`` if unknown.
 
         ``change`` is zero if only the result is known, as for a plan from nothing.

@@ -5,8 +5,6 @@ live parameter, of the same size, that holds these elements. Routing a change me
 indices that are in the window, and their positions in the parameter's storage.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -120,7 +118,7 @@ class Placement(LiveElements):
         return len(self.dims) <= 1 and all(d.there == 1 for d in self.dims)
 
     @override
-    def locate(self, indices: LiveBits) -> tuple[Any, LiveBits]:
+    def locate(self, indices: LiveBits) -> "tuple[Any, LiveBits]":
         first, last = kernels_for(indices).bounds(indices, *self.span)
         near: Any = indices[first:last]
         if self._is_run:
@@ -141,7 +139,7 @@ class Placement(LiveElements):
         mask[first:last] = inside
         return mask, position[inside]
 
-    def numbers(self) -> Iterator[tuple[Any, LiveBits]]:
+    def numbers(self) -> "Iterator[tuple[Any, LiveBits]]":
         """Yield flat indices of all elements by block, with the block's selector in ``view``."""
         if not self.dims:
             yield ..., np.array([self.offset])

@@ -1,7 +1,5 @@
 """Object stores: one ``Store`` protocol, and a URL scheme for each."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -30,7 +28,7 @@ __all__ = [
     "register",
 ]
 
-Location: TypeAlias = "str | os.PathLike[str]"  # URL of a store, or path of its folder
+Location: TypeAlias = str | os.PathLike[str]  # URL of a store, or path of its folder
 
 # One slash is enough: pathlib turns s3://bucket into s3:/bucket, which must not become a folder.
 _URL: Final = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/")

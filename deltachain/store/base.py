@@ -5,8 +5,6 @@ whole or not at all, and of all callers of ``put_if_absent`` for one key exactly
 Guarantees that a store cannot give are declared in its ``Capabilities``, never approximated.
 """
 
-from __future__ import annotations
-
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping

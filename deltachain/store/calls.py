@@ -1,7 +1,5 @@
 """Requests to a remote store: each ends in time, is counted, and is repeated if that may help."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

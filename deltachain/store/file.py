@@ -5,8 +5,6 @@ A write goes to a hidden temporary file in the folder of its object and becomes 
 root are refused, so that a key never leads out of it.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import re

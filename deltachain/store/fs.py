@@ -5,8 +5,6 @@ Only guarantees of the storage itself count: if two writers race for a key, a ch
 write lets both win.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import sys
@@ -207,7 +205,7 @@ class FsspecStore(base.SimpleStore):
 
     def __init__(
         self,
-        filesystem: AbstractFileSystem,
+        filesystem: "AbstractFileSystem",
         root: str,
         *,
         promises: Promises | None = None,

@@ -1,7 +1,5 @@
 """Objects in the memory of this process, for tests, examples and notebooks."""
 
-from __future__ import annotations
-
 import secrets
 import threading
 import time
@@ -26,7 +24,7 @@ class MemoryStore(base.SimpleStore):
     def capabilities(self) -> base.Capabilities:
         return base.Capabilities(conditional_put=True, list_consistent=True)
 
-    _shared: Final[dict[str, MemoryStore]] = {}
+    _shared: Final["dict[str, MemoryStore]"] = {}
     _shared_lock: Final = threading.Lock()
 
     def __init__(self, name: str = "") -> None:
@@ -35,7 +33,7 @@ class MemoryStore(base.SimpleStore):
         self._objects: dict[str, tuple[bytes, float]] = {}
 
     @classmethod
-    def named(cls, name: str) -> MemoryStore:
+    def named(cls, name: str) -> "MemoryStore":
         """Return the store of this name, the same for all callers in this process.
 
         Raises:

@@ -9,8 +9,6 @@ scheme::
 A program without a package calls :func:`register`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Subscribing: plan, fetch, verify and swap versions into a target."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 from deltachain.status import Status

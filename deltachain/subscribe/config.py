@@ -1,7 +1,5 @@
 """Settings of a subscriber."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,7 +75,7 @@ class SubscribeConfig:
         return Trust.of_reader(self.trusted_keys, self.max_heartbeat_age_s, mirror=self.mirror)
 
     @classmethod
-    def of(cls, config: SubscribeConfig | Location) -> SubscribeConfig:
+    def of(cls, config: "SubscribeConfig | Location") -> "SubscribeConfig":
         """Return settings, also for a URL or a folder alone."""
         return config if isinstance(config, cls) else cls(url=location_of(config))
 

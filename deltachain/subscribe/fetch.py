@@ -1,7 +1,5 @@
 """Fetch of the cheapest plan whose objects are all usable."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """History checks: the version a target holds, and its place in the chain of the store."""
 
-from __future__ import annotations
-
 import logging
 
 from deltachain import errors

@@ -1,7 +1,5 @@
 """Proof that a plan leads to the state digest of its version, from the changed elements alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,7 +20,7 @@ class Effect:
     written: StateDigest = field(default_factory=StateDigest)  # of a plan from nothing, or zero
     nnz: int = 0
 
-    def __add__(self, other: Effect) -> Effect:
+    def __add__(self, other: "Effect") -> "Effect":
         return Effect(
             self.change + other.change, self.written + other.written, self.nnz + other.nnz
         )

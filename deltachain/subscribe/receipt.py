@@ -1,7 +1,5 @@
 """Receipt of an apply."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field

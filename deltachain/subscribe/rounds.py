@@ -1,7 +1,5 @@
 """The loop of whoever follows a chain: rounds, pauses between them, and errors that pass."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Generator, Iterator
 from threading import Event

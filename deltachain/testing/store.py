@@ -13,8 +13,6 @@ Call ``pytest.register_assert_rewrite("deltachain.testing.store")`` before the i
 that show their values.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

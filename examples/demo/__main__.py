@@ -4,8 +4,6 @@ Takes minutes on a laptop and downloads nothing. With a local S3 server:
 ``python -m examples.demo --store s3``.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stores for the demo's chain: a folder, a local S3 server, an emulated Hub, or a given URL."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

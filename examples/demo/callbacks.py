@@ -1,7 +1,5 @@
 """Callbacks of a trainer: rewards of its steps, and the weights' bits at chosen ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import cast

@@ -13,8 +13,6 @@ numpy alone.
 Both print one JSON object; ``compare`` exits with 1 unless every bit is equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

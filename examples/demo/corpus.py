@@ -4,8 +4,6 @@ All text is determined by a seed, so that processes with equal seeds generate eq
 is one line; a question is the beginning of a line, so that a model trained on documents can answer.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

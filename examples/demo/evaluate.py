@@ -1,7 +1,5 @@
 """Evaluation of a demo run: independent bit comparison, ``deltachain verify``, uploaded bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

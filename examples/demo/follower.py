@@ -4,8 +4,6 @@ Prints one JSON object a line. One line on standard input ends it: the last vers
 to roll back to.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys
@@ -28,8 +26,8 @@ POLL_S: Final = 0.05
 
 @dataclass(frozen=True, slots=True)
 class DemoReplica:
-    model: Qwen3ForCausalLM
-    tokenizer: PreTrainedTokenizerFast
+    model: "Qwen3ForCausalLM"
+    tokenizer: "PreTrainedTokenizerFast"
     subscriber: Subscriber
     out: Path
 

@@ -1,7 +1,5 @@
 """Control of the follower process by the demo."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Text generation from a checkpoint folder, for the demo's follower."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

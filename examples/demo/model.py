@@ -3,8 +3,6 @@
 The model is a Qwen3 with tied embeddings, so that it trains in TRL and loads in any engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pretraining of the random model, until weights and updates resemble those of trained models."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -5,8 +5,6 @@ follower share one machine: threads of a matrix product spin while they wait for
 a process with as many threads as cores becomes several times slower when another process runs.
 """
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

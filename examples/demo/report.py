@@ -1,7 +1,5 @@
 """Report of the demo, as tables and as JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -47,7 +45,7 @@ class Display:
         self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
-    def phase(self, title: str, total: int) -> Iterator[Bar]:
+    def phase(self, title: str, total: int) -> "Iterator[Bar]":
         columns = (
             TextColumn("[bold]{task.description:<10}"),
             BarColumn(bar_width=24),

@@ -1,7 +1,5 @@
 """The demo: a training process, a follower process, and an independent comparison of their bits."""
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

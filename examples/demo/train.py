@@ -1,7 +1,5 @@
 """Reinforcement learning on the demo's sums with TRL's GRPO trainer."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path

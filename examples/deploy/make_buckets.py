@@ -1,7 +1,5 @@
 """Create the buckets named in the arguments at AWS_ENDPOINT_URL, unless they exist."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -4,8 +4,6 @@
 # ///
 """Train a causal language model, and publish a version every few steps."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -4,8 +4,6 @@ SGLang is the host and never a dependency. This module imports only the standard
 SGLang loads it in every process it starts.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

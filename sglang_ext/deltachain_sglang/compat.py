@@ -1,7 +1,5 @@
 """All code that may differ between versions of SGLang."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

@@ -1,7 +1,5 @@
 """Engines of SGLang: a server, called from the leader's thread, and one in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import time

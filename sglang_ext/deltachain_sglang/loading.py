@@ -1,7 +1,5 @@
 """Loading of models in SGLang: all of its code that may differ between versions."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from collections import defaultdict

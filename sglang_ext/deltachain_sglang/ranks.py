@@ -5,8 +5,6 @@ steps, without a wait for running requests. SGLang returns only the reply of its
 ranks gather all replies first, and each returns all of them.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any, Final, Literal

@@ -4,8 +4,6 @@
 ``update``.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

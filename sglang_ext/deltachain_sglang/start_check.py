@@ -1,7 +1,5 @@
 """What keeps a server or an engine from following, found before it loads anything."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Who asks: the address of a client, and pages of other sites."""
 
-from __future__ import annotations
-
 import ipaddress
 
 from fastapi import WebSocketException

@@ -1,7 +1,5 @@
 """Connections of a uvicorn server: how long a request may take, and how many there may be."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import OrderedDict
 from typing import Any, Final
@@ -21,7 +19,7 @@ class LimitedHttp(_Http):  # type: ignore[misc]
 
     request_s: float
     most: int
-    waiting: OrderedDict[LimitedHttp, None]  # the one that has lasted longest first
+    waiting: "OrderedDict[LimitedHttp, None]"  # the one that has lasted longest first
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:

@@ -1,7 +1,5 @@
 """Rules of the game: a hidden word, four guesses, feedback by letter; pure functions."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

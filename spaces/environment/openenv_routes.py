@@ -4,8 +4,6 @@ The routes are ours, not those of ``openenv-core``: its server brings gradio and
 does not start with Starlette 1.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

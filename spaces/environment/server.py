@@ -3,8 +3,6 @@
 ``python server.py --host 127.0.0.1 --port 7860 --words FILE``
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Open games, and the limits of those who play them."""
 
-from __future__ import annotations
-
 import math
 import secrets
 import time

@@ -1,7 +1,5 @@
 """One accident from beginning to end: what was seen is judged, and the way out is taken."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress

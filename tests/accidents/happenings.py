@@ -1,7 +1,5 @@
 """What happens to a store: each a function that does it to a scene, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Final, TypeAlias

@@ -4,8 +4,6 @@
 one follower holds and says. Each rule returns what is wrong, in words: nothing when all is well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """A store with a chain in it, those who live with it, and what a person can do about both."""
 
-from __future__ import annotations
-
 import copy
 import http.client
 import json
@@ -45,7 +43,7 @@ class Journal:
         self.writes: list[tuple[str, bytes]] = []
         self.marks: dict[Version, int] = {}
 
-    def copy(self) -> Journal:
+    def copy(self) -> "Journal":
         other = Journal()
         other.writes, other.marks = list(self.writes), dict(self.marks)
         return other

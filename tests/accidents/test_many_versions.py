@@ -1,7 +1,5 @@
 """20,000 versions: who comes late reads a few documents of them, on every store."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A backup is restored while followers are ahead: who says what, and the two ways out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

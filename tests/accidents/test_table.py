@@ -1,7 +1,5 @@
 """Every accident, on every store, whatever becomes of the publisher."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final

@@ -4,8 +4,6 @@ For example ``python -m tests.bench codec --json``, or
 ``python -m tests.bench store s3://bucket/tmp --mb 256``, which cleans up after itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ an attached one makes an anchor by itself, all but its record; a newcomer joins 
 is done as in a training or serving process, with all threads.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import shutil

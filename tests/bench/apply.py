@@ -5,8 +5,6 @@ elements. Staging reads the part, verifies every frame, decodes, gathers the old
 state digest. Results are checked bit for bit before any timing.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -71,7 +69,7 @@ class Scene:
     change: StateDigest
 
     @classmethod
-    def generate(cls, tensors: int, numel: int, density: float) -> Scene:
+    def generate(cls, tensors: int, numel: int, density: float) -> "Scene":
         made, changes, total = [], [], StateDigest()
         for number in range(tensors):
             data = Data.generate(numel, density, seed=number)

@@ -11,8 +11,6 @@ these in the same direction 85.3 to 87.3 % (85 to 90 %). ``tests/unit/bench`` ho
 chance of a flip by old exponent, entropy limits and others' layouts against measurements.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, TypeAlias
@@ -189,7 +187,7 @@ class SyntheticChain:
                 {s.spec.name: (old[s.spec.name], s.published_after(lr)) for s in states},
             )
 
-    def with_density(self, density: float) -> SyntheticChain:
+    def with_density(self, density: float) -> "SyntheticChain":
         """The same run at the learning rate that changes ``density`` of all elements a step.
 
         Momentum does not depend on the learning rate, and where a master lies between two bf16
@@ -201,7 +199,7 @@ class SyntheticChain:
         ulps_per_lr = np.concatenate([state.ulps_per_lr() for state in states])
         return replace(self, lr=_learning_rate(ulps_per_lr, density))
 
-    def _warm_states(self) -> list[_TensorState]:
+    def _warm_states(self) -> "list[_TensorState]":
         states = [_TensorState(self, index, spec) for index, spec in enumerate(self.layout.specs())]
         for number in range(self.warmup):
             for state in states:

@@ -6,8 +6,6 @@ of frames and part; decoding verifies every frame. Every part, and every update 
 another system, is decoded and compared bit for bit before anything is timed.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial

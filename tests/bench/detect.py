@@ -5,8 +5,6 @@ candidate updates its snapshot; the old bits are restored before each repetition
 timing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -68,7 +66,7 @@ class Data:
     old: Bits
 
     @classmethod
-    def generate(cls, numel: int, density: float, seed: int = 0) -> Data:
+    def generate(cls, numel: int, density: float, seed: int = 0) -> "Data":
         """Generate normal weights; ``density`` of them changed by one unit in the last place."""
         rng = np.random.default_rng(seed)
         master = rng.standard_normal(numel, np.float32) * np.float32(0.025)

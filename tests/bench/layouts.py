@@ -1,7 +1,5 @@
 """All layouts of other systems, by name, in the order of tables."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """Output of benchmarks: tables and JSON."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -4,8 +4,6 @@ On ``s3://`` the baseline is bare boto3 with the same bytes in the same round, i
 by 8 threads into one buffer. All written objects are removed at the end, also after Ctrl-C.
 """
 
-from __future__ import annotations
-
 import io
 import secrets
 import time

@@ -1,7 +1,5 @@
 """Updates to measure: of bf16 weights by density and learning rate, and of quantised ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, TypeAlias

@@ -1,7 +1,5 @@
 """What the batched decode and stage kernels promise, as checks that need numpy and torch alone."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace

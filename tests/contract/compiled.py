@@ -1,7 +1,5 @@
 """Compile every Triton program for cards of three generations, without a card."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

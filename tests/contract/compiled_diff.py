@@ -1,7 +1,5 @@
 """``python -m tests.contract.compiled_diff 90``: registers and spills of the fused diff."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

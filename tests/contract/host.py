@@ -1,7 +1,5 @@
 """What the kernels that only the host has promise, as checks against the reference."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The contract of batched kernels, on Triton's interpreter: ``TRITON_INTERPRET=1 python -m``."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 import sys

@@ -1,7 +1,5 @@
 """``python -m tests.contract.interpreted_diff``: the fused diff in Triton's interpreter."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """What every kernel promises, as checks that need neither pytest nor any package but numpy."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -137,7 +135,7 @@ def check_bounds(live: LiveBits) -> None:
             assert list(kernels.bounds(there, low, high)) == expected
 
 
-BIT_CHECKS: tuple[Callable[[LiveBits], None], ...] = (
+BIT_CHECKS: "tuple[Callable[[LiveBits], None], ...]" = (
     check_receive,
     check_views,
     check_copy_and_equal,

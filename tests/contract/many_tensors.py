@@ -3,8 +3,6 @@
 Needs numpy and torch alone, so that it runs on a bare card as well.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

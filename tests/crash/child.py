@@ -1,7 +1,5 @@
 """One process of a crash test: it publishes, follows or mirrors until it kills itself."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import signal

@@ -9,8 +9,6 @@ into ``samples.jsonl`` in the folder, prints a line a minute, and ends with tota
 with the same folder it goes on, and the minutes of all runs count. Ctrl-C ends it; nothing is lost.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

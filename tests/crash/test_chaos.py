@@ -1,7 +1,5 @@
 """Three minutes of chaos: `make chaos` runs for two hours."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -5,8 +5,6 @@ and epochs only grow; a follower holds the bits of the version that it claims, a
 when told to; an apply that failed wrote nothing.
 """
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import tempfile

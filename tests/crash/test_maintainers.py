@@ -4,8 +4,6 @@ Whatever happens, a reader ends with proven bits or plans again, every kept vers
 and what a round deletes is what it said.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """A publisher that is killed, at every point that matters, and what a restart makes of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two publishers for one version: always exactly one commits it, and the other says so."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A server that is killed and comes back, under a publisher, a follower, or both at once."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -4,8 +4,6 @@ Opening it is compared with a floor: a page that loads the same files and docume
 they were, and does nothing with them. Both are opened in turn.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

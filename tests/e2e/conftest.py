@@ -1,7 +1,5 @@
 """One browser for the tests of a module: while one is open, no other event loop can be run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``python -m tests.e2e.many_replicas FOLDER COUNT``: statuses of many replicas of one chain."""
 
-from __future__ import annotations
-
 import random
 import sys
 from threading import Thread

@@ -1,7 +1,5 @@
 """Pages in a real browser: Chromium, without a window."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

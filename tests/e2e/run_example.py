@@ -1,7 +1,5 @@
 """``python run_example.py EXAMPLE [PACKAGES ...]``: an example as its user runs it, on a CPU."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 

@@ -1,7 +1,5 @@
 """A replica that is cut off from its S3 server, seen by a real Prometheus and by the dashboard."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import time

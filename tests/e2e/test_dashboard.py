@@ -1,7 +1,5 @@
 """The dashboard in a real browser: Chromium, without a window, beside replicas over HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The demo, with real training, a real follower process and the oracle; shorter than a person's."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Asynchronous GRPO with a real engine, while its parts are killed one after another."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Each example as its user runs it, with a small model, and the engines and buckets it names."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

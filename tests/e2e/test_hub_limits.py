@@ -4,8 +4,6 @@ In life: 1,000 requests in 300 s, a version every 10 s, a look every 5 s. Here w
 looks are ten times shorter, and the counts are the same.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

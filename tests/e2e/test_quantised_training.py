@@ -1,7 +1,5 @@
 """A GRPO run of TRL that publishes bf16 and quantised chains of the same training at once."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from pathlib import Path
 

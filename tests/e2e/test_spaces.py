@@ -5,8 +5,6 @@ with the Hub of the emulator and a token that may only read. Addresses of the lo
 stand for their host names.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -5,8 +5,6 @@ clones share. ``.venv-ENGINE`` is the clone's own: it looks through to the cache
 installed, and scripts that run here. Runs on the standard library: nothing is installed yet.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -4,8 +4,6 @@ Weights are judged by their bits: the checkpoint is cut into the shards of each 
 are judged by transformers, in fp32 on the same bits.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -8,8 +8,6 @@ No weight is constant. Norms of ones and biases of zeros, as fresh models have t
 under any permutation, so that a test which compares them proves nothing.
 """
 
-from __future__ import annotations
-
 import atexit
 import json
 import shutil

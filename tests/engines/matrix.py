@@ -6,8 +6,6 @@ model has must equal those of a model that is loaded from the changed checkpoint
 from before.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -124,7 +122,7 @@ class Row:
     def right(self) -> bool:
         return not self.wrong and not self.undone_wrong and self.digest
 
-    def checked(self, *, followed: bool = False) -> Row:
+    def checked(self, *, followed: bool = False) -> "Row":
         """Assert that nothing is silently wrong, and if asked that nothing is refused either."""
         assert (self.wrong, self.undone_wrong, self.digest) == ([], [], True)
         assert self.refused or sum(self.classes.values()) == self.tensors

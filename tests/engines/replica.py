@@ -1,7 +1,5 @@
 """A trainer and a server that follows it, and what must be true of the two after anything."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A stock server of either engine on this machine alone, for as long as a test needs it."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

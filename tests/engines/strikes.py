@@ -4,8 +4,6 @@ The test writes an order into the file that ``TEST_DELTACHAIN_STRIKE`` names, in
 the server; one rank finds it at the place it is about, and carries it out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """``make venv-vllm`` and ``make venv-sglang`` build what the tests need, and the benchmark runs."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import importlib.util

@@ -1,7 +1,5 @@
 """Twenty versions of real training in a real server: exact after each, and exactly back again."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -41,7 +39,7 @@ def pulled(chain: Trained, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 @pytest.fixture(scope="module", params=[1, 2], ids=["tp1", "tp2"])
 def pair(
     request: pytest.FixtureRequest, chain: Trained, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Pair]:
+) -> "Iterator[Pair]":
     folder = tmp_path_factory.mktemp("servers")
     options = {"tp": request.param, "plain": True, "dev": True}
     with (

@@ -1,7 +1,5 @@
 """Servers whose engine was killed, hangs, or was paused by others: they are not ready."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

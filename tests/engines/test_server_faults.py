@@ -1,7 +1,5 @@
 """What goes wrong under a real server: it says so, and never serves a mixture."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

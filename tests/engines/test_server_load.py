@@ -1,7 +1,5 @@
 """Versions that arrive while a server is busy: nobody notices, and every token is accounted for."""
 
-from __future__ import annotations
-
 import random
 import re
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What takes a server's store, its processes or its model from it; each test starts its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

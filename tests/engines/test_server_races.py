@@ -1,7 +1,5 @@
 """Several callers at once, a second leader, and weights that are loaded behind our back."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

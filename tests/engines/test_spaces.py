@@ -3,8 +3,6 @@
 It has the images' own command line but for what the engine needs on a CPU.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A trainer in the test's own process: it takes a step and commits a version when it is told to."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Two real processes that are the two ranks of one tensor-parallel group."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Families with something that most lack: other heads, tensors that nobody loads, other senses."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """A trainer and a follower on real servers, behind a network that answers in their place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from threading import Event, Thread
@@ -53,7 +51,7 @@ class Trainer:
         self.model, self.states = model, [models.bits_of(model)]
         self.publisher = Publisher(config, store=store)
 
-    def attach(self) -> Trainer:
+    def attach(self) -> "Trainer":
         self.publisher.attach(self.model)
         return self
 

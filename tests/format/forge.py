@@ -1,7 +1,5 @@
 """Takes a part to pieces and puts it together again, wrongly, with every digest right."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field

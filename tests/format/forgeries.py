@@ -1,7 +1,5 @@
 """Ways to break the rules of FORMAT.md, one at a time, in parts that are sound otherwise."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -3,8 +3,6 @@
 ``build`` gives the files, so that tests can hold today's writer to the bytes of that day.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -127,7 +125,7 @@ def parts() -> Iterator[tuple[str, bytes]]:
     yield "plain", encode_part(every, raw=True).data
 
 
-def tiles_beside(cuts: int) -> tuple[bytes, Weights]:
+def tiles_beside(cuts: int) -> "tuple[bytes, Weights]":
     spec = TensorSpec("w", "BF16", (8, 6))
     old = np.array([0x3C00 + 61 * n % 1024 for n in range(48)], np.uint16)
     new = old.copy()
@@ -150,7 +148,7 @@ def tiny_max() -> bytes:
     return encode_part([replace(tiny_change(), encoding=ENCODINGS.get("max"))]).data
 
 
-def tiles() -> Iterator[tuple[str, bytes, Weights]]:
+def tiles() -> "Iterator[tuple[str, bytes, Weights]]":
     old, new = version(0), version(2)
     pairs = [(spec, old[spec.name], new[spec.name]) for spec in SPECS[:4]]
     yield "whole", encode_part(as_max(*pair) for pair in pairs).data, old

@@ -3,8 +3,6 @@
 It is the second of a chain of which nothing else is frozen; FORMAT.md 8.3 shows its bytes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

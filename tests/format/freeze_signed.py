@@ -3,8 +3,6 @@
 Its parts are not compressed, so that its bytes depend on nothing but the format.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final

@@ -3,8 +3,6 @@
 They name versions of the frozen chain in ``v1/``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Final
 

@@ -3,8 +3,6 @@
 It holds numbers in plain lists and is slow. What it cannot read, the page does not say.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass

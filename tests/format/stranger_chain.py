@@ -1,7 +1,5 @@
 """A reader of whole chains made from FORMAT.md alone: it shares no code with deltachain."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Parts that somebody tampered with. Nothing of them may be taken, and nothing else may happen."""
 
-from __future__ import annotations
-
 import tracemalloc
 from collections.abc import Callable
 

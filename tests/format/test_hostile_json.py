@@ -1,7 +1,5 @@
 """Documents that somebody tampered with: each is refused by one of two errors, or is sound."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

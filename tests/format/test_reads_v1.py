@@ -1,7 +1,5 @@
 """What was frozen as version 1 is read forever, and written today as it was then."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

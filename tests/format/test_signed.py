@@ -1,7 +1,5 @@
 """A signed chain is read forever, and written today as it was then; a stranger proves it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

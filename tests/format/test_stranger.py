@@ -1,7 +1,5 @@
 """A reader made from FORMAT.md alone finds in every file what deltachain finds."""
 
-from __future__ import annotations
-
 import ast
 import json
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Every number in FORMAT.md and its test vectors, computed again."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Changes that reach the rules behind the digests: to pieces, one piece altered, sealed again."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Ends with 0 when nothing was found. What was found lies beside the corpus, and i
 is given in its place: ``--corpus FILE``.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import resource

@@ -1,7 +1,5 @@
 """The fuzzer runs for a while against every reader."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

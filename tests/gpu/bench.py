@@ -4,8 +4,6 @@ Every figure is the median of several timed repetitions after one that is not; r
 divided by ours, so 1.0 is as good as the floor.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks and benchmark of the diff on a card: streams in order, and models of many tensors."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time
@@ -62,7 +60,7 @@ class ModelShape:
     name: str
     numels: tuple[int, ...]
 
-    def scaled(self, divisor: int) -> ModelShape:
+    def scaled(self, divisor: int) -> "ModelShape":
         return ModelShape(self.name, tuple(max(1, n // divisor) for n in self.numels))
 
     @property

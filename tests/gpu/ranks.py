@@ -3,8 +3,6 @@
 Needs neither pytest nor an engine; ``cpu`` tries the checks themselves, without graphs.
 """
 
-from __future__ import annotations
-
 import copy
 import tempfile
 from collections.abc import Callable, Iterator

@@ -7,8 +7,6 @@ To add checks, extend ``_checks``; to add a benchmark, extend ``BENCHES``: a fun
 device that returns figures by name.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The checks of ``make test-gpu`` under pytest: ``pytest -m gpu`` on a machine with a CUDA card."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

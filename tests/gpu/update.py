@@ -1,7 +1,5 @@
 """Benchmark of an update on a card: whole models staged and swapped as a rank does it."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Iterator, Sequence

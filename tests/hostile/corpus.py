@@ -1,7 +1,5 @@
 """Every hostile object, by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final

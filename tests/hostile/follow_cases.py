@@ -5,8 +5,6 @@ exits with 0 after the last. With ``signed``, the chains are signed, and the fol
 their key; the kinds are then those of the attacker. The caller checks the objects.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

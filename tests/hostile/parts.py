@@ -1,7 +1,5 @@
 """Hostile parts: every forgery of the format tests, and those that only a follower can refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, Final

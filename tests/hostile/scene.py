@@ -1,7 +1,5 @@
 """A sound chain in memory, whose objects can be replaced so that everything else still fits."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A signed chain, an attacker who controls its store, and a follower that trusts its key."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any, Final
@@ -50,7 +48,7 @@ class Author(Builder):
         super().__init__([SPEC], {}, trust=trust, chain_id=chain_id)
         self.evil = evil
 
-    def grow(self, count: int, *, epoch: int = 0) -> Author:
+    def grow(self, count: int, *, epoch: int = 0) -> "Author":
         for _ in range(count):
             version = 0 if self.parent is None else self.parent.version + 1
             new = bits_of(version, self.evil)
@@ -62,14 +60,14 @@ class Author(Builder):
             self.commit(version, edge, state_of(new), nnz=SPEC.numel, epoch=epoch)
         return self
 
-    def anchor(self) -> Author:
+    def anchor(self) -> "Author":
         assert self.parent is not None
         version = self.parent.version
         edge = self.put("anchor", None, version, [dense(SPEC, bits_of(version, self.evil))])
         self.added.append(self.chain.add_edge(self.parent, edge, ""))
         return self
 
-    def with_trust(self, trust: Trust) -> Author:
+    def with_trust(self, trust: Trust) -> "Author":
         self.chain = type(self.chain).open(self.store, trust)
         return self
 

@@ -1,7 +1,5 @@
 """Nothing hostile gets past a follower: a typed error, soon, in little memory, nothing written."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The store is the attacker: whatever it shows, only what a trusted key signed is applied."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Contents, metadata and behaviour of the packages that ``make package`` builds."""
 
-from __future__ import annotations
-
 import email
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """``python -m tests.property loaders 0 300``: examine random engines, and tell what is wrong."""
 
-from __future__ import annotations
-
 import logging
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """The layers of a random engine: how they are created, and what they compute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from random import Random

@@ -4,8 +4,6 @@ A unit is one layer: the tensors of a checkpoint that are fused into its weight,
 beside the weight, how its loader writes all that, and what becomes of it after loading.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from random import Random

@@ -1,7 +1,5 @@
 """Random engines: never served wrong, never damaged, refused only where no way exists."""
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """One random engine followed through a few versions, with a freshly loaded one as the judge."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -5,8 +5,6 @@ diff and for two words of the others; what it waits for them longer than they ne
 publishing, as ranks are brought in step before each call.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import json

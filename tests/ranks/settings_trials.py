@@ -1,7 +1,5 @@
 """Trials of ranks whose settings differ, or that open different stores under one URL."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Ranks of a trainer on this machine: processes that talk by gloo."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import importlib

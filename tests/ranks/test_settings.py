@@ -1,7 +1,5 @@
 """Settings that the ranks of a trainer must share, and those that they need not."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

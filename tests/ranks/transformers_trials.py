@@ -1,7 +1,5 @@
 """Trials with models and trainers of transformers, which take seconds to import."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks do in a trial; every function here runs on each of them."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """A fake inference engine of a few kilobytes, with layouts, loaders and packing of real ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

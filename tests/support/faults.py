@@ -1,7 +1,5 @@
 """A store with scripted faults, for crash and corruption tests."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -4,8 +4,6 @@
 its objects, without a subscriber.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

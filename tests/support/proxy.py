@@ -9,8 +9,6 @@
 Settings apply to later requests, on open connections as well.
 """
 
-from __future__ import annotations
-
 import re
 import socket
 import struct
@@ -128,7 +126,7 @@ class Proxy:
                 client.shutdown(socket.SHUT_RD)
             asking.join()
 
-    def _ask(self, client: socket.socket, server: socket.socket, connection: _Connection) -> None:
+    def _ask(self, client: socket.socket, server: socket.socket, connection: "_Connection") -> None:
         with suppress(OSError):
             while piece := client.recv(_PIECE):
                 if _REQUEST.match(piece):
@@ -151,7 +149,7 @@ class Proxy:
         return True
 
     def _answer(
-        self, server: socket.socket, client: socket.socket, connection: _Connection
+        self, server: socket.socket, client: socket.socket, connection: "_Connection"
     ) -> None:
         with suppress(OSError):
             while piece := server.recv(_PIECE):

@@ -9,8 +9,6 @@ It listens on eight consecutive ports, of 127.0.0.1 by default, keeps its object
 can be killed and restarted on the same ports and folder.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

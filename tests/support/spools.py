@@ -1,7 +1,5 @@
 """Spools of given deltas, as a fetcher would have written them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values and states that a test needs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Chains of manifests without payloads, and the stores they are tried on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Commits on stores that go back, lose things or lie: never over a gap, never in silence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The lists of files to touch in CONTRIBUTING.md are those that the code asks for."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Links lead somewhere, the README is short, and what documents show of the code is the code's."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Every variable of the environment means something, or is refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

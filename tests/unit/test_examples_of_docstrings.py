@@ -1,7 +1,5 @@
 """The examples in the docstrings of the public names run, and print what they show."""
 
-from __future__ import annotations
-
 import doctest
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GPU runner works where there is no card, as far as it can."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The identity of a chain: made once, never where versions are, put back where it is lost."""
 
-from __future__ import annotations
-
 import pytest
 
 from deltachain.chain.chain import Chain

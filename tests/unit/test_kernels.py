@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -390,7 +388,7 @@ def test_kernels_of_the_host_keep_the_contract(
     check(kernels)
 
 
-LIVE: dict[str, LiveBits] = {
+LIVE: "dict[str, LiveBits]" = {
     "host": np.empty(0, np.uint16),
     "device": torch.empty(0, dtype=torch.int16),
 }
@@ -399,7 +397,7 @@ LIVE: dict[str, LiveBits] = {
 @pytest.mark.parametrize("check", BIT_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("where", LIVE)
 def test_kernels_of_live_bits_do_what_numpy_does(
-    where: str, check: Callable[[LiveBits], None]
+    where: str, check: "Callable[[LiveBits], None]"
 ) -> None:
     check(LIVE[where])
 

@@ -1,7 +1,5 @@
 """Settings with values of another type than their field."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Phases in manifests: what a publisher writes, and what readers believe."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What names code elsewhere does not travel, unless that is asked for."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

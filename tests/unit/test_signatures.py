@@ -1,7 +1,5 @@
 """Keys and what they sign: pure functions, without a store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

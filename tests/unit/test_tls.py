@@ -1,7 +1,5 @@
 """A private CA, client certificates and proxies, for every client of ours."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Triton decides when it is imported whether it interprets or compiles, so that each has a process.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

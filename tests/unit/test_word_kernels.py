@@ -1,7 +1,5 @@
 """Operations on words of bits: what LLVM makes of them is what they say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A private CA, a server in front of another one that speaks TLS, and a proxy."""
 
-from __future__ import annotations
-
 import asyncio
 import ssl
 from collections.abc import Awaitable, Callable, Iterator

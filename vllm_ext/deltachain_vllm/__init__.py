@@ -4,8 +4,6 @@ This module imports only the standard library, because vLLM loads it in every pr
 code that needs vLLM, torch or the rest of deltachain is imported on first use.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from importlib import import_module

@@ -5,8 +5,6 @@ derived state. The written bits were staged and proven before. The reply is kept
 requests it, because an exception in a worker would misalign vLLM's replies.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import asdict, dataclass
 

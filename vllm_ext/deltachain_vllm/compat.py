@@ -1,7 +1,5 @@
 """All code that may differ between versions of vLLM."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

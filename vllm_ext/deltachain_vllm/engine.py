@@ -1,7 +1,5 @@
 """Engines of vLLM: a server, called from the leader's thread, and an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from argparse import Namespace
@@ -133,7 +131,7 @@ class OfflineEngine:
 
     software = "vllm"
 
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: "LLM") -> None:
         self.llm = llm
 
     def call(self, request: wire.RankRequest) -> Sequence[wire.RankReply]:
@@ -159,7 +157,7 @@ class OfflineEngine:
         self.llm.llm_engine.set_weight_version(str(version))
 
 
-def subscribe(llm: LLM | EngineClient, config: SubscribeConfig | str) -> Subscriber:
+def subscribe(llm: "LLM | EngineClient", config: SubscribeConfig | str) -> Subscriber:
     """Return a subscriber whose target is an engine in this process.
 
     >>> llm = LLM(model, worker_extension_cls="deltachain_vllm.WorkerExtension")  # doctest: +SKIP

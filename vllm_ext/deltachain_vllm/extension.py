@@ -1,7 +1,5 @@
 """The RPC service of a vLLM worker: ``--worker-extension-cls deltachain_vllm.WorkerExtension``."""
 
-from __future__ import annotations
-
 import os
 from functools import partial
 from importlib import import_module

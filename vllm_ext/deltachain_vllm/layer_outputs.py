@@ -1,7 +1,5 @@
 """Outputs of single vLLM layers for a fixed input, whatever the form of their weights."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

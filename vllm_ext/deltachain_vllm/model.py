@@ -1,7 +1,5 @@
 """Adapter of one vLLM worker's model to deltachain's interface."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

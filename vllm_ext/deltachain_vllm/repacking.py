@@ -5,8 +5,6 @@ methods are used here: raw tensors are created as recorded, the model's loader f
 post-load processing runs again, from the state in which it ran first.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

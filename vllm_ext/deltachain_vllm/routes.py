@@ -1,7 +1,5 @@
 """Routes ``/v1/deltachain/*`` of a vLLM server, and probes that need no key."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from argparse import Namespace
@@ -138,7 +136,7 @@ class EndpointPlugin:
 
 
 def _engine(
-    client: EngineClient | None,
+    client: "EngineClient | None",
     loop: asyncio.AbstractEventLoop,
     settings: ReplicaSettings,
     args: Namespace,

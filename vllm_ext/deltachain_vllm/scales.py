@@ -4,8 +4,6 @@ Some attention backends give their kernels scales as numbers of the host. A grap
 with such a kernel repeats it with the numbers of that time, whatever a load writes later.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """What a vLLM server refuses at its start, before it loads anything; imports no vLLM itself."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

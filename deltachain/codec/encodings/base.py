@@ -1,7 +1,5 @@
 """Interface of an encoding: one way to store the changes of a tensor in a part (FORMAT.md 4)."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Encodings of new bits without gaps: ``dense`` in byte planes, ``raw`` and ``plain`` as arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Registry of encodings by name: built-in ones, and those of installed packages."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Set
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Encodings ``step`` and ``overwrite``, and their base: changed elements located by gaps."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Small files of a checkpoint besides its weights: configuration and tokenizer."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -260,7 +258,7 @@ def _generation(model: nn.Module) -> dict[str, Any]:
 
 
 def collect_assets(
-    model: nn.Module | TensorSource, config: PublishConfig, *others: object
+    model: "nn.Module | TensorSource", config: PublishConfig, *others: object
 ) -> dict[str, bytes]:
     """Return the files that belong to a model: those of its checkpoint, as they would be now.
 

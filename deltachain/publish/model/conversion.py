@@ -5,8 +5,6 @@ saved. The conversion is determined once, by running the model's own code on ele
 of weights.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,7 +97,7 @@ def conversions(model: nn.Module, shapes: Shapes) -> dict[str, Conversion]:
     return found
 
 
-def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
+def _saved_by_transformers(model: nn.Module) -> "PreTrainedModel | None":
     transformers = sys.modules.get("transformers.modeling_utils")
     if transformers is None:
         return None  # not imported, so there is no such model
@@ -112,7 +110,7 @@ def _saved_by_transformers(model: nn.Module) -> PreTrainedModel | None:
     return cast("PreTrainedModel", model)
 
 
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
+def _twin(model: "PreTrainedModel") -> "PreTrainedModel":
     """Return the model without weights, of the classes before FSDP2: transformers looks there."""
     if model not in _twins:
         kinds = type(model).__mro__
@@ -122,10 +120,10 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return _twins[model]
 
 
-_twins: WeakKeyDictionary[nn.Module, PreTrainedModel] = WeakKeyDictionary()
+_twins: "WeakKeyDictionary[nn.Module, PreTrainedModel]" = WeakKeyDictionary()
 
 
-def _convert(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _convert(model: "PreTrainedModel", tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415
 
     converted: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))

@@ -3,8 +3,6 @@
 A chain has one set of them, which its next version must have too. Needs no torch.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import logging
@@ -56,12 +54,12 @@ def saved(*things: object, trusted: bool, told: Collection[str] | None = ()) -> 
         return read_assets(Path(scratch), trusted=trusted, told=told)
 
 
-def own_parts(model: nn.Module) -> tuple[object, ...]:
+def own_parts(model: "nn.Module") -> tuple[object, ...]:
     return tuple(getattr(model, name, None) for name in ("config", "generation_config"))
 
 
 def with_touched(
-    origin: Mapping[str, bytes], folder: Path, model: nn.Module, *others: object, trusted: bool
+    origin: Mapping[str, bytes], folder: Path, model: "nn.Module", *others: object, trusted: bool
 ) -> dict[str, bytes]:
     """Return the files of the folder that a model was loaded from, and what was changed since.
 
@@ -118,7 +116,7 @@ def _folder_of(files: Mapping[str, bytes]) -> Iterator[str]:
         yield scratch
 
 
-def with_architecture(data: bytes, model: nn.Module) -> bytes:
+def with_architecture(data: bytes, model: "nn.Module") -> bytes:
     """Return a configuration that names the model's class, or one that it is a subclass of."""
     config = json.loads(data)
     named = config.get("architectures") or []

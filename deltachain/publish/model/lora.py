@@ -4,8 +4,6 @@ Both are exports (see :meth:`Publisher.attach`) and leave the live model unchang
 live bf16 weights and reverting would change most of them.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import math
@@ -36,7 +34,7 @@ _CHANGES_BASE: Final = ("pissa", "corda", "olora", "loftq", "lora_ga")
 _ALONE: Final = "publish the adapter alone (adapter_tensors), or a merged copy of the model"
 
 
-def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
+def adapter_tensors(model: "PeftModel", adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of an adapter, with the names of ``adapter_model.safetensors``.
 
     The only adapter needs no name; an unknown one is a ``ConfigError``, as is a layer that scales
@@ -52,7 +50,7 @@ def adapter_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tu
         yield prefix + name, tensor
 
 
-def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, bytes]:
+def adapter_assets(model: "PeftModel", adapter: str | None = None) -> dict[str, bytes]:
     """Return the files that ``save_pretrained`` writes for an adapter, without its tensors.
 
     An adapter whose initialisation changed the base is named in the log.
@@ -80,7 +78,7 @@ def adapter_assets(model: PeftModel, adapter: str | None = None) -> dict[str, by
         return read_assets(Path(scratch))
 
 
-def _is_of_transformers(model: PeftModel) -> bool:
+def _is_of_transformers(model: "PeftModel") -> bool:
     """Return whether ``add_adapter`` of transformers made the adapters, with names without prefix.
 
     A model of PEFT shows the attributes of the model inside: only the model's own count.
@@ -88,7 +86,7 @@ def _is_of_transformers(model: PeftModel) -> bool:
     return bool(vars(unwrapped(model)).get("_hf_peft_config_loaded"))
 
 
-def merged_tensors(model: PeftModel, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
+def merged_tensors(model: "PeftModel", adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the base model's checkpoint with one adapter merged: ``W + s B A``.
 
     The sum is computed in fp32 and rounded once, to the dtype of ``W``, into a new tensor. Low-rank
@@ -225,7 +223,7 @@ def _unmerged(adapter: str, more: str) -> ConfigError:
     )
 
 
-def _find(model: PeftModel, adapter: str | None) -> tuple[str, Any]:
+def _find(model: "PeftModel", adapter: str | None) -> tuple[str, Any]:
     """Return the name and PEFT's configuration of an adapter.
 
     Of several none is the obvious one: trainers add a reference adapter, and switch the active one.

@@ -1,7 +1,5 @@
 """Weights that cannot be published, and what to do instead."""
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -261,7 +259,7 @@ class TensorForm(NamedTuple):
     memory: MemoryRange
 
     @classmethod
-    def of(cls, name: str, tensor: Tensor) -> TensorForm:
+    def of(cls, name: str, tensor: Tensor) -> "TensorForm":
         local = local_of(tensor)
         refuse_tensor(name, local)
         start, sharded = local.data_ptr(), cast("Any", tensor)
@@ -285,7 +283,7 @@ class ModelForm:
     ties: Mapping[str, str] = field(default_factory=dict)  # first name by further name
 
     @classmethod
-    def of(cls, live: Iterable[tuple[str, Tensor]]) -> ModelForm:
+    def of(cls, live: Iterable[tuple[str, Tensor]]) -> "ModelForm":
         """Look at all tensors of a model; no element is read."""
         first: dict[int, str] = {}
         tensors: dict[str, TensorForm] = {}

@@ -1,7 +1,5 @@
 """Weights of a live model, with the names and dtypes of its checkpoint."""
 
-from __future__ import annotations
-
 import logging
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,7 +39,7 @@ class Weight:
     file: Callable[[], Tensor] | None = None
 
     @classmethod
-    def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> Weight:
+    def straight(cls, spec: TensorSpec, tensor: Tensor, *, frozen: bool) -> "Weight":
         return cls(spec, tensor, frozen, ElementMap.straight(spec))
 
 

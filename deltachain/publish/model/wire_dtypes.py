@@ -1,7 +1,5 @@
 """Wire dtypes of live weights: those of the checkpoint, unless another was asked for."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import re

@@ -1,7 +1,5 @@
 """Layers that engines quantise, linear ones and experts, and the `config.json` that says so."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re
@@ -77,7 +75,7 @@ class Layers(msgspec.Struct, frozen=True):
     tied: frozenset[str] = frozenset()
 
     @classmethod
-    def joined(cls, found: Sequence[Layers]) -> Layers:
+    def joined(cls, found: "Sequence[Layers]") -> "Layers":
         kinds = zip(*((one.linear, one.embeddings, one.tied) for one in found), strict=True)
         return cls(*(frozenset().union(*kind) for kind in kinds))
 

@@ -1,7 +1,5 @@
 """Choice of a recipe, and of the layers that it leaves alone."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,12 +113,12 @@ class Quantization:
                     raise ConfigError(f"ignore has {entry!r}: {exc}") from exc
 
     @classmethod
-    def chosen(cls, setting: Quantization | str | None) -> Quantization | None:
+    def chosen(cls, setting: "Quantization | str | None") -> "Quantization | None":
         """Return a setting with its recipe; a string names one."""
         return cls(setting) if isinstance(setting, str) else setting
 
     @classmethod
-    def of(cls, checkpoint: Path | str) -> Quantization:
+    def of(cls, checkpoint: Path | str) -> "Quantization":
         """Return the quantisation of a checkpoint that is quantised: its recipe and layers.
 
         Args:

@@ -3,8 +3,6 @@
 No quantised copy is kept: the codes of one matrix at a time are compared with the snapshot.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

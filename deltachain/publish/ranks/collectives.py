@@ -5,8 +5,6 @@ that times out leaves its process group unusable, whereas a late rank here reads
 without it and continues.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -49,11 +47,11 @@ class Ranks:
         self._posted: list[str] = []
 
     @classmethod
-    def alone(cls) -> Ranks:
+    def alone(cls) -> "Ranks":
         return cls(0, 1, 0.0)
 
     @classmethod
-    def join(cls, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> Ranks:
+    def join(cls, group: dist.ProcessGroup | None = None, *, deadline_s: float) -> "Ranks":
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(group) == 1:
             return cls.alone()
         number, count = dist.get_rank(group), dist.get_world_size(group)
@@ -96,7 +94,7 @@ class Ranks:
             raise RankError(refusal, hint=EVERY_RANK)
         return name
 
-    def clone(self) -> Ranks:
+    def clone(self) -> "Ranks":
         store = None if self._store is None else self._store.clone()
         return Ranks(self.number, self.count, self.deadline_s, store)
 

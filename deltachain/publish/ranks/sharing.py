@@ -1,7 +1,5 @@
 """What the ranks of a trainer agree on: their settings, and who publishes which weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Classes of tensors, by their way into live weights, and the agreement of all ranks on them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod

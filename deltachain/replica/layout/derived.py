@@ -5,8 +5,6 @@ sources of a derived tensor are found in the same way, one checkpoint tensor at 
 module outwards.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -58,7 +56,7 @@ def find_derived(state: ModelState, findings: Findings) -> Findings:
     return replace(findings.only_reloaded(reasons), loaded_into=layers, derived=derived)
 
 
-def _sources_of(search: _Search, derived: frozenset[str]) -> Mapping[str, set[str]]:
+def _sources_of(search: "_Search", derived: frozenset[str]) -> Mapping[str, set[str]]:
     made: dict[str, set[str]] = {live: set() for live in derived}
     for scopes in _outwards(search, derived):
         wanted = [scopes[live] for live in scopes if not made[live]]
@@ -284,7 +282,7 @@ def _module(state: ModelState, live: str) -> str:
 logger = logging.getLogger(__name__)
 
 
-def find_unused(state: ModelState, layout: Layout, names: Iterable[str]) -> dict[str, str]:
+def find_unused(state: ModelState, layout: "Layout", names: Iterable[str]) -> dict[str, str]:
     """Load the whole checkpoint with other bits in some tensors alone: nothing may change.
 
     Returns why each of the tensors, which no rank holds, is not proven to be unused; empty for an
@@ -304,7 +302,7 @@ def find_unused(state: ModelState, layout: Layout, names: Iterable[str]) -> dict
         restore_outputs(state)
 
 
-def _held(state: ModelState, layout: Layout, names: Iterable[str]) -> dict[str, str]:
+def _held(state: ModelState, layout: "Layout", names: Iterable[str]) -> dict[str, str]:
     """Return tensors in a parameter that no update reaches, which a loader may write only once."""
     places = [place for places in layout.places.values() for place in places]
     reached = {place.live.untyped_storage().data_ptr() for place in places}
@@ -327,7 +325,7 @@ def _held(state: ModelState, layout: Layout, names: Iterable[str]) -> dict[str, 
     return found
 
 
-def _followed(state: ModelState, layout: Layout, changed: Sequence[str]) -> str:
+def _followed(state: ModelState, layout: "Layout", changed: Sequence[str]) -> str:
     """Return which changes some tensors cause; empty for none, if loads of the others changed some.
 
     All tensors have other bits in these loads, to reveal one that acts only together with others.

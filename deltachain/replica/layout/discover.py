@@ -7,8 +7,6 @@ again, if that is exact and the model follows this tensor alone; if not, it is r
 any case the engine holds exactly the same bits afterwards as before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -47,7 +45,7 @@ class Layout:
     comparable: frozenset[LoadGroup] = frozenset()
     idle: frozenset[str] = frozenset()  # tensors that the engine loads with others
 
-    def comparing(self, compared: Container[str]) -> Layout:
+    def comparing(self, compared: Container[str]) -> "Layout":
         kept = {g for g in self.comparable if all(name in compared for name in g.names)}
         return replace(self, comparable=frozenset(kept))
 

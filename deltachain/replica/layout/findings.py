@@ -1,7 +1,5 @@
 """Findings of discovery about each checkpoint tensor, and the layers that must follow it."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -66,11 +64,11 @@ class Findings:
     def in_place(self) -> list[str]:
         return [n for n, found in self.placements.items() if found and n not in self.reasons]
 
-    def not_in_place(self, reasons: Mapping[str, str]) -> Findings:
+    def not_in_place(self, reasons: Mapping[str, str]) -> "Findings":
         """Record why tensors cannot be written in place; the first reason of a tensor stays."""
         return replace(self, reasons={**self.reasons, **reasons, **self.reasons})
 
-    def only_reloaded(self, reasons: Mapping[str, str]) -> Findings:
+    def only_reloaded(self, reasons: Mapping[str, str]) -> "Findings":
         return replace(self.not_in_place(reasons), reload_only=self.reload_only.union(reasons))
 
 

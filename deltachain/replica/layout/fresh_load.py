@@ -6,8 +6,6 @@ from nothing, into modules of its own: every tensor and every number must be equ
 of a layer with members that cannot be inspected.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final

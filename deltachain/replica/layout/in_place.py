@@ -1,7 +1,5 @@
 """Prove that tensors can be written in place, and find those that cannot."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import suppress

@@ -8,8 +8,6 @@ they get no places, but a reason. The operations are tracked that compute from s
 tensors that a loader holds back until others arrive are known to belong together.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -105,7 +103,7 @@ class _Run(TorchDispatchMode):
         self.fills: list[Tensor] = []
         self.unattributed = ""
 
-    def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> _Run:
+    def execute(self, load: Load, modules: Mapping[str, nn.Module]) -> "_Run":
         members = Members(modules.values())
         try:
             with torch.no_grad(), self:

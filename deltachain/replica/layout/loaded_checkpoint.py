@@ -1,7 +1,5 @@
 """The checkpoint that an engine loaded, by the names of the chain."""
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping

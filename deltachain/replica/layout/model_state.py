@@ -4,8 +4,6 @@ Both engines build layers alike: a module with a ``weight`` and a ``quant_method
 by the weight, by a packed copy of it, or by another form of it made after loading.
 """
 
-from __future__ import annotations
-
 import dis
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -218,7 +216,7 @@ class ModelState:
         self.processed = model.processed()
         self.outputs = self._compute(frozenset(self.modules) if layers is None else layers)
 
-    def now(self, layers: frozenset[str] | None = None) -> ModelState:
+    def now(self, layers: frozenset[str] | None = None) -> "ModelState":
         return ModelState(self.model, self.source, layers=layers)
 
     def load(

@@ -7,8 +7,6 @@ items, and tensors with the memory that they view.
 """
 
 # ruff: noqa: ANN401 - members of modules have any type
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping
@@ -188,7 +186,7 @@ class Members:
         for root in self._roots:
             self._settle(root, root.container, seen)
 
-    def _record(self, module: nn.Module) -> _Box:
+    def _record(self, module: nn.Module) -> "_Box":
         for container in containers_of(module):
             box = self._boxes[id(container)] = _Box(container, _items(container))
             for value in box.items.values():
@@ -197,7 +195,7 @@ class Members:
                     self._memories.setdefault(id(value), memory)
         return self._boxes[id(vars(module))]
 
-    def _settle(self, box: _Box, now: Any, seen: set[int]) -> None:
+    def _settle(self, box: "_Box", now: Any, seen: set[int]) -> None:
         if id(box) in seen:
             return
         seen.add(id(box))
@@ -217,7 +215,7 @@ class Members:
             box.put(key, before)
         self._settle_new(box, found)
 
-    def _settle_new(self, box: _Box, found: dict[Any, Any]) -> None:
+    def _settle_new(self, box: "_Box", found: dict[Any, Any]) -> None:
         for key, after in found.items():
             before, is_tensor = box.items.get(key), isinstance(after, Tensor)
             if is_tensor and key not in box.items and after.numel():

@@ -6,8 +6,6 @@ restore them, bit for bit. A loader that silently does nothing, or updates only 
 these tests.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -55,7 +53,7 @@ class Outcome:
     beside: frozenset[str] = frozenset()
     moved: frozenset[str] = frozenset()
 
-    def __add__(self, other: Outcome) -> Outcome:
+    def __add__(self, other: "Outcome") -> "Outcome":
         return Outcome(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(self)))
 
     def silent(self, group: LoadGroup) -> frozenset[str]:

@@ -6,8 +6,6 @@ whenever weights are written, and the module computes them again. Numbers are pr
 attention backends compute them, and attention may have no weights of its own.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
@@ -34,7 +32,7 @@ ADAPTER: Final = "LoRA"
 _TORCHS: Final = vars(nn.Module()).keys() - {"_buffers"}
 """Attributes of every module."""
 
-_loaded: WeakKeyDictionary[nn.Module, LoadedState | str] = WeakKeyDictionary()
+_loaded: "WeakKeyDictionary[nn.Module, LoadedState | str]" = WeakKeyDictionary()
 """What each model held when loaded, or why it could not be recorded."""
 
 

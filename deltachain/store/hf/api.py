@@ -6,8 +6,6 @@ functions for buckets are not used: they read a pinned object by a look-up of a 
 gone and a file on disk, upload and reveal together, and send requests that nobody counts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

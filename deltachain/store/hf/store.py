@@ -16,8 +16,6 @@ for the storage about once an hour:
 =================  ===========================================================
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ missing, the storage itself is asked for the size of the content. A bit flipped 
 detected here: readers compare digests.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import threading

@@ -1,7 +1,5 @@
 """Clients of boto3, from options, environment and profile."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from functools import cache

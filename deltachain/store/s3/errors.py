@@ -1,7 +1,5 @@
 """Failures of requests to an S3 server: which may pass, and what to do about the others."""
 
-from __future__ import annotations
-
 import os
 import re
 from typing import Any, Final

@@ -1,7 +1,5 @@
 """Objects in an S3 bucket of AWS or any S3-compatible server, through boto3."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping

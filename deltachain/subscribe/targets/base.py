@@ -1,7 +1,5 @@
 """Interfaces between a subscriber and its target, and all-or-nothing writes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -46,7 +44,7 @@ class Prepared(Protocol):
         If not, the replica should leave service before it swaps.
         """
 
-    def undo(self) -> Prepared:
+    def undo(self) -> "Prepared":
         """Return the staged apply that undoes this one."""
 
 
@@ -127,10 +125,10 @@ class StagedWrite(Protocol):
     def run(self) -> None:
         """Write into live bits; after an interruption, ``undo().run()`` restores them."""
 
-    def undo(self) -> StagedWrite:
+    def undo(self) -> "StagedWrite":
         """Return the write that undoes this one."""
 
-    def without_old(self) -> StagedWrite:
+    def without_old(self) -> "StagedWrite":
         """Return the same write, which cannot be undone; before it is run only."""
 
 
@@ -155,10 +153,10 @@ class Write(StagedWrite):
         for live in self.places:
             write_patch(live, self.patch)
 
-    def undo(self) -> Write:
+    def undo(self) -> "Write":
         return replace(self, patch=self.patch.undo())
 
-    def without_old(self) -> Write:
+    def without_old(self) -> "Write":
         return replace(self, patch=self.patch.without_old())
 
 

@@ -5,8 +5,6 @@ any interruption of the write, opening the folder again finishes it, and a repet
 nothing.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

@@ -1,7 +1,5 @@
 """Targets in this process, which stage one patch per tensor."""
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -45,7 +43,7 @@ class Patches(Prepared):
     def can_undo(self) -> bool:
         return not self.deferred
 
-    def undo(self) -> Patches:
+    def undo(self) -> "Patches":
         if self.deferred:
             raise ValueError(f"{self.deferred[0]}: the old bits were not kept")
         undone = tuple(patch.undo() for patch in self.patches)

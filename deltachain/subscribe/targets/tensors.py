@@ -1,7 +1,5 @@
 """Targets in memory: a dict of tensors, or a torch module."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -128,7 +126,7 @@ class TensorTarget(PatchedTarget):
         self._forms = self._forms_of(self._tensors)
 
     @staticmethod
-    def _forms_of(tensors: Mapping[str, Tensor]) -> dict[str, _Form]:
+    def _forms_of(tensors: Mapping[str, Tensor]) -> "dict[str, _Form]":
         return {name: _form(tensor) for name, tensor in tensors.items()}
 
     def close(self) -> None:

@@ -5,8 +5,6 @@ and a game server for the rewards: four processes that share nothing else. Takes
 on two cores. Exits with 1 unless the reward rises and all bits are equal.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -4,8 +4,6 @@ TRL downloads a CUDA kernel for it. Here each segment of a row attends to the pa
 torch's scaled dot product: the same result, slower.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Sampling from a vLLM or SGLang server: tokens with log probabilities and versions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Transcripts of simulated games for pretraining; half of the guesses are invalid words."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence

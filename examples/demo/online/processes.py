@@ -1,7 +1,5 @@
 """Processes that are restarted when they die, like under a process supervisor."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

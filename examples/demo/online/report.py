@@ -1,7 +1,5 @@
 """Report of the asynchronous demo, as a table and as JSON."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

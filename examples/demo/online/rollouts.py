@@ -1,7 +1,5 @@
 """Rollouts: games played by the engine with its current policy, as samples for the trainer."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

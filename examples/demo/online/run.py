@@ -1,7 +1,5 @@
 """The asynchronous demo: starts all processes, trains, and evaluates the result."""
 
-from __future__ import annotations
-
 import json
 import secrets
 import statistics
@@ -52,7 +50,7 @@ class RunOptions:
     steps: int
     seed: int
     display: Display
-    at_step: Callable[[int, Running], None]
+    at_step: "Callable[[int, Running], None]"
     dashboard: bool = False
 
 

@@ -1,7 +1,5 @@
 """Trainer process: TRL's asynchronous GRPO, with the chain as weight transfer."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -57,7 +55,7 @@ class TrainerOptions:
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
-    def read(cls, file: Path) -> TrainerOptions:
+    def read(cls, file: Path) -> "TrainerOptions":
         return cls(**json.loads(file.read_text(encoding="utf-8")))
 
 

@@ -1,7 +1,5 @@
 """``python -m tests.bench.cross_region``: make a network, measure on it, print."""
 
-from __future__ import annotations
-
 import argparse
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The run: every way in turn over the same network, the same store and the same changes."""
 
-from __future__ import annotations
-
 import json
 import os
 import queue
@@ -150,7 +148,7 @@ class Run:
     poll_s: float
 
     @contextmanager
-    def way(self, way: str) -> Iterator[Cast]:
+    def way(self, way: str) -> "Iterator[Cast]":
         slug = way.replace(" ", "-").replace(",", "")
         order = {
             "scene": str(self.scene.folder),

@@ -1,7 +1,5 @@
 """Network of a run, created and removed by a ``with`` block; needs Linux and root."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -266,7 +264,7 @@ class Counted(NamedTuple):
     sent: int
     received: int
 
-    def since(self, before: Counted) -> Counted:
+    def since(self, before: "Counted") -> "Counted":
         return Counted(self.sent - before.sent, self.received - before.received)
 
 

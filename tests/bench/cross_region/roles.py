@@ -4,8 +4,6 @@ Each reads orders and writes answers, JSON objects a line, and ends when its ord
 ``time.monotonic``, which all processes of a Linux machine share.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import sys
@@ -60,7 +58,7 @@ class Scene:
     spans: tuple[Span, ...]
 
     @classmethod
-    def open(cls, folder: Path) -> Scene:
+    def open(cls, folder: Path) -> "Scene":
         rows = json.loads((folder / _NAMES).read_text(encoding="utf-8"))
         specs = [TensorSpec(name, "BF16", tuple(shape)) for name, shape in rows]
         stops = np.cumsum([spec.numel for spec in specs]).tolist()

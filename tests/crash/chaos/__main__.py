@@ -14,8 +14,6 @@ Needs ``make venv-vllm venv-sglang``. Exits with 1 if a token was not explained,
 recover, or an alert was not shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

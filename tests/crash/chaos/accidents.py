@@ -1,7 +1,5 @@
 """Accidents: what happens to a run, drawn from a seed, and what the dashboard must show of it."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """Clients that keep engines busy, and the judge of every answer."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Totals of all runs of a diary: accidents, answers, alerts, and what was not explained."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter, defaultdict

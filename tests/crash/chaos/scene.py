@@ -1,7 +1,5 @@
 """The parties of a run: an S3 server, a trainer, a maintainer, two engines and a dashboard."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

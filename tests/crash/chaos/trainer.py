@@ -8,8 +8,6 @@ The bits of each step lie in ``WEIGHTS`` before they are published, as the train
 no code of the package's readers and writers takes part. Started again, it goes on with the newest.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

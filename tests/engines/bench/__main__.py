@@ -5,8 +5,6 @@ before the next is loaded.
 """
 
 # ruff: noqa: PLC0415 - spawned processes import this module, and must not load numba by it
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import sys

@@ -6,8 +6,6 @@ before the product's turn comes. So no candidate ever leaves anything for the ne
 the state digest of the live weights at the end speaks for all of them.
 """
 
-from __future__ import annotations
-
 import resource
 import time
 from collections.abc import Callable, Mapping
@@ -51,9 +49,9 @@ class Live:
 
     subscriber: Subscriber
     rank: Callable[[], Rank]
-    load: Callable[[Weights], object]
-    reload: Callable[[Weights], object]
-    patches: Callable[[Mapping[str, TensorDelta], Dense], float] | None = None
+    load: "Callable[[Weights], object]"
+    reload: "Callable[[Weights], object]"
+    patches: "Callable[[Mapping[str, TensorDelta], Dense], float] | None" = None
 
 
 def follow(live: Live, drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:

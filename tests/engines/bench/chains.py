@@ -9,8 +9,6 @@ by two in nine of ten of the rest, and so on, up or down alike. Norms change a t
 lie near one, where a unit in the last place is large.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType

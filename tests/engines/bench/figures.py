@@ -4,8 +4,6 @@ vLLM 0.32 for CPUs looks through the attributes of every module there is when a 
 falls over those of llvmlite: nothing that imports numba may be there by then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -8,8 +8,6 @@ are updates after which requests go on with what they had cached. What a window 
 that its missing tokens would have taken at the rate of the two quiet windows next to it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

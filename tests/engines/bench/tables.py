@@ -1,7 +1,5 @@
 """The figures as tables, as one JSON object, and as an exit code."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict

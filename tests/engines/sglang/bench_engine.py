@@ -1,8 +1,6 @@
 """What of the benchmark only SGLang has: a rank without a server, and a busy engine."""
 
 # ruff: noqa: PLC0415 - SGLang reads its environment when it is imported
-from __future__ import annotations
-
 import asyncio
 import os
 import tempfile

@@ -5,8 +5,6 @@ for the first checkpoint that it loads as a scheduler would be; later ones are l
 """
 
 # ruff: noqa: PLC0415 - SGLang reads its environment when it is imported
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Mapping

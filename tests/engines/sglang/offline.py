@@ -3,8 +3,6 @@
 Prints one line of JSON; the arguments are the URL, the base, and versions to pull and compare with.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A stock SGLang server on the CPU; see :class:`tests.engines.serving.Server`."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What of SGLang's own is asked, and what it answers, without a server."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

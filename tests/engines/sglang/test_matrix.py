@@ -1,7 +1,5 @@
 """Model families in SGLang against the scatter plan: each tensor written, loaded or refused."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import pytest

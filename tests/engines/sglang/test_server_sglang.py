@@ -1,7 +1,5 @@
 """SGLang's own way to ask for a version, and who else may ask the ranks anything."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

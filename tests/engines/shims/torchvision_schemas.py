@@ -4,8 +4,6 @@ The only torchvision on PyPI is built for CUDA and cannot load its operators. Im
 fails over the schemas of two of them, which are declared here as soon as somebody asks for it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder

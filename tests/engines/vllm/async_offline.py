@@ -3,8 +3,6 @@
 Prints one line of JSON.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

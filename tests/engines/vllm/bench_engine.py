@@ -1,8 +1,6 @@
 """What of the benchmark only vLLM has: an offline ``LLM``, and a busy engine."""
 
 # ruff: noqa: PLC0415 - vLLM reads its environment when it is imported
-from __future__ import annotations
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
@@ -40,7 +38,7 @@ def measure_updates(drawn: Drawn, *, plain: bool, warm_up: int) -> Applied:
     return follow(_live(llm, drawn), drawn, plain=plain, warm_up=warm_up)
 
 
-def _live(llm: Any, drawn: Drawn) -> Live:
+def _live(llm: Any, drawn: Drawn) -> "Live":
     import torch
     from vllm.config import set_current_vllm_config
 
@@ -64,7 +62,7 @@ def _live(llm: Any, drawn: Drawn) -> Live:
     )
 
 
-def _patches(model: Any, config: Any, deltas: Mapping[str, TensorDelta], dense: Dense) -> float:
+def _patches(model: Any, config: Any, deltas: "Mapping[str, TensorDelta]", dense: "Dense") -> float:
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (

@@ -1,7 +1,5 @@
 """A worker with plain linear layers, for as long as its process lives; nothing else is changed."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Final
 

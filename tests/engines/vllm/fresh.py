@@ -8,8 +8,6 @@ One process is one rank, and stays that rank of that many: process groups are ma
 """
 
 # ruff: noqa: PLC0415 - vLLM is imported when it is used: collecting tests must not need it
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager

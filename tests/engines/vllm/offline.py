@@ -4,8 +4,6 @@ Run as a process of its own, because vLLM leaves process groups behind; what it 
 one line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
@@ -83,7 +81,7 @@ def attach(llm: Any, url: str) -> dict[str, Any]:
     return {"refusal": refusal, "same": _generate(llm) == before}
 
 
-def follow(llm: Any, judge: _Judge, last: int, *, tp: int, stock: bool) -> Seen:
+def follow(llm: Any, judge: "_Judge", last: int, *, tp: int, stock: bool) -> Seen:
     import deltachain_vllm  # noqa: PLC0415
 
     seen = Seen()

@@ -1,7 +1,5 @@
 """As ``offline_worker``, with linear layers that compute from their parameters."""
 
-from __future__ import annotations
-
 from tests.engines.vllm import offline_worker, plain
 
 __all__ = ["WorkerExtension"]

@@ -1,7 +1,5 @@
 """Workers of an offline ``LLM`` that can be asked what a fresh load of a checkpoint would hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Stock vLLM on a CPU packs them into handles of its kernels: nothing could be wri
 ``/weight_checker`` would see no weight.
 """
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from typing import Final
 

@@ -1,7 +1,5 @@
 """Layers packed again from other weights, held against a fresh load of these."""
 
-from __future__ import annotations
-
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping

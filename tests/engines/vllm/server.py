@@ -1,7 +1,5 @@
 """A stock ``vllm serve``; see :class:`tests.engines.serving.Server`."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Mapping, Sequence

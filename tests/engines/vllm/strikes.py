@@ -1,7 +1,5 @@
 """A vLLM worker whose ranks fail when a test says so; see :mod:`tests.engines.strikes`."""
 
-from __future__ import annotations
-
 import deltachain_vllm.extension
 import tests.engines.strikes  # noqa: F401 - makes it so, in this process
 

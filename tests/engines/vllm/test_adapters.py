@@ -1,7 +1,5 @@
 """Versions of a LoRA adapter in a running vLLM, against what PEFT makes of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -34,7 +32,7 @@ class Said:
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[torch.Tensor] = field(default_factory=list)
 
-    def agrees(self, other: Said) -> bool:
+    def agrees(self, other: "Said") -> bool:
         return self.tokens == other.tokens and all(
             torch.allclose(mine, theirs, atol=1e-4)
             for mine, theirs in zip(self.logprobs, other.logprobs, strict=True)

@@ -1,7 +1,5 @@
 """Engines in a program of one's own, and servers with processes that a leader cannot reach."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Scales of keys and values in a checkpoint are followed, in a real vLLM."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from importlib import import_module

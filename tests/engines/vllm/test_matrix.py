@@ -1,7 +1,5 @@
 """Model families against the scatter plan: each tensor written, loaded or refused, none wrong."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

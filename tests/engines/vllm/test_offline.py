@@ -1,7 +1,5 @@
 """Chains that were trained for real, followed inside vLLM: every version exact, and back again."""
 
-from __future__ import annotations
-
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers packed again are, bit by bit, those of a fresh load: experts, convolutions, MLA, ties."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Weights of eight bits: quantised by the trainer, or by the engine while it loads them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What only a vLLM server has: its backend, its metrics, packed linears."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Process of the emulated Hub: ``python -m tests.support.hub.app FOLDER``."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Scripted faults of the emulated Hub, and counting of requests."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import re

@@ -1,7 +1,5 @@
 """Control of the emulated Hub in a process of its own, which can be killed and restarted."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -99,7 +97,7 @@ class HubServer:
     def reset(self, **changes: object) -> None:
         self._admin("POST", "reset", changes)
 
-    def inject(self, *faults: RequestFault) -> None:
+    def inject(self, *faults: "RequestFault") -> None:
         for fault in faults:
             self._admin("POST", "faults", asdict(fault))
 
@@ -117,14 +115,14 @@ class HubServer:
         headers = {"Authorization": f"Bearer {self.token}"}
         self._client.post(f"{self.url}/api/buckets/{bucket}", headers=headers).raise_for_status()
 
-    def __enter__(self) -> HubServer:
+    def __enter__(self) -> "HubServer":
         return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: TracebackType | None,
+        trace: "TracebackType | None",
     ) -> None:
         self.stop()
         self._client.close()

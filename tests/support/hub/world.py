@@ -1,7 +1,5 @@
 """State of an emulated Hub, in one folder."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json
@@ -40,14 +38,14 @@ class Settings:
     xet_token_s: float = 3600.0
 
     @classmethod
-    def load(cls, folder: Path) -> Settings:
+    def load(cls, folder: Path) -> "Settings":
         try:
             saved = (folder / _FILE).read_text(encoding="utf-8")
         except FileNotFoundError:
             return cls()
         return cls(**json.loads(saved))
 
-    def changed(self, changes: dict[str, Any]) -> Settings:
+    def changed(self, changes: dict[str, Any]) -> "Settings":
         return replace(self, **changes)
 
     def save(self, folder: Path) -> None:

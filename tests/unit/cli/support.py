@@ -1,7 +1,5 @@
 """Runs commands in this process, and makes checkpoints for them."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Wrong calls: each is told what is wrong with it, and what to do."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

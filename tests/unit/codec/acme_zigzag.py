@@ -3,8 +3,6 @@
 ``test_other_packages.py`` installs it, and nothing in deltachain knows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Deltas of every shape, for all tests of the codec."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

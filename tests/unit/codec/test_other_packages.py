@@ -1,7 +1,5 @@
 """An encoding comes with an installed package: one file, and one line of metadata."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Changes that repeat, as in columns that change in every row: both encodings make use of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import numpy.typing as npt
 import pytest

@@ -1,7 +1,5 @@
 """Tiles of ``max`` end where the shares of engine ranks do: a rank has all of a tile or nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Publishes and follows with an encoding that an installed package provides; run by a test."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Replicas behind real HTTP servers, for whoever asks them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

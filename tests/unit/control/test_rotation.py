@@ -1,7 +1,5 @@
 """A token is replaced on a running fleet of three, and no call fails."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass

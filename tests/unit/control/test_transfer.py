@@ -1,7 +1,5 @@
 """TRL's asynchronous GRPO trainer, really training, with the chain as its weight transfer."""
 
-from __future__ import annotations
-
 import queue
 import time
 from pathlib import Path

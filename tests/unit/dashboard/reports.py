@@ -1,7 +1,5 @@
 """Chains and replicas for tests of the dashboard."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from deltachain.chain.chain import Chain

@@ -1,3 +1,1 @@
-from __future__ import annotations
-
 import examples.demo.online  # noqa: F401 - silences a warning of TRL, which tests would fail of

@@ -1,7 +1,5 @@
 """The parts of the asynchronous demo that need no engine."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

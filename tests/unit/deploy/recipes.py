@@ -1,7 +1,5 @@
 """The recipes as they lie in ``examples/deploy``, parsed."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What recipes name exists: variables, metrics, routes, commands, secrets, releases."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The services of the compose file as plain processes, from its commands and environment files."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A chain to examine, in an environment of its own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Blocks of code in documents."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Whatever documents tell people to type is known to the program that would run it."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

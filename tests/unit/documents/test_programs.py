@@ -1,7 +1,5 @@
 """Every Python block of every document runs, with nothing replaced but places and models' names."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -127,7 +125,7 @@ def test_quickstart_of_a_folder(run: Any) -> None:
     assert Path("policy/model.safetensors").exists()
 
 
-def test_quickstart_of_s3(run: Any, seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quickstart_of_s3(run: Any, seaweed: "Seaweed", monkeypatch: pytest.MonkeyPatch) -> None:
     options = seaweed.options
     monkeypatch.setenv("AWS_ENDPOINT_URL", options["endpoint_url"])
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", options["key"])
@@ -142,7 +140,7 @@ def test_quickstart_of_s3(run: Any, seaweed: Seaweed, monkeypatch: pytest.Monkey
 
 
 def test_quickstart_of_a_bucket_of_the_hub(
-    run: Any, hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+    run: Any, hub: "HubServer", bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_TOKEN", hub.token)

@@ -1,7 +1,5 @@
 """Small chains of many versions, made without a trainer, and what they hold."""
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """A publisher that maintains its chain itself."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ The real code runs under every schedule of two stops: one party is stopped befor
 one runs meanwhile and is stopped itself while a tag is set, and time passes or not at each stop.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Final, NamedTuple, cast

@@ -1,7 +1,5 @@
 """A mirror that follows, beside a publisher and subscribers."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Mirrors of sources that are pruned."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 from contextlib import suppress

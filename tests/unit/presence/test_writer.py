@@ -1,7 +1,5 @@
 """A replica writes its presence, and nothing that goes wrong there reaches it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing

@@ -3,8 +3,6 @@
 ``test_other_recipes.py`` installs it, and nothing in deltachain knows of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Final
 

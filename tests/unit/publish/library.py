@@ -1,7 +1,5 @@
 """Quantisation by the libraries alone: whole models and matrices, as their own users do it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, Final
 

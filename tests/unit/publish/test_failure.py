@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -257,7 +255,7 @@ def test_the_first_failure_is_raised_and_later_parts_are_not_put(number: int) ->
     assert store.now == 0
 
 
-def test_an_interrupted_caller_abandons_parts(new_threads: NewThreads) -> None:
+def test_an_interrupted_caller_abandons_parts(new_threads: "NewThreads") -> None:
     store = WatchedStore()
 
     def add_some() -> None:

@@ -1,6 +1,4 @@
 # ruff: noqa: S106 - tokens of text
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """What a real PEFT model publishes, against PEFT itself."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

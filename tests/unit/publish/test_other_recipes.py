@@ -1,7 +1,5 @@
 """A recipe comes with an installed package: one file, and one line of metadata."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import logging

@@ -1,7 +1,5 @@
 """Where a publisher goes on in a store that lost things or went back."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import re
 import threading
@@ -148,7 +146,7 @@ def scraped(url: str) -> dict[str, float]:
 
 
 def test_a_publisher_serves_its_figures_until_it_closes(
-    store: MemoryStore, attach: Attach, caplog: pytest.LogCaptureFixture
+    store: MemoryStore, attach: "Attach", caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     model, faulty = TinyModel(), FaultyStore(store)
@@ -181,7 +179,7 @@ def test_a_publisher_serves_its_figures_until_it_closes(
 
 
 def test_a_taken_port_is_an_error_before_training_starts(
-    attach: Attach, caplog: pytest.LogCaptureFixture
+    attach: "Attach", caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     attach(TinyModel(), metrics="0")

@@ -1,7 +1,5 @@
 """A revert: followers go back, a publisher at work is fenced, one that starts must mean it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Publishers that sign: everything they write, and nothing that others wrote."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The record of the publisher at work: whom it refuses, whom it lets go on, and whom it names."""
 
-from __future__ import annotations
-
 import logging
 import re
 import subprocess

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,7 +145,7 @@ def test_converted_tensors_whose_names_depend_on_others_are_refused() -> None:
 def test_values_that_are_computed_when_saving_are_refused() -> None:
     class Doubled(Transpose):
         @property
-        def reverse_op(self) -> Doubled:
+        def reverse_op(self) -> "Doubled":
             return self
 
         def convert(self, input_dict: Any, *_: Any, **__: Any) -> Any:  # type: ignore[override]

@@ -4,8 +4,6 @@ Processes are forked from one that has imported this module, torch among others,
 thread: an import a rank would take longer than all that the tests do.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from dataclasses import dataclass
@@ -34,7 +32,9 @@ class RankProcess:
     pipe: Connection
 
     @classmethod
-    def start(cls, number: int, tp: int, checkpoint: Path, spool: Path, fault: str) -> RankProcess:
+    def start(
+        cls, number: int, tp: int, checkpoint: Path, spool: Path, fault: str
+    ) -> "RankProcess":
         """Start a rank."""
         context = get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))

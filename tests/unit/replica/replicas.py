@@ -1,7 +1,5 @@
 """A trainer, its chain, and an engine of any shape that follows it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path

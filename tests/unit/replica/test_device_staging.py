@@ -1,7 +1,5 @@
 """Changes of many tensors decoded at once where the weights are: bit for bit as on the host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

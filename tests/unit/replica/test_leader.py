@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import combinations
 from pathlib import Path
@@ -135,7 +133,7 @@ def test_slots_that_are_the_same_may_change_places() -> None:
 
 
 @pytest.fixture
-def here(followed: Build) -> Followed:
+def here(followed: "Build") -> Followed:
     """Two ranks that hold version 1 of 2, led by the subscriber."""
     here = followed(Sharding(tp=2))
     here.publish(1)

@@ -1,7 +1,5 @@
 """Ranks of an engine decode the tiles of ``max`` that they hold, and do without those they cut."""
 
-from __future__ import annotations
-
 from functools import cached_property, partial
 from pathlib import Path
 from unittest import mock

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import asyncio
 import gc
 import json
@@ -91,7 +89,7 @@ KEY = SigningKey.of(b"\1" * 32)
 
 
 @pytest.fixture
-def signed(followed: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Followed:
+def signed(followed: "Build", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Followed:
     """A replica of a chain that is signed."""
     file = tmp_path / "key"
     file.write_bytes(KEY.pem())

@@ -1,7 +1,5 @@
 """Objects of a plan in a folder of one host: what goes in comes out, and nothing stays behind."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import threading

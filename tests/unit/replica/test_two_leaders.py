@@ -1,7 +1,5 @@
 """Two leaders of one engine, and two callers of one leader: one leads, one thing at a time."""
 
-from __future__ import annotations
-
 import errno
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -241,7 +239,7 @@ def test_only_the_leaders_own_word_is_recognised(tmp_path: Path) -> None:
     Spool.probe(tmp_path, "one").close()
 
 
-def test_one_folder_by_two_names_is_one_host(followed: Build, tmp_path: Path) -> None:
+def test_one_folder_by_two_names_is_one_host(followed: "Build", tmp_path: Path) -> None:
     here = followed(Sharding(tp=2))
     here.spool.mkdir()
     (tmp_path / "mounted").symlink_to(here.spool)
@@ -254,7 +252,7 @@ def test_one_folder_by_two_names_is_one_host(followed: Build, tmp_path: Path) ->
 
 
 def test_a_rank_that_can_keep_no_spool_is_refused_before_anything_is_touched(
-    followed: Build, tmp_path: Path
+    followed: "Build", tmp_path: Path
 ) -> None:
     here = followed(Sharding(tp=2))
     (tmp_path / "file").write_text("")
@@ -292,7 +290,7 @@ def test_a_rank_that_cannot_open_the_store_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
-def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> None:
+def test_a_probe_lies_in_the_spool_folder_alone(followed: "Build", name: str) -> None:
     here = followed(Sharding())
     asked = AttachRequest(url=here.store.url, specs=(), aliases={}, probe=(name, "word"))
     answer = here.engine.services[0].handle(asked)
@@ -301,7 +299,7 @@ def test_a_probe_lies_in_the_spool_folder_alone(followed: Build, name: str) -> N
     assert "is not a spool" in answer.message
 
 
-def test_a_spool_that_cannot_be_written_to_is_said_at_the_start(followed: Build) -> None:
+def test_a_spool_that_cannot_be_written_to_is_said_at_the_start(followed: "Build") -> None:
     here = followed(Sharding())
     here.spool.write_text("a file")
     with pytest.raises(ApplyError, match="cannot be written there") as caught:

@@ -1,8 +1,6 @@
 # ruff: noqa: T201 - what it prints is read
 """A game played by a client of OpenEnv, which has an environment of its own."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """The entrypoint with an engine and a ``deltachain`` that only write down how they were called."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The game by OpenEnv's protocol: hostile messages here, and a real client of OpenEnv."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

@@ -1,7 +1,5 @@
 """The calls of a store, each on the key ``a``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from deltachain.store import Store

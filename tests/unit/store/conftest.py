@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def opened(hub: HubServer, bucket: str) -> Callable[..., Store]:
+def opened(hub: "HubServer", bucket: str) -> Callable[..., Store]:
     """Opens a store in the bucket of this test: one that may write, as often as it likes."""
 
     def opening(prefix: str = "run/1", *, writer: bool = True, **options: object) -> Store:
@@ -26,7 +24,7 @@ def opened(hub: HubServer, bucket: str) -> Callable[..., Store]:
 
 
 @pytest.fixture
-def gateway(hub: HubServer, bucket: str) -> dict[str, str]:
+def gateway(hub: "HubServer", bucket: str) -> dict[str, str]:
     """The options by which a store in the bucket of this test finds the S3 gateway."""
     endpoint = f"{hub.url}/s3/{bucket.partition('/')[0]}"
     return {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret, "s3_endpoint": endpoint}

@@ -1,7 +1,5 @@
 """A store that a package of others adds: objects in a SQLite file, ``sqlite:///folder/name.db``."""
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A server that answers S3 requests by a script: with what SeaweedFS never says."""
 
-from __future__ import annotations
-
 import hashlib
 import threading
 import time

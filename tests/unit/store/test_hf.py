@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 import subprocess
 import sys
@@ -113,7 +111,7 @@ def test_saved_token_is_used(
 
 
 @pytest.mark.full
-def test_budget_is_kept(hub: HubServer, opened: Open) -> None:
+def test_budget_is_kept(hub: HubServer, opened: "Open") -> None:
     store = opened(calls=4, window_s=1.5)
     hub.configure(calls=4, window_s=1.0)  # less, by what a request may be late on its way
     start = time.monotonic()
@@ -170,7 +168,7 @@ def test_missing_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "deltachain[s3]" in caught.value.hint
 
 
-def test_offline_mode_is_named(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_mode_is_named(opened: "Open", monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError) as caught:
         opened().find("a")
@@ -187,7 +185,7 @@ def test_import_loads_no_library_of_the_hub() -> None:
 
 
 def test_nothing_is_printed(
-    opened: Open, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    opened: "Open", capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     store = opened()
     with caplog.at_level(logging.WARNING):

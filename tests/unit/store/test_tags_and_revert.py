@@ -1,7 +1,5 @@
 """Tags, searches and reverts on real stores: a folder, an S3 server, an emulated Hub."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

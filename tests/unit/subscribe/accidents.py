@@ -1,7 +1,5 @@
 """Stores that things happen to while somebody follows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TypeAlias
 

@@ -1,7 +1,5 @@
 """A follower whose waits take no time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Event
 

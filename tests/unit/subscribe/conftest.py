@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -51,7 +49,7 @@ def follow_until_ready(subscriber: Subscriber, version: int) -> None:
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("size", [0, 100])
 def test_a_cut_weights_file_is_written_anew(
-    subscriber: Subscriber, subscribe: Subscribe, mirror: Path, size: int, *, restarted: bool
+    subscriber: Subscriber, subscribe: "Subscribe", mirror: Path, size: int, *, restarted: bool
 ) -> None:
     os.truncate(mirror / "model.safetensors", size)
     assert not subscriber.scrub(if_altered=True)

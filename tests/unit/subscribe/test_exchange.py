@@ -1,7 +1,5 @@
 """Staged and live bits change places, all or nothing, wherever the exchange is interrupted."""
 
-from __future__ import annotations
-
 import sys
 from types import FrameType
 from typing import Any
@@ -32,7 +30,7 @@ def without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "NAME", "numpy")
 
 
-def pair(kind: str, width: int = 2) -> tuple[LiveBits, LiveBits, list[int], list[int]]:
+def pair(kind: str, width: int = 2) -> "tuple[LiveBits, LiveBits, list[int], list[int]]":
     """Live and staged bits on the host or as a device has them, and their values."""
     rng = np.random.default_rng(width)
     live, staged = (rng.integers(0, 256, N, BITS_DTYPES[width]) for _ in range(2))

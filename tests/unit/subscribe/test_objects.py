@@ -1,7 +1,5 @@
 """Objects that are corrupt, gone or unreadable, and what a subscriber makes of them."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path

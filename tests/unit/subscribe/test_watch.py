@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +36,7 @@ def gap(store: MemoryStore, *versions: int) -> None:
 @pytest.mark.parametrize("missing", [(3,), (3, 4)])
 def test_a_gap_behind_what_is_held_is_named_in_every_mode(
     told: Told,
-    publish: Publish,
+    publish: "Publish",
     store: MemoryStore,
     missing: tuple[int, ...],
     *,
@@ -67,7 +65,7 @@ def test_a_gap_behind_what_is_held_is_named_in_every_mode(
 @pytest.mark.parametrize("hint", [True, False])
 def test_an_anchor_leads_around_a_gap(
     told: Told,
-    publish: Publish,
+    publish: "Publish",
     store: MemoryStore,
     zeros: dict[str, Tensor],
     model: TinyModel,
@@ -96,7 +94,7 @@ def test_an_anchor_leads_around_a_gap(
 
 def test_an_update_goes_around_a_gap(
     subscriber: Subscriber,
-    publish: Publish,
+    publish: "Publish",
     store: MemoryStore,
     add_anchor: Callable[[], None],
     zeros: dict[str, Tensor],

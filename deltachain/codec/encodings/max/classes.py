@@ -5,8 +5,6 @@ their bins are compared as one vector. Sums over words then take ranks to positi
 words of a span lie side by side, so that they stay in cache.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any, Final, NamedTuple
 

@@ -6,8 +6,6 @@ the element, the class is listed before. Elements are found tile by tile and cla
 a segment in order, its places are marked, and what is marked before each gives its number.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """Compiled kernels that encode tiles; see :mod:`.tiles` for the reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

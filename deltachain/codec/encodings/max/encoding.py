@@ -1,7 +1,5 @@
 """Encoding ``max``: changed elements as ranks inside classes of the old bits, in tiles."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The kernels of tiles: numba's if it is installed, the reference otherwise."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec

@@ -1,7 +1,5 @@
 """Choice of the rate and the size of each bin of a tensor: those of the fewest bits."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -72,13 +70,13 @@ class BinCounts:
     size_bits: npt.NDArray[np.float64]
 
     @classmethod
-    def of(cls, old: OldBits, delta: TensorDelta, grid: TileGrid) -> BinCounts:
+    def of(cls, old: OldBits, delta: TensorDelta, grid: TileGrid) -> "BinCounts":
         """Count the changes of a tensor, by indices and steps."""
         changed = bins(old.bits[np.asarray(delta.indices) - old.start], grid.shift, grid.mask)
         numel = host.count_bins(old.bits, grid.shift, grid.mask)
         return cls(np.bincount(changed, minlength=BINS), numel, _size_bits(changed, delta.values))
 
-    def __add__(self, other: BinCounts) -> BinCounts:
+    def __add__(self, other: "BinCounts") -> "BinCounts":
         return BinCounts(
             self.changed + other.changed,
             self.numel + other.numel,

@@ -5,8 +5,6 @@ bits, and changed ones are stored by their ranks inside their classes, as Rice c
 distance may end in a later class, of which each element counts less.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -232,7 +230,7 @@ def _encode_tile(old: Bits, steps: Bits, table: Bytes, grid: TileGrid) -> bytes:
 
 
 def _put_distance(
-    out: _BitWriter, path: Sequence[tuple[int, int]], here: ClassRank, there: ClassRank
+    out: "_BitWriter", path: Sequence[tuple[int, int]], here: ClassRank, there: ClassRank
 ) -> None:
     """Write the distance of two ranks, or from one to the end.
 
@@ -268,7 +266,7 @@ def _rank_in(path: Sequence[tuple[int, int]], kind: int, there: ClassRank) -> in
     return rank
 
 
-def _put_step(out: _BitWriter, step: int, size: int, width: int) -> None:
+def _put_step(out: "_BitWriter", step: int, size: int, width: int) -> None:
     negative = step >> (width - 1)
     out.put(negative, 1)
     if size == NEVER:
@@ -309,7 +307,7 @@ def _decode_tile(coded: bytes, old: Bits, table: Bytes, grid: TileGrid) -> Bits:
     return steps.reshape(old.shape)
 
 
-def _take_step(data: _BitReader, size: int, width: int) -> int:
+def _take_step(data: "_BitReader", size: int, width: int) -> int:
     negative = data.take(1)
     excess = 0
     if size != NEVER:

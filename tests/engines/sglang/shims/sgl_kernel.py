@@ -4,8 +4,6 @@ SGLang imports some of their names as it starts. What a model of no quantisation
 without AMX is torch's own; whatever else is called says so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

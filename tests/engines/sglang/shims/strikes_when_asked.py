@@ -3,8 +3,6 @@
 SGLang starts its schedulers itself, and no argument of its command line leads into them.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

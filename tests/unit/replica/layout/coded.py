@@ -1,7 +1,5 @@
 """An engine that quantises its layers while it loads them: codes of eight bits, a scale a row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ways in which engines load a tensor, and an engine of one layer that loads in any of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,9 +23,9 @@ class OneLayer(nn.Module):
     """
 
     b: Tensor
-    loader: Callable[[OneLayer, Tensor], object]
+    loader: "Callable[[OneLayer, Tensor], object]"
 
-    def __init__(self, load: Loader, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, load: "Loader", dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__()
         self.p = nn.Parameter(torch.full(SIZE, 7, dtype=dtype), requires_grad=False)
         self.register_buffer("b", torch.full(SIZE, 7, dtype=dtype))

@@ -5,8 +5,6 @@ it in a buffer and as a number. Backends take the number, and some keep a produc
 first run on: FlashInfer's ``bmm1_scale``, for one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +28,7 @@ class Backend:
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Nothing here; others cast sinks."""
 
-    def forward(self, layer: Attention, query: Tensor) -> Tensor:
+    def forward(self, layer: "Attention", query: Tensor) -> Tensor:
         """What depends on the scale, as in FlashInfer's ``forward``."""
         if self.bmm1_scale is None:
             self.bmm1_scale = self.scale
