@@ -200,6 +200,27 @@ def test_every_element_is_another_and_no_row_or_column_its_own_mirror_image(
         assert rows == 1 or (other[0] != other[-1]).all()
 
 
+@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_every_finite_number_becomes_one_that_differs_by_a_factor_of_two(
+    dtype: torch.dtype, turn: int
+) -> None:
+    bits = 8 * dtype.itemsize
+    words = torch.arange(-(1 << bits - 1), 1 << bits - 1).to({8: torch.int8, 16: torch.int16}[bits])
+    numbers = words.view(dtype)
+    numbers = numbers[numbers.float().isfinite()]
+    others = other_bits(numbers, turn)
+    assert others.float().isfinite().all()
+    before, after = numbers.float().abs(), others.float().abs()
+    smallest = torch.finfo(dtype).tiny  # subnormal numbers have fewer bits to lose
+    is_normal = (before >= smallest) & (after >= smallest)
+    ratio = (after / before)[is_normal].log2().abs()
+    assert ((ratio >= 1) & (ratio <= 3)).all()
+    assert (before != after).all()
+    other_turn = other_bits(numbers, 1 - turn)
+    assert (other_turn.view(words.dtype) != others.view(words.dtype))[:-1].all()  # but a corner
+
+
 def test_a_number_and_a_flag_have_others_too() -> None:
     assert other_bits(torch.tensor(1.5)).item() != 1.5
     assert other_bits(torch.tensor([True, False])).tolist() == [False, True]
