@@ -35,8 +35,8 @@ WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PERIOD: Final = 1_048_573
 """Number of random powers: a prime, so that they are different in each row of a matrix."""
 
-CHUNK: Final = 1 << 17
-"""Elements changed at a time: their temporaries stay in a core's cache."""
+CHUNK: Final = 1 << 15
+"""Elements changed at a time: in a core's cache, and too few for torch to wake other threads."""
 
 
 def mixed(
