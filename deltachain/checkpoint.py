@@ -6,14 +6,12 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
-
-import numpy as np
 
 from deltachain.codec.container import Entry, read_header, write_header
 from deltachain.disk_space import reserve
@@ -415,17 +413,6 @@ def weights_file(names: Iterable[str], assets: Collection[str] = ()) -> str:
     is_adapter = ADAPTER_CONFIG in assets and _CONFIG not in assets
     is_adapter = is_adapter or all(name.startswith(PEFT_PREFIX) for name in names)
     return ADAPTER_FILE if is_adapter else WEIGHTS_FILE
-
-
-def write_weights(
-    file: Path, specs: Iterable[TensorSpec], read: Callable[[TensorSpec], Bits]
-) -> None:
-    with creating(file) as partial:
-        ordered = allocate(partial, specs)
-        with partial.open("r+b") as out:
-            out.seek(-sum(spec.nbytes for spec in ordered), os.SEEK_END)
-            for spec in ordered:
-                out.write(np.ascontiguousarray(read(spec)).view(np.uint8).data)
 
 
 def allocate(file: Path, specs: Iterable[TensorSpec]) -> list[TensorSpec]:

@@ -24,8 +24,8 @@ class Size(NamedTuple):
 
 
 BUDGET: Final = {
-    "wheel": Size(52_490, 236, 0.09),
-    "tests": Size(84_340, 358, 1.0),
+    "wheel": Size(52_500, 236, 0.09),
+    "tests": Size(84_370, 358, 1.0),
 }
 
 

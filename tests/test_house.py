@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = ("deltachain", "vllm_ext", "sglang_ext", "spaces", "examples", "tests")
 ENTRY_POINTS = {
     ("console_scripts", "deltachain"): "deltachain.cli:main",
     ("vllm.general_plugins", "deltachain"): "deltachain_vllm:register",

@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 from deltachain import errors
 from deltachain.chain.checks import read_document, read_summary
-from deltachain.chain.lookup import NONE, Committed, Manifests, newest_number, read_hint
+from deltachain.chain.manifests import NONE, Committed, Manifests, newest_number, read_hint
 from deltachain.chain.plan import (
     ANCHORS_LISTED,
     Plan,

@@ -16,7 +16,7 @@ from deltachain.chain import checks
 from deltachain.chain.ancestry import Past, Prunes, Skips
 from deltachain.chain.commits import Commits
 from deltachain.chain.identity import identity_there, lost_chain, make, read_model, refuse_mirror
-from deltachain.chain.lookup import SEEN, Committed, Manifests, Standing, read_hint
+from deltachain.chain.manifests import SEEN, Committed, Manifests, Standing, read_hint
 from deltachain.chain.plan import VERSIONS_LISTED, Plan
 from deltachain.chain.trust import Trust
 from deltachain.codec import ENCODINGS

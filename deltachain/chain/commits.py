@@ -18,7 +18,7 @@ from typing import Final
 from deltachain import errors
 from deltachain.chain.checks import check_digest, once_more
 from deltachain.chain.identity import is_same, lost_chain, put_back, replace
-from deltachain.chain.lookup import TRUSTING, Committed, Manifests, misplaced, same_content
+from deltachain.chain.manifests import TRUSTING, Committed, Manifests, misplaced, same_content
 from deltachain.chain.trust import Trust
 from deltachain.format.documents import Identity, Manifest, opened, reverted_to, seal, unseal
 from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key, object_digest

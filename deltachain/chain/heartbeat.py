@@ -12,7 +12,7 @@ from typing import Final
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import read_document
-from deltachain.chain.lookup import NONE
+from deltachain.chain.manifests import NONE
 from deltachain.errors import ChainError, ObjectNotFoundError, StaleChainError
 from deltachain.format.documents import Heartbeat, PruneRecord
 from deltachain.format.keys import HEARTBEAT_KEY

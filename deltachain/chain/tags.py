@@ -18,7 +18,7 @@ from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
 from deltachain.chain.checks import read_document
 from deltachain.chain.heartbeat import check_tags, named, newest_prune, warn_of_unproven
-from deltachain.chain.lookup import NONE, newest_number
+from deltachain.chain.manifests import NONE, newest_number
 from deltachain.format.documents import NAME, Document, PruneRecord, Tag
 from deltachain.format.keys import TAG_PREFIX, prune_key, tag_key, tag_of
 from deltachain.threads import Pool

@@ -262,8 +262,3 @@ def _entries(raw: Mapping[str, _Raw], base: int, key: str) -> dict[str, Entry]:
         entries[name] = Entry(name, entry.dtype, entry.shape, base + start, base + stop)
         at = stop
     return entries
-
-
-def reader_of(data: Buffer) -> ReadAt:
-    view = memoryview(data)
-    return lambda start, length: view[start : start + length]

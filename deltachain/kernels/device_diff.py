@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from deltachain.kernels import host, reference
-from deltachain.kernels.device import INT_DTYPES, bits_of
 from deltachain.kernels.reference import Changes
+from deltachain.kernels.torch_kernels import INT_DTYPES, bits_of
 from deltachain.types import BITS_DTYPES, Bits, Indices
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401
     if name != "NAME" and not (name.islower() and callable(getattr(reference, name, None))):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # The names in the reference are the only list of kernels.
-    chosen = "jit" if find_spec("numba") is not None else "reference"
+    chosen = "numba_kernels" if find_spec("numba") is not None else "reference"
     kernel = getattr(import_module(f"deltachain.kernels.{chosen}"), name)
     globals()[name] = kernel
     return kernel

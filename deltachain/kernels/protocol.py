@@ -25,7 +25,7 @@ B = TypeVar("B", bound=LiveBits)
 
 
 class BitKernels(Protocol[B]):
-    """Operations on live bits: :mod:`.host` in numpy, :mod:`.device` in torch.
+    """Operations on live bits: :mod:`.host` in numpy, :mod:`.torch_kernels` in torch.
 
     ``n`` is the number of elements of weights, ``nnz`` that of a change. Bits have the integer
     dtype of their width. Indices are int64 and must be within bounds, which is not checked.
@@ -72,9 +72,9 @@ def kernels_for(bits: B) -> BitKernels[B]:
     """Return the kernels for an array; import torch for tensors only."""
     if isinstance(bits, np.ndarray):
         return cast("BitKernels[B]", host)
-    from deltachain.kernels import device  # noqa: PLC0415 - torch is loaded: bits are a tensor
+    from deltachain.kernels import torch_kernels  # noqa: PLC0415 - torch is loaded: bits are a tensor
 
-    return cast("BitKernels[B]", device)
+    return cast("BitKernels[B]", torch_kernels)
 
 
 def same_bits(one: LiveBits, other: LiveBits) -> bool:

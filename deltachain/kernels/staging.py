@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.segments import (
     ChangeBatch,
     PlacementTable,
@@ -25,6 +24,7 @@ from deltachain.kernels.segments import (
     StagedChanges,
     Table,
 )
+from deltachain.kernels.torch_kernels import INT_DTYPES
 
 BLOCK: Final = 512
 """Elements that a program works on at a time."""

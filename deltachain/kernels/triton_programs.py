@@ -10,9 +10,9 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from deltachain.kernels.device import signed
 from deltachain.kernels.reference import MIX_A, MIX_B, PHI
 from deltachain.kernels.segments import Column, Field, Reason
+from deltachain.kernels.torch_kernels import signed
 
 _PHI = tl.constexpr(signed(PHI))
 _MIX_A = tl.constexpr(signed(MIX_A))

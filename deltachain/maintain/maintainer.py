@@ -11,7 +11,7 @@ from typing import Final
 from deltachain import errors
 from deltachain.chain.ancestry import ANCHOR_AT, SPANS, Hop
 from deltachain.chain.chain import Chain, Committed, check_write_access, is_reachable
-from deltachain.chain.lookup import read_hint
+from deltachain.chain.manifests import read_hint
 from deltachain.chain.plan import Plan, Replay, anchor_due, make_plan
 from deltachain.chain.upload import DENSE_SHARE
 from deltachain.format.documents import EdgeSummary, dump

@@ -14,7 +14,7 @@ from deltachain import errors
 from deltachain.chain.chain import Chain, Committed, plan_present
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import MirrorRecord, chain_around, has_versions, read_mirror
-from deltachain.chain.lookup import MAX_HINT, NONE
+from deltachain.chain.manifests import MAX_HINT, NONE
 from deltachain.chain.tags import VersionChoice, choose
 from deltachain.chain.trust import Trust
 from deltachain.format import keys
@@ -32,7 +32,7 @@ from deltachain.metrics import Figure, figures, info
 from deltachain.mirror.copies import CopyOutcome, CopyPipeline, ObjectCopy
 from deltachain.mirror.source import SourceDocuments, newest_prune
 from deltachain.store import ObjectInfo, Store
-from deltachain.subscribe.rounds import Round, repeat
+from deltachain.subscribe.follow_loop import Round, repeat
 from deltachain.threads import Pool
 from deltachain.types import Version
 

@@ -8,7 +8,7 @@ from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.checks import check_record, read_document
 from deltachain.chain.heartbeat import MAX_HEARTBEAT
-from deltachain.chain.lookup import newest_number
+from deltachain.chain.manifests import newest_number
 from deltachain.chain.trust import MAX_SIGNATURE
 from deltachain.format import documents, keys
 from deltachain.mirror.copies import ObjectCopy

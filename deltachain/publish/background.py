@@ -21,7 +21,7 @@ from deltachain.chain import tags
 from deltachain.chain.ancestry import Prunes
 from deltachain.chain.chain import Chain
 from deltachain.chain.heartbeat import read_heartbeat, write_heartbeat
-from deltachain.chain.lookup import NONE
+from deltachain.chain.manifests import NONE
 from deltachain.chain.publisher_record import PublisherRecord, new_record, read_record, write_record
 from deltachain.format.keys import PUBLISHER_KEY, manifest_key
 from deltachain.maintain import KeepRule, Maintainer, MaintainerThread, Pruner

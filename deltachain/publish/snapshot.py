@@ -19,10 +19,10 @@ from torch import Tensor
 
 from deltachain import threads as slab
 from deltachain.errors import ConfigError, UnsupportedModelError
-from deltachain.kernels import device, host, threaded
-from deltachain.kernels.device import INT_DTYPES, pin_
+from deltachain.kernels import host, threaded, torch_kernels
 from deltachain.kernels.device_diff import ALIGNMENT, Compared, CopyStream, DeviceDiff, compares_on
 from deltachain.kernels.reference import Changes
+from deltachain.kernels.torch_kernels import INT_DTYPES, pin_
 from deltachain.publish.model.layout import AdjacentRuns
 from deltachain.publish.model.refusals import COMPARED_WHOLE, refuse_tensor
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to
@@ -154,13 +154,13 @@ def _copied(weight: Weight) -> Weight:
     """
     live = weight.tensor
     refuse_tensor(weight.spec.name, live)
-    if not device.on_host(live):
+    if not torch_kernels.on_host(live):
         return replace(weight, tensor=live.clone())
     made = torch.empty_like(live)
-    target = _unsigned(device.bits_of(made)).data
+    target = _unsigned(torch_kernels.bits_of(made)).data
     for at in range(0, live.numel(), PIECE):
         refuse_tensor(weight.spec.name, live)
-        source = _unsigned(device.bits_of(live)).data
+        source = _unsigned(torch_kernels.bits_of(live)).data
         target[at : at + PIECE] = source[at : at + PIECE]
     return replace(weight, tensor=made)
 
@@ -172,11 +172,11 @@ def wire_bits(weight: Weight) -> Bits:
 
 def _bits_there(weight: Weight) -> Tensor:
     live = weight.tensor if weight.file is None else weight.file()
-    return device.bits_of(cast_to(weight.spec.dtype, live.detach()))
+    return torch_kernels.bits_of(cast_to(weight.spec.dtype, live.detach()))
 
 
 def _unsigned(bits: Tensor) -> Bits:
-    return device.host_array(bits, f"<u{bits.element_size()}")
+    return torch_kernels.host_array(bits, f"<u{bits.element_size()}")
 
 
 class _Window(NamedTuple):
@@ -403,7 +403,9 @@ class Snapshot:
         elif not kept.resident and not self._compares(where):
             tensor, bits = weight.tensor.detach().to("cpu"), _unsigned(kept.bits)
             if tensor.dtype == torch.float32 and weight.spec.dtype == "BF16":
-                changes = host.cast_diff_(bits, device.host_array(tensor.view(-1), np.float32))
+                changes = host.cast_diff_(
+                    bits, torch_kernels.host_array(tensor.view(-1), np.float32)
+                )
             else:
                 changes = host.diff_(bits, wire_bits(replace(weight, tensor=tensor)))
             if changes.indices.size:
@@ -433,13 +435,13 @@ def _fill(one: _Window) -> tuple[Weight, AdjacentRuns, StateDigest]:
 
 
 def _on_host(kept: Kept) -> Bits:
-    return _unsigned(kept.bits if device.on_host(kept.slab) else read(kept.bits))
+    return _unsigned(kept.bits if torch_kernels.on_host(kept.slab) else read(kept.bits))
 
 
 def _write_(kept: Kept, indices: Indices, bits: Bits) -> None:
-    if device.on_host(kept.slab):
+    if torch_kernels.on_host(kept.slab):
         host.scatter_(_unsigned(kept.bits), indices, bits)
     else:
-        there = (device.receive(array, kept.slab) for array in (indices, bits))
-        device.scatter_(kept.bits, *there)
+        there = (torch_kernels.receive(array, kept.slab) for array in (indices, bits))
+        torch_kernels.scatter_(kept.bits, *there)
         wait_for_writes(kept.slab)

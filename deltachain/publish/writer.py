@@ -13,7 +13,7 @@ from deltachain import errors
 from deltachain.chain import identity
 from deltachain.chain.chain import Chain, Committed, check_signing_key
 from deltachain.chain.fetch import fetch
-from deltachain.chain.lookup import read_hint
+from deltachain.chain.manifests import read_hint
 from deltachain.chain.plan import KnownEdges, Replay, edge_id
 from deltachain.chain.trust import Trust
 from deltachain.format import documents, keys

@@ -16,14 +16,14 @@ from typing_extensions import override
 from deltachain.codec.frames import TensorReader
 from deltachain.format.keys import digest_key
 from deltachain.kernels import segments, staging
-from deltachain.kernels.device import INT_DTYPES, storage_bits
+from deltachain.kernels.torch_kernels import INT_DTYPES, storage_bits
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.base import StagedWrite
 from deltachain.types import TensorSpec
 
+from .placements import Placement
 from .spool_reader import TensorPlan
 from .staged import HolderKey, ObjectStreams, PlanStreams
-from .windows import Placement
 
 _NONE: Final[segments.Plane] = np.empty(0, np.uint8)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from deltachain.errors import EngineDamagedError, TensorMismatchError
-from deltachain.kernels.device import bits_of
 from deltachain.kernels.protocol import same_bits
+from deltachain.kernels.torch_kernels import bits_of
 
 from .engine import EngineModel
 from .layout.loaded_checkpoint import LoadedCheckpoint

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import digest_key
-from deltachain.kernels import device, host, staging
+from deltachain.kernels import host, staging, torch_kernels
 from deltachain.kernels.protocol import same_bits
 from deltachain.redact import redacted_url
 from deltachain.subscribe.targets.base import take_back, write_all
@@ -46,11 +46,11 @@ from .layout.model_state import LoadGroup, LoadMethod, ModelState, load_with, sc
 from .layout.module_members import undisturbed
 from .layout.runtime_tables import RuntimeTables
 from .live_record import REPLACED, LateTies, LiveRecord, find_late_ties
+from .placements import Placement, Window
 from .settings import RankSettings
 from .spool import Spool
 from .spool_reader import SpoolReader, TensorPlan
 from .staged import NOTHING, HolderKey, RankStaged, Share, stage
-from .windows import Placement, Window
 
 
 class HostCopies:
@@ -359,7 +359,7 @@ class Rank:
 
     def _decodes(self, place: Placement) -> bool:
         """Return whether changes of a place are decoded where it is, in batches."""
-        wanted = self._decode or ("host" if device.on_host(place.live) else "device")
+        wanted = self._decode or ("host" if torch_kernels.on_host(place.live) else "device")
         return place.numel > 0 and wanted == "device" and staging.decodes_on(place.live.device)
 
     def _share(self, name: str) -> Share:

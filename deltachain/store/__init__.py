@@ -58,7 +58,7 @@ def open_store(
     ``s3://bucket/prefix`` is a bucket of any S3-compatible server; see ``deltachain.store.s3``.
     ``hf://buckets/namespace/name/prefix`` is a bucket of the Hugging Face Hub; see
     ``deltachain.store.hf``. Other packages add schemes; see ``deltachain.store.registry``. Any
-    other scheme is passed to fsspec, which guarantees less; see ``deltachain.store.fs``.
+    other scheme is passed to fsspec, which guarantees less; see ``deltachain.store.fsspec_store``.
 
     Args:
         url: The URL, or the path of a folder.

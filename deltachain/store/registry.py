@@ -45,7 +45,7 @@ _BUILT_IN: Final[Mapping[str, tuple[str, str]]] = {
     "s3": ("s3.store", "open_s3"),
 }
 
-_FSSPEC: Final = ("fs", "open_fsspec")
+_FSSPEC: Final = ("fsspec_store", "open_fsspec")
 
 _registered: Final[dict[str, Opener]] = {}
 

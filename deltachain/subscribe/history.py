@@ -6,7 +6,7 @@ from deltachain import errors
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.heartbeat import check_age
 from deltachain.chain.identity import lost_chain, replaced
-from deltachain.chain.lookup import Standing
+from deltachain.chain.manifests import Standing
 from deltachain.setting_types import whole
 from deltachain.subscribe.targets.base import HeldVersion, Target
 from deltachain.types import Version

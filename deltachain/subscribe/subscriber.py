@@ -27,6 +27,7 @@ from deltachain.status import HealthLimits, Status, judged, lag
 from deltachain.store import Location, Store, open_store
 from deltachain.subscribe.config import SubscribeConfig
 from deltachain.subscribe.fetch import UsablePlans, fetch_around, looking_ahead
+from deltachain.subscribe.follow_loop import NEEDS_A_PERSON, Looked, Round, repeat
 from deltachain.subscribe.history import (
     Watch,
     check_history,
@@ -36,7 +37,6 @@ from deltachain.subscribe.history import (
     require,
 )
 from deltachain.subscribe.receipt import ApplyReceipt, Staged, Tally, overtaken
-from deltachain.subscribe.rounds import NEEDS_A_PERSON, Looked, Round, repeat
 from deltachain.subscribe.targets.base import HeldVersion, Prepared, Target
 from deltachain.subscribe.targets.folder import FolderTarget
 from deltachain.subscribe.targets.local import decodes_once

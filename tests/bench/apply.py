@@ -19,8 +19,8 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
-from deltachain.kernels.device import bits_of
 from deltachain.kernels.segments import StreamLayout, TensorStreams, pack
+from deltachain.kernels.torch_kernels import bits_of
 from deltachain.replica.device_staging import streams_of
 from deltachain.subscribe.targets.base import HeldVersion
 from deltachain.subscribe.targets.tensor_patch import Patch

@@ -101,13 +101,13 @@ def torch_naive(snapshot: Bits, current: Bits) -> Changes:
 
 def measure(data: Data, rounds: int) -> Timings:
     """Check every kernel, then measure all of them and the floors on one core."""
-    from deltachain.kernels import jit  # noqa: PLC0415
+    from deltachain.kernels import numba_kernels  # noqa: PLC0415
 
     kernels: dict[str, tuple[Kernel, npt.NDArray[Any]]] = {
-        "numba diff_": (jit.diff_, data.current),
+        "numba diff_": (numba_kernels.diff_, data.current),
         "numpy, naive": (reference.diff_, data.current),
         "torch, naive": (torch_naive, data.current),
-        "numba cast_diff_": (jit.cast_diff_, data.master),
+        "numba cast_diff_": (numba_kernels.cast_diff_, data.master),
     }
     words, now, wide = (
         array.view(np.uint64) for array in (data.snapshot, data.current, data.master)

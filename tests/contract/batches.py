@@ -13,7 +13,6 @@ from torch import Tensor
 from deltachain.delta import ABSOLUTE, STEP, TensorDelta, fold_all, new_bits
 from deltachain.errors import MalformedError
 from deltachain.kernels import reference, staging
-from deltachain.kernels.device import INT_DTYPES
 from deltachain.kernels.reference import SplitSteps
 from deltachain.kernels.segments import (
     MESSAGES,
@@ -28,6 +27,7 @@ from deltachain.kernels.segments import (
     effects,
     pack,
 )
+from deltachain.kernels.torch_kernels import INT_DTYPES
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest, TensorSpec
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltachain.kernels import device, host, reference
-from deltachain.kernels.device import pin_
+from deltachain.kernels import host, reference, torch_kernels
 from deltachain.kernels.device_diff import Compared, DeviceDiff
 from deltachain.kernels.protocol import LiveBits, kernels_for, same_bits
 from deltachain.kernels.reference import Changes
+from deltachain.kernels.torch_kernels import pin_
 from deltachain.types import BITS_DTYPES, Bits, Indices, StateDigest
 
 
@@ -20,18 +20,20 @@ class DeviceArm:
         self._where = torch.device(where)
 
     def digest(self, key: tuple[int, int], bits: Bits, start: int) -> StateDigest:
-        return device.digest(key, self.send(bits), start)
+        return torch_kernels.digest(key, self.send(bits), start)
 
     def digest_at(self, key: tuple[int, int], indices: Indices, bits: Bits) -> StateDigest:
-        return device.digest_at(key, torch.from_numpy(indices).to(self._where), self.send(bits))
+        return torch_kernels.digest_at(
+            key, torch.from_numpy(indices).to(self._where), self.send(bits)
+        )
 
     def gather(self, weights: Bits, indices: Indices) -> Bits:
         at = torch.from_numpy(indices).to(self._where)
-        return _receive(device.gather(self.send(weights), at), weights)
+        return _receive(torch_kernels.gather(self.send(weights), at), weights)
 
     def scatter_(self, weights: Bits, indices: Indices, bits: Bits) -> None:
         live = self.send(weights)
-        device.scatter_(live, torch.from_numpy(indices).to(self._where), self.send(bits))
+        torch_kernels.scatter_(live, torch.from_numpy(indices).to(self._where), self.send(bits))
         weights[:] = _receive(live, weights)
 
     def send(self, bits: Bits) -> Tensor:

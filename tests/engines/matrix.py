@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, distributed, nn
 
-from deltachain.checkpoint import Checkpoint, read_assets, write_weights
+from deltachain.checkpoint import Checkpoint, read_assets
 from deltachain.delta import TensorDelta
 from deltachain.errors import DeltaChainError
 from deltachain.replica.engine import EngineModel
@@ -31,6 +31,7 @@ from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.engines.families import FAMILIES, checkpoint
 from tests.engines.serving import ENGINE
 from tests.engines.two_ranks import two_ranks
+from tests.support.files import write_weights
 from tests.support.spools import spool_of
 
 NOISE: Final[Mapping[str, str]] = {

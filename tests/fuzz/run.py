@@ -16,7 +16,7 @@ import atheris
 # What is not instrumented gives the fuzzer no direction; numba cannot compile what is.
 with atheris.instrument_imports(
     include=["deltachain"],
-    exclude=[f"deltachain.kernels.{name}" for name in ("codes", "jit")]
+    exclude=[f"deltachain.kernels.{name}" for name in ("quantised_codes", "numba_kernels")]
     + [f"deltachain.codec.encodings.max.{name}" for name in ("classes", "decoder", "encoder")],
 ):
     from tests.fuzz.mutate import MUTATORS, TARGETS, Target, must, seeds

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltachain.delta import STEP, new_bits
-from deltachain.kernels import device, staging
+from deltachain.kernels import staging, torch_kernels
 from deltachain.kernels.segments import StreamLayout
 from tests.contract.batches import Given, batch_of
 
@@ -48,7 +48,7 @@ def bench(where: str, numel: int = NUMEL) -> dict[str, Any]:
 def _detect(snapshot: Tensor, current: Tensor) -> dict[str, float]:
     """The digest; the diff of whole models is elsewhere."""
     numel = snapshot.numel()
-    digest_s = _seconds(lambda: device.digest(KEY, current), snapshot)
+    digest_s = _seconds(lambda: torch_kernels.digest(KEY, current), snapshot)
     return {
         "digest_gbps": 2 * numel / digest_s / 1e9,
     }
@@ -60,13 +60,13 @@ def _apply(weights: Tensor, found: Found) -> dict[str, float]:
     steps = found.new - found.old
 
     def stage() -> None:
-        old = device.gather(live, found.indices)
+        old = torch_kernels.gather(live, found.indices)
         new = new_bits(old, steps, STEP)
-        device.digest_at(KEY, found.indices, new)
-        device.digest_at(KEY, found.indices, old)
+        torch_kernels.digest_at(KEY, found.indices, new)
+        torch_kernels.digest_at(KEY, found.indices, old)
 
     bare_s = _seconds(lambda: live.index_copy_(0, found.indices, found.new), live)
-    swap_s = _seconds(lambda: device.scatter_(live, found.indices, found.new), live)
+    swap_s = _seconds(lambda: torch_kernels.scatter_(live, found.indices, found.new), live)
     stage_s = _seconds(stage, live)
     return {
         "swap_ns_per_change": 1e9 * swap_s / nnz,

@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from deltachain.kernels.device import pin_
 from deltachain.kernels.device_diff import Compared, DeviceDiff, compares_on, disagreements
 from deltachain.kernels.reference import Changes
+from deltachain.kernels.torch_kernels import pin_
 from tests.contract.many_tensors import MANY_CHECKS, Weights, counted, settle
 
 DENSITY = 0.01

@@ -14,9 +14,9 @@ from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.kernels import staging
 from deltachain.replica.device_staging import DeviceStager
+from deltachain.replica.placements import Placement
 from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import RankStaged, Share, stage
-from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.base import write_all
 from deltachain.threads import cores
 from deltachain.types import StateDigest, TensorSpec

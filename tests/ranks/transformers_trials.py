@@ -23,7 +23,7 @@ from transformers import (
 import deltachain
 from deltachain.checkpoint import Checkpoint
 from deltachain.cli.pull import pull
-from deltachain.kernels.device import bits_of
+from deltachain.kernels.torch_kernels import bits_of
 from deltachain.publish import PublishConfig, Publisher
 from tests.ranks.trials import RATE, compare, whole
 

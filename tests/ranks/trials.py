@@ -40,7 +40,7 @@ from deltachain.errors import (
     StoreWentBackError,
 )
 from deltachain.format.keys import manifest_key
-from deltachain.kernels.device import bits_of
+from deltachain.kernels.torch_kernels import bits_of
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.publish.model.layout import local_of
 from deltachain.publish.revert import revert

@@ -10,9 +10,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint, write_weights
+from deltachain.checkpoint import WEIGHTS_FILE, Checkpoint
 from deltachain.errors import ApplyError, DeltaChainError, EngineVersionError
-from deltachain.kernels.device import bits_of
+from deltachain.kernels.torch_kernels import bits_of
 from deltachain.replica import messages
 from deltachain.replica.layout.load_recorder import live_tensors
 from deltachain.replica.rank import RankService
@@ -21,6 +21,7 @@ from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.tensor_patch import LiveElements, Patch, write
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import BITS_DTYPES, TensorSpec
+from tests.support.files import write_weights
 
 HIDDEN: Final = 16
 HEAD: Final = 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deltachain.kernels import device
+from deltachain.kernels import torch_kernels
 from tests.gpu.ranks import checks, snapshot_checks
 
 RANKS = dict(checks("cpu"))
@@ -28,7 +28,7 @@ def test_a_rank_is_checked_on_any_torch_device(
 ) -> None:
     """As a card would have it: no numpy, all of its bits in torch's hands."""
     if not on_host:
-        monkeypatch.setattr(device, "on_host", lambda _: False)
+        monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
     RANKS[name]()
 
 

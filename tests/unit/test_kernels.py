@@ -16,8 +16,8 @@ from safetensors.numpy import load
 from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
-from deltachain.kernels import device, host, jit, reference, staging, threaded
-from deltachain.kernels import device as pinned
+from deltachain.kernels import host, numba_kernels, reference, staging, threaded, torch_kernels
+from deltachain.kernels import torch_kernels as pinned
 from deltachain.kernels.device_diff import BLOCK, DeviceDiff, compares_on, spans_of
 from deltachain.kernels.protocol import (
     LiveBits,
@@ -276,10 +276,10 @@ else:
     (disk / "other").write_bytes(bytes(free - 8192))
 logging.basicConfig(level=logging.WARNING, format="%(message)s")
 import numpy as np
-from deltachain.kernels import jit, reference
+from deltachain.kernels import numba_kernels, reference
 bits, key = np.arange(999, dtype=np.uint16), (1, 2)
-assert jit.digest(key, bits) == reference.digest(key, bits)
-assert list(jit.gather(bits, np.array([3, 5]))) == [3, 5]
+assert numba_kernels.digest(key, bits) == reference.digest(key, bits)
+assert list(numba_kernels.gather(bits, np.array([3, 5]))) == [3, 5]
 """
 
 
@@ -292,7 +292,7 @@ def test_kernels_compute_where_nothing_can_be_kept(tmp_path: Path) -> None:
 
 def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
     code = "from deltachain.cli.console import show_warnings\nshow_warnings()\n"
-    code += "import numpy as np\nfrom deltachain.kernels import jit\n"
+    code += "import numpy as np\nfrom deltachain.kernels import numba_kernels\n"
     code += "jit.gather(np.arange(9, dtype=np.uint16), np.array([3, 5]))"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
@@ -314,13 +314,13 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 from numba.core import event
-from deltachain.kernels import jit
+from deltachain.kernels import numba_kernels
 bits = np.arange(9, dtype=np.uint16)
 Path(sys.argv[1]).touch()
 while not Path("go").exists():
     time.sleep(0.001)
 with event.install_recorder("numba:compile") as compiled:
-    assert list(jit.gather(bits, np.array([3, 5]))) == [3, 5]
+    assert list(numba_kernels.gather(bits, np.array([3, 5]))) == [3, 5]
 print(len(compiled.buffer))
 """
 
@@ -371,7 +371,7 @@ def test_copies_and_digests_are_those_of_one_thread(
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_kernels_in_numba_keep_the_contract(check: Callable[[Arm], None]) -> None:
-    kernels: Any = jit
+    kernels: Any = numba_kernels
     check(kernels)
 
 
@@ -381,7 +381,7 @@ def test_torch_operations_keep_the_contract(check: Callable[[Any], None]) -> Non
 
 
 @pytest.mark.parametrize("check", HOST_CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("kernels", [reference, jit])
+@pytest.mark.parametrize("kernels", [reference, numba_kernels])
 def test_kernels_of_the_host_keep_the_contract(
     kernels: Any, check: Callable[[HostArm], None]
 ) -> None:
@@ -404,10 +404,10 @@ def test_kernels_of_live_bits_do_what_numpy_does(
 
 def test_live_bits_choose_the_fastest_kernels() -> None:
     chosen: list[Any] = [kernels_for(bits) for bits in LIVE.values()]
-    assert chosen == [host, device]
+    assert chosen == [host, torch_kernels]
     assert not same_bits(LIVE["host"], LIVE["device"])
     assert str(host.NAME) == "numba"
-    assert host.diff_ is jit.diff_
+    assert host.diff_ is numba_kernels.diff_
 
 
 @pytest.mark.parametrize("name", ["BLOCK", "CHUNK", "mix_", "__wrapped__"])
@@ -460,16 +460,18 @@ def test_encoders_equal_the_reference() -> None:
         indices = np.flatnonzero(snapshot != current)
         for width in (1, 2):
             expected = reference.encode_gaps(indices, width)
-            np.testing.assert_array_equal(expected, jit.encode_gaps(indices, width))
+            np.testing.assert_array_equal(expected, numba_kernels.encode_gaps(indices, width))
         steps = (current - snapshot)[indices]
-        for one, other in zip(reference.split_steps(steps), jit.split_steps(steps), strict=True):
+        for one, other in zip(
+            reference.split_steps(steps), numba_kernels.split_steps(steps), strict=True
+        ):
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, other)
-        np.testing.assert_array_equal(reference.join_steps(jit.split_steps(steps)), steps)
+        np.testing.assert_array_equal(reference.join_steps(numba_kernels.split_steps(steps)), steps)
 
 
 def test_cast_keeps_nans_quiet_and_signed() -> None:
     masters = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345], np.uint32)
     expected = np.array([0x7FC0, 0xFFC0, 0x7FFF, 0xFFC1], np.uint16)
-    np.testing.assert_array_equal(jit.cast_bf16(masters.view(np.float32)), expected)
+    np.testing.assert_array_equal(numba_kernels.cast_bf16(masters.view(np.float32)), expected)
     np.testing.assert_array_equal(reference.cast_bf16(masters.view(np.float32)), expected)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from deltachain.chain import tags
 from deltachain.chain.chain import Chain, is_reachable, plan_present
-from deltachain.chain.lookup import NONE, newest_number
+from deltachain.chain.manifests import NONE, newest_number
 from deltachain.errors import (
     BrokenChainError,
     ChainError,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from deltachain.errors import ConfigError, UnsupportedModelError
 from deltachain.format.documents import Table
-from deltachain.kernels import device, host
+from deltachain.kernels import host, torch_kernels
 from deltachain.publish.config import AS_IN_MODEL
 from deltachain.publish.model import refusals, wire_dtypes
 from deltachain.publish.model.assets import with_config_watched
@@ -116,10 +116,12 @@ def cast_to(dtype: str, tensor: Tensor) -> Tensor:
     wanted = TORCH_DTYPES[dtype]
     if tensor.dtype != torch.float32 or wanted != torch.bfloat16:
         return tensor.to(wanted)
-    if device.on_host(tensor):
-        bits = torch.from_numpy(host.cast_bf16(device.host_array(tensor.reshape(-1), np.float32)))
+    if torch_kernels.on_host(tensor):
+        bits = torch.from_numpy(
+            host.cast_bf16(torch_kernels.host_array(tensor.reshape(-1), np.float32))
+        )
     else:
-        bits = device.cast_bf16(device.bits_of(tensor))
+        bits = torch_kernels.cast_bf16(torch_kernels.bits_of(tensor))
     return bits.view(wanted).view(tensor.shape)
 
 

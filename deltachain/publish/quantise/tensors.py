@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from deltachain.chain.identity import RECIPE
 from deltachain.errors import ConfigError
 from deltachain.kernels import host
-from deltachain.kernels.device import host_array
+from deltachain.kernels.torch_kernels import host_array
 from deltachain.publish.model.layout import Box, ElementMap, ElementRun
 from deltachain.publish.model.source import ModelTensors, Weight, cast_to, specs_of
 from deltachain.publish.quantise import layers
@@ -391,7 +391,7 @@ def has_kernel(where: torch.device) -> bool:
 def _by_kernel(
     rounding: Rounding, values: Tensor, factors: Tensor, grid: Grid, window: Box, codes: Tensor
 ) -> None:
-    from deltachain.kernels.codes import KINDS, quantise_codes  # noqa: PLC0415 - numba is slow
+    from deltachain.kernels.quantised_codes import KINDS, quantise_codes  # noqa: PLC0415 - numba is slow
 
     (above, _), (left, _) = grid.margins(window)
     by = np.ascontiguousarray(factors.numpy())

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from deltachain.errors import TensorMismatchError
 from deltachain.replica.engine import EngineModel
-from deltachain.replica.windows import Placement
+from deltachain.replica.placements import Placement
 
 from .classes import ON_HOST, Classified, TensorClass
 from .derived import find_derived

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from deltachain.disjoint_sets import join_sets
-from deltachain.replica.windows import Placement
+from deltachain.replica.placements import Placement
 
 from .classes import ON_HOST, TensorClass
 from .load_recorder import Recording

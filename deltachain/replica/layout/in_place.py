@@ -9,7 +9,7 @@ from typing import Final
 
 import torch
 
-from deltachain.replica.windows import Placement
+from deltachain.replica.placements import Placement
 from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import WIRE_NAMES
 

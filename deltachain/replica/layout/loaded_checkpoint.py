@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import LiveBits
+from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets.tensor_patch import varied
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec, check_spec
@@ -28,9 +28,6 @@ WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor
 
 LARGE: Final = 16.0
 """Magnitude above which numbers are decreased, not increased: eight-bit formats end at 240."""
-
-WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers of each size in bytes."""
 
 PERIOD: Final = 1_048_573
 """Number of random powers: a prime, so that they are different in each row of a matrix."""
@@ -57,15 +54,16 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     """
     if tensor.dtype is torch.bool:
         return ~tensor
-    before = tensor.contiguous().view(WORDS[tensor.element_size()])
-    after = torch.empty_like(before)
-    change, powers = _change_of(tensor.dtype), _powers(before.dtype, before.device, turn)
-    old, new, first = before.view(-1), after.view(-1), before.numel() % PERIOD
+    old = bits_of(tensor.contiguous())
+    old = old.view(torch.int8) if old.dtype is torch.uint8 else old  # shifts keep the sign
+    new, first = torch.empty_like(old), len(old) % PERIOD
+    change, powers = _change_of(tensor.dtype), _powers(old.dtype, old.device, turn)
     for start in range(0, len(old), CHUNK):
         part, at = old[start : start + CHUNK], (first + start) % PERIOD
         new[start : start + CHUNK] = change(part, powers[at : at + len(part)])
     # No row or column is its own mirror image, so each of them reveals a loader that reverses
     # them, even where a rank has few. A corner may have to change twice.
+    before, after = old.view(tensor.shape), new.view(tensor.shape)
     for dim in (-2, -1, -2, -1):
         if before.ndim >= -dim and before.shape[dim] > 1:
             last, end = before.select(dim, -1), after.select(dim, -1)
@@ -88,17 +86,15 @@ def _change_of(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a function of words and powers that gives each word other bits."""
     if not dtype.is_floating_point or dtype is torch.float8_e8m0fnu:
         return torch.bitwise_xor
-    word = WORDS[dtype.itemsize]
-    one, large = (int(torch.tensor(number).to(dtype).view(word)) for number in (1.0, LARGE))
-    exponent, most = round(1 / torch.finfo(dtype).eps), torch.iinfo(word).max
+    one, large = (int(bits_of(torch.tensor(number).to(dtype))) for number in (1.0, LARGE))
+    exponent, sign = round(1 / torch.finfo(dtype).eps), 8 * dtype.itemsize - 1
+    most = (1 << sign) - 1
 
     def change(words: Tensor, power: Tensor) -> Tensor:
         # Without a branch, which takes torch five times as long: all bits of a mask are its sign.
         magnitude = words & most
-        is_large, is_zero = (large - magnitude) >> (word.itemsize * 8 - 1), magnitude - 1
-        is_zero >>= word.itemsize * 8 - 1
-        step = (power * exponent) ^ is_large
-        return words + (step - is_large) + (is_zero & one)
+        is_large, is_zero = (large - magnitude) >> sign, (magnitude - 1) >> sign
+        return words + ((power * exponent ^ is_large) - is_large) + (is_zero & one)
 
     return change
 

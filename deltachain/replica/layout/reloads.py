@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from deltachain.errors import EngineVersionError, TensorMismatchError
 from deltachain.kernels.protocol import LiveBits, same_bits
-from deltachain.replica.windows import Placement
+from deltachain.replica.placements import Placement
 
 from .classes import ORDER, TensorClass
 from .findings import Findings, Links, all_layers, components, group_of, links_of

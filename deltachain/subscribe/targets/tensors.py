@@ -18,8 +18,8 @@ from deltachain.chain.identity import read_asset
 from deltachain.checkpoint import ID_END, LIBRARY, RUNTIME, fields, settings_of
 from deltachain.delta import TensorDelta
 from deltachain.errors import BaseMismatchError, ConfigError, PartialApplyError, TensorMismatchError
-from deltachain.kernels.device import bits_of, live_bits
 from deltachain.kernels.protocol import kernels_for, same_bits
+from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets.base import HeldVersion, Write, write_all
 from deltachain.subscribe.targets.local import PatchedTarget
 from deltachain.subscribe.targets.tensor_patch import (

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 from typer.main import get_command
 
-from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.checkpoint import Checkpoint
 from deltachain.cli.app import app
 from deltachain.types import BITS_DTYPES, WIRE_DTYPES, Bits, TensorSpec
+from tests.support.files import write_weights
 
 COMMAND = get_command(app)  # once: putting it together takes longer than running it
 

@@ -12,11 +12,12 @@ from safetensors import safe_open
 
 from deltachain.chain.chain import Chain
 from deltachain.chain.publisher_record import new_record, write_record
-from deltachain.checkpoint import Checkpoint, write_weights
+from deltachain.checkpoint import Checkpoint
 from deltachain.codec import Part
 from deltachain.format.keys import manifest_key
 from deltachain.publish import Publisher
 from deltachain.store import open_store
+from tests.support.files import write_weights
 from tests.support.models import TinyModel, bits_of, train_
 from tests.unit.cli.support import (
     SPECS,

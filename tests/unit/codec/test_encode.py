@@ -16,15 +16,16 @@ from typing_extensions import override
 
 from deltachain.codec import ENCODINGS, Change, Part, encode, encode_part
 from deltachain.codec import container as directory
-from deltachain.codec.container import read_header, reader_of, write_header
+from deltachain.codec.container import read_header, write_header
 from deltachain.codec.encodings import BucketWriter, EncodedTensor, OldBits
 from deltachain.codec.encodings.sparse import StepEncoding
 from deltachain.codec.frames import FRAME, BytePlane, StreamContent, inflate
 from deltachain.delta import TensorDelta
 from deltachain.errors import ConfigError, MalformedError
 from deltachain.format.keys import object_digest
-from deltachain.kernels import jit, reference
+from deltachain.kernels import numba_kernels, reference
 from deltachain.types import BITS_DTYPES, WIRE_DTYPES, StateDigest, TensorSpec
+from tests.support.files import reader_of
 
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 ROWS = st.lists(
@@ -113,7 +114,7 @@ def test_copy_plane_is_that_of_the_reference(dtype: Any) -> None:
             expected, found = np.empty(size, np.uint8), np.empty(size, np.uint8)
             reference.copy_plane_(expected, bits, k)
             assert expected.tolist() == [int(b) >> (8 * k) & 255 for b in bits]
-            jit.copy_plane_(found, bits, k)
+            numba_kernels.copy_plane_(found, bits, k)
             np.testing.assert_array_equal(found, expected)
 
 

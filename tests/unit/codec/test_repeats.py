@@ -6,7 +6,7 @@ import pytest
 import zstandard
 
 from deltachain.codec import Part
-from deltachain.codec.container import read_header, reader_of
+from deltachain.codec.container import read_header
 from deltachain.codec.encode import Change, encode_part
 from deltachain.codec.encodings.max.encoding import MaxEncoding
 from deltachain.codec.frames import STREAM_PARAMETERS
@@ -14,6 +14,7 @@ from deltachain.delta import OldBits, TensorDelta
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host
 from deltachain.types import Bits, TensorSpec
+from tests.support.files import reader_of
 
 ROWS, COLUMNS = 256, 2048
 DICE = np.random.default_rng(5)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from deltachain.chain.chain import Chain, Committed
-from deltachain.chain.lookup import read_hint
+from deltachain.chain.manifests import read_hint
 from deltachain.chain.plan import KnownEdges, window_from
 from deltachain.chain.trust import Trust
 from deltachain.chain.upload import EdgeKeys, EdgeUpload

@@ -13,14 +13,14 @@ import torch
 from deltachain.codec import Part
 from deltachain.errors import DigestMismatchError, FormatError
 from deltachain.kernels import staging
-from deltachain.kernels.device import INT_DTYPES
+from deltachain.kernels.torch_kernels import INT_DTYPES
 from deltachain.replica.device_staging import DeviceStager, DeviceWrite
+from deltachain.replica.placements import Placement
 from deltachain.replica.rank import RankService
 from deltachain.replica.settings import RankSettings
 from deltachain.replica.spool import object_file
 from deltachain.replica.spool_reader import TensorPlan
 from deltachain.replica.staged import RankStaged
-from deltachain.replica.windows import Placement
 from deltachain.subscribe.proof import Effect
 from deltachain.subscribe.targets.tensor_patch import prepare
 from deltachain.subscribe.targets.tensor_patch import write as write_patch

@@ -15,14 +15,14 @@ from deltachain.errors import BaseMismatchError, OldBitsError
 from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key
 from deltachain.kernels import reference
-from deltachain.kernels.device import storage_bits
 from deltachain.kernels.protocol import LiveBits
+from deltachain.kernels.torch_kernels import storage_bits
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.replica.placements import Placement
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader, TensorPlan, host_bits
 from deltachain.replica.staged import Share, _prepared, _Stage
 from deltachain.replica.unused_state import UnusedState
-from deltachain.replica.windows import Placement
 from deltachain.subscribe.targets.tensor_patch import LiveElements, prepare, write
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.support.values import present

@@ -26,18 +26,18 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import ObjectRef
 from deltachain.format.keys import digest_key
-from deltachain.kernels import device, reference
-from deltachain.kernels.device import live_bits, storage_bits
-from deltachain.replica import fetcher, windows
+from deltachain.kernels import reference, torch_kernels
+from deltachain.kernels.torch_kernels import live_bits, storage_bits
+from deltachain.replica import fetcher, placements
 from deltachain.replica import rank as rank_module
 from deltachain.replica import staged as staged_module
 from deltachain.replica.layout.classes import Classified, TensorClass
 from deltachain.replica.layout.model_state import LoadGroup
+from deltachain.replica.placements import Placement, Window, nested
 from deltachain.replica.rank import Rank
 from deltachain.replica.spool import Spool, SpooledObject, SpoolIndex
 from deltachain.replica.spool_reader import SpoolReader
 from deltachain.replica.staged import RankStaged
-from deltachain.replica.windows import Placement, Window, nested
 from deltachain.store import MemoryStore
 from deltachain.subscribe.targets import base as target
 from deltachain.subscribe.targets.tensor_patch import Patch, prepare, state_of, write
@@ -165,7 +165,7 @@ def numpy_of(bits: Any) -> Any:
 def forced(patch: pytest.MonkeyPatch, on_host: bool) -> None:
     """Let torch work on bits of the host, as it does on those of a device."""
     if not on_host:
-        patch.setattr(device, "on_host", lambda _: False)
+        patch.setattr(torch_kernels, "on_host", lambda _: False)
 
 
 @st.composite
@@ -257,7 +257,7 @@ def test_view_cut_and_numbers_are_of_the_same_elements_in_the_same_order(
     numel = int(np.prod(shape))
     with pytest.MonkeyPatch.context() as patch:
         forced(patch, on_host)
-        patch.setattr(windows, "BLOCK", 3)
+        patch.setattr(placements, "BLOCK", 3)
         place = place_of(view, live)
         flat = np.arange(numel, dtype=BITS_DTYPES[live.element_size()])
         numbers = np.full(place.view.shape, -1)

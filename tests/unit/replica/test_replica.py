@@ -18,7 +18,7 @@ from deltachain.errors import (
     TensorMismatchError,
 )
 from deltachain.format.keys import CHAIN_KEY, manifest_key
-from deltachain.kernels import device
+from deltachain.kernels import torch_kernels
 from deltachain.replica.all_ranks import PreparedSwap
 from deltachain.replica.engine import run_on
 from deltachain.replica.leader import Leader
@@ -310,7 +310,7 @@ def test_bits_of_a_device_take_the_same_way(
     followed: Build, shape: Sharding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bits of a device are torch tensors: the same ranks, forced onto that path."""
-    monkeypatch.setattr(device, "on_host", lambda _: False)
+    monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
     here = followed(shape)
     here.publish(1, 2, 3)
     here.subscriber.update(1)

@@ -20,7 +20,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deltachain.checkpoint import write_weights
 from deltachain.errors import DeltaChainError, PoisonedError, TensorMismatchError
 from deltachain.filebits import FileBits
 from deltachain.publish import Publisher
@@ -28,6 +27,7 @@ from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import LOCK_FILE, FolderTarget
 from deltachain.types import TensorSpec
 from tests.small_disk import run_on_small_disk
+from tests.support.files import write_weights
 from tests.support.models import TinyModel
 from tests.support.values import eventually
 from tests.unit.cli.support import ok

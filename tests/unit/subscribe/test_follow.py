@@ -12,7 +12,7 @@ from deltachain.format import keys
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber, fetch
-from deltachain.subscribe.rounds import NEEDS_A_PERSON
+from deltachain.subscribe.follow_loop import NEEDS_A_PERSON
 from deltachain.subscribe.subscriber import LOOK_BACK
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of, train_

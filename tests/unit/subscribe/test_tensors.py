@@ -15,7 +15,7 @@ from deltachain.errors import (
     PoisonedError,
     TensorMismatchError,
 )
-from deltachain.kernels import device
+from deltachain.kernels import torch_kernels
 from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber, TensorTarget
 from deltachain.subscribe.targets import base as target_module
@@ -530,7 +530,7 @@ def test_device_tensors_take_the_same_way(
     publish(1)
     zeros = tensors_of(model)
 
-    monkeypatch.setattr(device, "on_host", lambda _: False)
+    monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
     subscriber = subscribe(TensorTarget(zeros))
     subscriber.update()
     for seed in (2, 3):

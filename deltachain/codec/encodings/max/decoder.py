@@ -30,7 +30,7 @@ from deltachain.codec.encodings.max.classes import (
 )
 from deltachain.codec.encodings.max.tiles import ENDS, ESCAPE, MAGNITUDES, NEVER, RANKS, TileStreams
 from deltachain.kernels.compiling import compiled, inlined
-from deltachain.kernels.jit import locate, move, run_stage
+from deltachain.kernels.numba_kernels import locate, move, run_stage
 from deltachain.kernels.reference import StagedSteps, WindowPlace
 from deltachain.types import Bits, Indices
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.kernels import device
+from deltachain.kernels import torch_kernels
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
 from deltachain.replica.layout.module_members import (
@@ -427,7 +427,7 @@ def test_a_reload_that_fails_its_trial_is_refused_and_undone(
 ) -> None:
     model, source = one_layer(PLANNED["copy"])
     if not on_host:
-        monkeypatch.setattr(device, "on_host", lambda _: False)
+        monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
     model.pack()
     model.reloader = reloader
     layout = untouched(model, source)
@@ -520,7 +520,7 @@ def test_every_awkward_tensor_gets_the_class_it_should(
     shape: Sharding, tmp_path: Path, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not on_host:
-        monkeypatch.setattr(device, "on_host", lambda _: False)
+        monkeypatch.setattr(torch_kernels, "on_host", lambda _: False)
     model = trained(shape)
     folder = save(model, tmp_path)
     checkpoint = Checkpoint(folder)

@@ -23,8 +23,8 @@ from deltachain.replica.layout.discover import discover
 from deltachain.replica.layout.load_recorder import Recording, live_tensors, record
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint
 from deltachain.replica.layout.model_state import COLUMNS, probing_rows
+from deltachain.replica.placements import Window
 from deltachain.replica.rank import Rank
-from deltachain.replica.windows import Window
 from deltachain.types import TensorSpec
 from tests.support.engine import FakeModel, Sharding, put, save, trained
 from tests.support.spools import spool_of

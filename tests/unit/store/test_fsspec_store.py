@@ -18,8 +18,8 @@ from deltachain.errors import (
     StorePermissionError,
     StoreUnavailableError,
 )
-from deltachain.store import MemoryStore, Store, fs, open_store
-from deltachain.store.fs import (
+from deltachain.store import MemoryStore, Store, fsspec_store, open_store
+from deltachain.store.fsspec_store import (
     PROMISES,
     UNKNOWN,
     WRAPPERS,
@@ -430,7 +430,7 @@ def test_what_the_file_system_lists_is_not_cached(objects: ObjectFileSystem) -> 
 def test_large_object_is_read_in_pieces_where_it_is_far(
     objects: ObjectFileSystem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fs, "_PIECE", 1000)
+    monkeypatch.setattr(fsspec_store, "_PIECE", 1000)
     store = FsspecStore(objects, "bucket")
     data = pattern(11_001)
     store.put("a", data)
