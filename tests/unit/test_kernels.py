@@ -293,7 +293,7 @@ def test_kernels_compute_where_nothing_can_be_kept(tmp_path: Path) -> None:
 def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
     code = "from deltachain.cli.console import show_warnings\nshow_warnings()\n"
     code += "import numpy as np\nfrom deltachain.kernels import numba_kernels\n"
-    code += "jit.gather(np.arange(9, dtype=np.uint16), np.array([3, 5]))"
+    code += "numba_kernels.gather(np.arange(9, dtype=np.uint16), np.array([3, 5]))"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     told = [
