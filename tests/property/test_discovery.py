@@ -364,6 +364,15 @@ def _read_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(reloads, "holds_bits", lambda *_: True)
 
 
+def _strayed(patch: pytest.MonkeyPatch) -> None:
+    doubt = reloads._doubt
+
+    def without(state: ModelState, outcome: reloads.Outcome, group: LoadGroup) -> str:
+        return doubt(state, replace(outcome, moved=frozenset()), group)
+
+    patch.setattr(reloads, "_doubt", without)
+
+
 def _made(patch: pytest.MonkeyPatch) -> None:
     def find(state: ModelState, findings: Findings) -> Findings:
         return replace(find_derived(state, findings), derived={})
@@ -447,7 +456,7 @@ MORE_SWITCHES: Final[dict[str, tuple[Switch, Recipe]]] = {
         loaders(19581),
     ),
     "everything is loaded once": (_nearby, tryable_modules(1041)),
-    "other bits arrive where they were recorded": (partial(_empty, reloads, "_stray"), ROWS),
+    "other bits arrive where they were recorded": (_strayed, ROWS),
     "outputs are restored": (partial(_off, discover, "restore_outputs"), tryable_modules(1798)),
 }
 
