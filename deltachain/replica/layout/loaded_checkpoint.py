@@ -3,7 +3,7 @@
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, Final, TypeAlias
 
 import numpy.typing as npt
@@ -56,10 +56,10 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
         return ~tensor
     old = bits_of(tensor.contiguous())
     old = old.view(torch.int8) if old.dtype is torch.uint8 else old  # shifts keep the sign
-    new, first = torch.empty_like(old), len(old) % PERIOD
-    change, powers = _change_of(tensor.dtype), _powers(old.dtype, old.device, turn)
+    new, change = torch.empty_like(old), _change_of(tensor.dtype)
+    powers = _powers(len(old), old.dtype, old.device, turn)
     for start in range(0, len(old), CHUNK):
-        part, at = old[start : start + CHUNK], (first + start) % PERIOD
+        part, at = old[start : start + CHUNK], start % PERIOD
         new[start : start + CHUNK] = change(part, powers[at : at + len(part)])
     # No row or column is its own mirror image, so each of them reveals a loader that reverses
     # them, even where a rank has few. A corner may have to change twice.
@@ -73,11 +73,11 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     return after.view(tensor.dtype)
 
 
-@cache
-def _powers(word: torch.dtype, device: torch.device, turn: int) -> Tensor:
-    """Return random powers from 1 to 3, as many as a period and a chunk have."""
-    seeded = torch.Generator().manual_seed(PERIOD)
-    drawn = torch.randint(0, 3, (PERIOD,), generator=seeded)
+@lru_cache(maxsize=64)
+def _powers(numel: int, word: torch.dtype, device: torch.device, turn: int) -> Tensor:
+    """Return random powers from 1 to 3, at most as many as a period and a chunk have."""
+    seeded = torch.Generator().manual_seed(numel)
+    drawn = torch.randint(0, 3, (min(numel, PERIOD),), generator=seeded)
     return (1 + (torch.cat([drawn, drawn[:CHUNK]]) + turn) % 3).to(device, word)
 
 
