@@ -46,7 +46,7 @@ def maintain(  # noqa: PLR0913 - one argument an option
     stop, pause, grace_s = Event(), pruning.seconds(every), pruning.seconds(grace)
     maintainer: Maintainer | None = None
 
-    def begun() -> Maintainer:
+    def begun() -> "Maintainer":
         from deltachain.maintain import Maintainer
 
         chain = opened(url, writing=True)
