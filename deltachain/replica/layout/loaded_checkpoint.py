@@ -29,8 +29,8 @@ WeightsFactory: TypeAlias = Callable[[Iterable[str]], Iterable[tuple[str, Tensor
 LARGE: Final = 16.0
 """Magnitude above which numbers are decreased, not increased: eight-bit formats end at 240."""
 
-PERIOD: Final = 1_048_573
-"""Number of random powers: a prime, so that they are different in each row of a matrix."""
+PERIOD: Final = 524_287
+"""Number of random powers: a prime above the rows of a vocabulary, so no two rows share them."""
 
 CHUNK: Final = 1 << 15
 """Elements changed at a time: in a core's cache, and too few for torch to wake other threads."""
@@ -73,7 +73,7 @@ def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
     return after.view(tensor.dtype)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _powers(numel: int, word: torch.dtype, device: torch.device, turn: int) -> Tensor:
     """Return random powers from 1 to 3, at most as many as a period and a chunk have."""
     seeded = torch.Generator().manual_seed(numel)
