@@ -558,3 +558,18 @@ def _copy_plane(out: Any, bits: Any, shift: Any) -> None:
 def copy_plane_(out: npt.NDArray[np.uint8], bits: Bits, k: int) -> None:
     """Write byte ``k`` of ``(n,)`` elements: 2.8 times as fast as a strided copy (2 bytes)."""
     _copy_plane(out, bits, bits.dtype.type(8 * k))
+
+
+@compiled
+def _rescale(words: Any, steps: Any, most: Any, one: Any, large: Any) -> None:
+    kind = words.dtype.type  # a wider type in between would not be vectorised
+    for i in range(words.shape[0]):
+        magnitude = kind(words[i] & most)
+        step = kind(-steps[i]) if magnitude > large else steps[i]
+        more = one if magnitude == kind(0) else kind(0)
+        words[i] = kind(kind(words[i] + step) + more)
+
+
+def rescale_(words: npt.NDArray[Any], steps: npt.NDArray[Any], one: int, large: int) -> None:
+    kind = words.dtype.type
+    _rescale(words, steps[: words.size], kind(np.iinfo(kind).max), kind(one), kind(large))

@@ -266,6 +266,16 @@ def copy_plane_(out: npt.NDArray[np.uint8], bits: Bits, k: int) -> None:
     out[:] = np.ascontiguousarray(bits).view(np.uint8)[k :: bits.itemsize]
 
 
+def rescale_(words: npt.NDArray[Any], steps: npt.NDArray[Any], one: int, large: int) -> None:
+    """Add to the exponents of ``(n,)`` floats; subtract from those larger than ``large``.
+
+    All are signed words of the floats' width; ``one`` is added to zeros as well.
+    """
+    magnitude = words & np.iinfo(words.dtype).max
+    words += np.where(magnitude > large, -steps, steps)
+    words += np.where(magnitude == 0, one, 0).astype(words.dtype)
+
+
 def gather(weights: Bits, indices: Indices) -> Bits:
     """Return the bits at ``indices``."""
     return weights[indices]

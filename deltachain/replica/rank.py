@@ -26,7 +26,7 @@ from deltachain import errors
 from deltachain.checkpoint import Checkpoint
 from deltachain.format.keys import digest_key
 from deltachain.kernels import host, staging, torch_kernels
-from deltachain.kernels.protocol import same_bits
+from deltachain.kernels.protocol import kernels_for, same_bits
 from deltachain.redact import redacted_url
 from deltachain.subscribe.targets.base import take_back, write_all
 from deltachain.subscribe.targets.tensor_patch import WholeTensor, state_of, warm_up
@@ -103,7 +103,8 @@ class HostCopies:
     def clones(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             for here in self._source.names[name]:
-                yield here, tensor_of(self._specs[name], self.bits[name])
+                bits = self.bits[name]
+                yield here, tensor_of(self._specs[name], kernels_for(bits).copy(bits))
 
 
 def _groups_of(layout: Layout, names: Collection[str]) -> list[tuple[LoadMethod, LoadGroup]]:

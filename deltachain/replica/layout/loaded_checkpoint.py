@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, TypeAlias
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
+from deltachain.kernels import host
 from deltachain.kernels.protocol import LiveBits
 from deltachain.kernels.torch_kernels import bits_of, live_bits
 from deltachain.subscribe.targets.tensor_patch import varied
@@ -30,10 +32,7 @@ LARGE: Final = 16.0
 """Magnitude above which numbers are decreased, not increased: eight-bit formats end at 240."""
 
 PERIOD: Final = 524_287
-"""Number of random powers: a prime above the rows of a vocabulary, so no two rows share them."""
-
-CHUNK: Final = 1 << 15
-"""Elements changed at a time: in a core's cache, and too few for torch to wake other threads."""
+"""Number of random steps: a prime above the rows of a vocabulary, so no two rows share them."""
 
 
 def mixed(
@@ -46,57 +45,55 @@ def mixed(
 
 
 def other_bits(tensor: Tensor, turn: int = 0) -> Tensor:
-    """Return a tensor in which every element differs from the given one by more than rounding.
+    """Change every element of a tensor on the host by more than rounding, in place.
 
     Numbers are multiplied by a power of two, large ones divided; integers get other bits. Equal
     elements become different, to show where each of them goes. The results of turns 0 and 1 differ
     too, except booleans, to show which of two equal tensors is stored somewhere.
     """
     if tensor.dtype is torch.bool:
-        return ~tensor
-    old = bits_of(tensor.contiguous())
-    old = old.view(torch.int8) if old.dtype is torch.uint8 else old  # shifts keep the sign
-    new, change = torch.empty_like(old), _change_of(tensor.dtype)
-    powers = _powers(len(old), old.dtype, old.device, turn)
-    for start in range(0, len(old), CHUNK):
-        part, at = old[start : start + CHUNK], start % PERIOD
-        new[start : start + CHUNK] = change(part, powers[at : at + len(part)])
+        return tensor.logical_not_()
+    bits = bits_of(tensor).numpy()
+    words = bits.view(f"i{bits.itemsize}")
+    grid, (unit, change) = words.reshape(tensor.shape), _change_of(tensor.dtype)
+    lines = [dim for dim in (-2, -1) if grid.ndim >= -dim and grid.shape[dim] > 1]
+    before = {dim: grid.take(-1, dim).ravel() for dim in lines}
+    for start in range(0, words.size, PERIOD):
+        part = words[start : start + PERIOD]
+        change(part, _steps(words.size, words.dtype, unit, turn)[: part.size])
     # No row or column is its own mirror image, so each of them reveals a loader that reverses
     # them, even where a rank has few. A corner may have to change twice.
-    before, after = old.view(tensor.shape), new.view(tensor.shape)
-    for dim in (-2, -1, -2, -1):
-        if before.ndim >= -dim and before.shape[dim] > 1:
-            last, end = before.select(dim, -1), after.select(dim, -1)
-            one, two, three = (change(last, last.new_tensor(power)) for power in (1, 2, 3))
-            following = torch.where(end == one, two, torch.where(end == two, three, one))
-            end.copy_(torch.where(after.select(dim, 0) == end, following, end))
-    return after.view(tensor.dtype)
+    for dim, last in (*before.items(), *before.items()):
+        moved = np.moveaxis(grid, dim, 0)
+        first, end = moved[:1], moved[-1:]
+        ways = [last.copy() for _ in range(3)]
+        for power, way in enumerate(ways, 1):
+            change(way, np.full_like(way, power * unit))
+        one, two, three = (way.reshape(end.shape) for way in ways)
+        following = np.where(end == one, two, np.where(end == two, three, one))
+        np.copyto(end, following, where=first == end)
+    return tensor
 
 
 @lru_cache(maxsize=16)
-def _powers(numel: int, word: torch.dtype, device: torch.device, turn: int) -> Tensor:
-    """Return random powers from 1 to 3, at most as many as a period and a chunk have."""
+def _steps(numel: int, word: npt.DTypeLike, unit: int, turn: int) -> npt.NDArray[Any]:
+    """Return random multiples, one to three, of a unit; at most as many as a period has."""
     seeded = torch.Generator().manual_seed(numel)
     drawn = torch.randint(0, 3, (min(numel, PERIOD),), generator=seeded)
-    return (1 + (torch.cat([drawn, drawn[:CHUNK]]) + turn) % 3).to(device, word)
+    return ((1 + (drawn + turn) % 3) * unit).numpy().astype(word)
+
+
+Change: TypeAlias = Callable[[npt.NDArray[Any], npt.NDArray[Any]], object]
 
 
 @cache
-def _change_of(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return a function of words and powers that gives each word other bits."""
+def _change_of(dtype: torch.dtype) -> tuple[int, Change]:
+    """Return a unit, and a function that changes words in place by multiples of it."""
     if not dtype.is_floating_point or dtype is torch.float8_e8m0fnu:
-        return torch.bitwise_xor
+        return 1, lambda words, steps: np.bitwise_xor(words, steps, out=words)
     one, large = (int(bits_of(torch.tensor(number).to(dtype))) for number in (1.0, LARGE))
-    exponent, sign = round(1 / torch.finfo(dtype).eps), 8 * dtype.itemsize - 1
-    most = (1 << sign) - 1
-
-    def change(words: Tensor, power: Tensor) -> Tensor:
-        # Without a branch, which takes torch five times as long: all bits of a mask are its sign.
-        magnitude = words & most
-        is_large, is_zero = (large - magnitude) >> sign, (magnitude - 1) >> sign
-        return words + ((power * exponent ^ is_large) - is_large) + (is_zero & one)
-
-    return change
+    exponent = round(1 / torch.finfo(dtype).eps)
+    return exponent, lambda words, steps: host.rescale_(words, steps, one, large)
 
 
 logger = logging.getLogger(__name__)
@@ -201,6 +198,7 @@ class LoadedCheckpoint:
         return frozenset(name for name in self.present if not varied(self.bits(name)))
 
     def bits(self, name: str) -> npt.NDArray[Any]:
+        """Return the bits of a tensor in new memory."""
         return self.checkpoint.bits(self.names[name][0])
 
     def other(self, name: str, turn: int = 0) -> LiveBits:
@@ -226,6 +224,6 @@ class LoadedCheckpoint:
 
 
 def tensor_of(spec: TensorSpec, bits: LiveBits) -> Tensor:
-    """Return a new tensor with these bits, since loaders may edit their input."""
-    copied = bits.clone() if isinstance(bits, Tensor) else torch.from_numpy(bits.copy())
-    return copied.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)
+    """Return a tensor over these bits, which a loader that gets it may edit."""
+    flat = bits if isinstance(bits, Tensor) else torch.from_numpy(bits)
+    return flat.view(TORCH_DTYPES[spec.dtype]).view(spec.shape)

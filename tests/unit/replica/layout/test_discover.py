@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from deltachain.checkpoint import Checkpoint
 from deltachain.errors import TensorMismatchError
-from deltachain.kernels import torch_kernels
+from deltachain.kernels import numba_kernels, reference, torch_kernels
 from deltachain.replica.layout.discover import Layout, discover, rediscover
 from deltachain.replica.layout.loaded_checkpoint import LoadedCheckpoint, other_bits
 from deltachain.replica.layout.module_members import (
@@ -194,7 +194,7 @@ def test_every_element_is_another_and_no_row_or_column_its_own_mirror_image(
 ) -> None:
     for rows in (1, 2, 5):
         tensor = torch.full((rows, width), first).to(dtype)
-        other = other_bits(tensor).float()
+        other = other_bits(tensor.clone()).float()
         assert (other != tensor.float()).all()
         assert (other[:, 0] != other[:, -1]).all()
         assert rows == 1 or (other[0] != other[-1]).all()
@@ -209,7 +209,7 @@ def test_every_finite_number_becomes_one_that_differs_by_a_factor_of_two(
     words = torch.arange(-(1 << bits - 1), 1 << bits - 1).to({8: torch.int8, 16: torch.int16}[bits])
     numbers = words.view(dtype)
     numbers = numbers[numbers.float().isfinite()]
-    others = other_bits(numbers, turn)
+    others = other_bits(numbers.clone(), turn)
     assert others.float().isfinite().all()
     before, after = numbers.float().abs(), others.float().abs()
     smallest = torch.finfo(dtype).tiny  # subnormal numbers have fewer bits to lose
@@ -217,8 +217,20 @@ def test_every_finite_number_becomes_one_that_differs_by_a_factor_of_two(
     ratio = (after / before)[is_normal].log2().abs()
     assert ((ratio >= 1) & (ratio <= 3)).all()
     assert (before != after).all()
-    other_turn = other_bits(numbers, 1 - turn)
+    other_turn = other_bits(numbers.clone(), 1 - turn)
     assert (other_turn.view(words.dtype) != others.view(words.dtype))[:-1].all()  # but a corner
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_compiled_kernels_change_exponents_as_the_reference_does(width: int) -> None:
+    kind = np.dtype(f"i{width}").type
+    words = np.frombuffer(np.random.default_rng(1).bytes(100_003 * width), kind).copy()
+    words[:4] = [0, np.iinfo(kind).min, np.iinfo(kind).max, -1]
+    steps = np.resize(np.array([8, 16, 24], kind), words.size)
+    expected = words.copy()
+    for kernels, changed in ((reference, expected), (numba_kernels, words)):
+        kernels.rescale_(changed, steps, 56, 88)
+    assert np.array_equal(words, expected)
 
 
 def test_a_number_and_a_flag_have_others_too() -> None:
@@ -343,8 +355,7 @@ def test_what_was_changed_after_loading_is_reloaded(one_layer: Make) -> None:
 
 def constant(source: LoadedCheckpoint) -> None:
     """Let every element of the checkpoint, and so of the model, be the same."""
-    zeros = np.zeros(24, np.uint16)
-    vars(source)["bits"] = lambda _: zeros
+    vars(source)["bits"] = lambda _: np.zeros(24, np.uint16)
 
 
 def test_bits_that_are_all_alike_are_no_proof_where_layers_are_rearranged(one_layer: Make) -> None:
