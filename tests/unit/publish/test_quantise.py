@@ -31,7 +31,7 @@ from deltachain.publish.ranks.collectives import Ranks
 from deltachain.store import open_store
 from deltachain.torch_names import TORCH_DTYPES
 from deltachain.types import TensorSpec
-from tests.ranks.settings_trials import mixture
+from tests.ranks.models import mixture
 from tests.unit.publish.library import (
     BLOCKS,
     COMPRESSED,
