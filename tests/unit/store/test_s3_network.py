@@ -1,5 +1,5 @@
 import gzip
-import socket
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ from deltachain.testing.store import pattern
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed
 from tests.support.values import present
-from tests.unit.store.calls import calls_of
+from tests.unit.store.calls import EVERY, calls_of
 from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub, took
 
 pytestmark = pytest.mark.full
@@ -39,78 +39,100 @@ def to(location: str, status: int = 301, region: str = "") -> Answer:
     return Answer(status, body=b"moved", headers=headers)
 
 
-# Redirects
+def body(data: bytes = DATA, status: int = 200, *, said: str | None = None, **how: Any) -> Answer:
+    """An object, or what is said to be a range of it."""
+    ranged = {} if said is None else {"Content-Range": said}
+    headers = {**LAST_MODIFIED, **ranged, **how.pop("headers", {})}
+    return Answer(status, body=data, headers=headers, **how)
 
 
-@pytest.mark.parametrize("status", [301, 308])
-def test_redirect_is_unavailable_and_says_where_it_leads(status: int) -> None:
-    with Stub(to("https://portal.example:8443/login?secret=1", status)) as stub:
+BOMB = gzip.compress(bytes(5 << 20))
+PORTAL = "https://portal.example:8443/login?secret=1"
+WHOLE_RANGE = "bytes 0-199/200"
+WRONG_RANGES = (
+    *("bytes 1-10/200", "bytes 0-8/200", "bytes 0-10/200", "bytes 0-9/5", "bytes 0-9/*"),
+    *("bytes */200", "items 0-9/200", ""),
+)
+
+UNBELIEVED: dict[str, tuple[Answer, tuple[str, ...], str]] = {
+    **{
+        f"{status} to elsewhere": (
+            to(PORTAL, status),
+            EVERY if status in (301, 308) else ("get",),
+            f"{status}.*redirects to https://portal.example:8443:",
+        )
+        for status in (301, 302, 307, 308)
+    },
+    "always another region": (to("", region="eu-west-3"), ("get",), "eu-west-3"),
+    "200, a slow head": (body(head_pace_s=0.05), EVERY, ""),
+    "503, a slow head": (body(status=503, head_pace_s=0.05), EVERY, ""),
+    "206, a slow body": (body(status=206, said=WHOLE_RANGE, body_pace_s=0.05), ("read",), ""),
+    "200, a slow body": (body(body_pace_s=0.05), ("get", "list"), ""),
+    "503, a slow body": (Answer(503, "SlowDown", body_pace_s=0.05), ("get", "list"), ""),
+    # Too long: the rest never comes, and the connection stays open. Too short: what is left
+    # looks like the next answer, or the object is another one.
+    **{
+        f"a range said to have {nbytes} bytes": (
+            body(status=206, said=WHOLE_RANGE, said_nbytes=nbytes),
+            ("read",),
+            "",
+        )
+        for nbytes in (0, 199, 201, 10**12)
+    },
+    "an object said to be longer": (body(said_nbytes=201), ("get",), ""),
+    **{
+        f"a length of {length}": (
+            body(headers={"x-amz-missing-meta": length, "Last-Modified": length}),
+            ("get", "find"),
+            "",
+        )
+        for length in ("many", "-", "1e400")
+    },
+    **{
+        f"a range said to be {said}": (
+            body(DATA[:10], 206, said=said),
+            ("get_range",),
+            "bytes 0 to 9 were asked for",
+        )
+        for said in WRONG_RANGES
+    },
+    "a range of another length": (body(DATA[:9], 206, said="bytes 0-9/200"), ("get_range",), ""),
+    "a part in place of all": (body(DATA[:10], 206, said="bytes 0-9/200"), ("get",), ""),
+    "all in place of a later range": (body(), ("get_later_range",), "heed Range"),
+    "a compressed list": (body(BOMB, headers={"Content-Encoding": "gzip"}), ("list",), ""),
+    "a list in br": (body(BOMB, headers={"Content-Encoding": "br"}), ("list",), ""),
+    "writes that wrote nothing": (Answer(200), ("put", "put_if_absent"), ""),
+}
+
+
+@pytest.mark.parametrize("what", UNBELIEVED)
+def test_what_cannot_be_believed_is_unavailable_in_time(what: str) -> None:
+    answer, names, said = UNBELIEVED[what]
+    with Stub(answer) as stub:
         store = opened(stub)
-        for call in calls_of(store, nbytes=200):
+        for call in calls_of(store, *names, nbytes=200):
             error, seconds = took(call)
             assert error.retryable
-            assert str(status) in str(error)
-            assert "redirects to https://portal.example:8443:" in error.hint
+            assert re.search(said, f"{error} {error.hint}", re.DOTALL)
             assert "secret" not in str(error)
             assert seconds < 4
 
 
-@pytest.mark.parametrize("status", [302, 307])
-def test_other_redirects_are_the_same(status: int) -> None:
-    with Stub(to("https://portal.example", status)) as stub:
-        error, _ = took(lambda: opened(stub).get("a"))
-        assert "redirects to https://portal.example:" in error.hint
-
-
 def test_redirect_that_ends_is_survived_by_one_call() -> None:
-    found = Answer(200, body=DATA, headers=LAST_MODIFIED)
-    with Stub(to("/login"), to("http://[bad"), to(""), found) as stub:
+    with Stub(to("/login"), to("http://[bad"), to(""), body()) as stub:
         assert opened(stub, deadline_s=10).get("a") == DATA
         assert stub.seen == ["GET /bucket/run/a"] * 4
 
 
-def test_bucket_of_another_region_is_asked_for_there_once() -> None:
-    elsewhere = to("", region="eu-west-3")
-    with Stub(elsewhere, Answer(200, body=DATA, headers=LAST_MODIFIED)) as stub:
+def test_bucket_of_another_region_is_asked_for_there() -> None:
+    with Stub(to("", region="eu-west-3"), body()) as stub:
         assert opened(stub, deadline_s=10).get("a") == DATA
         assert "/eu-west-3/s3/" in stub.headers[1]["authorization"]
-    with Stub(elsewhere) as stub:
-        error, _ = took(lambda: opened(stub, deadline_s=10).get("a"))
-        assert "eu-west-3" in error.hint
-
-
-# Slow answers
-
-
-@pytest.mark.parametrize("status", [200, 503])
-def test_slow_head_ends_at_the_deadline(status: int) -> None:
-    slow = Answer(status, body=DATA, headers=LAST_MODIFIED, head_pace_s=0.05)
-    with Stub(slow) as stub:
-        store = opened(stub)
-        for call in calls_of(store, nbytes=200):
-            _, seconds = took(call)
-            assert seconds < 4
-
-
-def test_slow_body_ends_at_the_deadline() -> None:
-    ranged = {**LAST_MODIFIED, "Content-Range": "bytes 0-199/200"}
-    slow = Answer(206, body=DATA, headers=ranged, body_pace_s=0.05)
-    with Stub(slow) as stub:
-        _, seconds = took(lambda: opened(stub).read("a", nbytes=200))
-        assert seconds < 4
-    for slow in (
-        Answer(200, body=DATA, headers=LAST_MODIFIED, body_pace_s=0.05),
-        Answer(503, "SlowDown", body_pace_s=0.05),
-    ):
-        with Stub(slow) as stub:
-            for call in (opened(stub).get, lambda _: list(opened(stub).list())):
-                _, seconds = took(lambda call=call: call("a"))  # type: ignore[misc]
-                assert seconds < 4
 
 
 def test_slow_server_holds_no_thread() -> None:
     before = threading.active_count()
-    with Stub(Answer(200, body=DATA, headers=LAST_MODIFIED, head_pace_s=0.05)) as stub:
+    with Stub(body(head_pace_s=0.05)) as stub:
         store = opened(stub)
         took(lambda: store.find_all(["a"]))
         store.close()
@@ -120,113 +142,32 @@ def test_slow_server_holds_no_thread() -> None:
     assert threading.active_count() <= before
 
 
-# Lengths
-
-
-@pytest.mark.parametrize("nbytes", [0, 199, 201, 10**12])
-def test_object_of_a_length_that_is_not_true_never_comes(nbytes: int) -> None:
-    # Too long: the rest never comes, and the connection stays open. Too short: what is left
-    # looks like the next answer, or the object is another one.
-    ranged = {**LAST_MODIFIED, "Content-Range": "bytes 0-199/200"}
-    with Stub(Answer(206, body=DATA, headers=ranged, said_nbytes=nbytes)) as stub:
-        _, seconds = took(lambda: opened(stub).read("a", nbytes=200))
-        assert seconds < 4
-
-
-def test_object_that_is_said_to_be_longer_never_comes() -> None:
-    with Stub(Answer(200, body=DATA, headers=LAST_MODIFIED, said_nbytes=201)) as stub:
-        _, seconds = took(lambda: opened(stub).get("a"))
-        assert seconds < 4
-
-
-@pytest.mark.parametrize("length", ["many", "-", "1e400"])
-def test_length_that_is_none_is_unavailable(length: str) -> None:
-    headers = {**LAST_MODIFIED, "x-amz-missing-meta": length, "Last-Modified": length}
-    with Stub(Answer(200, body=DATA, headers=headers)) as stub:
-        store = opened(stub)
-        took(lambda: store.get("a"))
-        took(lambda: store.find("a"))
-
-
-# Ranges
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        "bytes 1-10/200",
-        "bytes 0-8/200",
-        "bytes 0-10/200",
-        "bytes 0-9/5",
-        "bytes 0-9/*",
-        "bytes */200",
-        "items 0-9/200",
-        "",
-    ],
-)
-def test_range_that_was_not_asked_for_is_refused(said: str) -> None:
-    headers = {**LAST_MODIFIED, "Content-Range": said}
-    with Stub(Answer(206, body=DATA[:10], headers=headers)) as stub:
-        error, _ = took(lambda: opened(stub).get_range("a", 0, 10))
-        assert "bytes 0 to 9 were asked for" in str(error)
-
-
-def test_range_of_another_length_is_refused() -> None:
-    headers = {**LAST_MODIFIED, "Content-Range": "bytes 0-9/200"}
-    with Stub(Answer(206, body=DATA[:9], headers=headers)) as stub:
-        took(lambda: opened(stub).get_range("a", 0, 10))
-
-
-def test_part_where_all_was_asked_for_is_refused() -> None:
-    headers = {**LAST_MODIFIED, "Content-Range": "bytes 0-9/200"}
-    with Stub(Answer(206, body=DATA[:10], headers=headers)) as stub:
-        took(lambda: opened(stub).get("a"))
-
-
 def test_whole_object_in_place_of_its_first_bytes_is_cut() -> None:
-    with Stub(Answer(200, body=DATA, headers=LAST_MODIFIED)) as stub:
+    with Stub(body()) as stub:
         store = opened(stub, deadline_s=10)
         assert bytes(store.read("a", nbytes=200)) == DATA
         assert store.get_range("a", 0, 10) == DATA[:10]
         assert len(stub.seen) == 2
 
 
-def test_whole_object_in_place_of_a_later_range_is_unavailable() -> None:
-    with Stub(Answer(200, body=DATA, headers=LAST_MODIFIED)) as stub:
-        error, _ = took(lambda: opened(stub).get_range("a", 3, 10))
-        assert "heed Range" in error.hint
-
-
-# Encodings
-
-
 @pytest.mark.parametrize("encoding", ["gzip", "br"])
 def test_compressed_body_is_not_inflated(encoding: str) -> None:
-    bomb = gzip.compress(bytes(5 << 20))
-    headers = {**LAST_MODIFIED, "Content-Encoding": encoding}
-    with Stub(Answer(200, body=bomb, headers=headers)) as stub:
-        assert opened(stub).get("a") == bomb  # whose digest nobody expects
+    with Stub(body(BOMB, headers={"Content-Encoding": encoding})) as stub:
+        assert opened(stub).get("a") == BOMB  # whose digest nobody expects
         assert {seen["accept-encoding"] for seen in stub.headers} == {"identity"}
-        took(lambda: list(opened(stub).list()))
 
 
 # Writes that are answered by others
 
 
-def test_write_that_wrote_nothing_is_not_believed() -> None:
+def test_write_that_wrote_nothing_is_sent_again() -> None:
     with Stub(Answer(200), Answer(200), OK) as stub:
-        store = opened(stub, deadline_s=10)
-        store.put("a", b"data")
+        opened(stub, deadline_s=10).put("a", b"data")
         assert [seen.split()[0] for seen in stub.seen] == ["PUT"] * 3
-    with Stub(Answer(200)) as stub:
-        for call in (opened(stub).put, opened(stub).put_if_absent):
-            took(lambda call=call: call("a", b"data"))  # type: ignore[misc]
 
 
 def test_conditional_write_that_was_swallowed_and_then_lost_is_lost() -> None:
-    taken = Answer(412, "Failed")
-    theirs = Answer(200, body=b"them", headers=LAST_MODIFIED)
-    with Stub(Answer(200), taken, theirs) as stub:
+    with Stub(Answer(200), Answer(412, "Failed"), body(b"them")) as stub:
         with pytest.raises(AlreadyExistsError):
             opened(stub, deadline_s=10).put_if_absent("a", b"data")
         assert [seen.split()[0] for seen in stub.seen[:3]] == ["PUT", "PUT", "HEAD"]
@@ -234,7 +175,8 @@ def test_conditional_write_that_was_swallowed_and_then_lost_is_lost() -> None:
 
 def test_large_write_that_is_answered_by_others_is_not_believed() -> None:
     with Stub(Answer(200), Answer(404)) as stub:
-        took(lambda: opened(stub).put("a", bytes(17 << 20)))
+        for call in calls_of(opened(stub), "large"):
+            took(call)
 
 
 # What nobody foresaw
@@ -308,20 +250,26 @@ def test_only_ranges_that_were_cut_are_read_again(
     assert store.requests == 3 + 2
 
 
-def test_every_read_survives_cuts(connect: Connect, proxy: Proxy) -> None:
+@pytest.mark.parametrize(("nbytes", "times"), [(20, 1), (100, 1), (200, 1), (1_000_000, 2)])
+def test_every_read_survives_cuts_in_head_and_body(
+    connect: Connect, proxy: Proxy, nbytes: int, times: int
+) -> None:
     data = pattern(3_000_000)
     connect(direct=True).put("a", data)
     store = connect()
-    calls: list[Callable[[], bytes]] = [
+    calls: list[Callable[[], object]] = [
         lambda: store.get("a"),
+        lambda: bytes(store.read("a", nbytes=len(data))),
         lambda: store.get_range("a", 0, len(data)),
     ]
     for call in calls:
-        proxy.cut_after(1_000_000, times=2)
+        proxy.cut_after(nbytes, times=times)
         proxy.received = 0
         assert call() == data
         assert proxy.received < 3 * len(data)
-    assert proxy.cuts == 4
+    proxy.cut_after(min(nbytes, 200))
+    assert present(store.find("a")).nbytes == len(data)
+    assert proxy.cuts == len(calls) * times + 1
 
 
 def test_body_that_is_always_cut_at_once_ends_at_the_deadline(
@@ -337,35 +285,26 @@ def test_body_that_is_always_cut_at_once_ends_at_the_deadline(
     assert proxy.cuts >= 2
 
 
-@pytest.mark.parametrize("nbytes", [20, 100, 200])
-def test_answer_that_is_cut_in_its_head_is_asked_for_again(
-    connect: Connect, proxy: Proxy, nbytes: int
-) -> None:
-    connect(direct=True).put("a", b"data")
-    store = connect()
-    calls: list[Callable[[], bytes]] = [
-        lambda: store.get("a"),
-        lambda: bytes(store.read("a", nbytes=4)),
-        lambda: store.get_range("a", 0, 4),
-    ]
-    for call in calls:
-        proxy.cut_after(nbytes)
-        assert call() == b"data"
-    proxy.cut_after(nbytes)
-    found = present(store.find("a"))
-    assert found.nbytes == 4
-    assert proxy.cuts == 4
-
-
 # Writes whose answer is lost
 
 
-def test_lost_reply_to_a_conditional_put_is_a_success(connect: Connect, proxy: Proxy) -> None:
+def test_every_call_survives_a_lost_reply(connect: Connect, proxy: Proxy) -> None:
     store = connect()
-    proxy.drop_reply("PUT")
-    store.put_if_absent("a", b"ours")
-    assert proxy.dropped == 1
-    assert store.get("a") == b"ours"
+    calls: list[tuple[str, Callable[[], object]]] = [
+        ("PUT", lambda: store.put_if_absent("a", b"ours")),
+        ("PUT", lambda: store.put("b", b"data")),
+        ("GET", lambda: store.get("a")),
+        ("HEAD", lambda: present(store.find("a")).nbytes),
+        ("GET", lambda: [entry.key for entry in store.list()]),
+        ("DELETE", lambda: store.delete("b")),
+    ]
+    answers = []
+    for method, call in calls:
+        proxy.drop_reply(method)
+        answers.append(call())
+    assert answers[2:5] == [b"ours", 4, ["a", "b"]]
+    assert proxy.dropped == len(calls)
+    assert store.find("b") is None
 
 
 def test_lost_reply_does_not_take_the_object_of_another(connect: Connect, proxy: Proxy) -> None:
@@ -376,23 +315,6 @@ def test_lost_reply_does_not_take_the_object_of_another(connect: Connect, proxy:
         store.put_if_absent("a", b"ours!")
     assert proxy.dropped == 1
     assert other.get("a") == b"other"
-
-
-def test_other_calls_survive_a_lost_reply(connect: Connect, proxy: Proxy) -> None:
-    store = connect()
-    proxy.drop_reply("PUT")
-    store.put("a", b"data")
-    proxy.drop_reply("GET")
-    assert store.get("a") == b"data"
-    proxy.drop_reply("HEAD")
-    found = present(store.find("a"))
-    assert found.nbytes == 4
-    proxy.drop_reply("GET")
-    assert [entry.key for entry in store.list()] == ["a"]
-    proxy.drop_reply("DELETE")
-    store.delete("a")
-    assert proxy.dropped == 5
-    assert store.find("a") is None
 
 
 # Large objects
@@ -451,27 +373,6 @@ def test_slow_body_hits_the_deadline(connect: Connect, proxy: Proxy) -> None:
     assert time.monotonic() - began > 4
 
 
-def test_slow_answer_hits_the_deadline(connect: Connect, proxy: Proxy) -> None:
-    store = connect(deadline_s=0.5)
-    proxy.delay(3.0)  # before an answer, which is that there is no such object
-    with pytest.raises(StoreUnavailableError):
-        store.find("a")
-
-
-def test_refused_connections_are_retried_until_the_server_is_back(
-    connect: Connect, proxy: Proxy
-) -> None:
-    store = connect()
-    store.put("a", b"data")
-    proxy.refuse()
-    timer = threading.Timer(0.7, proxy.reset)
-    timer.start()
-    began = time.monotonic()
-    assert store.get("a") == b"data"
-    assert time.monotonic() - began > 0.5
-    timer.join()
-
-
 def test_server_that_was_killed_is_unavailable_and_then_works_again(
     seaweed: Seaweed, connect: Connect
 ) -> None:
@@ -479,16 +380,9 @@ def test_server_that_was_killed_is_unavailable_and_then_works_again(
     hasty = connect(direct=True, deadline_s=0.4)
     store.put("a", data)
     seaweed.kill()
-    for call in (
-        lambda: hasty.get("a"),
-        lambda: hasty.put("b", b"data"),
-        lambda: hasty.put_if_absent("b", b"data"),
-        lambda: list(hasty.list()),
-    ):
-        began = time.monotonic()
-        with pytest.raises(StoreUnavailableError):
-            call()
-        assert time.monotonic() - began < 30  # half of the default deadline
+    for call in calls_of(hasty, "get", "find", "put", "put_if_absent", "list"):
+        _, seconds = took(call)
+        assert seconds < 30  # half of the default deadline
     seaweed.restart()
     assert bytes(store.read("a", nbytes=LARGE)) == data
     store.put_if_absent("b", b"data")
@@ -591,15 +485,3 @@ def test_long_listing_comes_in_pages(connect: Connect, monkeypatch: pytest.Monke
     before = store.requests
     assert [found.key for found in store.list("m/")] == keys
     assert store.requests == before + 3
-
-
-def test_port_that_nobody_listens_on_is_unavailable(seaweed: Seaweed) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        store = open_store(
-            seaweed.url("x"), {**seaweed.options, "endpoint_url": endpoint, "deadline_s": 0.3}
-        )
-        with pytest.raises(StoreUnavailableError):
-            store.find("a")
-    store.close()
