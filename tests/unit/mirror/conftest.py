@@ -8,7 +8,8 @@ from deltachain.format.keys import MIRROR_KEY, PUBLISHER_KEY
 from deltachain.mirror import Mirror, MirrorReceipt
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore, Store
-from tests.support.models import TinyModel, train_
+from deltachain.subscribe import Subscriber
+from tests.support.models import TinyModel, bits_of, same, tensors_of, train_
 
 Grow = Callable[..., None]
 
@@ -28,11 +29,22 @@ class Pair:
     def copy(self, **settings: Any) -> list[MirrorReceipt]:
         return list(self.mirror(**settings).catch_up())
 
+    def copied(self) -> dict[str, bytes]:
+        """Every object of the mirror but its own record."""
+        found = copy_of(self.there)
+        found.pop(MIRROR_KEY, None)
+        return found
+
     def check(self) -> None:
         """Check that the mirror has the objects of its source, and its own record."""
-        found = copy_of(self.there)
-        found.pop(MIRROR_KEY)
-        assert found == copy_of(self.source)
+        assert self.there.find(MIRROR_KEY)
+        assert self.copied() == copy_of(self.source)
+
+    def check_newcomer(self, store: Store | None = None) -> None:
+        """Check that who begins at the mirror gets the bits of the model."""
+        tensors = tensors_of(self.model)
+        Subscriber("memory://unused", tensors, store=store or self.there).update()
+        assert same(bits_of(tensors), bits_of(self.model))
 
 
 def copy_of(store: Store) -> dict[str, bytes]:

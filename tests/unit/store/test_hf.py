@@ -1,16 +1,13 @@
 import logging
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from deltachain.errors import (
-    AlreadyExistsError,
     ConfigError,
     MalformedError,
     ObjectNotFoundError,
@@ -21,28 +18,33 @@ from deltachain.store import calls as outage
 from deltachain.testing.store import StoreContract, pattern
 from tests.support.hub.server import HubServer
 from tests.unit.store.calls import calls_of
+from tests.unit.store.stub import took
+
+BUCKET = "hf://buckets/me/b"
+NO_BUCKETS = (
+    *("hf://buckets/me", "hf://buckets/me/", "hf://me/model", "hf:/buckets/me/b"),
+    *("hf://datasets/me/b/x", "hf://buckets/me/b?token=secret", "hf://buckets/me/b/x#secret"),
+    *("hf://user:secret@buckets/me/b", "hf://buckets/me/b/../x", "hf://buckets/me/b/a//x"),
+    "hf://buckets/me/b c/x",
+)
+BAD_OPTIONS: tuple[dict[str, object], ...] = (
+    *({"tokens": "x"}, {"token": 5}, {"calls": 0}, {"calls": "many"}, {"window_s": 0}),
+    *({"deadline_s": True}, {"deadline_s": "1"}, {"s3_key": "alone"}, {"s3_secret": "secret"}),
+)
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "hf://buckets/me",
-        "hf://buckets/me/",
-        "hf://me/model",
-        "hf:/buckets/me/b",
-        "hf://datasets/me/b/x",
-        "hf://buckets/me/b?token=secret",
-        "hf://buckets/me/b/x#secret",
-        "hf://user:secret@buckets/me/b",
-        "hf://buckets/me/b/../x",
-        "hf://buckets/me/b/a//x",
-        "hf://buckets/me/b c/x",
-    ],
+    ("url", "options"),
+    [*((url, {}) for url in NO_BUCKETS), *((BUCKET, options) for options in BAD_OPTIONS)],
+    ids=str,
 )
-def test_url_without_a_bucket_is_refused(url: str) -> None:
+def test_wrong_url_or_option_is_refused_without_its_value(
+    url: str, options: dict[str, object]
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_store(url)
-    assert "secret" not in str(caught.value)
+        open_store(url, options)
+    said = str(caught.value)
+    assert "secret" not in said.replace("s3_secret", "")
 
 
 @pytest.mark.parametrize(
@@ -55,26 +57,6 @@ def test_url_without_a_bucket_is_refused(url: str) -> None:
 )
 def test_url_is_shown_as_it_is_opened(url: str, shown: str) -> None:
     assert open_store(url).url == shown
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"tokens": "x"},
-        {"token": 5},
-        {"calls": 0},
-        {"calls": "many"},
-        {"window_s": 0},
-        {"deadline_s": True},
-        {"deadline_s": "1"},
-        {"s3_key": "alone"},
-        {"s3_secret": "secret"},
-    ],
-)
-def test_wrong_option_is_refused_without_its_value(options: dict[str, object]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_store("hf://buckets/me/b", options)
-    assert "secret'" not in str(caught.value)
 
 
 def test_opening_sends_nothing(hub: HubServer, bucket: str) -> None:
@@ -121,51 +103,55 @@ def test_budget_is_kept(hub: HubServer, opened: "Open") -> None:
     assert store.requests == 10  # none was refused and tried again
 
 
-@pytest.mark.parametrize(("writer", "calls"), [(False, 100), (True, 200)])
+@pytest.mark.parametrize(
+    ("writer", "calls", "given"), [(False, 100, ""), (True, 200, ""), (False, 2, "2")]
+)
 def test_spent_budget_says_how_to_allow_more(
-    hub: HubServer, bucket: str, writer: bool, calls: int
+    hub: HubServer,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    writer: bool,
+    calls: int,
+    given: str,
 ) -> None:
+    if given:
+        monkeypatch.setenv("DELTACHAIN_HF_CALLS", given)
     options = {"endpoint": hub.url, "token": hub.token}
     store = open_store(f"hf://buckets/{bucket}", options, writer=writer)
     before = hub.counts().get("POST paths-info", 0)
     for _ in range(calls):
         store.find("a")
-    start = time.monotonic()
-    with pytest.raises(StoreUnavailableError, match=f"{calls} requests in 300 s") as caught:
-        store.find("a")
-    assert time.monotonic() - start < 60
-    assert "DELTACHAIN_HF_CALLS" in caught.value.hint
+    error, seconds = took(lambda: store.find("a"))
+    assert f"{calls} requests in 300 s" in str(error)
+    assert "DELTACHAIN_HF_CALLS" in error.hint
+    assert seconds < 60
     assert hub.counts()["POST paths-info"] - before == store.requests == calls
 
 
-def test_environment_sets_the_budget(
-    hub: HubServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+def test_a_budget_of_the_environment_that_is_no_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("DELTACHAIN_HF_CALLS", "2")
-    store = open_store(f"hf://buckets/{bucket}", {"endpoint": hub.url, "token": hub.token})
-    store.find("a")
-    store.find("a")
-    with pytest.raises(StoreUnavailableError, match="2 requests in 300 s"):
-        store.find("a")
     monkeypatch.setenv("DELTACHAIN_HF_CALLS", "few")
     with pytest.raises(ConfigError, match="DELTACHAIN_HF_CALLS"):
-        open_store(f"hf://buckets/{bucket}")
+        open_store(BUCKET)
 
 
-@pytest.mark.parametrize("missing", ["huggingface_hub", "hf_xet"])
-def test_missing_library_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("missing", "extra", "options"),
+    [
+        ("huggingface_hub", "hf", {}),
+        ("hf_xet", "hf", {}),
+        ("boto3", "s3", {"s3_key": "k", "s3_secret": "s"}),
+    ],
+)
+def test_missing_library_is_named(
+    missing: str, extra: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.setitem(sys.modules, f"{missing}.utils", None)
     with pytest.raises(ConfigError) as caught:
-        open_store("hf://buckets/me/b")
-    assert "pip install 'deltachain[hf]'" in caught.value.hint
-
-
-def test_missing_boto3_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "boto3", None)
-    with pytest.raises(ConfigError) as caught:
-        open_store("hf://buckets/me/b", {"s3_key": "k", "s3_secret": "s"})
-    assert "deltachain[s3]" in caught.value.hint
+        open_store(BUCKET, options)
+    assert f"deltachain[{extra}]" in caught.value.hint
 
 
 def test_offline_mode_is_named(opened: "Open", monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,27 +260,6 @@ def test_capabilities(opened: Open, gateway: dict[str, str]) -> None:
     assert (alone.list_consistent, alone.probes, alone.poll_s) == (False, 1000, 5.0)
 
 
-def test_without_conditions_a_racer_always_returns_and_the_object_is_whole(opened: Open) -> None:
-    # What single-writer mode does not promise is that only one does: that is what makes a
-    # publisher read its manifest back.
-    writers = [opened() for _ in range(4)]
-    barrier = threading.Barrier(len(writers))
-
-    def attempt(number: int) -> bool:
-        barrier.wait()
-        try:
-            writers[number].put_if_absent("a", bytes([number]) * 1000)
-        except AlreadyExistsError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(len(writers)) as pool:
-        returned = list(pool.map(attempt, range(len(writers))))
-    data = writers[0].get("a")
-    assert data == bytes([data[0]]) * 1000
-    assert returned[data[0]]
-
-
 def test_pinned_read_outlives_overwrite_and_delete(opened: Open) -> None:
     store = opened()
     pin = store.put("a", b"old content")
@@ -311,22 +276,16 @@ def test_find_tells_the_pin_that_put_returned(opened: Open) -> None:
     assert {info.key: info.pin for info in store.list()} == pins
 
 
-def test_unknown_content_is_not_found(opened: Open) -> None:
-    with pytest.raises(ObjectNotFoundError) as caught:
-        opened().read("a", nbytes=5, pin="ab" * 32)
-    assert caught.value.key == "a"
-
-
-@pytest.mark.parametrize("pin", ["x", "zz" * 32, "ab" * 31, "../" * 21 + "a", "AB" * 32])
-def test_what_is_no_hash_is_refused_at_once(opened: Open, pin: str) -> None:
+def test_a_pin_of_no_content_is_refused(opened: Open) -> None:
+    """Malformed ones at once, and that of nothing for anything else."""
     store = opened()
-    with pytest.raises(MalformedError, match="not a Xet hash"):
-        store.read("a", nbytes=1, pin=pin)
+    for pin in ("x", "zz" * 32, "ab" * 31, "../" * 21 + "a", "AB" * 32):
+        with pytest.raises(MalformedError, match="not a Xet hash"):
+            store.read("a", nbytes=1, pin=pin)
     assert store.requests == 0
-
-
-def test_empty_pin_does_not_stand_for_anything_else(opened: Open) -> None:
-    store = opened()
+    with pytest.raises(ObjectNotFoundError) as caught:
+        store.read("a", nbytes=5, pin="ab" * 32)
+    assert caught.value.key == "a"
     empty = store.put("a", b"")
     with pytest.raises(MalformedError):
         store.read("a", nbytes=1, pin=empty)
@@ -419,8 +378,7 @@ def test_large_object_is_put_without_a_copy_on_disk(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
     data = pattern(20_000_000)
     store = opened()
-    pin = store.put("a", memoryview(data))
-    assert bytes(store.read("a", nbytes=len(data), pin=pin)) == data
+    store.put("a", memoryview(data))
     assert store.get_range("a", 9_999_990, 20) == data[9_999_990:10_000_010]
 
 

@@ -20,7 +20,7 @@ from deltachain.store.s3.store import PART_NBYTES, RANGE_NBYTES, S3Store, open_s
 from deltachain.testing.store import pattern
 from tests.support.proxy import Proxy
 from tests.support.seaweed import Seaweed
-from tests.support.values import present
+from tests.support.values import eventually, present
 from tests.unit.store.calls import EVERY, calls_of
 from tests.unit.store.stub import LAST_MODIFIED, OK, Answer, Stub, took
 
@@ -136,10 +136,7 @@ def test_slow_server_holds_no_thread() -> None:
         store = opened(stub)
         took(lambda: store.find_all(["a"]))
         store.close()
-    until = time.monotonic() + 5
-    while threading.active_count() > before and time.monotonic() < until:
-        time.sleep(0.05)
-    assert threading.active_count() <= before
+    eventually(lambda: threading.active_count() <= before)
 
 
 def test_whole_object_in_place_of_its_first_bytes_is_cut() -> None:
@@ -353,10 +350,7 @@ def test_upload_that_is_given_up_leaves_nothing(connect: Connect, proxy: Proxy) 
     assert proxy.dropped >= 2
     proxy.reset()
     assert store.find("a") is None
-    until = time.monotonic() + 60
-    while unfinished(store) and time.monotonic() < until:
-        time.sleep(0.1)
-    assert unfinished(store) == []
+    eventually(lambda: unfinished(store) == [])
 
 
 # A server that is slow, or gone
