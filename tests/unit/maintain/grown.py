@@ -15,7 +15,7 @@ from deltachain.chain.upload import EdgeKeys, EdgeUpload
 from deltachain.codec import ENCODINGS, Change
 from deltachain.delta import ABSOLUTE, STEP, OldBits, TensorDelta
 from deltachain.format.documents import Edge, EdgeSummary, Manifest, Table
-from deltachain.format.keys import digest_key
+from deltachain.format.keys import PAYLOADS, digest_key
 from deltachain.kernels import host
 from deltachain.kernels.protocol import digest_change
 from deltachain.maintain import KeepRule, Maintainer, Pruner
@@ -152,12 +152,22 @@ def pruner_of(grown: Grown, *, tagged: Iterable[Version] = (), **rule: Any) -> P
     return Pruner(survey, KeepRule(**rule), grace_s=3600, tagged=lambda _: tagged)
 
 
+def payloads(store: Store) -> dict[str, int]:
+    """Sizes of the objects that hold weights, by key."""
+    return {info.key: info.nbytes for prefix in PAYLOADS for info in store.list(prefix)}
+
+
+def anchored(grown: Grown, *versions: Version) -> Grown:
+    """60 versions, with anchors of some of them."""
+    grown.grow(60)
+    for version in versions:
+        add_anchor(grown.chain, grown.chain.read(version))
+    return grown
+
+
 def grow_sixty() -> Grown:
     """60 versions, with anchors of versions 24 and 40, and skips."""
-    made = Grown(Clock())
-    made.grow(60)
-    for version in (24, 40):
-        add_anchor(made.chain, made.chain.read(version))
+    made = anchored(Grown(Clock()), 24, 40)
     Maintainer(made.chain, None).round()
     return made
 

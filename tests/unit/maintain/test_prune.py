@@ -1,4 +1,3 @@
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,42 +9,38 @@ from deltachain.chain.fetch import fetch
 from deltachain.chain.plan import Plan
 from deltachain.errors import AlreadyExistsError, BrokenChainError, ChainError, ConfigError
 from deltachain.format.documents import EdgeKind, EdgeSummary, PrunedRange, PruneRecord, seal
-from deltachain.format.keys import PAYLOADS, payload_key, prune_key
+from deltachain.format.keys import payload_key, prune_key
 from deltachain.maintain import KeepRule, Maintainer, PrunePlan, Pruner
 from deltachain.maintain.added_edges import add_anchor
 from deltachain.maintain.pruner import ranges
 from deltachain.maintain.survey import Survey
 from deltachain.publish.revert import revert
-from deltachain.store import Store, open_store
 from deltachain.types import Version
 from deltachain.verify import verify
 from tests.support.values import present
-from tests.unit.cli.support import invoke
-from tests.unit.maintain.grown import SPECS, Backup, Clock, Grown, finish, grow_sixty, pruner_of
+from tests.unit.maintain.grown import (
+    SPECS,
+    Backup,
+    Clock,
+    Grown,
+    anchored,
+    finish,
+    grow_sixty,
+    payloads,
+    pruner_of,
+)
 from tests.unit.manifest_chains import SingleWriterStore
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tagged", [(), (13,), (7, 13, 29)])
-def test_verify_rebuilds_every_version_that_readers_can_reach(
-    grown: Grown, tagged: tuple[Version, ...]
-) -> None:
-    """A kept delta behind a skip's base must not hide where the skip leads."""
-    finish(pruner_of(grown, last=20, tagged=tagged))
-    chain = Chain.open(grown.store)
-    rebuilt = {proof.version for proof in verify(Chain.open(grown.store)) if proof.rebuilt}
-    assert rebuilt == {version for version in range(60) if is_reachable(chain, version)}
-    assert len(rebuilt) < 60
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("deleted", [False, True])
-@pytest.mark.parametrize("tagged", [(), (13,)])
-def test_verify_may_start_at_any_version(
+@pytest.mark.parametrize(
+    ("tagged", "deleted"), [((), False), ((13,), False), ((), True), ((7, 13, 29), True)]
+)
+def test_verify_rebuilds_what_readers_can_reach_from_any_version_on(
     grown: Grown, tagged: tuple[Version, ...], deleted: bool, every: int
 ) -> None:
-    """A pruned first version is told, and does not hide the kept ones after it."""
+    """A pruned first version, or a kept delta behind a skip's base, hides nothing after it."""
     pruner = pruner_of(grown, last=20, tagged=tagged)
     if deleted:
         finish(pruner)
@@ -62,6 +57,7 @@ def test_verify_may_start_at_any_version(
             assert rebuilt <= kept
             expired = [edge for proof in proofs for edge in proof.edges if edge.expired]
             assert all(edge.pruned for edge in expired)
+            assert expired or first
 
 
 def test_verify_of_pruned_versions_alone_says_so(grown: Grown) -> None:
@@ -82,10 +78,6 @@ def test_what_is_pruned_while_verify_runs_counts_as_pruned(grown: Grown, at: Ver
         gone += [edge for edge in proof.edges if edge.expired]
     assert gone
     assert all(edge.pruned for edge in gone)
-
-
-def payloads(store: Store) -> dict[str, int]:
-    return {info.key: info.nbytes for prefix in PAYLOADS for info in store.list(prefix)}
 
 
 @pytest.fixture
@@ -137,13 +129,6 @@ def test_what_is_kept_is_reached_and_what_is_not_is_gone(grown: Grown) -> None:
     check_bits(grown, 59, held=41)
     with pytest.raises(BrokenChainError):
         check_bits(grown, 12)
-    found = list(verify(Chain.open(grown.store), first=40))
-    assert all(proof.rebuilt for proof in found)
-    gone = [
-        edge for proof in verify(Chain.open(grown.store)) for edge in proof.edges if edge.expired
-    ]
-    assert gone
-    assert all(edge.pruned for edge in gone)
 
 
 def test_small_skips_lead_on_where_large_ones_are_missing_and_deltas_are_gone() -> None:
@@ -176,10 +161,7 @@ def test_planners_leave_out_what_is_retired_at_once(grown: Grown) -> None:
 
 def test_a_tag_set_after_the_record_takes_its_way_back(grown: Grown) -> None:
     pruner_of(grown, last=17).run()
-    pruner = pruner_of(grown, last=17, tagged=[21])
-    pruner.run()
-    Clock.now += 3601
-    pruner.run()
+    finish(pruner_of(grown, last=17, tagged=[21]))
     check_bits(grown, 21)
 
 
@@ -360,10 +342,7 @@ def test_two_maintainers_with_different_rules_are_told_so(
 
 
 def test_a_second_maintainer_is_found_where_the_store_cannot_decide() -> None:
-    grown = Grown(SingleWriterStore())
-    grown.grow(60)
-    for version in (24, 40):
-        add_anchor(grown.chain, grown.chain.read(version))
+    grown = anchored(Grown(SingleWriterStore()), 24, 40)
     Maintainer(grown.chain, None).round()
     one, other = pruner_of(grown, last=30), pruner_of(grown, last=17)
     one.run()
@@ -474,34 +453,17 @@ def write_record(grown: Grown, *rows: PrunedRange) -> None:
     grown.store.put(prune_key(0), seal(record))
 
 
-def between_anchors(grown: Grown) -> None:
-    """Anchors of versions 16 and 48 are pruned; deltas between them are not."""
-    grown.grow(60)
-    for version in (16, 48):
-        add_anchor(grown.chain, grown.chain.read(version))
-    write_record(grown, PrunedRange(kind="anchor", span=0, first=16, last=48, after=1.0))
-
-
 @pytest.mark.parametrize("version", [16, 40])
 def test_an_anchor_that_would_count_as_pruned_is_refused(version: int) -> None:
-    """Whether it is recorded already or not."""
-    grown = Grown(Clock())
-    between_anchors(grown)
+    """Whether it is recorded already or not; deltas between the pruned ones are there."""
+    grown = anchored(Grown(Clock()), 16, 48)
+    write_record(grown, PrunedRange(kind="anchor", span=0, first=16, last=48, after=1.0))
     before = payloads(grown.store)
     with pytest.raises(ChainError, match=f"the anchor of version {version} is pruned") as caught:
         add_anchor(grown.chain, grown.chain.read(version))
     assert caught.value.hint
     assert payloads(grown.store) == before
     assert add_anchor(grown.chain, grown.chain.read(52)).version == 52
-
-
-def test_the_command_says_so(tmp_path: Path) -> None:
-    grown = Grown(open_store(str(tmp_path), writer=True))
-    between_anchors(grown)
-    done = invoke("anchor", tmp_path, "--version", "40")
-    assert done.code != 0
-    assert "the anchor of version 40 is pruned" in done.stderr
-    assert invoke("anchor", tmp_path, "--version", "52").code == 0
 
 
 def test_a_skip_that_would_count_as_pruned_is_not_made() -> None:
@@ -528,10 +490,7 @@ class Raced(Maintainer):
 
 def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
     """Another maintainer closes the next versions while this one makes the skip before."""
-    grown = Grown(Clock())
-    grown.grow(60)
-    for version in (40, 48):
-        add_anchor(grown.chain, grown.chain.read(version))
+    grown = anchored(Grown(Clock()), 40, 48)
     maintainer = Raced(Chain.open(grown.store), None)
     maintainer.hint(grown.chain.read(grown.head))
     grown.grow(40)
@@ -544,10 +503,7 @@ def test_a_version_that_is_pruned_meanwhile_ends_no_round() -> None:
 
 def test_a_store_that_was_restored_is_not_closed_by_a_record_that_it_lost() -> None:
     """Also to a maintainer that prunes nothing."""
-    grown = Grown(Clock())
-    grown.grow(60)
-    for version in (40, 48):
-        add_anchor(grown.chain, grown.chain.read(version))
+    grown = anchored(Grown(Clock()), 40, 48)
     maintainer = Maintainer(Chain.open(grown.store), None)
     maintainer.hint(grown.chain.read(grown.head))
     grown.grow(30)

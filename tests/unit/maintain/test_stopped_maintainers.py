@@ -87,6 +87,7 @@ class Party(NamedTuple):
 
 
 NARROW, WIDE = Party(17), Party(1000)
+NEVER: Final = 10**9
 
 
 class World:
@@ -192,28 +193,20 @@ def test_a_tag_outlives_a_maintainer_that_was_stopped_before_any_step(
     world: World, late: float
 ) -> None:
     """The one with the wider rule runs to its end meanwhile, and the tag is set after it."""
-    outcomes, at = set[bool](), 0
-
-    def meanwhile() -> None:
-        world.wait(2.0)
-        WIDE.run(world.store)
-        outcomes.add(world.tag())
-
-    while True:
-        world.reset(late)
-        gate = Stopped(world.store, at, meanwhile)
-        NARROW.run(gate)
-        if not gate.reached:
+    outcomes = set[bool]()
+    for at in count():
+        tagged, is_stopped, _ = one_schedule(world, (NARROW, at), (WIDE, NEVER), late, 2.0)
+        if not is_stopped:
             break
-        if tags.read(Chain.open(world.store), "kept") is not None:
+        outcomes.update(tagged)
+        if tagged[0]:
             world.check()
-        at += 1
     assert outcomes == ({True, False} if late > GRACE_S else {True})
 
 
 def test_a_tag_is_refused_once_the_grace_is_over_for_good(world: World) -> None:
     world.reset(GRACE_S + 1)
-    NARROW.run(Stopped(world.store, 10**9, list))
+    NARROW.run(world.store)
     WIDE.run(world.store)
     chain = Chain.open(world.store)
     with pytest.raises(BrokenChainError, match="pruned and may be deleted") as caught:

@@ -41,10 +41,10 @@ from deltachain.presence.writer import mirror_status
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.status import Status
 from deltachain.store import MemoryStore, Store, open_store
+from tests.crash.child import open_place
 from tests.support.faults import Action, Fault, FaultyStore
 from tests.support.hub.server import HubServer
 from tests.support.models import recompute, train_
-from tests.support.seaweed import Seaweed
 from tests.support.values import present
 from tests.unit.mirror.conftest import Pair, copy_of
 
@@ -60,26 +60,23 @@ def check(pair: Pair, first: Store, last: Store) -> None:
 
 
 @pytest.fixture
-def far(request: pytest.FixtureRequest) -> Iterator[Store]:
+def far(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Store]:
     """A store on a server: an S3 server, or an emulated Hub without keys of S3 or with them."""
-    if request.param == "s3":
-        seaweed: Seaweed = request.getfixturevalue("seaweed")
-        url, options = request.getfixturevalue("s3_url")(), dict(seaweed.options)
-    else:
+    kind, _, keys = request.param.partition(" with ")
+    place = open_place(kind, tmp_path, request.getfixturevalue, monkeypatch.setenv)
+    options = {}
+    if keys:
         hub: HubServer = request.getfixturevalue("hub")
-        bucket = request.getfixturevalue("bucket")
-        hub.configure(calls=1_000_000)
-        url = f"hf://buckets/{bucket}/run/1"
-        options = {"endpoint": hub.url, "token": hub.token, "calls": 1_000_000}
-        if request.param == "hub with keys":
-            options["s3_endpoint"] = f"{hub.url}/s3/{bucket.partition('/')[0]}"
-            options |= {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret}
-    with closing(open_store(url, options, writer=True)) as store:
+        options = {"s3_key": hub.s3_key, "s3_secret": hub.s3_secret}
+        options["s3_endpoint"] = f"{hub.url}/s3/crash"
+    with closing(open_store(place.url(), options, writer=True)) as store:
         yield store
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("far", ["s3", "hub", "hub with keys"], indirect=True)
+@pytest.mark.parametrize("far", ["s3", "hf", "hf with keys"], indirect=True)
 def test_from_a_folder_to_a_server_and_back(pair: Pair, far: Store, tmp_path: Path) -> None:
     folder, back = open_store(tmp_path / "one"), open_store(tmp_path / "two")
     pair.grow(5, to=folder)

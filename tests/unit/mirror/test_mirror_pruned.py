@@ -16,8 +16,7 @@ from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
 from deltachain.mirror import mirror as loop
 from deltachain.store import Store
-from tests.unit.maintain.grown import Clock, Grown
-from tests.unit.maintain.test_prune import payloads
+from tests.unit.maintain.grown import Clock, Grown, payloads
 from tests.unit.mirror.conftest import copy_of
 
 BESIDE = (MIRROR_KEY, HEAD_KEY)

@@ -15,8 +15,7 @@ from deltachain.mirror import Mirror, follow
 from deltachain.mirror import mirror as loop
 from deltachain.store import MemoryStore
 from tests.hostile.signed import NOBODY, OWNER, Author, objects, resign, trust_of
-from tests.unit.maintain.grown import Grown
-from tests.unit.maintain.test_prune import payloads
+from tests.unit.maintain.grown import Grown, payloads
 
 CHAIN = f"{7:032x}"
 Write = Callable[[Author, float], str]

@@ -679,8 +679,9 @@ def test_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"{}")
     calls = calls_of(FileStore(tmp_path / "file"), "get", "find", "list", "put")
     for call in (*calls, *calls_of(FileStore(tmp_path / "file" / "run"), "put")):
-        with pytest.raises(ConfigError, match="not a folder"):
+        with pytest.raises(ConfigError, match="not a folder") as caught:
             call()
+        assert "name" in caught.value.hint
 
 
 def test_key_that_continues_another_is_refused(store: FileStore) -> None:

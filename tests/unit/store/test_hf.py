@@ -23,13 +23,13 @@ from tests.unit.store.stub import took
 BUCKET = "hf://buckets/me/b"
 NO_BUCKETS = (
     *("hf://buckets/me", "hf://buckets/me/", "hf://me/model", "hf:/buckets/me/b"),
-    *("hf://datasets/me/b/x", "hf://buckets/me/b?token=secret", "hf://buckets/me/b/x#secret"),
-    *("hf://user:secret@buckets/me/b", "hf://buckets/me/b/../x", "hf://buckets/me/b/a//x"),
+    *("hf://datasets/me/b/x", "hf://buckets/me/b?token=hushhush", "hf://buckets/me/b/x#hushhush"),
+    *("hf://user:hushhush@buckets/me/b", "hf://buckets/me/b/../x", "hf://buckets/me/b/a//x"),
     "hf://buckets/me/b c/x",
 )
 BAD_OPTIONS: tuple[dict[str, object], ...] = (
     *({"tokens": "x"}, {"token": 5}, {"calls": 0}, {"calls": "many"}, {"window_s": 0}),
-    *({"deadline_s": True}, {"deadline_s": "1"}, {"s3_key": "alone"}, {"s3_secret": "secret"}),
+    *({"deadline_s": True}, {"deadline_s": "1"}, {"s3_key": "alone"}, {"s3_secret": "hushhush"}),
 )
 
 
@@ -43,8 +43,7 @@ def test_wrong_url_or_option_is_refused_without_its_value(
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url, options)
-    said = str(caught.value)
-    assert "secret" not in said.replace("s3_secret", "")
+    assert "hushhush" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

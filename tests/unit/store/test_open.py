@@ -26,12 +26,13 @@ class TestMemoryStore(StoreContract):
         return lambda: store
 
 
-def test_stores_are_shared_by_name_alone() -> None:
-    first = MemoryStore.named("test-memory-shared")
+def test_memory_stores_are_shared_by_name_alone() -> None:
+    first = open_store("memory://test-memory/shared")
     first.put("a", b"data")
     first.close()
-    assert MemoryStore.named("test-memory-shared").get("a") == b"data"
-    assert first.url == "memory://test-memory-shared"
+    assert open_store("memory://test-memory/shared") is first
+    assert MemoryStore.named("test-memory/shared").get("a") == b"data"
+    assert first.url == "memory://test-memory/shared"
     first, second = MemoryStore(), MemoryStore()
     first.put("a", b"data")
     assert second.find("a") is None
@@ -52,20 +53,17 @@ def calls() -> Calls:
     return Calls("s3://bucket", Backoff(0.1, 1.0))
 
 
-def test_it_goes_on_between_answers(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("date", ["", None, "now", "Mon, 99 Nov 2026 15:00:00 GMT", "\x00" * 99])
+def test_it_goes_on_between_answers_and_from_what_is_no_date(
+    calls: Calls, monkeypatch: pytest.MonkeyPatch, date: str | None
+) -> None:
     elapsed = [5.0]
     monkeypatch.setattr(time, "monotonic", lambda: elapsed[0])
     assert calls.now() is None
     calls.hear(DATE)
     elapsed[0] += 90
-    assert calls.now() == 1_795_446_000 + 90
-
-
-@pytest.mark.parametrize("date", [None, "", "now", "Mon, 99 Nov 2026 15:00:00 GMT", "\x00" * 99])
-def test_what_is_no_date_changes_nothing(calls: Calls, date: str | None) -> None:
-    calls.hear(DATE)
     calls.hear(date)
-    assert calls.now() == pytest.approx(1_795_446_000, abs=60)
+    assert calls.now() == 1_795_446_000 + 90
 
 
 class Clock:
@@ -91,12 +89,6 @@ def clock() -> Clock:
 
 def budget(clock: Clock, calls: int, window_s: float) -> Budget:
     return Budget(calls, window_s, clock=clock, sleep=clock.sleep)
-
-
-def test_requests_wait_only_beyond_the_budget(clock: Clock) -> None:
-    spending = budget(clock, 5, 300)
-    assert [spending.take(0) for _ in range(5)] == [0.0] * 5
-    assert clock.now == 100
 
 
 def test_next_request_waits_for_the_oldest_to_leave(clock: Clock) -> None:
@@ -149,12 +141,6 @@ def test_threads_share_one_budget() -> None:
     assert all(290 < wait <= 300 for wait in waits if wait)
 
 
-def test_memory_url_opens_the_shared_store() -> None:
-    assert open_store("memory://test-open/run-1") is open_store("memory://test-open/run-1")
-    assert isinstance(open_store("memory://test-open"), MemoryStore)
-    assert open_store("memory://test-open").url == "memory://test-open"
-
-
 def test_paths_and_file_urls_are_the_same_store(tmp_path: Path) -> None:
     folder = tmp_path / "run 1#?%41ä"
     for url in (folder, str(folder), folder.as_uri(), f"file://localhost{folder.as_uri()[7:]}"):
@@ -165,20 +151,18 @@ def test_paths_and_file_urls_are_the_same_store(tmp_path: Path) -> None:
     assert open_store(open_store(folder).url).get("a") == b"data"
 
 
-def test_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    opened = open_store("runs/1")
-    monkeypatch.chdir("/")
-    opened.put("a", b"data")
-    assert (tmp_path / "runs/1/a").read_bytes() == b"data"
-
-
-def test_a_tilde_is_the_home_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_here_and_a_tilde_is_the_home_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
     for place in ("~/run", Path("~/run")):
         assert open_store(place).url == (tmp_path / "home" / "run").as_uri()
     assert open_store("runs/~x").url == (tmp_path / "runs" / "~x").as_uri()
+    opened = open_store("runs/1")
+    monkeypatch.chdir("/")
+    opened.put("a", b"data")
+    assert (tmp_path / "runs/1/a").read_bytes() == b"data"
 
 
 @pytest.mark.parametrize("place", [None, "", 3, b"folder", ["folder"]])
@@ -217,14 +201,6 @@ def test_what_is_not_nearly_a_url_is_a_folder(
     assert isinstance(open_store(place), FileStore)
 
 
-def test_a_file_is_no_store(tmp_path: Path) -> None:
-    (tmp_path / "chain.json").write_bytes(b"{}")
-    for place in (tmp_path / "chain.json", tmp_path / "chain.json" / "run"):
-        with pytest.raises(ConfigError, match="not a folder") as caught:
-            open_store(place).put("a", b"data")
-        assert "name" in caught.value.hint
-
-
 def test_opening_writes_nothing(tmp_path: Path) -> None:
     opened = open_store(tmp_path / "absent")
     assert list(opened.list()) == []
@@ -236,27 +212,17 @@ def test_opening_writes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "url",
     [
-        "nfs://user:secret@host/x",
-        "s3://key:secret@bucket/x",
-        "file://user:secret@host/x",
-        "file:///x?token=secret",
-        "file:///x#secret",
-        "memory://x?token=secret",
+        *("nfs://user:secret@host/x", "s3://key:secret@bucket/x", "file://user:secret@host/x"),
+        *("file:///x?token=secret", "file:///x#secret", "memory://x?token=secret"),
+        *("", "a\0b", "file:///", "file://folder", "file:///a%00b", "memory://", "memory:///"),
     ],
 )
 def test_refusal_does_not_show_what_may_be_a_credential(url: str) -> None:
     with pytest.raises(ConfigError) as caught:
         open_store(url)
     assert "secret" not in str(caught.value)
-    assert url.partition(":")[0] in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "url", ["", "a\0b", "file:///", "file://folder", "file:///a%00b", "memory://", "memory:///"]
-)
-def test_url_without_a_place_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError):
-        open_store(url)
+    if "secret" in url:
+        assert url.partition(":")[0] in str(caught.value)
 
 
 def test_check_key_returns_the_key_and_names_the_bad_segment() -> None:

@@ -52,61 +52,62 @@ def checksums(client: Any) -> tuple[str, str]:
 
 # The endpoint, and the checksums that go with it
 
+OWN = {**KEYS, "endpoint_url": SERVER}
+REQUIRED, SUPPORTED = "when_required", "when_supported"
+ASKED = {"request_checksum_calculation": SUPPORTED}
+FOR_ANSWERS = {"AWS_RESPONSE_CHECKSUM_VALIDATION": SUPPORTED}
+FOR_BOTH = {**FOR_ANSWERS, "AWS_REQUEST_CHECKSUM_CALCULATION": SUPPORTED}
+
 
 @pytest.mark.parametrize(
-    ("options", "environment"),
+    ("options", "environment", "expected"),
     [
-        ({"endpoint_url": SERVER}, {}),
-        ({"client_kwargs": {"endpoint_url": SERVER}}, {}),
-        ({}, {"AWS_ENDPOINT_URL": SERVER}),
-        ({}, {"AWS_ENDPOINT_URL_S3": SERVER}),
-        ({}, {"AWS_ENDPOINT_URL_S3": SERVER, "AWS_ENDPOINT_URL": "http://127.0.0.1:2"}),
-        ({}, {"AWS_PROFILE": "own"}),
-        ({"profile": "own"}, {}),
-        ({"profile": "nested"}, {}),
+        (OWN, {}, (REQUIRED, REQUIRED)),
+        ({"client_kwargs": {"endpoint_url": SERVER}}, {}, (REQUIRED, REQUIRED)),
+        ({}, {"AWS_ENDPOINT_URL": SERVER}, (REQUIRED, REQUIRED)),
+        ({}, {"AWS_ENDPOINT_URL_S3": SERVER}, (REQUIRED, REQUIRED)),
+        (
+            {},
+            {"AWS_ENDPOINT_URL_S3": SERVER, "AWS_ENDPOINT_URL": "http://127.0.0.1:2"},
+            (REQUIRED, REQUIRED),
+        ),
+        ({}, {"AWS_PROFILE": "own"}, (REQUIRED, REQUIRED)),
+        ({"profile": "own"}, {}, (REQUIRED, REQUIRED)),
+        ({"profile": "nested"}, {}, (REQUIRED, REQUIRED)),
+        # The user has the last word.
+        (OWN, FOR_ANSWERS, (REQUIRED, SUPPORTED)),
+        (OWN, FOR_BOTH, (SUPPORTED, SUPPORTED)),
+        ({"profile": "asks"}, FOR_ANSWERS, (SUPPORTED, SUPPORTED)),
+        ({**OWN, "config_kwargs": ASKED}, FOR_ANSWERS, (SUPPORTED, SUPPORTED)),
     ],
 )
-def test_endpoint_by_any_means_has_plain_requests(
-    monkeypatch: pytest.MonkeyPatch, options: Mapping[str, Any], environment: Mapping[str, str]
+def test_endpoint_by_any_means_has_plain_requests_unless_the_user_asks_for_others(
+    monkeypatch: pytest.MonkeyPatch,
+    options: Mapping[str, Any],
+    environment: Mapping[str, str],
+    expected: tuple[str, str],
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     client, own = make_client({**KEYS, **options})
     assert own
     assert client.meta.endpoint_url == SERVER
-    assert checksums(client) == ("when_required", "when_required")
+    assert checksums(client) == expected
     # A server of the user's own has no name of its own for each bucket.
     url = client.generate_presigned_url("get_object", Params={"Bucket": "bucket", "Key": "a"})
     assert url.startswith(f"{SERVER}/bucket/a?")
 
 
 def test_aws_keeps_the_checksums_of_boto3(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, own = make_client(KEYS)
-    assert not own
-    assert checksums(client) == ("when_supported", "when_supported")
-    assert client.meta.region_name == "eu-north-1"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", SERVER)
-    monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
-    client, own = make_client(KEYS)
-    assert not own
-    assert ".amazonaws.com" in client.meta.endpoint_url
-    assert checksums(client) == ("when_supported", "when_supported")
-
-
-def test_user_has_the_last_word_about_checksums(monkeypatch: pytest.MonkeyPatch) -> None:
-    options: dict[str, Any] = {**KEYS, "endpoint_url": SERVER}
-    monkeypatch.setenv("AWS_RESPONSE_CHECKSUM_VALIDATION", "when_supported")
-    client, _ = make_client(options)
-    assert checksums(client) == ("when_required", "when_supported")
-    monkeypatch.setenv("AWS_REQUEST_CHECKSUM_CALCULATION", "when_supported")
-    client, _ = make_client(options)
-    assert checksums(client) == ("when_supported", "when_supported")
-    monkeypatch.delenv("AWS_REQUEST_CHECKSUM_CALCULATION")
-    client, _ = make_client({**KEYS, "profile": "asks"})
-    assert checksums(client) == ("when_supported", "when_supported")
-    options["config_kwargs"] = {"request_checksum_calculation": "when_supported"}
-    client, _ = make_client(options)
-    assert checksums(client) == ("when_supported", "when_supported")
+    for ignored in (False, True):
+        if ignored:
+            monkeypatch.setenv("AWS_ENDPOINT_URL", SERVER)
+            monkeypatch.setenv("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "true")
+        client, own = make_client(KEYS)
+        assert not own
+        assert ".amazonaws.com" in client.meta.endpoint_url
+        assert checksums(client) == (SUPPORTED, SUPPORTED)
+        assert client.meta.region_name == "eu-north-1"
 
 
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,37 +171,39 @@ def test_no_credentials_says_where_they_are_looked_for() -> None:
     assert "AWS_ACCESS_KEY_ID" in caught.value.hint
 
 
+WITH_KEYS = "http://user:hushhush@127.0.0.1"
+BAD_OPTIONS: tuple[dict[str, Any], ...] = (
+    *({"profile": "no-such-profile"}, {"unknown": "hushhush"}, {"key": 1, "secret": "hushhush"}),
+    *({"key": "hushhush"}, {"secret": "hushhush"}, {"client_kwargs": "hushhush"}),
+    *({"config_kwargs": {"hushhush": 1}}, {"client_kwargs": {"hushhush": 1}}),
+    *({"endpoint_url": "hushhush"}, {"endpoint_url": WITH_KEYS}),
+    *({"client_kwargs": {"endpoint_url": WITH_KEYS}}, {"deadline_s": 0}, {"deadline_s": True}),
+    *({"deadline_s": float("nan")}, {"deadline_s": "hushhush"}),
+)
+BAD_URLS = (
+    *("s3://", "s3:///prefix", "s3:/bucket/prefix", "s3://a", "s3://user:hushhush@bucket/x"),
+    *("s3://bucket:9000/x", "s3://bucket/x?token=hushhush", "s3://bucket/x#hushhush"),
+    *("s3://bucket/a//b", "s3://bucket/a/../b", "s3://bucket/a b", "s3://bucket/a%20b"),
+    *("s3://bucket/ä", f"s3://bucket/{'x' * 512}"),
+)
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("url", "options", "environment"),
     [
-        {"profile": "no-such-profile"},
-        {"unknown": "hushhush"},
-        {"key": "hushhush"},
-        {"secret": "hushhush"},
-        {"key": 1, "secret": "hushhush"},
-        {"client_kwargs": "hushhush"},
-        {"config_kwargs": {"hushhush": 1}},
-        {"client_kwargs": {"hushhush": 1}},
-        {"endpoint_url": "hushhush"},
-        {"endpoint_url": "http://user:hushhush@127.0.0.1"},
-        {"client_kwargs": {"endpoint_url": "http://user:hushhush@127.0.0.1"}},
-        {"deadline_s": 0},
-        {"deadline_s": float("nan")},
-        {"deadline_s": "hushhush"},
-        {"deadline_s": True},
+        *(("s3://bucket/x", options, "") for options in BAD_OPTIONS),
+        *((url, KEYS, "") for url in BAD_URLS),
+        ("s3://bucket/x", KEYS, WITH_KEYS),
     ],
     ids=str,
 )
-def test_bad_option_is_refused_and_not_shown(options: dict[str, Any]) -> None:
+def test_bad_url_or_option_is_refused_and_not_shown(
+    url: str, options: dict[str, Any], environment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if environment:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", environment)
     with pytest.raises(ConfigError) as caught:
-        open_store("s3://bucket/x", options)
-    assert "hushhush" not in str(caught.value)
-
-
-def test_credentials_in_a_configured_endpoint_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:hushhush@127.0.0.1")
-    with pytest.raises(ConfigError) as caught:
-        open_store("s3://bucket/x", KEYS)
+        open_store(url, options)
     assert "hushhush" not in str(caught.value)
 
 
@@ -218,31 +221,6 @@ def test_url_is_given_back(url: str, shown: str) -> None:
     opened = open_store(url, KEYS)
     assert isinstance(opened, S3Store)
     assert (opened.url, opened.requests) == (shown, 0)
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "s3://",
-        "s3:///prefix",
-        "s3:/bucket/prefix",
-        "s3://a",
-        "s3://user:hushhush@bucket/x",
-        "s3://bucket:9000/x",
-        "s3://bucket/x?token=hushhush",
-        "s3://bucket/x#hushhush",
-        "s3://bucket/a//b",
-        "s3://bucket/a/../b",
-        "s3://bucket/a b",
-        "s3://bucket/a%20b",
-        "s3://bucket/ä",
-        f"s3://bucket/{'x' * 512}",
-    ],
-)
-def test_url_of_another_shape_is_refused(url: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        open_store(url, KEYS)
-    assert "hushhush" not in str(caught.value)
 
 
 # boto3 itself
