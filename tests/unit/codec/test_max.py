@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,40 +63,43 @@ def row(name: str, number: int, *, encoding: str = "max", numel: int = 10) -> Te
     )
 
 
-def told(rows: list[TensorRow]) -> list[str]:
-    return [one.digest and str(StateDigest.parse(one.digest).lane0) for one in rows]
+BETWEEN = [row("h.0.a", 1), row("h.0.s", 7, encoding="step"), row("h.0.b", 2), row("h.1.a", 3)]
+HALF = SHARED_NUMEL // 2
 
 
-def test_tensors_of_a_layer_leave_their_digests_to_the_last() -> None:
-    rows = [row(name, number) for number, name in enumerate(NAMES, 1)]
-    assert told(share(rows)) == ["", "", "6", "", "9"]
-    assert [len(group) for group in groups(share(rows))] == [3, 2]
-
-
-def test_rows_of_other_encodings_lie_between() -> None:
-    rows = [row("h.0.a", 1), row("h.0.s", 7, encoding="step"), row("h.0.b", 2), row("h.1.a", 3)]
+@pytest.mark.parametrize(
+    ("rows", "digests"),
+    [
+        ([row(name, number) for number, name in enumerate(NAMES, 1)], ["", "", "6", "", "9"]),
+        ([row("h.0.a", 1), row("h.0.b", 2, encoding="step"), row("h.0.c", 3)], ["", "2", "4"]),
+        (BETWEEN, ["", "7", "3", "3"]),
+        ([row("embed", 1), row("embed.x", 2), row("h.10.a", 3)], ["1", "2", "3"]),
+        ([row("h.1.a", 1), row("h.10.b", 2)], ["1", "2"]),
+        ([row(f"h.0.{n}", n, numel=HALF) for n in (1, 2, 3)], ["", "3", "3"]),
+        ([row("h.0.a", 1, numel=HALF), row("h.0.b", 2, numel=HALF + 1)], ["1", "2"]),
+        ([], []),
+    ],
+    ids=[
+        "layers",
+        "other encoding",
+        "between",
+        "no layer",
+        "other layer",
+        "large",
+        "too large",
+        "none",
+    ],
+)
+def test_tensors_of_a_layer_leave_their_digests_to_the_last(
+    rows: list[TensorRow], digests: list[str]
+) -> None:
     found = share(rows)
-    assert told(found) == ["", "7", "3", "3"]
-    assert [[one.name for one in group] for group in groups(found)] == [
-        ["h.0.s"],
-        ["h.0.a", "h.0.b"],
-        ["h.1.a"],
-    ]
+    assert [one.digest and str(StateDigest.parse(one.digest).lane0) for one in found] == digests
 
 
-def test_other_encodings_names_without_a_layer_and_large_tensors_keep_theirs() -> None:
-    assert told(share([row("h.0.a", 1), row("h.0.b", 2, encoding="step"), row("h.0.c", 3)])) == [
-        "",
-        "2",
-        "4",
-    ]
-    assert told(share([row("embed", 1), row("embed.x", 2), row("h.10.a", 3)])) == ["1", "2", "3"]
-    assert told(share([row("h.1.a", 1), row("h.10.b", 2)])) == ["1", "2"]
-    half = SHARED_NUMEL // 2
-    rows = [row(f"h.0.{n}", n, numel=half) for n in range(1, 4)]
-    assert told(share(rows)) == ["", "3", "3"]
-    assert told(share([row("h.0.a", 1, numel=half), row("h.0.b", 2, numel=half + 1)])) == ["1", "2"]
-    assert share([]) == []
+def test_rows_of_other_encodings_lie_between_those_of_a_group() -> None:
+    names = [[one.name for one in group] for group in groups(share(BETWEEN))]
+    assert names == [["h.0.s"], ["h.0.a", "h.0.b"], ["h.1.a"]]
 
 
 def test_changes_are_compared_where_the_digest_of_all_is_known() -> None:
@@ -326,12 +328,6 @@ def test_every_directory_comes_back_from_its_short_rows(
         assert (row.nnz == 0 and ":" in row.name) if kind == "max" else row.name == name
 
 
-def test_directories_without_max_are_stored_as_they_are() -> None:
-    plain = directory([("a", "step", [d.Segment(0, 48, 3, 9)])])
-    assert with_short_rows(plain) is plain
-    assert with_full_rows(plain) is plain
-
-
 def test_names_of_too_many_characters_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(d, "MAX_DIRECTORY", 4000)
     spec = TensorSpec("a" * 1000, "BF16", (8, 6))
@@ -343,15 +339,6 @@ def test_names_of_too_many_characters_are_not_written(monkeypatch: pytest.Monkey
     assert len(Part.from_bytes(encode_part(changes[:3]).data).rows) == 3
     with pytest.raises(ConfigError, match="4004 characters"):
         encode_part(changes)
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "nnz", "stored"),
-    [(9, 8, 0), (10, 8, 2), (8, 8, 1), (0, 8, 17), (0, 0, 0), (5, 0, 10), (1, 1, 0), (0, 1, 1)],
-)
-def test_sizes_are_distances_from_nine_bits_a_change(nbytes: int, nnz: int, stored: int) -> None:
-    one = directory([("a", "max", [d.Segment(0, 48, nnz, nbytes)])])
-    assert with_short_rows(one).segments.gaps == (stored,)
 
 
 def test_columns_of_different_lengths_are_an_error() -> None:
@@ -446,19 +433,6 @@ def test_a_rank_encodes_the_rows_that_it_has() -> None:
     assert equal(part.read("w", old=OldBits(old)), some)
 
 
-@pytest.mark.parametrize("ways", [2, 4, 8])
-@pytest.mark.parametrize("shape", [(4096, 4096), (3584, 18944), (18944, 3584), (151936, 3584)])
-def test_tiles_end_where_the_shards_of_an_engine_do(shape: tuple[int, int], ways: int) -> None:
-    rows, columns = shape
-    spec = TensorSpec("w", "BF16", shape)
-    assert columns // ways % (columns // encoding.tiling(spec).cuts) == 0
-    shard = rows // ways * columns
-    for start, length in encoding._windows(spec, 0, rows * columns):
-        assert start // shard == (start + length - 1) // shard
-        assert length <= 1 << 20
-        assert start % columns == length % columns == 0
-
-
 def test_old_bits_are_asked_for() -> None:
     spec = TensorSpec("w", "BF16", (100,))
     old, delta = bits_of(3, spec), delta_of(3, spec, "step", 0.3)
@@ -525,21 +499,6 @@ def test_tensors_of_all_widths_share_a_bucket() -> None:
     assert [row.gap for row in part.directory.tensors] == [2, 0, 2, 0]
     for spec, old, delta in zip(specs, olds, deltas, strict=True):
         assert equal(part.read(spec.name, old=OldBits(old)), delta)
-
-
-def test_a_table_for_all_tensors_so_far_is_taken_where_it_pays() -> None:
-    rng = np.random.default_rng(8)
-    specs = [TensorSpec(f"w{n}", "F8_E4M3", (64, 64)) for n in range(60)]
-    changes = []
-    for spec in specs:
-        normal = rng.standard_normal(spec.numel, dtype=np.float32) * np.float32(40)
-        old = torch.from_numpy(normal).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        there = np.flatnonzero(rng.random(spec.numel) < 0.004)
-        delta = TensorDelta(spec=spec, indices=there, values=np.ones(there.size, np.uint8))
-        changes.append(Change(delta, StateDigest(), encoding=MAX, old=partial(OldBits, old)))
-    part = Part.from_bytes(encode_part(changes).data)
-    tables = {part.reader(spec.name).units("class").tobytes() for spec in specs}
-    assert len(tables) < 12
 
 
 def test_other_old_bits_are_refused_or_give_other_elements() -> None:
