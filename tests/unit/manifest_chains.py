@@ -60,6 +60,9 @@ class WideStore(SingleWriterStore):
         return super().read(key, nbytes=nbytes)
 
 
+STORES = [MemoryStore, SingleWriterStore, WideStore]
+
+
 def create(store: Any) -> Chain:
     return Chain.create(store, TABLE, chain_id="one", time=0.0, assets={})
 

@@ -1,4 +1,7 @@
-"""Commits on stores that go back, lose things or lie: never over a gap, never in silence."""
+"""Commits on stores that go back, lose things or lie: never over a gap, never in silence.
+
+The identity of a chain is made once, never where versions are, and put back where it is lost.
+"""
 
 from collections.abc import Callable
 
@@ -15,14 +18,12 @@ from deltachain.errors import (
     StoreUnavailableError,
     StoreWentBackError,
 )
-from deltachain.format.documents import Edge, ObjectRef, seal
-from deltachain.format.keys import CHAIN_KEY, TABLE_KEY, manifest_key
+from deltachain.format.documents import Edge, ObjectRef, Table, seal
+from deltachain.format.keys import CHAIN_KEY, HEAD_KEY, TABLE_KEY, manifest_key, payload_key
 from deltachain.store import MemoryStore
 from deltachain.types import Buffer
 from tests.support.faults import Fault, FaultyStore
-from tests.unit.manifest_chains import SingleWriterStore, WideStore, create, extend, manifest_after
-
-STORES = [MemoryStore, SingleWriterStore, WideStore]
+from tests.unit.manifest_chains import STORES, TABLE, create, extend, manifest_after
 
 
 @pytest.fixture(params=STORES)
@@ -47,14 +48,13 @@ def put_all(store: MemoryStore, objects: dict[str, bytes]) -> None:
         store.put(key, data)
 
 
-def with_part(parent: Committed) -> Edge:
-    version = parent.version + 1
-    key = f"deltas/{version:020d}-00000000-{'a' * 32}/00000.safetensors"
-    ref = ObjectRef(key=key, nbytes=3, blake3="0" * 64)
-    return Edge(kind="delta", base=parent.version, encodings=("step",), parts=(ref,))
-
-
-# The store went back
+def extend_with_part(chain: Chain) -> tuple[Committed, str]:
+    """Commit four versions, the last of which has a payload: that version, and its key."""
+    (*_, parent) = extend(chain, 3)
+    ref = ObjectRef(key=payload_key("delta", 3, 0, "a" * 32, 0), nbytes=3, blake3="0" * 64)
+    edge = Edge(kind="delta", base=2, encodings=("step",), parts=(ref,))
+    chain.store.put(ref.key, b"abc")
+    return chain.commit(manifest_after(parent, edge=edge)), ref.key
 
 
 @pytest.mark.parametrize("back", [2, 9, 10])
@@ -155,29 +155,21 @@ def test_a_manifest_of_a_lost_history_is_not_taken_for_another_publisher() -> No
     assert chain.commit(manifest_after(parent, epoch=1, commit_id="new")).version == 5
 
 
-# The store lies
-
-
-class LyingStore(MemoryStore):
-    """Says that it took an object that it did not take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loses = ""
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        if key != self.loses:
-            super().put_if_absent(key, data)
-
-
 def test_a_put_that_was_lost_is_not_believed() -> None:
+    class LyingStore(MemoryStore):
+        lies = False
+
+        def put_if_absent(self, key: str, data: Buffer) -> None:
+            if not self.lies:
+                super().put_if_absent(key, data)
+
     store = LyingStore()
     chain = create(store)
     made = extend(chain, 3)
-    store.loses = manifest_key(3)
+    store.lies = True
     with pytest.raises(StoreUnavailableError, match="but does not return it"):
         chain.commit(manifest_after(made[-1]))
-    store.loses = ""
+    store.lies = False
     assert chain.settle(manifest_after(made[-1])) is None
     assert chain.commit(manifest_after(made[-1])).version == 3
 
@@ -190,17 +182,11 @@ def test_one_stale_answer_fails_nothing(store: MemoryStore, version: int) -> Non
     assert chain.take_restored() == ()
 
 
-# The store lost things
-
-
 def test_the_newest_manifest_is_put_back(
     store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     chain = create(store)
-    (*_, parent) = extend(chain, 3)
-    edge = with_part(parent)
-    newest = chain.commit(manifest_after(parent, edge=edge))
-    store.put(edge.parts[0].key, b"abc")
+    newest, _ = extend_with_part(chain)
     before = keys_of(store)
     store.delete(manifest_key(3))
     assert chain.commit(manifest_after(newest)).version == 4
@@ -215,11 +201,7 @@ def test_the_newest_manifest_is_not_put_back_where_more_is_gone(
     store: MemoryStore, gone: str
 ) -> None:
     chain = create(store)
-    (*_, parent) = extend(chain, 3)
-    edge = with_part(parent)
-    newest = chain.commit(manifest_after(parent, edge=edge))
-    key = edge.parts[0].key
-    store.put(key, b"abc")
+    newest, key = extend_with_part(chain)
     store.delete(manifest_key(3))
     store.delete({"part": key, "grandparent": manifest_key(2), "identity": CHAIN_KEY}[gone])
     before = keys_of(store)
@@ -241,15 +223,11 @@ def test_an_identity_that_is_lost_is_put_back(
     assert set(chain.take_restored()) == set(identity)
     assert caplog.text.count("objects are deleted that must stay") == 2
     caplog.clear()
-    extend(chain, 2 * commits.IDENTITY_EVERY, made[-1])
+    made += extend(chain, 2 * commits.IDENTITY_EVERY, made[-1])
     assert caplog.messages == []
-
-
-def test_it_is_put_back_before_the_first_commit_after_a_start(store: MemoryStore) -> None:
-    made = extend(create(store), 2)
-    chain = Chain.open(store)
+    started_again = Chain.open(store)
     store.delete(CHAIN_KEY)
-    chain.commit(manifest_after(made[-1]))
+    started_again.commit(manifest_after(made[-1]))  # its first
     assert Chain.open(store).identity == chain.identity
 
 
@@ -291,3 +269,50 @@ def test_looks_cost_three_requests_a_version(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(store, "find", counted)
     extend(chain, 8, parent)
     assert len(asked) == 8 * 3 + 2
+
+
+@pytest.mark.parametrize(
+    "traces",
+    [[manifest_key(0)], [manifest_key(2)], [HEAD_KEY], [HEAD_KEY, manifest_key(1)]],
+    ids=["the first", "the last", "a hint", "a hint and one"],
+)
+def test_no_identity_is_made_where_versions_are(store: MemoryStore, traces: list[str]) -> None:
+    chain = create(store)
+    extend(chain, 3)
+    chain.write_head(2, [])
+    for info in list(store.list()):
+        if info.key not in traces:
+            store.delete(info.key)
+    before = keys_of(store)
+    with pytest.raises(BrokenChainError, match=r"identity is lost: .* has versions") as caught:
+        create(store)
+    assert "from a backup" in caught.value.hint
+    assert keys_of(store) == before
+
+
+def test_a_reader_is_told_that_the_identity_is_lost(store: MemoryStore) -> None:
+    extend(create(store), 2)
+    store.delete(CHAIN_KEY)
+    with pytest.raises(ObjectNotFoundError, match="identity is lost") as caught:
+        Chain.open(store)
+    assert "from a backup" in caught.value.hint
+
+
+def test_a_lost_table_is_put_back_by_whoever_has_it(store: MemoryStore) -> None:
+    extend(create(store), 2)
+    before = keys_of(store)
+    store.delete(TABLE_KEY)
+    with pytest.raises(ObjectNotFoundError, match=r"table\.json of chain one is lost"):
+        Chain.open(store)
+    assert create(store).table == TABLE
+    assert keys_of(store) == before
+
+
+def test_another_model_puts_no_table_beside_an_identity(store: MemoryStore) -> None:
+    extend(create(store), 1)
+    store.delete(TABLE_KEY)
+    before = keys_of(store)
+    other = Table(tensors=(("a", "BF16", (4, 5)),))
+    with pytest.raises(ChainMismatchError, match=r"whose table\.json is lost"):
+        Chain.create(store, other, chain_id="two", time=0.0, assets={})
+    assert keys_of(store) == before
