@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import zstandard
-from safetensors.numpy import load
 
-from deltachain.codec import Change, Part, encode_part
 from deltachain.delta import TensorDelta
 from deltachain.errors import MalformedError
 from deltachain.kernels import host, numba_kernels, reference, staging, threaded, torch_kernels
@@ -35,9 +32,8 @@ from deltachain.kernels.segments import (
     TensorStreams,
     pack,
 )
-from deltachain.types import BITS_DTYPES, StateDigest, TensorSpec
+from deltachain.types import BITS_DTYPES, TensorSpec
 from tests.contract.batches import Given, batch_of, streams_of
-from tests.contract.compiled_diff import ARCHITECTURES
 from tests.contract.host import HOST_CHECKS, HostArm
 from tests.contract.kernels import BIT_CHECKS, CHECKS, LIVE_CHECKS, Arm, DeviceArm, pairs
 from tests.contract.many_tensors import Weights, settle
@@ -70,110 +66,56 @@ def test_one_buffer_may_be_memory_of_the_caller() -> None:
     np.testing.assert_array_equal(found.indices.numpy(), np.concatenate([g.indices for g in given]))
 
 
-@pytest.mark.parametrize(
-    ("column", "value"),
-    [(0, -1), (0, 500), (1, 1 << 21), (2, 0), (2, 701), (3, 0), (3, 1 << 20), (4, 1 << 20), (5, 9)],
-)
+SEGMENT = [(0, -1), (0, 500), (1, 1 << 21), (2, 0), (2, 701), (3, 0), (3, 1 << 20)]
+
+
+@pytest.mark.parametrize(("column", "value"), [*SEGMENT, (4, 1 << 20), (5, 9)])
 def test_streams_that_contradict_their_segments_are_refused(column: int, value: int) -> None:
-    (given,) = scene((900,), 0.3, 0.5)
-    streams = streams_of(given, STEPS, 700, 0)
+    streams = streams_of(*scene((900,), 0.3, 0.5), STEPS, 700, 0)
     segments = streams.segments.copy()
     segments[1, column] = value
-    with pytest.raises(MalformedError, match="segments contradict"):
-        pack(STEPS, [replace(streams, segments=segments)])
+    refused(streams, segments=segments)
 
 
 @pytest.mark.parametrize("name", ["gaps", "sign", "exception", "magnitude", "planes"])
 def test_streams_of_another_length_are_refused(name: str) -> None:
-    (given,) = scene((900,), 0.3, 0.5)
-    streams = streams_of(given, STEPS, 700, 0)
+    streams = streams_of(*scene((900,), 0.3, 0.5), STEPS, 700, 0)
     found: Any = getattr(streams, name)
     one = np.zeros(1, np.uint8)
-    longer = (
-        [np.append(plane, one) for plane in found]
-        if isinstance(found, list)
-        else np.append(found, one)
-    )
-    for other in (longer, [] if isinstance(found, list) else found[:-1]):
-        changed: dict[str, Any] = {name: other}
-        with pytest.raises(MalformedError, match="segments contradict"):
-            pack(STEPS, [replace(streams, **changed)])
+    if isinstance(found, list):
+        refused(streams, **{name: [np.append(plane, one) for plane in found]})
+        refused(streams, **{name: []})
+    else:
+        refused(streams, **{name: np.append(found, one)})
+        refused(streams, **{name: found[:-1]})
 
 
 @pytest.mark.parametrize("bit", [-1, 8])
 def test_a_first_bit_outside_its_byte_is_refused(bit: int) -> None:
-    (given,) = scene((900,), 0.3, 0.5)
-    streams: TensorStreams = replace(streams_of(given, STEPS, 700, 0), bit=bit)
+    refused(streams_of(*scene((900,), 0.3, 0.5), STEPS, 700, 0), bit=bit)
+
+
+def refused(streams: TensorStreams, **fields: Any) -> None:
     with pytest.raises(MalformedError, match="segments contradict"):
-        pack(STEPS, [streams])
+        pack(STEPS, [replace(streams, **fields)])
 
 
 @pytest.mark.parametrize(
-    ("at", "dims"),
-    [(-1, [(4, 1, 1)]), (5, [(4, 1, 1)]), (0, [(2, 1, 1), (2, 4, 2)]), (0, [(0, 1, 1)])],
+    ("device", "at", "dims", "why"),
+    [
+        ("cpu", -1, [(4, 1, 1)], "placement"),
+        ("cpu", 5, [(4, 1, 1)], "placement"),
+        ("cpu", 0, [(2, 1, 1), (2, 4, 2)], "placement"),
+        ("cpu", 0, [(0, 1, 1)], "placement"),
+        ("meta", 0, [(4, 1, 1)], "meta"),
+    ],
 )
-def test_a_box_outside_its_storage_is_refused(at: int, dims: list[tuple[int, int, int]]) -> None:
-    live = torch.zeros(8, dtype=torch.int16)
-    with pytest.raises(ValueError, match="placement"):
+def test_a_box_outside_its_storage_or_on_another_device_is_refused(
+    device: str, at: int, dims: list[tuple[int, int, int]], why: str
+) -> None:
+    live = torch.zeros(8, dtype=torch.int16, device=device)
+    with pytest.raises(ValueError, match=why):
         PlacementTable.build([LivePlacement(0, 0, dims, live, at)], [(1, 2)], CPU)
-
-
-def test_a_box_on_another_device_is_refused() -> None:
-    live = torch.zeros(8, dtype=torch.int16, device="meta")
-    with pytest.raises(ValueError, match="meta"):
-        PlacementTable.build([LivePlacement(0, 0, [(4, 1, 1)], live)], [(1, 2)], CPU)
-
-
-def test_streams_of_a_part_decode_to_its_deltas() -> None:
-    """Ranges of a bucket's streams, as another tensor's bits begin in the middle of a byte."""
-    made = scene((3_000, 70_000, 11, 1 << 21), 0.02, 0.3)
-    specs = [TensorSpec(f"w{g.tensor}", "BF16", (g.numel,)) for g in made]
-    deltas = [
-        TensorDelta(spec=spec, indices=g.indices, values=g.values)
-        for spec, g in zip(specs, made, strict=True)
-    ]
-    data = encode_part([Change(delta, StateDigest()) for delta in deltas]).data
-    directory = Part.from_bytes(data).directory
-    streams = {row.name: _inflated(load(data)[row.name], row.stored) for row in directory.streams}
-    columns = directory.segments
-    names = ("start", "length", "nnz", "gaps", "exceptions", "wide")
-    table = np.array([getattr(columns, name) for name in names]).T
-    given, at = [], np.zeros(6, np.int64)
-    for number, row in enumerate(directory.tensors):
-        mine, table = table[: row.segments], table[row.segments :]
-        end = at + mine.sum(axis=0)
-        (_, _, bit, gap, exception, wide), (_, _, last, *ends) = at.tolist(), end.tolist()
-        packed = slice(bit // 8, -(-last // 8))
-        given.append(
-            TensorStreams(
-                tensor=number,
-                numel=row.spec.numel,
-                segments=mine,
-                planes=[_bytes(streams, f"wide.{k}")[wide : ends[2]] for k in (0, 1)],
-                gaps=[_bytes(streams, "gap8")[gap : ends[0]]],
-                sign=_bytes(streams, "sign")[packed],
-                exception=_bytes(streams, "exception")[packed],
-                magnitude=_bytes(streams, "magnitude")[exception : ends[1]],
-                bit=bit % 8,
-            )
-        )
-        at = end
-    batch = pack(STEPS, given)
-    found = staging.decode(batch, staging.upload(batch, CPU))
-    batch.check(found.verdicts[0][1].numpy(), [spec.name for spec in specs])
-    np.testing.assert_array_equal(found.indices, np.concatenate([d.indices for d in made]))
-    values = np.concatenate([d.values for d in made])
-    np.testing.assert_array_equal(found.values.numpy().view(np.uint16), values)
-
-
-def _inflated(stored: Any, frames: Sequence[int]) -> Any:
-    pieces = np.split(stored, np.cumsum(frames)[:-1])
-    inflated = [zstandard.decompress(piece.tobytes()) for piece in pieces]
-    return np.frombuffer(b"".join(inflated), np.uint8)
-
-
-def _bytes(streams: dict[str, Any], name: str) -> Any:
-    return streams.get(f"#0.{name}", np.empty(0, np.uint8))
 
 
 def test_memory_for_a_device_holds_a_batch() -> None:
@@ -191,35 +133,6 @@ def test_placements_of_another_width_are_refused() -> None:
         staging.stage(changes, table, ["w"])
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def run_module(*arguments: str) -> str:
-    """Standard output of a module of the tests in a process of its own."""
-    command = [sys.executable, "-m", *arguments]
-    environment = {name: os.environ[name] for name in os.environ if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.triton
-def test_fused_kernels_keep_the_contract_under_the_interpreter() -> None:
-    said = run_module("tests.contract.interpreted_diff")
-    assert "check_launches" in said
-
-
-@pytest.mark.triton
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_fused_kernels_compile_without_spills(arch: int) -> None:
-    lines = run_module("tests.contract.compiled_diff", str(arch)).splitlines()
-    assert len(lines) == 22
-    for line in lines:
-        assert line.endswith(" 0 bytes spilled"), line
-
-
 def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full() -> None:
     cut = spans_of(3 * BLOCK + 5, used=1, limit=3)
     assert [(span.start, span.numel, span.blocks) for span in cut] == [
@@ -230,7 +143,7 @@ def test_a_span_begins_at_a_block_and_ends_where_a_batch_is_full() -> None:
 
 
 def test_a_snapshot_that_was_replaced_between_diffs_is_compared() -> None:
-    diff = DeviceDiff(torch.device("cpu"))
+    diff = DeviceDiff(CPU)
     for seed_of_size in (3, 90):
         weights = Weights("cpu", (seed_of_size,) * 40, resident=False)
         weights.add_to(diff)
@@ -258,10 +171,6 @@ def test_memory_is_pinned_until_its_tensor_goes(
     del tensor
     assert calls == [(address, 16, 0), *([address] if code == 0 else [])]
     assert ("CUDA error 2" in caplog.text) == (code == 2)
-
-
-def test_weights_on_the_host_are_compared_by_its_kernels() -> None:
-    assert not compares_on(torch.device("cpu"))
 
 
 COMPUTE = """
@@ -296,17 +205,10 @@ def test_the_first_compilation_on_a_machine_is_told(tmp_path: Path) -> None:
     code += "numba_kernels.gather(np.arange(9, dtype=np.uint16), np.array([3, 5]))"
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stderr.count("compiling kernels")
-        for _ in range(2)
-    ]
-    assert told == [1, 0]
+    command = [sys.executable, "-c", code]
+    for told in (1, 0):
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        assert done.stderr.count("compiling kernels") == told
 
 
 TOGETHER = """
@@ -408,12 +310,7 @@ def test_live_bits_choose_the_fastest_kernels() -> None:
     assert not same_bits(LIVE["host"], LIVE["device"])
     assert str(host.NAME) == "numba"
     assert host.diff_ is numba_kernels.diff_
-
-
-@pytest.mark.parametrize("name", ["BLOCK", "CHUNK", "mix_", "__wrapped__"])
-def test_the_host_offers_kernels_of_the_reference_alone(name: str) -> None:
-    with pytest.raises(AttributeError, match=name):
-        getattr(host, name)
+    assert not compares_on(CPU)
 
 
 @pytest.mark.parametrize("kind", ["step", "absolute", "mixed"])
@@ -468,10 +365,3 @@ def test_encoders_equal_the_reference() -> None:
             assert one.dtype == other.dtype
             np.testing.assert_array_equal(one, other)
         np.testing.assert_array_equal(reference.join_steps(numba_kernels.split_steps(steps)), steps)
-
-
-def test_cast_keeps_nans_quiet_and_signed() -> None:
-    masters = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0xFFC12345], np.uint32)
-    expected = np.array([0x7FC0, 0xFFC0, 0x7FFF, 0xFFC1], np.uint16)
-    np.testing.assert_array_equal(numba_kernels.cast_bf16(masters.view(np.float32)), expected)
-    np.testing.assert_array_equal(reference.cast_bf16(masters.view(np.float32)), expected)

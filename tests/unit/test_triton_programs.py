@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.compiled_diff import ARCHITECTURES
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("decode_segment", "count_block", "stage_block", "write_block")
 
@@ -30,9 +32,9 @@ def run(module: str, *arguments: str, **variables: str) -> str:
     return done.stdout
 
 
-def test_the_interpreter_keeps_the_contract() -> None:
-    said = run("interpreted", TRITON_INTERPRET="1")
-    assert "ok check_launches" in said
+@pytest.mark.parametrize("module", ["interpreted", "interpreted_diff"])
+def test_the_interpreter_keeps_the_contract(module: str) -> None:
+    assert "check_launches" in run(module, TRITON_INTERPRET="1")
 
 
 def test_programs_compile_without_spills(tmp_path: Path) -> None:
@@ -42,3 +44,12 @@ def test_programs_compile_without_spills(tmp_path: Path) -> None:
     for arch in arches:
         for program in PROGRAMS:
             assert f"sm_{arch} {program} " in said
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_fused_kernels_compile_without_spills(arch: int, tmp_path: Path) -> None:
+    said = run("compiled_diff", str(arch), TRITON_CACHE_DIR=str(tmp_path), TRITON_INTERPRET="0")
+    lines = said.splitlines()
+    assert len(lines) == 22
+    for line in lines:
+        assert line.endswith(" 0 bytes spilled"), line
