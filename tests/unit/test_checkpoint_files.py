@@ -6,13 +6,13 @@ import resource
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors.torch import save_file
 
 from deltachain import PublishConfig
@@ -25,7 +25,6 @@ from deltachain.file_reader import FileReader
 from deltachain.filebits import WINDOW_NBYTES, FileBits
 from deltachain.format.documents import (
     Edge,
-    EdgeKind,
     EdgeRecord,
     EdgeSummary,
     Identity,
@@ -35,7 +34,8 @@ from deltachain.format.documents import (
 from deltachain.format.keys import asset_key, edge_key, payload_key
 from deltachain.publish.push import push
 from deltachain.store import MemoryStore
-from deltachain.types import Buffer, TensorSpec
+from deltachain.types import TensorSpec
+from tests.support.faults import Fault, FaultyStore
 
 BEFORE, AFTER = b"header: ", b"the next tensor"
 
@@ -79,24 +79,18 @@ def test_a_map_cannot_be_written_to(tmp_path: Path) -> None:
 
 
 def test_room_is_taken_and_holes_are_filled(tmp_path: Path) -> None:
-    file = tmp_path / "w"
-    file.write_bytes(b"header")
-    reserve(file, 1 << 20)
-    assert file.read_bytes() == b"header".ljust(1 << 20, b"\0")
-    assert file.stat().st_blocks * 512 >= 1 << 20
-    reserve(file, 0)
-
-
-def test_holes_are_filled(tmp_path: Path) -> None:
-    file = tmp_path / "w"
-    with file.open("wb") as out:
-        out.write(b"x" * 4096)
-        out.truncate(1 << 20)
-    fill_holes(file)
-    assert file.read_bytes() == (b"x" * 4096).ljust(1 << 20, b"\0")
-    assert file.stat().st_blocks * 512 >= 1 << 20
-    (tmp_path / "empty").touch()
-    fill_holes(tmp_path / "empty")
+    reserved, filled, empty = (tmp_path / name for name in ("reserved", "filled", "empty"))
+    for file in (reserved, filled):
+        file.write_bytes(b"x" * 4096)
+    reserve(reserved, 1 << 20)
+    os.truncate(filled, 1 << 20)
+    fill_holes(filled)
+    for file in (reserved, filled):
+        assert file.read_bytes() == (b"x" * 4096).ljust(1 << 20, b"\0")
+        assert file.stat().st_blocks * 512 >= 1 << 20
+    reserve(reserved, 0)
+    empty.touch()
+    fill_holes(empty)
 
 
 def test_what_is_missing_is_counted(tmp_path: Path) -> None:
@@ -123,30 +117,9 @@ KEY = edge_key(3, "skip", 1)
 DIGEST = "0123456789abcdef" * 4
 
 
-@dataclass(frozen=True)
-class Lie:
-    """A field of a summary that is not the edge's."""
-
-    name: str
-    value: Any
-
-
-LIES = (
-    Lie("version", 4),
-    Lie("base", 0),
-    Lie("nbytes", 8),
-    Lie("parts", 2),
-    Lie("encodings", ()),
-    Lie("encodings", ("dense", "step")),
-    Lie("state", "1" * 32),
-    Lie("record", edge_key(3, "skip", 0)),
-    Lie("digest", "1" * 64),
-)
-
-
 def summary(**fields: Any) -> EdgeSummary:
     true = summarise(3, SKIP, "0" * 32, record=KEY, digest=DIGEST)
-    return EdgeSummary(**{name: getattr(true, name) for name in true.__struct_fields__} | fields)
+    return replace(true, **fields)
 
 
 def test_what_lies_where_it_belongs_is_taken() -> None:
@@ -156,17 +129,29 @@ def test_what_lies_where_it_belongs_is_taken() -> None:
     assert check_assets(sound) is sound
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_an_edge_that_is_not_as_it_was_listed_is_refused(lie: Lie) -> None:
-    with pytest.raises(MalformedError, match=f"has {lie.name} ") as caught:
-        check_edge(SKIP, summary(), summary(**{lie.name: lie.value}), KEY)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("version", 4),
+        ("base", 0),
+        ("nbytes", 8),
+        ("parts", 2),
+        ("encodings", ()),
+        ("encodings", ("dense", "step")),
+        ("state", "1" * 32),
+        ("record", edge_key(3, "skip", 0)),
+        ("digest", "1" * 64),
+    ],
+)
+def test_an_edge_that_is_not_as_it_was_listed_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(MalformedError, match=f"has {name} ") as caught:
+        check_edge(SKIP, summary(), summary(**{name: value}), KEY)
     assert caught.value.key == KEY
 
 
 @pytest.mark.parametrize("key", [payload_key("skip", 2, 0, "a" * 32, 0), "table.json"])
 def test_a_part_that_lies_elsewhere_is_refused(key: str) -> None:
-    part = ObjectRef(key=key, nbytes=7, blake3="0" * 64)
-    edge = Edge(kind="skip", base=1, encodings=("step",), parts=(part,))
+    edge = replace(SKIP, parts=(replace(PART, key=key),))
     with pytest.raises(MalformedError, match="as a part"):
         check_edge(edge, summary(), summary(), KEY)
 
@@ -179,32 +164,29 @@ def test_an_encoding_that_its_edge_does_not_list_is_refused() -> None:
     assert caught.value.key == PART.key
 
 
-def record(*, version: int = 3, kind: EdgeKind = "skip", base: int | None = 1) -> EdgeRecord:
-    return EdgeRecord(
-        chain="one",
-        version=version,
-        manifest=DIGEST,
-        base_state="",
-        state="0" * 32,
-        edge=Edge(kind=kind, base=base),
+def record(**fields: Any) -> EdgeRecord:
+    edge = Edge(kind=fields.pop("kind", "skip"), base=fields.pop("base", 1))
+    true = EdgeRecord(
+        chain="one", version=3, manifest=DIGEST, base_state="", state="0" * 32, edge=edge
     )
+    return replace(true, **fields)
 
 
 @pytest.mark.parametrize(
-    ("there", "manifest", "state"),
+    ("fields", "manifest", "state"),
     [
-        (record(), "0" * 64, "0" * 32),
-        (record(), DIGEST, "1" * 32),
-        (record(version=4), DIGEST, "0" * 32),
-        (record(base=0), DIGEST, "0" * 32),
-        (record(kind="anchor", base=None), DIGEST, "0" * 32),
+        ({}, "0" * 64, "0" * 32),
+        ({}, DIGEST, "1" * 32),
+        ({"version": 4}, DIGEST, "0" * 32),
+        ({"base": 0}, DIGEST, "0" * 32),
+        ({"kind": "anchor", "base": None}, DIGEST, "0" * 32),
     ],
 )
 def test_a_record_of_something_else_is_refused(
-    there: EdgeRecord, manifest: str, state: str
+    fields: dict[str, Any], manifest: str, state: str
 ) -> None:
     with pytest.raises(MalformedError) as caught:
-        check_record(there, manifest, state, KEY)
+        check_record(record(**fields), manifest, state, KEY)
     assert caught.value.key == KEY
 
 
@@ -250,27 +232,6 @@ def first_of(folder: Path, name: str = "w0") -> float:
     return torch.from_numpy(bits.view("<i2")).view(torch.bfloat16)[0].item()
 
 
-class Meddled(MemoryStore):
-    """A store that lets another process at work once something is written to it."""
-
-    def __init__(self, meddle: Callable[[], None]) -> None:
-        super().__init__()
-        self._meddle: Callable[[], None] | None = meddle
-
-    def put(self, key: str, data: Buffer) -> str:
-        self._once()
-        return super().put(key, data)
-
-    def put_if_absent(self, key: str, data: Buffer) -> None:
-        self._once()
-        super().put_if_absent(key, data)
-
-    def _once(self) -> None:
-        meddle, self._meddle = self._meddle, None
-        if meddle is not None:
-            meddle()
-
-
 def cut(file: Path) -> None:
     os.truncate(file, 4096)
 
@@ -293,7 +254,7 @@ def test_a_checkpoint_that_changes_during_a_push_is_refused_and_nothing_committe
     tmp_path: Path, meddle: Callable[[Path], None]
 ) -> None:
     file = save(tmp_path / "c/model.safetensors", rows=ROWS)
-    store = Meddled(lambda: meddle(file))
+    store = FaultyStore(MemoryStore(), Fault(lambda: meddle(file)))
     with pytest.raises(DeltaChainError, match=r"model\.safetensors was (cut|written)") as caught:
         push(store, file.parent, PublishConfig(url=store.url))
     assert "new folder" in caught.value.hint
@@ -342,20 +303,16 @@ def few_files(count: int) -> Iterator[None]:
 
 
 def test_more_tensors_and_files_than_the_process_may_open(tmp_path: Path) -> None:
-    folder = tmp_path / "c"
     places: dict[str, str] = {}
     for n in range(1, 65):
         name = f"model-{n:05}-of-00064.safetensors"
-        folder.mkdir(exist_ok=True)
         values = {f"l{n}.w{k}": torch.ones(4, 4, dtype=torch.bfloat16) * k for k in range(4)}
-        save_file(values, folder / name)
+        save_file(values, tmp_path / name)
         places |= dict.fromkeys(values, name)
-    index(folder, places)
-    new = tmp_path / "new"
-    save(new / "model.safetensors", 2.0)
+    index(tmp_path, places)
     with few_files(32):
         store = MemoryStore()
-        pushed = push(store, folder, PublishConfig(url=store.url))
+        pushed = push(store, tmp_path, PublishConfig(url=store.url))
         assert pushed.head.version == 0
         assert len(Chain.open(store).table.tensors) == 256
 
@@ -382,16 +339,15 @@ def test_of_two_sets_the_models_own_is_published_and_the_other_named(
         assert f"ignoring {other}" in caplog.text
 
 
-def test_shards_without_an_index_are_one_set(tmp_path: Path) -> None:
+def test_one_file_of_another_name_is_a_set_and_so_are_shards_without_an_index(
+    tmp_path: Path,
+) -> None:
+    save(tmp_path / "one/consolidated.safetensors", 3.0)
+    assert first_of(tmp_path / "one") == 3.0
     save_file({"a": torch.ones(2)}, save(tmp_path / "c/model-00001-of-00002.safetensors"))
     save_file({"b": torch.ones(2)}, save(tmp_path / "c/model-00002-of-00002.safetensors"))
     save(tmp_path / "c/consolidated.00.safetensors")
     assert set(Checkpoint(tmp_path / "c").specs) == {"a", "b"}
-
-
-def test_one_set_of_another_name_is_read(tmp_path: Path) -> None:
-    save(tmp_path / "c/consolidated.safetensors", 3.0)
-    assert first_of(tmp_path / "c") == 3.0
 
 
 @pytest.mark.parametrize("there", [["1-of-00003", "2-of-00003"], ["1-of-00001", "1-of-00002"]])
@@ -470,15 +426,12 @@ def test_half_of_a_set_of_shards_is_refused_by_the_name_of_the_missing_one(
     refused(tmp_path / "c", rf"{re.escape(stem.format(n=3 - there))} is missing")
 
 
-@pytest.mark.parametrize("stem", STEMS)
-def test_a_whole_set_of_shards_is_read(tmp_path: Path, stem: str) -> None:
-    save_shards(tmp_path / "c", stem, 1, 2)
-    assert set(Checkpoint(tmp_path / "c").specs) == {"w1", "w2"}
-
-
-def test_shards_counted_from_nought_are_a_whole_set(tmp_path: Path) -> None:
-    save_shards(tmp_path / "c", STEMS[0], 0, 1)
-    assert set(Checkpoint(tmp_path / "c").specs) == {"w0", "w1"}
+@pytest.mark.parametrize(
+    ("stem", "first"), [*((stem, 1) for stem in STEMS), (STEMS[0], 0)], ids=[*STEMS, "from nought"]
+)
+def test_a_whole_set_of_shards_is_read(tmp_path: Path, stem: str, first: int) -> None:
+    save_shards(tmp_path / "c", stem, first, first + 1)
+    assert set(Checkpoint(tmp_path / "c").specs) == {f"w{first}", f"w{first + 1}"}
 
 
 def test_shards_of_an_absurd_count_are_refused(tmp_path: Path) -> None:
@@ -548,23 +501,16 @@ def test_weights_that_are_not_published_are_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path / "model.safetensors")
-    for name in ("value_head.bin", "2_Dense/pytorch_model.bin", "medusa_lm_head.pt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(b"pickle")
     save(tmp_path / "dense" / "model.safetensors")
-    for name in ("pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state_0.pth"):
+    (tmp_path / "2_Dense").mkdir()
+    pickles = ["value_head.bin", "2_Dense/pytorch_model.bin", "medusa_lm_head.pt"]
+    states = ["pytorch_model.bin", "optimizer.pt", "training_args.bin", "rng_state_0.pth"]
+    for name in pickles + states:
         (tmp_path / name).write_bytes(b"pickle")
     read_assets(tmp_path)
     named = {line.rpartition(": weights in ")[2] for line in caplog.messages}
-    assert named == {
-        f"{name} are not published"
-        for name in (
-            "value_head.bin",
-            "2_Dense/pytorch_model.bin",
-            "medusa_lm_head.pt",
-            "dense/model.safetensors",
-        )
-    }
+    expected = [*pickles, "dense/model.safetensors"]
+    assert named == {f"{name} are not published" for name in expected}
 
 
 def test_a_link_at_the_temporary_name_is_not_followed(

@@ -108,19 +108,12 @@ def test_a_line_break_is_no_part_of_a_token() -> None:
 
 
 def test_every_variable_that_code_or_documents_name_is_known() -> None:
+    folders = ["deltachain", "docs", "vllm_ext", "sglang_ext", "spaces", "examples"]
+    files = [ROOT / "README.md"]
+    for folder in (*folders, "tests/engines"):
+        files += (ROOT / folder).rglob("*")
     named = set()
-    folders = (
-        "deltachain",
-        "docs",
-        "vllm_ext",
-        "sglang_ext",
-        "spaces",
-        "examples",
-        "tests/engines",
-    )
-    for folder in folders:
-        for file in (ROOT / folder).rglob("*"):
-            if file.suffix in (".py", ".md", ".sh", ".ipynb"):
-                named |= set(re.findall(r"\bDELTACHAIN_[A-Z_]*[A-Z]\b", file.read_text()))
-    named |= set(re.findall(r"\bDELTACHAIN_[A-Z_]*[A-Z]\b", (ROOT / "README.md").read_text()))
+    for file in files:
+        if file.suffix in (".py", ".md", ".sh", ".ipynb"):
+            named |= set(re.findall(r"\bDELTACHAIN_[A-Z_]*[A-Z]\b", file.read_text()))
     assert {name.removeprefix(PREFIX) for name in named} <= VARIABLES.keys()

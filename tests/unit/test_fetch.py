@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 from deltachain.chain import fetch as fetch_module
-from deltachain.chain import fetch as part_fetch
 from deltachain.chain.chain import Chain
 from deltachain.chain.fetch import Arrival, fetch, fetching, open_base
 from deltachain.codec import Part
@@ -112,21 +111,10 @@ def threads_used_up() -> Iterator[None]:
         threading.stack_size(0)
 
 
-@pytest.fixture
-def no_threads() -> Iterator[None]:
-    with threads_used_up():
-        yield
-
-
-def test_work_is_done_side_by_side() -> None:
-    barrier = Barrier(4, timeout=30)
-    with Pool(4) as pool:
-        assert sorted(pool.map(lambda n: (barrier.wait(), n)[1], range(4))) == [0, 1, 2, 3]
-
-
-def test_threads_end_with_the_pool() -> None:
-    before, release = threading.active_count(), Event()
+def test_work_is_done_side_by_side_by_threads_that_end_with_the_pool() -> None:
+    before, release, barrier = threading.active_count(), Event(), Barrier(3, timeout=30)
     with Pool(3) as pool:
+        assert sorted(pool.map(lambda n: (barrier.wait(), n)[1], range(3))) == [0, 1, 2]
         futures = [pool.submit(release.wait, 30) for _ in range(9)]
         assert threading.active_count() == before + 3
         release.set()
@@ -135,7 +123,7 @@ def test_threads_end_with_the_pool() -> None:
     pool.shutdown()
 
 
-@pytest.mark.usefixtures("no_threads")
+@threads_used_up()
 def test_without_threads_the_caller_works() -> None:
     caller = threading.get_ident()
     with Pool(4) as pool:
@@ -144,7 +132,7 @@ def test_without_threads_the_caller_works() -> None:
             pool.submit(lambda: 1 // 0).result()
 
 
-@pytest.mark.usefixtures("no_threads")
+@threads_used_up()
 @pytest.mark.parametrize("kind", ["dict", "folder"])
 def test_versions_are_published_and_followed_without_threads(
     kind: str, tmp_path_factory: pytest.TempPathFactory
@@ -204,7 +192,7 @@ def test_a_fleet_without_threads_says_so_and_tells_all_once_there_are_some(tmp_p
         fleet.close()
 
 
-def test_results_come_in_order_and_only_a_few_calls_are_ahead() -> None:
+def test_results_and_errors_come_in_order_and_only_a_few_calls_are_ahead() -> None:
     began: list[int] = []
     caller = threading.get_ident()
 
@@ -218,14 +206,10 @@ def test_results_come_in_order_and_only_a_few_calls_are_ahead() -> None:
             assert next(results) == (expected, expected % 2 == 0)
             assert max(began) <= expected + 3
         assert next(results, None) is None
-
-
-def test_an_ordered_call_that_fails_raises_in_its_turn() -> None:
-    with Pool(2) as pool:
-        results = pool.ordered(lambda number: 1 // number, [1, 0, 1], ahead=2)
-        assert next(results) == 1
+        failing = pool.ordered(lambda number: 1 // number, [1, 0, 1], ahead=2)
+        assert next(failing) == 1
         with pytest.raises(ZeroDivisionError):
-            next(results)
+            next(failing)
 
 
 @pytest.fixture
@@ -274,6 +258,10 @@ def test_pauses_fit_what_is_left(clock: list[float]) -> None:
     assert clock[0] == 1007
     assert not deadline.pause(5)
     assert clock[0] == 1007
+    deadline = Deadline("a", "hf://b", 7)
+    assert deadline.pause(1.0, 5.0)
+    assert not deadline.pause(1.0, 3.0)  # does not fit, and is not begun
+    assert clock[0] == 1012
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.4])
@@ -284,13 +272,6 @@ def test_pauses_are_drawn_from_a_range_that_doubles_up_to_a_bound(share: float) 
         drawn = [pauses.pause_s(failures) for _ in range(2000)]
         assert least <= min(drawn) < least + 0.1 * longest
         assert longest - 0.1 * longest * share < max(drawn) <= longest
-
-
-def test_a_wait_that_does_not_fit_is_not_begun(clock: list[float]) -> None:
-    deadline = Deadline("a", "hf://b", 7)
-    assert deadline.pause(1.0, 5.0)
-    assert not deadline.pause(1.0, 3.0)
-    assert clock[0] == 1005
 
 
 def test_callers_that_wait_for_one_moment_come_apart() -> None:
@@ -333,8 +314,8 @@ def test_a_part_that_is_gone_is_named_with_a_way_out() -> None:
 @pytest.fixture
 def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
     """One version in a folder, whose anchor has two parts that count as large."""
-    monkeypatch.setattr(part_fetch, "LARGE", 0)
-    monkeypatch.setattr(part_fetch, "PIECE", 1000)
+    monkeypatch.setattr(fetch_module, "LARGE", 0)
+    monkeypatch.setattr(fetch_module, "PIECE", 1000)
     store = FaultyStore(FileStore(tmp_path / "chain"))
     config = PublishConfig(url=store.url, part_nbytes=1 << 16)
     Publisher(config, store=store).attach(TinyModel(width=256)).close()
@@ -418,7 +399,7 @@ def test_a_newcomer_needs_memory_for_its_tensors_not_for_objects_in_a_folder(
     torch.nn.init.normal_(weights.weight)
     Publisher(PublishConfig(url=store.url), store=store).attach(weights, assets={}).close()
     (part,) = parts_of(Chain.open(store))
-    assert part.nbytes > part_fetch.LARGE
+    assert part.nbytes > fetch_module.LARGE
     live = {"weight": torch.zeros_like(weights.weight)}
     tracemalloc.start()
     try:

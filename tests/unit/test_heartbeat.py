@@ -27,7 +27,7 @@ from deltachain.errors import (
     SignatureError,
     StaleChainError,
 )
-from deltachain.format.documents import Edge, Heartbeat, Manifest, unseal
+from deltachain.format.documents import Edge, Heartbeat, unseal
 from deltachain.format.keys import HEARTBEAT_KEY, manifest_key
 from deltachain.metrics import (
     Figure,
@@ -66,18 +66,13 @@ COMPARED: Final[Mapping[str, Callable[[float, float], bool]]] = {
     ">": operator.gt,
 }
 
-MORE: Final[Sequence[dict[str, Any]]] = (
-    {},
-    {"silence_s": 60.0},
-    {"silence_s": 61.0},
-    {"ready": False, "reason": "paused"},
-)
+SILENT: Final[Sequence[dict[str, Any]]] = ({}, {"silence_s": 60.0}, {"silence_s": 61.0})
 
 STATUSES: Final = [
     status(version, head=7, following=following, pinned=pinned, poisoned=poisoned, **more)
     for version in (7, 3, 2, None)
     for following, pinned, poisoned in product((True, False), repeat=3)
-    for more in MORE
+    for more in (*SILENT, {"ready": False, "reason": "paused"})
 ]
 
 
@@ -206,18 +201,18 @@ def test_a_failing_source_and_silent_clients_do_not_end_the_server() -> None:
             one.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("9095", ("127.0.0.1", 9095)),
-        (" 0 ", ("127.0.0.1", 0)),
-        ("0.0.0.0:9095", ("0.0.0.0", 9095)),  # noqa: S104 - only parsed
-        ("[::1]:9095", ("::1", 9095)),
-        (":9095", ("127.0.0.1", 9095)),
-    ],
-)
-def test_an_address_is_a_port_or_a_host_and_a_port(text: str, expected: tuple[str, int]) -> None:
-    assert parse_address(text) == expected
+ADDRESSES: Final = {
+    "9095": ("127.0.0.1", 9095),
+    " 0 ": ("127.0.0.1", 0),
+    "0.0.0.0:9095": ("0.0.0.0", 9095),  # noqa: S104 - only parsed
+    "[::1]:9095": ("::1", 9095),
+    ":9095": ("127.0.0.1", 9095),
+}
+
+
+@pytest.mark.parametrize("text", ADDRESSES)
+def test_an_address_is_a_port_or_a_host_and_a_port(text: str) -> None:
+    assert parse_address(text) == ADDRESSES[text]
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", "70000", "-1", "host:x", "٣", "1.5"])
@@ -339,14 +334,20 @@ def test_a_follower_serves_on_and_says_that_the_chain_is_stale() -> None:
     assert follower.holds(bits_of(1))
 
 
-def test_a_mirror_that_is_behind_is_stale_once_its_sign_is_too_old() -> None:
-    author = Author().grow(2)
+def lagging(author: Author) -> tuple[Follower, Committed]:
+    """A follower of a mirror that lags behind what it holds, and what the mirror has."""
     beat(author)
-    follower, stop = follower_of(author.store, mirror=True), Event()
+    follower = follower_of(author.store, mirror=True)
     follower.subscriber.update()
     older = author.chain.read(0)
     author.store.delete(manifest_key(1))  # as if it were not copied yet
     beat(author, head=older)
+    return follower, older
+
+
+def test_a_mirror_that_is_behind_is_stale_once_its_sign_is_too_old() -> None:
+    author, stop = Author().grow(2), Event()
+    follower, older = lagging(author)
     seen: list[DeltaChainError | None] = []
 
     def looked(error: DeltaChainError | None) -> None:
@@ -455,14 +456,17 @@ def test_a_publisher_writes_no_heartbeat(why: str) -> None:
     assert author.store.find(HEARTBEAT_KEY) is None
 
 
+def commit_ahead(author: Author, ahead_s: float) -> None:
+    """Commit a version of the future."""
+    last, later = head_of(author), time.time() + ahead_s
+    edge = Edge(kind="delta", base=1)
+    fresh = replace(last.manifest, version=2, parent=last.digest, edge=edge, time=later)
+    author.parent = author.chain.commit(fresh)
+
+
 def test_a_publisher_that_has_just_committed_renews_its_heartbeat_too() -> None:
     author = Author().grow(2)
-    last = head_of(author)
-    edge = Edge(kind="delta", base=1)
-    fresh: Manifest = replace(
-        last.manifest, version=2, parent=last.digest, edge=edge, time=time.time() + 5
-    )
-    author.parent = author.chain.commit(fresh)
+    commit_ahead(author, 5)
     with beating(author):
         eventually(lambda: (seen_in(author) or heartbeat(0)).version == 2)
 
@@ -494,11 +498,7 @@ def test_a_heartbeat_that_cannot_be_written_is_logged_once(
 def test_a_sign_of_the_future_is_none(what: str) -> None:
     author = Author().grow(2)
     if what == "version":
-        last = head_of(author)
-        edge = Edge(kind="delta", base=1)
-        later = time.time() + 3600
-        ahead = replace(last.manifest, version=2, parent=last.digest, edge=edge, time=later)
-        author.parent = author.chain.commit(ahead)
+        commit_ahead(author, 3600)
     else:
         beat(author, age=-3600)
     follower = follower_of(author.store)
@@ -507,26 +507,17 @@ def test_a_sign_of_the_future_is_none(what: str) -> None:
     assert "set the clocks" in caught.value.hint
 
 
-def test_the_status_doubts_a_chain_without_a_recent_sign() -> None:
+@pytest.mark.parametrize("lags", [False, True])
+def test_the_status_doubts_a_chain_or_a_mirror_that_lags_without_a_recent_sign(lags: bool) -> None:
     author = Author().grow(2)
-    beat(author)
-    follower = follower_of(author.store)
-    follower.subscriber.update()
+    if lags:
+        follower, head = lagging(author)
+    else:
+        beat(author)
+        follower, head = follower_of(author.store), head_of(author)
+        follower.subscriber.update()
     assert follower.subscriber.status().doubt == ""
-    beat(author, age=LIMIT_S + 1)
-    assert "61 s old" in follower.subscriber.status().doubt
-
-
-def test_the_status_doubts_a_mirror_that_lags_without_a_recent_sign() -> None:
-    author = Author().grow(2)
-    beat(author)
-    follower = follower_of(author.store, mirror=True)
-    follower.subscriber.update()
-    older = author.chain.read(0)
-    author.store.delete(manifest_key(1))
-    beat(author, head=older)
-    assert follower.subscriber.status().doubt == ""
-    beat(author, age=LIMIT_S + 1, head=older)
+    beat(author, age=LIMIT_S + 1, head=head)
     assert "61 s old" in follower.subscriber.status().doubt
 
 

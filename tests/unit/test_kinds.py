@@ -19,7 +19,8 @@ from deltachain.subscribe import SubscribeConfig, Subscriber
 
 Maker = Callable[..., Any]
 
-PUBLISH: Maker = partial(PublishConfig, url="memory://unused")
+URL = "memory://unused"
+PUBLISH: Maker = partial(PublishConfig, url=URL)
 
 
 class Unknown:
@@ -41,7 +42,7 @@ class Unknown:
     ],
 )
 def test_a_value_of_another_type_names_field_expected_and_found(make: Maker, name: str) -> None:
-    url = {"url": "memory://unused"} if make in (PublishConfig, SubscribeConfig) else {}
+    url = {"url": URL} if make in (PublishConfig, SubscribeConfig) else {}
     with pytest.raises(ConfigError, match=rf"{name}=.*: expected .*, found a Unknown") as caught:
         make(**(url | {name: Unknown()}))
     assert caught.value.hint
@@ -107,30 +108,14 @@ def test_settings_of_another_class_are_refused() -> None:
         (PUBLISH, "anchor_evry", "did you mean 'anchor_every'?"),
         (PUBLISH, "every_step", "did you mean 'every_steps' of attach?"),
         (PUBLISH, "every_steps", "did you mean 'every_steps' of attach?"),
-        (
-            partial(replace, PublishConfig(url="memory://unused")),
-            "encodng",
-            "did you mean 'encoding'?",
-        ),
-        (partial(SubscribeConfig, url="memory://unused"), "poll", "did you mean 'poll_s'?"),
+        (partial(replace, PUBLISH()), "encodng", "did you mean 'encoding'?"),
+        (partial(SubscribeConfig, url=URL), "poll", "did you mean 'poll_s'?"),
         (KeepRule, "withn_s", "did you mean 'within_s'?"),
         (KeepRule, "q", "settings are fields of KeepRule: last, within_s, every, tags"),
         (partial(Quantization, "fp8-block"), "ignored", "did you mean 'ignore'?"),
-        (
-            partial(Subscriber, "memory://unused", {}),
-            "poll",
-            "did you mean 'poll_s' of SubscribeConfig?",
-        ),
-        (
-            partial(Subscriber, "memory://unused", {}),
-            "base",
-            "did you mean 'base' of SubscribeConfig?",
-        ),
-        (
-            partial(Publisher, "memory://unused"),
-            "encoding",
-            "did you mean 'encoding' of PublishConfig?",
-        ),
+        (partial(Subscriber, URL, {}), "poll", "did you mean 'poll_s' of SubscribeConfig?"),
+        (partial(Subscriber, URL, {}), "base", "did you mean 'base' of SubscribeConfig?"),
+        (partial(Publisher, URL), "encoding", "did you mean 'encoding' of PublishConfig?"),
     ],
 )
 def test_an_unknown_setting_is_refused_with_the_nearest(make: Maker, name: str, hint: str) -> None:
@@ -142,8 +127,5 @@ def test_an_unknown_setting_is_refused_with_the_nearest(make: Maker, name: str, 
 @pytest.mark.parametrize("kind", [PublishConfig, SubscribeConfig, KeepRule, Quantization])
 def test_signatures_name_the_fields_of_settings(kind: type) -> None:
     assert list(signature(kind).parameters) == [field.name for field in fields(kind)]
-
-
-@pytest.mark.parametrize("kind", [Publisher, Subscriber])
-def test_signatures_name_the_arguments(kind: type) -> None:
-    assert {"config", "store"} <= signature(kind).parameters.keys()
+    for taker in (Publisher, Subscriber):
+        assert {"config", "store"} <= signature(taker).parameters.keys()

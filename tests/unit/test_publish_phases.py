@@ -1,18 +1,17 @@
 """Phases in manifests: what a publisher writes, and what readers believe."""
 
-import copy
 from typing import Any
 
-import msgspec
 import pytest
-import torch
 
 from deltachain.chain.chain import Chain
 from deltachain.format.documents import phases_mark, phases_of
 from deltachain.publish import Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from tests.support.models import TinyModel, train_
+from tests.support.models import TinyModel, tensors_of, train_
+from tests.support.values import present
+from tests.unit.manifest_chains import manifest_after
 
 PHASES = ["diff", "encode", "upload", "look", "fetch", "stage", "pause", "swap"]
 
@@ -23,38 +22,24 @@ def test_phases_go_from_the_diff_to_the_swap() -> None:
         train_(model, 1)
         receipt = publisher.publish(step=1)
         publisher.flush()
-        weights = copy.deepcopy({n: torch.zeros_like(p) for n, p in model.state_dict().items()})
-        applied = Subscriber(store.url, weights, store=store).update()
+        applied = present(Subscriber(store.url, tensors_of(model), store=store).update())
     published = receipt.result()
-    assert applied is not None
     assert list(applied.phases) == PHASES
     for name in ("diff", "encode", "upload"):
         assert applied.phases[name] == pytest.approx(published.phases[name], abs=0.0006)
-    head = Chain.open(store).head()
-    assert head is not None
+    head = present(Chain.open(store).head())
     assert phases_of(head.manifest) == applied.publish_phases
 
 
 @pytest.mark.parametrize(
     "given",
     [
-        None,
-        [],
-        "x",
-        {"diff": "1"},
-        {"diff": True},
-        {"diff": -1},
-        {"diff": 1e300},
-        {"diff": None, "other": 1.0},
-        {"diff": {"deep": 1}},
+        *(None, [], "x", {"diff": "1"}, {"diff": True}, {"diff": -1}, {"diff": 1e300}),
+        *({"diff": None, "other": 1.0}, {"diff": {"deep": 1}}),
     ],
 )
 def test_what_is_no_time_is_left_out(given: Any) -> None:
-    store, model = MemoryStore(), TinyModel()
-    with Publisher(store.url, store=store).attach(model):
-        head = Chain.open(store).head()
-    assert head is not None
-    forged = msgspec.structs.replace(head.manifest, ext={"deltachain.phases": given})
+    forged = manifest_after(None, ext={"deltachain.phases": given})
     assert phases_of(forged) == {}
 
 

@@ -95,20 +95,17 @@ def test_everything_else_keeps_its_bytes(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("hyphen", [r"\u002d", r"\u002D"])
-def test_no_other_spelling_gets_through(hyphen: str) -> None:
+def test_no_other_spelling_and_no_field_given_twice_gets_through(hyphen: str) -> None:
     for dashes in (f"-{hyphen}", f"{hyphen}-", hyphen * 2):
         data = r'{"auto\u005fmap": {"A": "evil"}}'.replace("evil", EVIL.replace("--", dashes))
         assert json.loads(data) == {"auto_map": {"A": EVIL}}
         found = without_remote_code("config.json", data.encode(), trusted=False, where="here")
         assert found is not None
         assert json.loads(found) == {}
-
-
-def test_of_a_field_given_twice_no_reading_finds_code() -> None:
-    data = b'{"auto_map": {"A": "attacker/repo--m.Evil"}, "auto_map": {"A": "m.A"}}'
-    found = present(without_remote_code("config.json", data, trusted=False, where="here"))
-    assert b"Evil" not in found
-    assert json.loads(found) == {"auto_map": {"A": "m.A"}}
+    twice = b'{"auto_map": {"A": "attacker/repo--m.Evil"}, "auto_map": {"A": "m.A"}}'
+    left = present(without_remote_code("config.json", twice, trusted=False, where="here"))
+    assert b"Evil" not in left
+    assert json.loads(left) == {"auto_map": {"A": "m.A"}}
 
 
 def test_a_chain_of_whole_weights_brings_no_configuration_of_an_adapter(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -56,22 +56,28 @@ def port_of(url: str) -> int:
     return urlsplit(url).port or 0
 
 
+@contextmanager
+def secured(leader: Leader, ca: PrivateCa, *, asks_clients: bool = False) -> Iterator[str]:
+    """A replica behind a certificate of a private CA; its address."""
+    context = ca.server_context(asks_clients=asks_clients)
+    with served(app_of(leader, is_open=True)) as plain, tls_front(port_of(plain), context) as url:
+        yield url
+
+
+def check_status(url: str, token: str = "") -> None:
+    with ReplicaClient(url, token=token) as client:
+        assert client.status().version == 1
+
+
 def test_control_clients_trust_a_private_ca(
     leader: Leader, ca: PrivateCa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with (
-        served(app_of(leader, is_open=True)) as plain,
-        tls_front(port_of(plain), ca.server_context()) as url,
-    ):
-        with (
-            ReplicaClient(url) as client,
-            pytest.raises(ControlPlaneError, match="certificate") as caught,
-        ):
-            client.status()
+    with secured(leader, ca) as url:
+        with pytest.raises(ControlPlaneError, match="certificate") as caught:
+            check_status(url)
         assert "SSL_CERT_FILE" in caught.value.hint
         monkeypatch.setenv("SSL_CERT_FILE", str(ca.file))
-        with ReplicaClient(url) as client:
-            assert client.status().version == 1
+        check_status(url)
         with Fleet([url]) as fleet:
             assert fleet.announce(1, deadline=30).enough
         with closing(EngineClient(url, key="", timeout_s=10, hint="")) as stock:
@@ -93,27 +99,19 @@ def test_a_folder_of_cas_is_trusted(
     folder.mkdir()
     (folder / f"{hashed}.0").write_bytes(ca.file.read_bytes())
     monkeypatch.setenv("SSL_CERT_DIR", str(folder))
-    with (
-        served(app_of(leader, is_open=True)) as plain,
-        tls_front(port_of(plain), ca.server_context()) as url,
-        ReplicaClient(url) as client,
-    ):
-        assert client.status().version == 1
+    with secured(leader, ca) as url:
+        check_status(url)
 
 
 def test_a_server_that_asks_for_it_gets_a_client_certificate(
     leader: Leader, ca: PrivateCa, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SSL_CERT_FILE", str(ca.file))
-    with (
-        served(app_of(leader, is_open=True)) as plain,
-        tls_front(port_of(plain), ca.server_context(asks_clients=True)) as url,
-    ):
-        with ReplicaClient(url) as client, pytest.raises(ControlPlaneError):
-            client.status()
+    with secured(leader, ca, asks_clients=True) as url:
+        with pytest.raises(ControlPlaneError):
+            check_status(url)
         monkeypatch.setenv("DELTACHAIN_CLIENT_CERT", str(ca.client))
-        with ReplicaClient(url) as client:
-            assert client.status().version == 1
+        check_status(url)
 
 
 def test_s3_uses_a_private_ca_and_a_client_certificate(
@@ -166,11 +164,9 @@ def test_a_proxy_is_used_but_for_this_machine(
         http_proxy(port_of(plain), seen) as proxy,
     ):
         monkeypatch.setenv("HTTP_PROXY", proxy)
-        with ReplicaClient("http://replica.invalid:8000", token="t") as client:  # noqa: S106
-            assert client.status().version == 1
+        check_status("http://replica.invalid:8000", "t")
         assert seen[0].startswith("GET http://replica.invalid:8000/v1/deltachain/status")
-        with ReplicaClient(plain, token="t") as client:  # noqa: S106
-            assert client.status().version == 1
+        check_status(plain, "t")
         assert len(seen) == 1
 
 
