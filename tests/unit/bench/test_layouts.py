@@ -1,5 +1,5 @@
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -7,24 +7,16 @@ import numpy as np
 import pytest
 import torch
 
-from deltachain.delta import TensorDelta
 from deltachain.kernels import reference
 from deltachain.kernels.reference import Changes
 from deltachain.types import BITS_DTYPES, Bits, TensorSpec
-from tests.bench import codec
+from tests.bench import chains, codec
 from tests.bench.apply import Scene
-from tests.bench.chains import (
-    TINY,
-    ChangedTensors,
-    Step,
-    SyntheticChain,
-    TensorChange,
-    changes_of,
-    count,
-)
+from tests.bench.chains import TINY, ChangedTensors, Step, SyntheticChain, TensorChange, changes_of
 from tests.bench.detect import Data
 from tests.bench.layouts import LAYOUTS, NEMO_XOR, PULSE, SLIME_DELTAS, TRL_GAPS, TRL_V1, PeerLayout
 from tests.bench.report import Candidate, Timings, one_core, round_robin
+from tests.support.values import present
 
 pytestmark = pytest.mark.full
 
@@ -52,69 +44,50 @@ def test_every_encoding_decodes_to_the_update(
 ) -> None:
     part = codec.encode(update, old, encoding)
     assert part.encodings == (encoding,)
-    deltas = codec.decode(part.data, old)
-    codec.check(update, deltas)
+    codec.check(update, codec.decode(part.data, old))
 
 
-def test_check_sees_one_wrong_bit_and_a_missing_tensor(
+def test_check_sees_a_wrong_bit_a_missing_change_and_a_missing_tensor(
     update: ChangedTensors, old: codec.Old
 ) -> None:
     first, *others = codec.decode(codec.encode(update, old, "overwrite").data, old)
-    values = first.values.copy()
+    values, moved = first.values.copy(), present(first.indices)
     values[-1] ^= 1
     wrong = replace(first, values=values)
-    with pytest.raises(ArithmeticError, match="does not decode"):
-        codec.check(update, [wrong, *others])
-    moved = first.indices
-    assert moved is not None
-    shorter = TensorDelta(
-        spec=first.spec, indices=moved[1:], values=first.values[1:], absolute=first.absolute
-    )
-    with pytest.raises(ArithmeticError, match="does not decode"):
-        codec.check(update, [shorter, *others])
+    shorter = replace(first, indices=moved[1:], values=first.values[1:])
+    for other in (wrong, shorter):
+        with pytest.raises(ArithmeticError, match="does not decode"):
+            codec.check(update, [other, *others])
     with pytest.raises(ArithmeticError, match="not decoded"):
         codec.check(update, others)
 
 
-NUMEL = 1 << 14
+def careless(snapshot: Bits, current: Bits) -> Changes:
+    indices, old, new = reference.diff_(snapshot, current)
+    return Changes(indices[:-1], old[:-1], new[:-1])
 
 
-@pytest.fixture
-def data() -> Data:
-    return Data.generate(NUMEL, 0.02)
+def forgetful(snapshot: Bits, current: Bits) -> Changes:
+    return reference.diff_(snapshot.copy(), current)
 
 
-def test_check_refuses_a_kernel_that_misses_one(data: Data) -> None:
-    def careless(snapshot: Bits, current: Bits) -> Changes:
-        indices, old, new = reference.diff_(snapshot, current)
-        return Changes(indices[:-1], old[:-1], new[:-1])
-
-    with pytest.raises(ArithmeticError, match="careless"):
-        data.check("careless", partial(careless, data.snapshot, data.current))
-
-
-def test_check_refuses_a_kernel_that_leaves_the_snapshot_behind(data: Data) -> None:
-    def forgetful(snapshot: Bits, current: Bits) -> Changes:
-        return reference.diff_(snapshot.copy(), current)
-
-    with pytest.raises(ArithmeticError, match="forgetful"):
-        data.check("forgetful", partial(forgetful, data.snapshot, data.current))
+@pytest.mark.parametrize("kernel", [careless, forgetful])
+def test_check_refuses_a_kernel_that_misses_one_or_leaves_the_snapshot_behind(
+    kernel: Callable[[Bits, Bits], Changes],
+) -> None:
+    data = Data.generate(1 << 14, 0.02)
+    with pytest.raises(ArithmeticError, match=kernel.__name__):
+        data.check(kernel.__name__, partial(kernel, data.snapshot, data.current))
 
 
-@pytest.fixture
-def scene() -> Scene:
-    return Scene.generate(tensors=2, numel=1 << 13, density=0.02)
-
-
-def test_a_swap_and_its_undo_are_exact(scene: Scene) -> None:
+def test_a_swap_and_its_undo_are_exact_and_another_base_is_refused() -> None:
+    scene = Scene.generate(tensors=2, numel=1 << 13, density=0.02)
     patches = scene.check()
     assert sum(patch.nnz for patch in patches) == scene.nnz
     assert all(np.array_equal(t.bits[t.indices], t.old) for t in scene.tensors)
     scene.put_new()
     assert all(np.array_equal(t.bits[t.indices], t.new) for t in scene.tensors)
-
-
-def test_staging_from_another_base_is_refused(scene: Scene) -> None:
+    scene = Scene.generate(tensors=2, numel=1 << 13, density=0.02)
     scene.tensors[0].bits[scene.tensors[0].indices[0]] ^= 1
     with pytest.raises(ArithmeticError, match="digest"):
         scene.stage()
@@ -186,15 +159,12 @@ HARD = update_of(
 """Borders of tensors, gaps at and above 16 bits, contiguous changes, no changes."""
 
 
-def test_every_layout_is_held_against_a_measurement() -> None:
-    assert PUBLISHED.keys() == LAYOUTS.keys()
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_sizes_are_those_of_the_real_encoders(
     changes: Mapping[str, TensorChange], name: str
 ) -> None:
-    measured = 8 * LAYOUTS[name].nbytes(changes) / count(changes)
+    assert PUBLISHED.keys() == LAYOUTS.keys()
+    measured = 8 * LAYOUTS[name].nbytes(changes) / chains.count(changes)
     # 5 %: our chain is denser (1.2 %), which the compressed positions feel (0.6 bits between 1.0
     # and 1.25 %); it has more tensors, which headers feel; SkyRL's manifest is left out.
     assert measured == pytest.approx(PUBLISHED[name], rel=0.05)
@@ -228,23 +198,28 @@ def test_check_sees_one_wrong_bit_and_a_missing_change(layout: PeerLayout) -> No
         layout.check(update_of(change(5000, 3, 4, 5, 4000, name="a"), update["b"]), objects)
 
 
-@pytest.mark.parametrize(("layout", "nbytes"), [(TRL_V1, 816), (TRL_GAPS, 724)])
-def test_trl_files_have_the_size_that_trl_wrote(layout: PeerLayout, nbytes: int) -> None:
-    # The model and the update of which TRL's branches wrote files of these sizes.
-    update = update_of(
-        change(12, 1, 11, name="model.embed_tokens.weight"),
-        change(8, name="model.layers.0.mlp.up.weight"),
-        change(200_000, 5, 199_999, name="big"),
-    )
+TRL = update_of(
+    change(12, 1, 11, name="model.embed_tokens.weight"),
+    change(8, name="model.layers.0.mlp.up.weight"),
+    change(200_000, 5, 199_999, name="big"),
+)
+"""What TRL's branches wrote files of."""
+
+ESCAPED = update_of(
+    change(10, 9, name="a"), change(300_000, 0, 65_535, 65_536 + 65_535 + 7, name="b")
+)
+"""Gaps 9, 0, 65534 and 65541 over the border: the last needs an escape, so five for four values."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "update", "nbytes"),
+    [(TRL_V1, TRL, 816), (TRL_GAPS, TRL, 724), (SLIME_DELTAS, ESCAPED, 5 * 2 + 4 * 2)],
+    ids=["TRL v1", "TRL gaps", "slime deltas"],
+)
+def test_files_have_the_size_that_others_wrote(
+    layout: PeerLayout, update: ChangedTensors, nbytes: int
+) -> None:
     assert layout.nbytes(update) == nbytes
-
-
-def test_gaps_run_over_the_borders_of_tensors_and_escape() -> None:
-    update = update_of(
-        change(10, 9, name="a"), change(300_000, 0, 65_535, 65_536 + 65_535 + 7, name="b")
-    )
-    # Gaps 9, 0, 65534 and 65541, the last of which needs an escape: five gaps, four values.
-    assert SLIME_DELTAS.nbytes(update) == 5 * 2 + 4 * 2
 
 
 @pytest.mark.parametrize("layout", [one for one in LAYOUTS.values() if one.any_dtype])
