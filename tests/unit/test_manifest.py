@@ -26,6 +26,7 @@ from deltachain.errors import (
 )
 from deltachain.format.documents import (
     Document,
+    Head,
     Manifest,
     PruneRecord,
     dump,
@@ -34,13 +35,7 @@ from deltachain.format.documents import (
     summarise,
     unseal,
 )
-from deltachain.format.keys import (
-    CHAIN_KEY,
-    HEARTBEAT_KEY,
-    manifest_key,
-    prune_key,
-    tag_key,
-)
+from deltachain.format.keys import CHAIN_KEY, HEARTBEAT_KEY, manifest_key, prune_key, tag_key
 from deltachain.maintain import KeepRule, Pruner
 from deltachain.maintain.survey import Survey
 from deltachain.mirror import Mirror
@@ -506,3 +501,8 @@ def test_a_manifest_sums_up_its_own_edge() -> None:
         assert found.nbytes == sum(part.nbytes for part in edge.parts)
         assert found.parts == len(edge.parts)
         assert (found.record, found.digest, found.base) == ("", "", edge.base)
+
+
+def test_documents_can_not_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        Head(version=3).version = 4  # type: ignore[misc]

@@ -55,14 +55,9 @@ for infra in sys.argv[2:]:
 
 
 def run(command: Sequence[str | Path], cwd: Path = DEPLOY, **more: Any) -> str:
+    words: list[str] = [str(word) for word in command]
     done = subprocess.run(
-        [str(word) for word in command],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=cwd,
-        timeout=300,
-        **more,
+        words, capture_output=True, text=True, check=False, cwd=cwd, timeout=300, **more
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said: str = done.stdout + done.stderr
@@ -77,31 +72,31 @@ def promtool() -> str:
     return found
 
 
-def test_compose_follows_the_schema() -> None:
-    run([SCRIPTS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", COMPOSE])
-
-
-def test_the_schema_of_compose_refuses_what_is_wrong(tmp_path: Path) -> None:
+def test_compose_follows_a_schema_that_refuses_what_is_wrong(tmp_path: Path) -> None:
+    check = [SCRIPTS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    run([*check, COMPOSE])
     wrong = tmp_path / "compose.yaml"
     wrong.write_text("services: {a: {image: b, program: [c]}}\n", encoding="utf-8")
     with pytest.raises(AssertionError, match="program"):
-        run([SCRIPTS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec", wrong])
+        run([*check, wrong])
 
 
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: str(path.stem))
 def test_kubernetes_follows_the_schema(path: Path) -> None:
     for document in load_all(path):
-        version = kubernetes_validate.latest_version()
-        kubernetes_validate.validate(document, version, strict=True)
+        check_kubernetes(document)
 
 
 def test_the_schema_of_kubernetes_refuses_what_is_wrong() -> None:
     document = load_all(KUBERNETES[0])[0]
     container = document["spec"]["template"]["spec"]["containers"][0]
     container["program"] = container.pop("command")
-    version = kubernetes_validate.latest_version()
     with pytest.raises(kubernetes_validate.ValidationError, match="program"):
-        kubernetes_validate.validate(document, version, strict=True)
+        check_kubernetes(document)
+
+
+def check_kubernetes(document: Any) -> None:
+    kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
 
 
 def test_kustomize_has_every_resource_and_config_map(tmp_path: Path) -> None:
@@ -165,12 +160,8 @@ def test_alerts_are_rules_that_fire_when_they_should(promtool: str) -> None:
 def test_every_alert_is_tried() -> None:
     rules = load(DEPLOY / "prometheus" / "alerts.yml")["groups"][0]["rules"]
     tests = load(DEPLOY / "prometheus" / "alerts_test.yml")["tests"]
-    fired = {
-        case["alertname"]
-        for test in tests
-        for case in test["alert_rule_test"]
-        if case["exp_alerts"]
-    }
+    cases = [case for test in tests for case in test["alert_rule_test"]]
+    fired = {case["alertname"] for case in cases if case["exp_alerts"]}
     assert fired == {rule["alert"] for rule in rules}
 
 
@@ -226,12 +217,9 @@ def test_every_variable_is_known() -> None:
     assert {"DELTACHAIN_TOKEN_FILE", "DELTACHAIN_MAX_SILENCE_S"} <= found.keys()
 
 
-@pytest.mark.parametrize("path", ENVIRONMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_every_value_is_valid(path: Path) -> None:
-    environment.read(variables(path))
-
-
-def test_values_of_the_other_recipes_are_valid() -> None:
+def test_every_value_is_valid() -> None:
+    for path in ENVIRONMENTS:
+        environment.read(variables(path))
     for _, container in containers():
         environment.read({row["name"]: row["value"] for row in container.get("env", ())})
     for path in SKYPILOT:

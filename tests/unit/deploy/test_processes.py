@@ -99,10 +99,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(30)
 
 
+def make_secrets(folder: Path) -> dict[str, str]:
+    """Run the script of the recipe: what its files hold."""
+    made = folder / "secrets"
+    command = ["bash", str(DEPLOY / "compose" / "make_secrets.sh"), str(made)]
+    subprocess.run(command, check=True, timeout=60)
+    return {path.name: path.read_text() for path in made.iterdir()}
+
+
 @pytest.fixture
 def machine(tmp_path: Path) -> Iterator[Machine]:
-    secrets = ["bash", str(DEPLOY / "compose" / "make_secrets.sh"), str(tmp_path / "secrets")]
-    subprocess.run(secrets, check=True, timeout=60)
+    make_secrets(tmp_path)
     config = Qwen3Config(
         hidden_size=32,
         intermediate_size=64,
@@ -163,11 +170,8 @@ def test_the_services_train_mirror_and_follow(machine: Machine) -> None:
 
 
 def test_secrets_are_made_once_and_for_their_owner(tmp_path: Path) -> None:
-    command = ["bash", str(DEPLOY / "compose" / "make_secrets.sh"), str(tmp_path / "secrets")]
-    subprocess.run(command, check=True, timeout=60)
-    first = {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()}
-    subprocess.run(command, check=True, timeout=60)
-    assert {path.name: path.read_text() for path in (tmp_path / "secrets").iterdir()} == first
+    first = make_secrets(tmp_path)
+    assert make_secrets(tmp_path) == first
     assert first.keys() == {"aws", "s3.json", "token"}
     assert len(first["token"].strip()) >= 20
     (identity,) = json.loads(first["s3.json"])["identities"]

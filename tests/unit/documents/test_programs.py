@@ -21,9 +21,9 @@ import deltachain
 from deltachain import Chain, open_store
 from examples.demo.model import make_tokenizer, save_checkpoint
 from tests.support.models import bits_of, same
-from tests.support.values import eventually
+from tests.support.values import eventually, present
 from tests.unit.control.replicas import app_of, followed, leader_of, served
-from tests.unit.documents.blocks import ROOT, Block, blocks, commands
+from tests.unit.documents.blocks import ROOT, blocks, commands
 
 if TYPE_CHECKING:
     from tests.support.hub.server import HubServer
@@ -103,18 +103,19 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
+def receipt_of(url: Path) -> Any:
+    """What a folder that follows a chain says of its newest version."""
+    with deltachain.Subscriber(str(url), str(url.parent / "replica")) as replica:
+        return present(replica.update())
+
+
 def check(url: str | Path, model: nn.Module, *, step: int | None) -> None:
     with TemporaryDirectory() as folder, deltachain.Subscriber(str(url), folder) as subscriber:
-        receipt = subscriber.update()
+        assert present(subscriber.update()).step == step
         found = load_file(Path(folder) / "model.safetensors")
-    assert receipt is not None
-    assert receipt.step == step
     truth = model.state_dict()
     assert len(found) >= 4
     assert all(tensor.equal(truth[name].to(tensor.dtype)) for name, tensor in found.items())
-
-
-# Whole programs
 
 
 def test_quickstart_of_a_folder(run: Any) -> None:
@@ -187,10 +188,7 @@ def test_any_optimizer(run: Any) -> None:
 
 def test_quantised_chain(run: Any) -> None:
     _, url = run("docs/quantization.md:0")
-    with deltachain.Subscriber(str(url), str(url.parent / "replica")) as replica:
-        receipt = replica.update()
-    assert receipt is not None
-    assert receipt.step == 3
+    assert receipt_of(url).step == 3
     found = load_file(url.parent / "replica" / "model.safetensors")
     assert {one.dtype for name, one in found.items() if "_proj.weight" in name} == {
         torch.float8_e4m3fn,
@@ -207,14 +205,9 @@ def test_fsdp2(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     namespace, url = run(
         "docs/sharded-trainers.md:0", {"init_process_group()": 'init_process_group("gloo")'}
     )
-    with deltachain.Subscriber(str(url), str(url.parent / "replica")) as replica:
-        receipt = replica.update()
-    assert receipt is not None
+    receipt = receipt_of(url)
     assert receipt.step == 2
     assert namespace["publisher"].version == receipt.version
-
-
-# Parts of a program, with what stands around them
 
 
 def test_the_first_line_of_the_readme_reports(run: Any) -> None:
@@ -343,13 +336,11 @@ def test_options_of_a_store(run: Any) -> None:
     assert namespace["config"].storage_options["endpoint_url"] == "http://localhost:9000"
 
 
-# All of them
-
-
 def test_every_block_is_run(request: pytest.FixtureRequest) -> None:
     source = Path(__file__).read_text(encoding="utf-8")
     named = set(re.findall(r'run\(\s*"([\w./-]+\.md:\d+)"', source))
     assert named | ENGINE.keys() == PROGRAMS.keys()
+    assert len(PROGRAMS) > 15
     assert request.config.rootpath == ROOT
 
 
@@ -361,8 +352,3 @@ def test_a_block_for_an_engine_is_run_in_one(name: str, path: str) -> None:
 def calls(text: str) -> set[str]:
     found = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
     return {ast.unparse(function).rpartition(".")[2] for function in found}
-
-
-def test_blocks_begin_with_what_they_import() -> None:
-    assert all(isinstance(block, Block) for block in PROGRAMS.values())
-    assert len(PROGRAMS) > 15
