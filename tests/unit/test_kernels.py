@@ -71,7 +71,7 @@ SEGMENT = [(0, -1), (0, 500), (1, 1 << 21), (2, 0), (2, 701), (3, 0), (3, 1 << 2
 
 @pytest.mark.parametrize(("column", "value"), [*SEGMENT, (4, 1 << 20), (5, 9)])
 def test_streams_that_contradict_their_segments_are_refused(column: int, value: int) -> None:
-    streams = streams_of(*scene((900,), 0.3, 0.5), STEPS, 700, 0)
+    streams = some_streams()
     segments = streams.segments.copy()
     segments[1, column] = value
     refused(streams, segments=segments)
@@ -79,7 +79,7 @@ def test_streams_that_contradict_their_segments_are_refused(column: int, value: 
 
 @pytest.mark.parametrize("name", ["gaps", "sign", "exception", "magnitude", "planes"])
 def test_streams_of_another_length_are_refused(name: str) -> None:
-    streams = streams_of(*scene((900,), 0.3, 0.5), STEPS, 700, 0)
+    streams = some_streams()
     found: Any = getattr(streams, name)
     one = np.zeros(1, np.uint8)
     if isinstance(found, list):
@@ -92,7 +92,12 @@ def test_streams_of_another_length_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("bit", [-1, 8])
 def test_a_first_bit_outside_its_byte_is_refused(bit: int) -> None:
-    refused(streams_of(*scene((900,), 0.3, 0.5), STEPS, 700, 0), bit=bit)
+    refused(some_streams(), bit=bit)
+
+
+def some_streams() -> TensorStreams:
+    (given,) = scene((900,), 0.3, 0.5)
+    return streams_of(given, STEPS, 700, 0)
 
 
 def refused(streams: TensorStreams, **fields: Any) -> None:

@@ -73,7 +73,11 @@ def promtool() -> str:
 
 
 def test_compose_follows_a_schema_that_refuses_what_is_wrong(tmp_path: Path) -> None:
-    check = [SCRIPTS / "check-jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    check: list[str | Path] = [
+        SCRIPTS / "check-jsonschema",
+        "--builtin-schema",
+        "vendor.compose-spec",
+    ]
     run([*check, COMPOSE])
     wrong = tmp_path / "compose.yaml"
     wrong.write_text("services: {a: {image: b, program: [c]}}\n", encoding="utf-8")
