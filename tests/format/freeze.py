@@ -1,11 +1,13 @@
-"""Writes the frozen fixtures of a format, once and never again: ``python -m tests.format.freeze``.
+"""Writes frozen fixtures, once and never again: ``python -m tests.format.freeze v1``.
 
-``build`` gives the files, so that tests can hold today's writer to the bytes of that day.
+``FROZEN`` makes the files of each folder, so that tests hold today's writer to the bytes of that
+day. A signed chain's parts are not compressed: its bytes depend on nothing but the format. The
+prune record is the second of a chain of which nothing else is frozen; FORMAT.md 8.3 shows it.
 """
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,21 +15,35 @@ from typing import Any, Final
 
 import numpy as np
 
+from deltachain.chain import tags
 from deltachain.chain.chain import Chain, Committed
 from deltachain.chain.plan import KnownEdges, window_from
-from deltachain.chain.trust import Trust
+from deltachain.chain.trust import SigningKey, Trust, TrustedKeys
 from deltachain.codec import ENCODINGS, Change, Part, encode_part
 from deltachain.codec.encodings.max.tiles import TileGrid, encode_tiles
 from deltachain.codec.encodings.max.tiles import bins as tile_bins
 from deltachain.delta import ABSOLUTE, OldBits, TensorDelta, changes
-from deltachain.format.documents import Edge, EdgeSummary, Manifest, ObjectRef, Table
-from deltachain.format.keys import PayloadKind, digest_key, payload_key
+from deltachain.format.documents import (
+    Edge,
+    EdgeSummary,
+    Manifest,
+    ObjectRef,
+    PrunedRange,
+    PruneRecord,
+    Table,
+    seal,
+)
+from deltachain.format.keys import PayloadKind, digest_key, payload_key, prune_key
 from deltachain.kernels import reference
 from deltachain.store.memory import MemoryStore
 from deltachain.types import Bits, StateDigest, TensorSpec
 from tests.format.forge import take_apart
 
-FOLDER: Final = Path(__file__).parent / "v1"
+HERE: Final = Path(__file__).parent
+FOLDER: Final = HERE / "v1"
+SIGNED: Final = HERE / "signed"
+TAGS: Final = HERE / "v1_tags"
+PRUNES: Final = HERE / "v1_prunes"
 
 SPECS: Final = (
     TensorSpec("embed.weight", "BF16", (6, 5)),
@@ -290,6 +306,74 @@ def build() -> dict[str, bytes]:
     return files | {f"max/{name}": data for name, data in max_files()}
 
 
+KEY: Final = SigningKey.of(bytes(range(32)))
+OWNER: Final = Trust(key=KEY, trusted=TrustedKeys((KEY.public,)))
+
+
+def signed_version(number: int) -> Bits:
+    bits = np.arange(0x3F80, 0x3F88, dtype=np.uint16)
+    if number >= 1:
+        bits[[0, 5]] += np.array([1, 0xFFFF], np.uint16)
+    return bits
+
+
+def signed_chain() -> dict[str, bytes]:
+    builder = Builder([TINY], {}, trust=Trust())
+    zero, one = signed_version(0), signed_version(1)
+    states = [reference.digest(digest_key(TINY), bits) for bits in (zero, one)]
+    first = builder.put("anchor", None, 0, [dense(TINY, zero)], raw=True)
+    builder.commit(0, first, states[0], nnz=TINY.numel)
+    builder.chain = Chain.open(builder.store, OWNER.unchecked())
+    for key, data in builder.chain.sign_identity().items():
+        builder.store.put(key, data)
+    delta = builder.put("delta", 0, 1, [absolute(TINY, zero, one)], raw=True)
+    builder.commit(1, delta, states[1], nnz=2)
+    assert builder.parent is not None
+    anchor = builder.put("anchor", None, 1, [dense(TINY, one)], raw=True)
+    builder.added = [builder.chain.add_edge(builder.parent, anchor, "")]
+    builder.commit(2, Edge(kind="delta", base=1), states[1], nnz=0, epoch=1)
+    return {info.key: builder.store.get(info.key) for info in builder.store.list()}
+
+
+def store_of(files: Mapping[str, bytes]) -> MemoryStore:
+    store = MemoryStore()
+    for key, data in files.items():
+        store.put(key, data)
+    return store
+
+
+def tag_records() -> dict[str, bytes]:
+    """Records that name versions of the frozen chain in ``v1/``."""
+    time, found = 1700000100.25, Chain.open(store_of(frozen(FOLDER / "chain")))
+    tags.set_(found, "best", found.read(1), time=time)
+    tags.set_(found, "best", found.read(3), time=time + 1)
+    tags.set_(found, "eval-step-10", found.read(1), time=time + 2)
+    tags.remove(found, "eval-step-10", time=time + 3)
+    return {info.key: found.store.get(info.key) for info in found.store.list("tags/")}
+
+
+PRUNE_RECORD: Final = PruneRecord(
+    chain="00000000000000000000000000000007",
+    number=1,
+    head=1040,
+    maintainer="00000000000000000000000000000009",
+    time=1700000000.5,
+    pruned=(
+        PrunedRange(kind="anchor", span=0, first=0, last=0, after=1700000000.25),
+        PrunedRange(kind="delta", span=1, first=1, last=8, after=1700000000.25),
+        PrunedRange(kind="delta", span=1, first=9, last=15, after=1700003600.5),
+        PrunedRange(kind="skip", span=8, first=8, last=16, after=1700003600.5),
+    ),
+)
+
+FROZEN: Final[Mapping[Path, Callable[[], dict[str, bytes]]]] = {
+    FOLDER: build,
+    SIGNED: signed_chain,
+    TAGS: tag_records,
+    PRUNES: lambda: {prune_key(PRUNE_RECORD.number): seal(PRUNE_RECORD)},
+}
+
+
 def frozen(folder: Path) -> dict[str, bytes]:
     files = (file for file in sorted(folder.rglob("*")) if file.is_file())
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
@@ -304,4 +388,4 @@ def write(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER, build())
+    write(HERE / sys.argv[1], FROZEN[HERE / sys.argv[1]]())

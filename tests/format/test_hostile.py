@@ -2,6 +2,7 @@
 
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -19,19 +20,17 @@ def read(data: bytes) -> None:
 
 
 def is_refused(data: bytes) -> bool:
-    try:
+    with suppress(errors.FormatError):
         read(data)
-    except errors.FormatError:
-        return True
-    return False
+        return False
+    return True
 
 
 def is_refused_by_stranger(data: bytes) -> bool:
-    try:
+    with suppress(RefusedError):
         stranger.read_part(data)
-    except RefusedError:
-        return True
-    return False
+        return False
+    return True
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -40,8 +39,7 @@ def test_pieces_put_together_again_are_the_part(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("refuses", "name"),
-    [*((is_refused, name) for name in PARTS), (is_refused_by_stranger, "step")],
+    ("refuses", "name"), [*((is_refused, name) for name in PARTS), (is_refused_by_stranger, "step")]
 )
 def test_every_flipped_bit_is_found(refuses: Callable[[bytes], bool], name: str) -> None:
     data = bytearray(PARTS[name])
@@ -75,11 +73,7 @@ def test_what_breaks_a_rule_is_malformed_though_every_digest_is_right(name: str)
     assert data not in PARTS.values()
     with pytest.raises(errors.MalformedError):
         read(data)
-
-
-@pytest.mark.parametrize("name", FORGERIES)
-def test_stranger_refuses_what_we_refuse(name: str) -> None:
-    assert is_refused_by_stranger(forged(name))
+    assert is_refused_by_stranger(data)
 
 
 NEWER: dict[str, Callable[[Forgery], object]] = {

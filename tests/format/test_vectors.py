@@ -25,7 +25,7 @@ from deltachain.format import documents
 from deltachain.format.keys import digest_key, manifest_key
 from deltachain.kernels import host, reference
 from deltachain.types import BITS_DTYPES, MAX_DIMS, MAX_NUMEL, WIRE_DTYPES, Bits, TensorSpec
-from tests.format import freeze, freeze_prunes, freeze_signed, stranger, stranger_chain
+from tests.format import freeze, stranger, stranger_chain
 from tests.format.stranger import mix, state_text, tensor_key, tensor_lanes
 
 TEXT: Final = (freeze.FOLDER.parents[2] / "deltachain" / "FORMAT.md").read_text(encoding="utf-8")
@@ -220,7 +220,7 @@ def test_the_part_in_the_dump_decodes_as_it_says() -> None:
 
 SIGNED = section("8.2 Signatures")
 SIGNATURES = table(SIGNED)
-PUBLIC = freeze_signed.KEY.public
+PUBLIC = freeze.KEY.public
 
 
 def test_the_keys_of_the_signatures() -> None:
@@ -236,7 +236,7 @@ def test_the_keys_of_the_signatures() -> None:
 def test_signatures(row: dict[str, str]) -> None:
     (kind,) = (kind for kind, name in documents.RECORD_TYPES.items() if name == row["type"])
     payload = b'{"format":1}'
-    signature = freeze_signed.KEY.sign(kind, row["chain"], payload)
+    signature = freeze.KEY.sign(kind, row["chain"], payload)
     assert signature.value == row["value"]
     signed = stranger_chain.signed_bytes(row["type"], row["chain"], payload)
     assert signed == documents.signed_bytes(kind, row["chain"], payload)
@@ -288,21 +288,20 @@ def directory_of(*rows: tuple[str, str, int, int]) -> d.Directory:
 
 
 def test_the_signed_documents_on_the_page_are_the_frozen_ones() -> None:
-    (signature,) = freeze_signed.FOLDER.glob("signatures/*/*.json")
+    (signature,) = freeze.SIGNED.glob("signatures/*/*.json")
     frozen = {
-        "identity": freeze_signed.FOLDER / "chain.json",
+        "identity": freeze.SIGNED / "chain.json",
         "signature": signature,
-        "envelope": freeze_signed.FOLDER / manifest_key(1),
+        "envelope": freeze.SIGNED / manifest_key(1),
     }
     for name, file in frozen.items():
         assert block(f"json {name}") == file.read_text(encoding="utf-8") + "\n"
 
 
 def test_the_prune_record_on_the_page_is_the_frozen_one() -> None:
-    ((key, data),) = freeze_prunes.build().items()
-    assert data == (freeze_prunes.FOLDER / key).read_bytes()
+    ((key, data),) = freeze.frozen(freeze.PRUNES).items()
     assert block("json prune") == data.decode() + "\n"
-    assert documents.unseal(data, documents.PruneRecord, key=key) == freeze_prunes.RECORD
+    assert documents.unseal(data, documents.PruneRecord, key=key) == freeze.PRUNE_RECORD
     found = stranger_chain.read_prune(block("json prune").rstrip().encode())
     for row in VECTORS["pruned"]:
         kind, version = row["kind"], int(row["version"])
@@ -317,7 +316,7 @@ def test_the_prune_record_on_the_page_is_the_frozen_one() -> None:
             state="",
         )
         expected = row["pruned"] == "yes"
-        assert freeze_prunes.RECORD.covers(edge) == expected
+        assert freeze.PRUNE_RECORD.covers(edge) == expected
         assert stranger_chain.is_pruned(found, kind, base, version) == expected
 
 
