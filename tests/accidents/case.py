@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from deltachain.errors import DeltaChainError
 from deltachain.format import keys
@@ -23,6 +23,8 @@ _AGAIN: Final = (
 )
 _REMOVE: Final = r"remove (manifests/[0-9]{20}\.json)"
 _DAMAGED: Final = r"or remove it and start the publisher again"
+_FROM: Final = re.compile(r"--from (\d+)")
+"""What a hint of ``verify`` says of the manifests behind one that is lost."""
 KEY: Final = re.compile(r"((?:manifests|edges|deltas|anchors)/[\w./-]+|(?:chain|table)\.json)")
 _ANEW: Final = r"(join|joins|start) [^;]*from nothing|empty folder"
 
@@ -38,14 +40,12 @@ class Deed:
     is_each: bool = False
 
 
-def put_back(scene: Scene, who: str, hint: str) -> None:
-    del who, hint
+def put_back(scene: Scene, _who: str, _hint: str) -> None:
     there, backup = scene.contents(), scene.backup
     scene.put({key: data for key, data in backup.items() if there.get(key) != data})
 
 
-def remove(scene: Scene, who: str, hint: str) -> None:
-    del who
+def remove(scene: Scene, _who: str, hint: str) -> None:
     found = re.search(_REMOVE, hint)
     assert found
     first = keys.version_of(found[1])
@@ -53,30 +53,26 @@ def remove(scene: Scene, who: str, hint: str) -> None:
     scene.delete({found[1], *map(keys.manifest_key, gone)})
 
 
-def remove_damaged(scene: Scene, who: str, said: str) -> None:
-    del who
+def remove_damaged(scene: Scene, _who: str, said: str) -> None:
     found = KEY.search(said)
     assert found, said
     scene.delete([found[1]])
     restart_trainer(scene, "", "")
 
 
-def remove_identity(scene: Scene, who: str, said: str) -> None:
-    del who, said
+def remove_identity(scene: Scene, _who: str, _hint: str) -> None:
     scene.delete([keys.CHAIN_KEY, keys.TABLE_KEY])
     restart_trainer(scene, "", "")
 
 
-def restart_trainer(scene: Scene, who: str, hint: str) -> None:
-    del who, hint
+def restart_trainer(scene: Scene, _who: str, _hint: str) -> None:
     scene.trainer.close()
     with suppress(DeltaChainError):  # what it says is read in the next round
         scene.train()
         scene.publish(2)
 
 
-def roll_back(scene: Scene, who: str, hint: str) -> None:
-    del hint
+def roll_back(scene: Scene, who: str, _hint: str = "") -> None:
     follower = scene.followers[who]
     held = follower.subscriber.held
     there = [v for v in scene.shelf().leaves if held is None or v < held.version]
@@ -87,8 +83,7 @@ def roll_back(scene: Scene, who: str, hint: str) -> None:
         scene.restart(who)
 
 
-def move_on(scene: Scene, who: str, hint: str) -> None:
-    del who, hint
+def move_on(scene: Scene, _who: str, _hint: str) -> None:
     scene.trainer.close()
     scene.move()
     scene.train()
@@ -97,8 +92,7 @@ def move_on(scene: Scene, who: str, hint: str) -> None:
         scene.start_anew(name)
 
 
-def start_anew(scene: Scene, who: str, hint: str) -> None:
-    del hint
+def start_anew(scene: Scene, who: str, _hint: str) -> None:
     scene.start_anew(who)
 
 
@@ -171,7 +165,7 @@ class Person:
 
 
 Fate = Literal["alive", "dead", "restarted", "restarted with other weights"]
-FATES: Final[tuple[Fate, ...]] = ("alive", "dead", "restarted", "restarted with other weights")
+FATES: Final[tuple[Fate, ...]] = get_args(Fate)
 
 COMMITS: Final = 20
 """Versions within which a publisher must have found out what is wrong."""
@@ -190,10 +184,6 @@ LASTING: Final = frozenset(
 """Accidents after which a document may stay lost where nobody has a copy of it."""
 
 
-_FROM: Final = re.compile(r"--from (\d+)")
-"""What a hint of ``verify`` says of the manifests behind one that is lost."""
-
-
 @dataclass
 class Case:
     """One accident to one store."""
@@ -205,7 +195,6 @@ class Case:
     versions: int = 24
     has_backup: bool = False
     faults: list[str] = field(default_factory=list)
-    outcome: dict[str, set[str]] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
 
     def run(self) -> list[str]:
@@ -260,9 +249,6 @@ class Case:
             self._add(silence(view, after))
             if self.accident in HARMLESS:
                 self._add(alarm(view))
-            self._note("followers", view.says)
-        self._note("publisher", "; ".join(scene.trainer.said))
-        self._note("newcomers", after.refusal)
 
     def _take_the_way_out(self, scene: Scene) -> None:
         left = Person(scene, self.has_backup, self.done).act()
@@ -298,7 +284,3 @@ class Case:
 
     def _add(self, faults: Iterable[str]) -> None:
         self.faults += [fault for fault in faults if fault not in self.faults]
-
-    def _note(self, who: str, said: str) -> None:
-        found = re.findall(r"(?:^|; )(\w+Error): ", said)
-        self.outcome.setdefault(who, set()).update(found or {"fine"})

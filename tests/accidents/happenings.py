@@ -34,7 +34,6 @@ def rewritten(scene: Scene) -> None:
 
 
 def emptied(scene: Scene) -> None:
-    """Everything is gone."""
     scene.delete(scene.find())
 
 
@@ -101,7 +100,6 @@ def payload_gone(scene: Scene, *, back: int) -> None:
 
 
 def newest_anchor_gone(scene: Scene) -> None:
-    """The newest anchor's parts are gone."""
     newest = max(scene.find("anchors/")).rpartition("/")[0]
     scene.delete(scene.find(newest))
 
@@ -118,7 +116,6 @@ def head_is_old(scene: Scene) -> None:
 
 
 def manifest_replaced(scene: Scene, *, back: int) -> None:
-    """The manifest of one version is an older one's."""
     now, version = scene.contents(), scene.head - back
     scene.put({keys.manifest_key(version): now[keys.manifest_key(version - 1)]})
 

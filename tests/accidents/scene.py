@@ -1,17 +1,15 @@
 """A store with a chain in it, those who live with it, and what a person can do about both."""
 
 import copy
-import http.client
 import json
 import re
-import threading
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Semaphore, Thread
 from typing import Any, Final, Self
@@ -31,6 +29,7 @@ from deltachain.types import Buffer, Version
 from tests.accidents.oracle import Leaf, Shelf, View, wrong_bits
 from tests.support import models
 from tests.support.faults import FaultyStore
+from tests.support.proxy import Proxy
 from tests.unit.cli.support import Done, invoke
 
 Objects = dict[str, bytes]
@@ -153,12 +152,14 @@ def _batch(store: HfStore, operations: Sequence[Mapping[str, Any]]) -> None:
     assert not reply.document().get("failed"), reply.words
 
 
-TURN_S = 120.0
+TURN_S: Final = 120.0
 """Longest time that one look may take before the test fails."""
 
+LOOKS: Final = 40
+"""Looks within which a follower must have found out what is wrong."""
 
-FAILURES = 3
-"""Publishes in a row that fail before whoever trains looks at what they say."""
+EVERY: Final = 8
+"""An anchor comes every few versions: some are older than what an accident takes, some not."""
 
 
 def words(error: BaseException) -> str:
@@ -182,13 +183,11 @@ class Turns(Event):
 class Follower:
     """One process that follows a chain; it looks when the test lets it."""
 
-    def __init__(self, who: str, replica: models.Replica, store: Store, **settings: Any) -> None:
+    def __init__(self, who: str, replica: models.Replica, store: Store) -> None:
         self.who, self.replica = who, replica
-        config = SubscribeConfig(url=store.url, poll_s=0.001, **settings)
+        config = SubscribeConfig(url=store.url, poll_s=0.001)
         self.subscriber = Subscriber(config, replica.target, store=store)
         self.turns = self.subscriber.told = Turns()
-        self.said: list[str] = []
-        self.looks = 0
         self.ended: BaseException | None = None
         self._now = ""
         self._stop, self._over = Event(), Event()
@@ -234,30 +233,23 @@ class Follower:
                 pass
         except DeltaChainError as exc:
             self.ended = exc
-            self.said.append(words(exc))
         finally:
             self._over.set()
             self.turns.done.release()
 
     def _looked(self, exc: DeltaChainError | None) -> None:
-        self.looks += 1
         self._now = words(exc) if exc else ""
-        if exc and self._now not in self.said:
-            self.said.append(self._now)
 
 
 class Trainer:
     """One process that trains a model and publishes it."""
 
-    def __init__(
-        self, model: nn.Module, store: Kept, note: Callable[[models.State], None], **settings: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, store: Kept, note: Callable[[models.State], None]) -> None:
         self.model, self.store, self._note = model, store, note
-        self.said: list[str] = []
         self.says = ""
         self.known: dict[Version, str] = {}
         self.step = 0
-        config = PublishConfig(url=store.url, on_error="warn", **settings)
+        config = PublishConfig(url=store.url, on_error="warn", anchor_every=EVERY)
         self.publisher = Publisher(config, store=store)
 
     def attach(self) -> Self:
@@ -265,36 +257,26 @@ class Trainer:
         try:
             self.publisher.attach(self.model)
         except DeltaChainError as exc:
-            self._say(exc)
+            self.says = words(exc)
             raise
         self._remember()
         return self
 
-    def publish(self, times: int = 1, *, first: int | None = None) -> Self:
-        failures = 0
-        for _ in range(times if self.publisher.epoch >= 0 else 0):
-            self.step = self.step + 1 if first is None else first
-            first = None
-            models.train_(self.model, self.step, share=0.02)
-            self._note(models.bits_of(self.model))
-            try:
-                future = self.publisher.publish(step=self.step)
-                self.publisher.flush()
-                error = future.exception(0) if future.done() else self.publisher._failure
-            except DeltaChainError as exc:
-                error = exc
-            self._say(error)
-            failures = failures + 1 if error else 0
-            if error is None:
-                self._remember()
-            elif failures == FAILURES:
-                break
-        return self
-
-    def _say(self, error: BaseException | None) -> None:
+    def publish(self) -> None:
+        if self.publisher.epoch < 0:
+            return
+        self.step += 1
+        models.train_(self.model, self.step, share=0.02)
+        self._note(models.bits_of(self.model))
+        try:
+            future = self.publisher.publish(step=self.step)
+            self.publisher.flush()
+            error = future.exception(0) if future.done() else self.publisher._failure
+        except DeltaChainError as exc:
+            error = exc
         self.says = words(error) if error else ""
-        if error and self.says not in self.said:
-            self.said.append(self.says)
+        if error is None:
+            self._remember()
 
     def close(self) -> None:
         self.says = ""
@@ -309,93 +291,37 @@ class Trainer:
             self.known[parent.version] = parent.digest
 
 
-_HOST: Final = "127.0.0.1"
-_OWN: Final = frozenset({"connection", "transfer-encoding", "content-length", "server", "date"})
-
-
-class Liar:
-    """Forwards to a port of this machine; some puts are lost behind a 200."""
+class Liar(Proxy):
+    """A proxy that loses one put for each of ``lies``, words of paths, behind a 200."""
 
     def __init__(self, port: int) -> None:
         self.lies: list[str] = []
         self.headers: dict[str, str] = {}
         self.lost: list[str] = []
-        liar = self
+        super().__init__(port)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
+    def _ask(self, client: socket.socket, server: socket.socket, connection: Any) -> None:
+        del connection
+        with suppress(OSError):
+            while piece := client.recv(1 << 14):
+                if self._loses(piece):
+                    named = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
+                    answer = "HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n"
+                    client.sendall(f"{answer}{named}\r\n".encode())
+                    client.shutdown(socket.SHUT_WR)
+                    while client.recv(1 << 14):
+                        pass  # an earlier close would discard the response
+                    break
+                server.sendall(piece)
+            server.shutdown(socket.SHUT_WR)
 
-            def _pass(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-                lie = liar._lie(self.command, self.path)
-                status, headers, content = (
-                    (200, liar.headers, b"") if lie else _ask(port, self, body)
-                )
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                if self.command != "HEAD" or "Content-Length" not in headers:
-                    self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer((_HOST, 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
-        self._thread.start()
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://{_HOST}:{self._server.server_address[1]}"
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def _lie(self, method: str, path: str) -> bool:
-        lie = next((lie for lie in self.lies if method == "PUT" and lie in path), None)
-        if lie is None:
-            return False
-        self.lies.remove(lie)
-        self.lost.append(path)
-        return True
-
-
-def _ask(
-    port: int, request: BaseHTTPRequestHandler, body: bytes
-) -> tuple[int, dict[str, str], bytes]:
-    connection = http.client.HTTPConnection(_HOST, port, timeout=30)
-    try:
-        connection.putrequest(
-            request.command, request.path, skip_host=True, skip_accept_encoding=True
-        )
-        for name, value in request.headers.items():
-            if name.lower() != "expect":
-                connection.putheader(name, value)
-        connection.endheaders(body)
-        answer = connection.getresponse()
-        content = answer.read()
-        headers = {name: value for name, value in answer.getheaders() if name.lower() not in _OWN}
-        if request.command == "HEAD" and (length := answer.getheader("Content-Length")):
-            headers["Content-Length"] = length
-        return answer.status, headers, content
-    finally:
-        connection.close()
-
-
-LOOKS: int = 40
-"""Looks within which a follower must have found out what is wrong."""
-
-EVERY = 8
-"""An anchor comes every few versions: some are older than what an accident takes, some not."""
+    def _loses(self, piece: bytes) -> bool:
+        line = piece.partition(b"\r\n")[0].decode(errors="replace")
+        lie = next((lie for lie in self.lies if line.startswith("PUT ") and lie in line), None)
+        if lie is not None:
+            self.lies.remove(lie)
+            self.lost.append(line)
+        return lie is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,15 +338,15 @@ class Recording:
 def recording(versions: int) -> Recording:
     history: dict[str, models.State] = {}
     journal, store, model = Journal(), MemoryStore(), models.plain_model()
-    trainer = Trainer(model, Kept(store, journal), lambda _: None, anchor_every=EVERY).attach()
+    trainer = Trainer(model, Kept(store, journal), lambda _: None).attach()
     chain = Chain.open(store)
     while trainer.publisher.version < versions:
         history[str(models.state_digest(chain, models.bits_of(model)))] = models.bits_of(model)
         journal.mark(trainer.publisher.version)
         trainer.publish()
+        assert not trainer.says
     history[str(models.state_digest(chain, models.bits_of(model)))] = models.bits_of(model)
     journal.mark(versions)
-    assert not trainer.said
     return Recording(journal, history, copy.deepcopy(model), versions)
 
 
@@ -430,7 +356,6 @@ class Scene:
     folder: Path
     versions: int = 12
     followers: dict[str, Follower] = field(default_factory=dict)
-    printed: list[str] = field(default_factory=list)
     trainers: list[Trainer] = field(default_factory=list)
     backup: Objects = field(default_factory=dict)
     stack: ExitStack = field(default_factory=ExitStack)
@@ -456,7 +381,7 @@ class Scene:
     def train(self, model: nn.Module | None = None) -> Trainer:
         self.model = model or self.model
         kept = Kept(open_store(self.url, writer=True), self.journal)
-        trainer = Trainer(self.model, kept, self._note, anchor_every=EVERY)
+        trainer = Trainer(self.model, kept, self._note)
         trainer.step = 10_000 * (len(self.trainers) + 1)
         self.trainers.append(trainer)
         trainer.attach()
@@ -488,11 +413,9 @@ class Scene:
             self._replicas[name] = models.replica_of(self.model, kind, self.folder / name)
         return self._replicas[name]
 
-    def follow(self, name: str, kind: str, **settings: Any) -> Follower:
-        replica = self.replica(name, kind)
-        follower = Follower(name, replica, self.store(), **settings)
-        self.followers[name] = follower
-        return follower
+    def follow(self, name: str, kind: str) -> Follower:
+        self.followers[name] = Follower(name, self.replica(name, kind), self.store())
+        return self.followers[name]
 
     def hold(self, name: str, kind: str, version: Version) -> None:
         config = SubscribeConfig(url=self.url)
@@ -593,7 +516,6 @@ class Scene:
             try:
                 subscriber.update()
             except DeltaChainError as exc:
-                self.printed.append(words(exc))
                 return None, words(exc)
             held = subscriber.held
             view = View(who=f"a new {kind}", held=held, bits=replica.bits(), says="")
@@ -602,18 +524,7 @@ class Scene:
         return held.version if held else None, ""
 
     def verify(self, *options: object) -> Done:
-        done = invoke("verify", self.url, *options)
-        if done.code:
-            self.printed.append(done.stderr)
-        return done
-
-    def said(self) -> list[str]:
-        found = [*self.printed]
-        for trainer in self.trainers:
-            found += trainer.said
-        for follower in self.followers.values():
-            found += follower.said
-        return found
+        return invoke("verify", self.url, *options)
 
     def close(self) -> None:
         self.stack.close()
