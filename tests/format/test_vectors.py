@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from msgspec import to_builtins
 
 from deltachain.chain.plan import ANCHORS_LISTED, REQUEST_NBYTES, VERSIONS_LISTED
-from deltachain.codec import ENCODINGS, Part
+from deltachain.codec import ENCODINGS
 from deltachain.codec import container as d
 from deltachain.codec.container import MAX_DIRECTORY, MAX_HEADER, SEGMENT
 from deltachain.codec.encode import BUCKET, TURNS
@@ -208,14 +208,6 @@ def test_the_notes_in_the_dump_are_true() -> None:
             streams[found[1]] = found[2]
     names = ["exception", "gap8", "magnitude", "sign", "wide.0", "wide.1"]
     assert list(streams) == [f"#0.{name}" for name in names]
-
-
-def test_the_part_in_the_dump_decodes_as_it_says() -> None:
-    steps = {0: 1, 2: 0xFFFF, 3: 3, 7: 0x8000}
-    ours, theirs = Part.from_bytes(dumped()).read("w"), stranger.read_part(dumped())["w"]
-    assert ours.indices is not None
-    assert dict(zip(ours.indices.tolist(), ours.values.tolist(), strict=True)) == steps
-    assert dict(zip(theirs.indices, theirs.values, strict=True)) == steps
 
 
 SIGNED = section("8.2 Signatures")

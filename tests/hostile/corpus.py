@@ -2,8 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
+from deltachain.codec import encode_part
 from deltachain.errors import (
     BaseMismatchError,
     ChainMismatchError,
@@ -15,10 +17,13 @@ from deltachain.errors import (
     TensorMismatchError,
     UnsupportedFormatError,
 )
-from tests.format.forge import KEYS, TABLES, enveloped, no_documents
-from tests.hostile.parts import parts
+from deltachain.types import TensorSpec
+from tests.format.forge import KEYS, TABLES, Forgery, compress, enveloped, no_documents, take_apart
+from tests.format.forgeries import FORGERIES, OLD, PARTS, forged
+from tests.format.freeze import absolute
 from tests.hostile.scene import (
     ENVELOPES,
+    MAX,
     RECORD,
     Case,
     Category,
@@ -27,25 +32,28 @@ from tests.hostile.scene import (
     case,
     edited,
     listed,
+    max_part,
 )
 
 Edit = Callable[[Any], object]
+Act = Callable[[Scene], object]
 Rows = tuple[tuple[Category, str, Edit], ...]
+Acts = tuple[tuple[Category, str, Act], ...]
 
-NO_TABLE: Final[dict[str, Category]] = {
-    "a name twice": "duplicate",
-    "a dtype that has no wire form": "wrong type",
-    "a dimension below zero": "out of range",
-    "a huge tensor": "lying size",
+WRONG: Final[dict[str, Category]] = {
+    "segments that overlap": "overlapping",
+    "raw indices that descend": "unsorted",
     "very many dimensions": "oversized",
-    "an alias that is a tensor": "overlapping",
+    "something behind it": "oversized",
+    "a field twice": "duplicate",
+    "a list": "wrong type",
 }
-"""Tables by what is wrong with them; those that are not here break another rule."""
+"""What is wrong with a forgery, a table or a text; those that are not here break another rule."""
 
 
 def chains() -> Iterator[Case]:
     for name, fields in TABLES.items():
-        yield chain_case("table", NO_TABLE.get(name, "another rule"), name, updating(fields))
+        yield chain_case("table", WRONG.get(name, "another rule"), name, updating(fields))
     for category, name, edit in ROWS:
         yield chain_case("table", category, name, edit)
     for category, name, edit in MODELS:
@@ -53,9 +61,8 @@ def chains() -> Iterator[Case]:
     for category, name, edit in IDENTITIES:
         yield chain_case("chain", category, name, edit)
     for key in KEYS:
-        yield chain_case(
-            "chain", "path", f"a file at {key[:20]!r}, {len(key)} long", asset(key=key)
-        )
+        name = f"a file at {key[:20]!r}, {len(key)} long"
+        yield chain_case("chain", "path", name, asset(key=key))
     other: dict[str, Any] = {"error": DigestMismatchError, "at": "table"}
     edit = updating({"table": "0" * 64})
     yield chain_case("chain", "wrong digest", "another table", edit, **other)
@@ -82,7 +89,7 @@ def asset(**fields: Any) -> Edit:
     return lambda identity: identity["assets"][0].update(fields)
 
 
-def file(**fields: Any) -> Callable[[Scene], object]:
+def file(**fields: Any) -> Act:
     return lambda scene: scene.edit("chain", asset(**fields))
 
 
@@ -90,6 +97,10 @@ def anchor(**fields: Any) -> Edit:
     summary = {"version": 1, "kind": "anchor", "base": None, "nbytes": 0, "parts": 0}
     summary |= {"encodings": [], "state": "0" * 32}
     return lambda head: head.update(anchors=[summary | fields])
+
+
+def anchors(count: int) -> Edit:
+    return lambda head: (anchor()(head), head.update(anchors=head["anchors"] * count))
 
 
 def two(identity: Any) -> None:
@@ -145,7 +156,7 @@ IDENTITIES: Final[Rows] = (
     ("wrong digest", "a digest that is not the key's", asset(blake3="0" * 64)),
 )
 
-FILES: Final[tuple[tuple[Category, str, Callable[[Scene], object], type[DeltaChainError]], ...]] = (
+FILES: Final[tuple[tuple[Category, str, Act, type[DeltaChainError]], ...]] = (
     ("lying size", "a small file of 2^62 bytes", file(nbytes=1 << 62), MalformedError),
     ("lying size", "a small file of no bytes", file(nbytes=0), MalformedError),
     (
@@ -181,33 +192,14 @@ HINTS: Final[Rows] = (
     ),
     ("path", "an anchor in a system folder", anchor(record="../../etc/passwd")),
     ("path", "an anchor that is the table", anchor(record="table.json")),
-    ("duplicate", "an anchor twice", lambda d: (anchor()(d), d.update(anchors=d["anchors"] * 2))),
+    ("duplicate", "an anchor twice", anchors(2)),
     ("overlapping", "an anchor of the head", anchor(version=2)),
-    (
-        "oversized",
-        "ten thousand anchors",
-        lambda d: (anchor()(d), d.update(anchors=d["anchors"] * 10_000)),
-    ),
+    ("oversized", "ten thousand anchors", anchors(10_000)),
     ("bomb", "anchors of 2^62 parts", anchor(parts=1 << 62)),
 )
 
 
 LEVELS: Final[Sequence[Level]] = ("manifest", "record", "table", "chain", "head")
-
-NAMED: Final[dict[str, Category]] = {
-    "nothing": "truncated",
-    "something behind it": "oversized",
-    "a number of many digits": "bomb",
-    "many digits where anything goes": "bomb",
-    "a deep nest": "bomb",
-    "a deep nest where anything goes": "bomb",
-    "a float beyond all": "out of range",
-    "a field twice": "duplicate",
-    "a field twice where anything goes": "duplicate",
-    "a list": "wrong type",
-    "null": "wrong type",
-}
-"""Texts by what is wrong with them; those that are not here break another rule."""
 
 SOUND: Final = b'{"format":1,"ext":{}}'
 
@@ -225,13 +217,13 @@ def documents() -> Iterator[Case]:
         if level in ENVELOPES:
             yield from envelopes(level)
     for level in UNSEALED:
-        name = "a byte that nobody knows of"
-        yield document_case(level, "wrong digest", name, spaced(level), error=DigestMismatchError)
+        name, act = "a byte that nobody knows of", replacing(level, spaced)
+        yield document_case(level, "wrong digest", name, act, error=DigestMismatchError)
 
 
 def texts(level: Level) -> Iterator[Case]:
     for name in no_documents(SOUND):
-        yield document_case(level, NAMED.get(name, "another rule"), name, text(level, name))
+        yield document_case(level, WRONG.get(name, "another rule"), name, text(level, name))
     for name, cut in CUTS.items():
         yield document_case(level, "truncated", name, cutting(level, cut))
     yield document_case(level, "bomb", "four million lists where anything goes", many_lists(level))
@@ -241,14 +233,11 @@ def fields(level: Level) -> Iterator[Case]:
     for category, name, edit in EDITS:
         yield document_case(level, category, name, edited(level, edit))
     for name, edit in NEWER.items():
-        yield document_case(
-            level, "requires", name, edited(level, edit), error=UnsupportedFormatError
-        )
+        act = edited(level, edit)
+        yield document_case(level, "requires", name, act, error=UnsupportedFormatError)
     for value in (-1, 1 << 63, 10**4000) if level in COUNTS else ():
-        name = f"a count of {str(value)[:21]}"
-        yield document_case(
-            level, "out of range", name, edited(level, setting(COUNTS[level], value))
-        )
+        act = edited(level, updating({COUNTS[level]: value}))
+        yield document_case(level, "out of range", f"a count of {str(value)[:21]}", act)
 
 
 def envelopes(level: Level) -> Iterator[Case]:
@@ -258,7 +247,7 @@ def envelopes(level: Level) -> Iterator[Case]:
         level,
         "wrong digest",
         "another payload than was sealed",
-        around(level, lambda data: data.replace(b'"format":1,', b'"format":1 ,')),
+        around(level, spaced),
         error=DigestMismatchError,
     )
 
@@ -267,7 +256,7 @@ def document_case(
     level: Level,
     category: Category,
     name: str,
-    act: Callable[[Scene], object],
+    act: Act,
     *,
     error: type[DeltaChainError] = MalformedError,
 ) -> Case:
@@ -280,11 +269,11 @@ def document_case(
     return case(level, category, name, act, error=error, **where)
 
 
-def text(level: Level, name: str) -> Callable[[Scene], object]:
+def text(level: Level, name: str) -> Act:
     return lambda scene: scene.put_document(level, no_documents(scene.document(level))[name])
 
 
-def many_lists(level: Level) -> Callable[[Scene], object]:
+def many_lists(level: Level) -> Act:
     def act(scene: Scene) -> None:
         sound = scene.document(level)
         many = b'"ext":{"a":[' + b"[]," * 4_000_000 + b"[]]}"
@@ -295,11 +284,11 @@ def many_lists(level: Level) -> Callable[[Scene], object]:
     return act
 
 
-def cutting(level: Level, cut: Callable[[bytes], bytes]) -> Callable[[Scene], object]:
+def cutting(level: Level, cut: Callable[[bytes], bytes]) -> Act:
     return lambda scene: scene.put(level, cut(scene.read(level)))
 
 
-def around(level: Level, change: Callable[[bytes], bytes]) -> Callable[[Scene], object]:
+def around(level: Level, change: Callable[[bytes], bytes]) -> Act:
     def act(scene: Scene) -> None:
         sound = scene.read(level)
         forged = change(sound)
@@ -309,14 +298,12 @@ def around(level: Level, change: Callable[[bytes], bytes]) -> Callable[[Scene], 
     return act
 
 
-def spaced(level: Level) -> Callable[[Scene], object]:
-    return lambda scene: scene.replace(
-        level, scene.read(level).replace(b'"format":1,', b'"format":1 ,')
-    )
+def replacing(level: Level, change: Callable[[bytes], bytes]) -> Act:
+    return lambda scene: scene.replace(level, change(scene.read(level)))
 
 
-def setting(field: str, value: Any) -> Callable[[Any], object]:
-    return lambda document: document.update({field: value})
+def spaced(data: bytes) -> bytes:
+    return data.replace(b'"format":1,', b'"format":1 ,')
 
 
 def only(d: Any, name: str) -> None:
@@ -330,7 +317,7 @@ CUTS: Final[dict[str, Callable[[bytes], bytes]]] = {
     "one byte": lambda data: data[:1],
 }
 
-EDITS: Final[tuple[tuple[Category, str, Callable[[Any], object]], ...]] = (
+EDITS: Final[Rows] = (
     ("wrong type", "a format that is a text", lambda d: d.update(format="1")),
     ("wrong type", "a format that is a float", lambda d: d.update(format=1.5)),
     ("wrong type", "a format that is a truth", lambda d: d.update(format=True)),
@@ -342,7 +329,7 @@ EDITS: Final[tuple[tuple[Category, str, Callable[[Any], object]], ...]] = (
     ("path", "a field of a system folder", lambda d: d.update({"../../etc/passwd": ""})),
 )
 
-NEWER: Final[dict[str, Callable[[Any], object]]] = {
+NEWER: Final[dict[str, Edit]] = {
     "an unknown feature": lambda d: d.update(requires=["ranks"]),
     "many unknown features": lambda d: d.update(requires=[str(n) for n in range(10_000)]),
     "a later format": lambda d: d.update(format=2),
@@ -352,11 +339,7 @@ NEWER: Final[dict[str, Callable[[Any], object]]] = {
 
 AROUND: Final[tuple[tuple[Category, str, Callable[[bytes], bytes]], ...]] = (
     ("duplicate", "signatures twice", lambda data: data[:-1] + b',"signatures":[]}'),
-    (
-        "another rule",
-        "a field of the envelope that nobody knows",
-        lambda data: data[:-1] + b',"a":1}',
-    ),
+    ("another rule", "an unknown field of the envelope", lambda data: data[:-1] + b',"a":1}'),
     ("another rule", "white space behind the envelope", lambda data: data + b" "),
     ("wrong type", "an envelope that is no object", lambda _: b"[]"),
     ("wrong type", "a payload that is no object", lambda _: enveloped(b"1")),
@@ -382,8 +365,9 @@ def edges() -> Iterator[Case]:
         yield case("manifest", category, name, act, error=error, at="", poisons=poisons)
     for category, name, edit in RECORDS:
         yield case("record", category, name, edited("record", edit), scene=RECORD)
-    for category, name, edit, error in LISTINGS:
+    for category, name, edit in LISTINGS:
         act = edited("manifest", of_listing(edit))
+        error = DigestMismatchError if name == "another digest" else MalformedError
         yield case("record", category, name, act, error=error, scene=RECORD)
 
 
@@ -395,10 +379,8 @@ def ways(level: Level, scene: str) -> Iterator[Case]:
         yield case(level, "path", name, edited(level, of_edge(part(key=key))), scene=scene)
     for name, nbytes in LIES.items():
         act = edited(level, of_edge(part(nbytes=nbytes)))
-        if level == "record":  # whose summary tells already
-            yield case(level, "lying size", name, act, scene=scene)
-        else:
-            yield case(level, "lying size", name, act, at="part", scene=scene)
+        at = "record" if level == "record" else "part"  # the summary of a record tells already
+        yield case(level, "lying size", name, act, at=at, scene=scene)
 
 
 def part(**fields: Any) -> Edit:
@@ -421,7 +403,7 @@ def overlap(edge: Any) -> None:
     edge["parts"].append(edge["parts"][0] | {"nbytes": 1})
 
 
-EDGES: Final[tuple[tuple[Category, str, Edit], ...]] = (
+EDGES: Final[Rows] = (
     ("wrong type", "a kind that nobody knows", lambda e: e.update(kind="sideways")),
     ("wrong type", "a kind that is no text", lambda e: e.update(kind=1)),
     ("wrong type", "parts that are no list", lambda e: e.update(parts={})),
@@ -462,7 +444,7 @@ LIES: Final[dict[str, int]] = {
 }
 
 
-MANIFESTS: Final[tuple[tuple[Category, str, Edit], ...]] = (
+MANIFESTS: Final[Rows] = (
     ("overlapping", "a recent edge to its own version", recent(version=2)),
     ("overlapping", "a window that does not go back", lambda d: d.update(window_from=2)),
     ("out of range", "a window beyond 63 bits", lambda d: d.update(window_from=1 << 63)),
@@ -487,34 +469,228 @@ HISTORIES: Final[tuple[tuple[Category, str, Edit, type[DeltaChainError]], ...]] 
     ("another rule", "of another chain", lambda d: d.update(chain="f" * 32), ChainMismatchError),
 )
 
-RECORDS: Final[tuple[tuple[Category, str, Edit], ...]] = (
+RECORDS: Final[Rows] = (
     ("wrong digest", "another state", lambda d: d.update(state="0" * 32)),
     ("wrong digest", "a state that is none", lambda d: d.update(state="../x")),
     ("wrong digest", "another manifest", lambda d: d.update(manifest="0" * 64)),
     ("out of range", "of another version", lambda d: d.update(version=0)),
-    (
-        "another rule",
-        "another way to its version",
-        lambda d: d["edge"].update(kind="delta", base=0),
-    ),
+    ("another rule", "another way to it", lambda d: d["edge"].update(kind="delta", base=0)),
     ("lying size", "fewer parts than are listed", lambda d: d["edge"].update(parts=[])),
     ("lying size", "encodings that are not listed", lambda d: d["edge"].update(encodings=["raw"])),
 )
 
-LISTINGS: Final[tuple[tuple[Category, str, Edit, type[DeltaChainError]], ...]] = (
-    ("lying size", "is listed with 2^62 bytes", lambda e: e.update(nbytes=1 << 62), MalformedError),
-    ("lying size", "is listed with no bytes", lambda e: e.update(nbytes=0), MalformedError),
-    ("lying size", "is listed with 2^62 parts", lambda e: e.update(parts=1 << 62), MalformedError),
-    ("lying size", "is listed with no parts", lambda e: e.update(parts=0), MalformedError),
-    ("lying size", "is listed without encodings", lambda e: e.update(encodings=[]), MalformedError),
-    (
-        "wrong digest",
-        "is listed with another state",
-        lambda e: e.update(state="0" * 32),
-        MalformedError,
-    ),
-    ("wrong digest", "another digest", lambda e: e.update(digest="0" * 64), DigestMismatchError),
-    ("path", "is listed elsewhere", lambda e: e.update(record=ELSEWHERE), MalformedError),
+LISTINGS: Final[Rows] = (
+    ("lying size", "is listed with 2^62 bytes", lambda e: e.update(nbytes=1 << 62)),
+    ("lying size", "is listed with no bytes", lambda e: e.update(nbytes=0)),
+    ("lying size", "is listed with 2^62 parts", lambda e: e.update(parts=1 << 62)),
+    ("lying size", "is listed with no parts", lambda e: e.update(parts=0)),
+    ("lying size", "is listed without encodings", lambda e: e.update(encodings=[])),
+    ("wrong digest", "is listed with another state", lambda e: e.update(state="0" * 32)),
+    ("wrong digest", "another digest", lambda e: e.update(digest="0" * 64)),
+    ("path", "is listed elsewhere", lambda e: e.update(record=ELSEWHERE)),
+)
+
+
+COLUMNS: Final = ("start", "length", "nnz", "gaps", "exceptions", "wide")
+
+LIMIT: Final = 1 << 26
+"""Bytes that a directory may inflate to."""
+
+
+def parts() -> Iterator[Case]:
+    for name, (scene, _) in FORGERIES.items():
+        wrong = WRONG.get(name, "another rule")
+        yield case("part", wrong, name, put(partial(forged, name)), scene=scene)
+    for category, name, act in (*CUT, *HUGE, *STRANGE):
+        yield case("part", category, name, act)
+    for name, edit in NEWER_PARTS.items():
+        yield case("part", "requires", name, put(changed(edit)), error=UnsupportedFormatError)
+    yield from tiles()
+    for category, name, act in LYING:
+        yield case("part", category, name, act)
+    for category, name, act in UNPROVEN:
+        yield case("part", category, name, act, error=DigestMismatchError)
+
+
+def tiles() -> Iterator[Case]:
+    for category, name, edit in TILES:
+        yield case("part", category, name, put(partial(retiled, edit)), scene=MAX)
+    for category, name, edit in TILE_BITS:
+        spoilt: dict[str, Any] = {"error": BaseMismatchError, "at": "", "poisons": True}
+        yield case("part", category, name, put(partial(retiled, edit)), scene=MAX, **spoilt)
+
+
+def retiled(edit: Edit) -> bytes:
+    forgery = take_apart(max_part())
+    edit(forgery)
+    return forgery.build()
+
+
+def poke(f: Forgery, stream: str, at: int, value: int) -> None:
+    data = bytearray(f.streams[stream])
+    data[at] = value
+    f.streams[stream] = bytes(data)
+
+
+def alone(f: Forgery) -> None:
+    f.rows[0]["gap"] = 0
+    for at in (0, 5):
+        poke(f, "#0.class", at, 3)
+
+
+def resized(f: Forgery, more: int) -> None:
+    data = f.streams["#0.tile"]
+    f.streams["#0.tile"] = data[:more] if more < 0 else data + bytes(more)
+    f.set_tile_nbytes(0, f.tile_nbytes(0) + more)
+
+
+def long_names(f: Forgery) -> None:
+    """Let each of many rows have all characters of a long name before it."""
+    row = f.rows[0] | {"name": "0:" + "a" * (1 << 20), "segments": 0}
+    f.rows[:0] = [row, *(row | {"name": f"{1 << 20}:{chr(0x4E00 + n)}"} for n in range(64))]
+
+
+TILES: Final[Rows] = (
+    ("lying size", "elements in a row of max", lambda f: f.rows[0].update(nnz=1)),
+    ("another rule", "a digest left out", lambda f: f.rows[0].update(gap=0, digest="")),
+    ("out of range", "a rate of a bin without old bits", alone),
+    ("oversized", "more tiles than 64", lambda f: f.rows[0].update(gap=68)),
+    ("another rule", "tiles that do not divide the columns", lambda f: f.rows[0].update(gap=3)),
+    ("lying size", "a tile of too many bytes", lambda f: resized(f, 400)),
+    ("out of range", "a tile of a negative size", lambda f: f.set_tile_nbytes(0, -1)),
+    ("another rule", "a name that is not front coded", lambda f: f.rows[0].update(name="w")),
+    ("out of range", "a prefix beyond the name before", lambda f: f.rows[0].update(name="1:w")),
+    ("bomb", "names of terabytes", long_names),
+)
+TILE_BITS: Final[Rows] = (
+    ("out of range", "a rate beyond 20", lambda f: poke(f, "#0.class", 0, 21)),
+    ("out of range", "a size beyond 31", lambda f: poke(f, "#0.class", 256, 32)),
+    ("truncated", "a tile that ends early", lambda f: resized(f, -1)),
+    ("lying size", "a tile that ends late", lambda f: resized(f, 1)),
+    ("out of range", "steps that are not canonical", lambda f: poke(f, "#0.tile", 0, 0xFF)),
+)
+
+
+def put(make: Callable[[], bytes]) -> Act:
+    return lambda scene: scene.put("part", make())
+
+
+def changed(edit: Edit) -> Callable[[], bytes]:
+    def make() -> bytes:
+        forgery = take_apart(PARTS["step"])
+        edit(forgery)
+        return forgery.build()
+
+    return make
+
+
+def columns(value: int) -> Edit:
+    item = f"{value},".encode()
+    count = (LIMIT - 4096) // (6 * len(item))
+
+    def fill(document: bytes) -> bytes:
+        head, rest = document.split(b'"segments":', 1)
+        fields = (b'"%s":[%s]' % (name.encode(), (item * count)[:-1]) for name in COLUMNS)
+        return head + b'"segments":{' + b",".join(fields) + rest[rest.index(b"}") :]
+
+    return lambda f: setattr(f, "on_document", fill)
+
+
+def blank(f: Forgery) -> None:
+    f.on_document = lambda text: text + b" " * (LIMIT + 1 - len(text))
+
+
+def long_frame(f: Forgery) -> None:
+    """Frames that inflate to 64 MiB, and say so, where the directory says how little there is."""
+    f.on_frame = lambda _: compress(bytes(1 << 26))
+
+
+def other(name: str, dtype: str, *shape: int) -> Act:
+    spec = TensorSpec(name, dtype, shape)
+
+    def make() -> bytes:
+        old = OLD.view(spec.bits_dtype)[: spec.numel]
+        return encode_part([absolute(spec, old, old ^ old.dtype.type(1))]).data
+
+    return put(make)
+
+
+def head_of(length: int, data: bytes = PARTS["step"]) -> Act:
+    return put(lambda: length.to_bytes(8, "little") + data[8:])
+
+
+STEP: Final = PARTS["step"]
+DIRECTORY_AT: Final = 8 + int.from_bytes(STEP[:8], "little")
+
+CUT: Final[Acts] = (
+    ("truncated", "nothing", put(lambda: b"")),
+    ("truncated", "seven bytes", put(lambda: STEP[:7])),
+    ("truncated", "the length of the header alone", put(lambda: STEP[:8])),
+    ("truncated", "half the header", put(lambda: STEP[:300])),
+    ("truncated", "half", put(lambda: STEP[: len(STEP) // 2])),
+    ("truncated", "all but the last byte", put(lambda: STEP[:-1])),
+    ("truncated", "one byte more", put(lambda: STEP + b"\0")),
+    ("duplicate", "the file twice", put(lambda: STEP + STEP)),
+)
+
+HUGE: Final[Acts] = (
+    ("oversized", "a header of 2^63 bytes", head_of(1 << 63)),
+    ("oversized", "a header of 2^64 - 1 bytes", head_of((1 << 64) - 1)),
+    ("oversized", "a header beyond the file", head_of(len(STEP) - 7)),
+    ("oversized", "a header beyond the limit", head_of(100_000_001, bytes(100_000_010))),
+    ("bomb", "a directory of 2^26 + 1 bytes", put(changed(blank))),
+    ("bomb", "a directory of 2^26 bytes of zeros", put(changed(columns(0)))),
+    ("bomb", "a directory of 2^26 bytes of ones", put(changed(columns(1)))),
+    ("bomb", "a directory of 2^26 bytes of thousands", put(changed(columns(1000)))),
+    ("bomb", "frames of 64 MiB", put(changed(long_frame))),
+)
+
+STRANGE: Final[Acts] = (
+    ("wrong type", "another dtype than the table's", other("w", "F16", 2, 4)),
+    ("wrong type", "another width than the table's", other("w", "U8", 2, 4)),
+    ("out of range", "another shape than the table's", other("w", "BF16", 8)),
+    ("out of range", "more elements than the table's", other("w", "U8", 4, 4)),
+    ("path", "a tensor beside the chain", other("../w", "BF16", 2, 4)),
+    ("path", "a tensor in a system folder", other("/etc/passwd", "BF16", 2, 4)),
+    ("another rule", "an encoding that its edge does not list", put(lambda: PARTS["dense"])),
+    ("another rule", "a part of another kind", put(lambda: b"PK\x03\x04" + bytes(100))),
+    ("another rule", "a pickle", put(lambda: b"\x80\x04\x95" + bytes(100))),
+)
+
+NEWER_PARTS: Final[dict[str, Edit]] = {
+    "a later format": lambda f: f.metadata.update(deltachain="2"),
+    "another compression": lambda f: f.claims.update(compression="lz4"),
+    "an unknown encoding": lambda f: f.rows[0].update(encoding="later"),
+}
+
+
+def reference(**fields: object) -> Act:
+    return lambda scene: scene.edit("manifest", lambda d: d["edge"]["parts"][0].update(fields))
+
+
+def flipped(data: bytes, at: int = -1) -> bytes:
+    spoilt = bytearray(data)
+    spoilt[at] ^= 1
+    return bytes(spoilt)
+
+
+UNPROVEN: Final[Acts] = (
+    ("wrong digest", "a bit that nobody knows of", replacing("part", flipped)),
+    ("wrong digest", "a bit of a frame", put(lambda: flipped(STEP))),
+    ("wrong digest", "a bit of the directory", put(lambda: flipped(STEP, DIRECTORY_AT + 20))),
+    ("wrong digest", "another blake3", reference(blake3="0" * 64)),
+    ("wrong digest", "a blake3 that is none", reference(blake3="../x")),
+    ("wrong digest", "another directory", reference(directory="0" * 64)),
+    ("wrong digest", "no directory", reference(directory="")),
+    ("wrong digest", "other bytes", replacing("part", lambda data: data[::-1])),
+)
+
+LYING: Final[Acts] = (
+    ("wrong digest", "another part", replacing("part", lambda _: PARTS["dense"])),
+    ("lying size", "a reference of 2^62 bytes", reference(nbytes=1 << 62)),
+    ("lying size", "a reference of 2^63 - 1 bytes", reference(nbytes=(1 << 63) - 1)),
+    ("lying size", "a reference of no bytes", reference(nbytes=0)),
+    ("lying size", "a reference of one byte less", reference(nbytes=len(STEP) - 1)),
 )
 
 

@@ -1,17 +1,17 @@
 """A sound chain in memory, whose objects can be replaced so that everything else still fits."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 from blake3 import blake3
 
 from deltachain.chain.trust import Trust
-from deltachain.codec import ENCODINGS, Change, Part, encode_part
-from deltachain.delta import OldBits, changes
+from deltachain.codec import Part, encode_part
+from deltachain.delta import OldBits
 from deltachain.errors import DeltaChainError, MalformedError
 from deltachain.format import keys
 from deltachain.format.documents import Edge, ObjectRef
@@ -20,7 +20,7 @@ from deltachain.kernels import reference
 from deltachain.types import Bits, StateDigest
 from tests.format.forge import dumps, enveloped
 from tests.format.forgeries import NEW, PARTS, SPEC
-from tests.format.freeze import Builder, change_of, dense
+from tests.format.freeze import Builder, as_max, dense, store_of
 
 RECORD: Final = "record"
 MAX: Final = "max"
@@ -29,11 +29,7 @@ ENVELOPES: Final = ("manifest", "record")
 
 
 def max_part() -> bytes:
-    old = np.ones(SPEC.numel, SPEC.bits_dtype)
-    before = partial(OldBits, old)
-    delta, digest = changes(SPEC, old, NEW), change_of(SPEC, old, NEW)
-    change = Change(delta, digest, encoding=ENCODINGS.get(MAX), old=before)
-    return encode_part([change]).data
+    return encode_part([as_max(SPEC, np.ones(SPEC.numel, SPEC.bits_dtype), NEW)]).data
 
 
 class Scene:
@@ -95,6 +91,12 @@ class Scene:
         builder.added = [builder.chain.add_edge(builder.parent, anchor, "")]
         builder.commit(2, Edge(kind="delta", base=1), state, nnz=0)
         builder.chain.write_head(2, [])
+
+    def fresh(self) -> "Scene":
+        """The same chain in another store: to build it takes most of the time of many a case."""
+        other = copy.copy(self)
+        other.store = store_of(self.objects())
+        return other
 
     def state(self, bits: Bits) -> StateDigest:
         return reference.digest(digest_key(self.spec), bits)
