@@ -106,8 +106,8 @@ def reading(url: str) -> Iterator[list[Reader]]:
         assert not reader.is_alive()
 
 
-def start(url: str, folder: Path, number: int) -> Any:
-    arguments = (url, dict(os.environ), folder / f"maintainer-{number}")
+def start(url: str, printed: Path, last: int = KEPT) -> Any:
+    arguments = (url, dict(os.environ), printed, last)
     process = PROCESSES.Process(target=maintain_for_ever, args=arguments)
     process.start()
     return process
@@ -126,15 +126,16 @@ def test_maintainers_killed_at_any_moment_harm_nobody(
 ) -> None:
     url, chance = place_of(kind).url(), random.Random(kind)
     maintainers = 1 if kind == "hf" else 2  # a bucket without keys cannot decide between two
+    printed = [tmp_path / f"maintainer-{number}" for number in range(maintainers)]
     with publishing(url, tmp_path) as end, reading(url) as readers:
-        running = [start(url, tmp_path, number) for number in range(maintainers)]
+        running = [start(url, file) for file in printed]
         for killed in count():
             if killed >= KILLS[kind] and readers[0].versions[-1:] >= [VERSIONS]:
                 break
             time.sleep(chance.uniform(0.05, 0.8))
             number = chance.randrange(maintainers)
             kill(running[number])
-            running[number] = start(url, tmp_path, number)
+            running[number] = start(url, printed[number])
         end()
         for process in running:
             kill(process)
@@ -145,8 +146,8 @@ def test_maintainers_killed_at_any_moment_harm_nobody(
     head = chain.head()
     assert head is not None
     assert all(reader.versions[-1] == head.version for reader in readers if not reader.joins)
-    printed = [(tmp_path / f"maintainer-{n}").read_text("utf-8") for n in range(maintainers)]
-    assert "Error" not in "".join(printed), printed
+    told = "".join(file.read_text("utf-8") for file in printed)
+    assert "Error" not in told, told
     check_end(url, head.version)
 
 
@@ -262,7 +263,8 @@ class Chaos:
 
     def run(self, rounds: int) -> None:
         with publishing(self.url, self.folder, pause_s=0.2) as end:
-            running = [self._start(rule) for rule in RULES[: 1 if self.alone else 2]]
+            rules = RULES[: 1 if self.alone else 2]
+            running = [start(self.url, self.printed, rule) for rule in rules]
             for number in range(rounds):
                 self._round(number, running)
                 if number % 10 == 9:
@@ -286,18 +288,12 @@ class Chaos:
         time.sleep(self.chance.choice([0.0, GRACE_S / 2, GRACE_S * 1.1]))
         if dies:
             running[victim].join(60)
-            running[victim] = self._start(RULES[number % 2 if self.alone else victim])
+            rule = RULES[number % 2 if self.alone else victim]
+            running[victim] = start(self.url, self.printed, rule)
         else:
             os.kill(running[victim].pid, signal.SIGCONT)
         if self.alone:  # long enough for a prune: a record, its grace, a record after that, deletes
             time.sleep(self.chance.choice([0.0, 2 * GRACE_S, 4 * GRACE_S]))
-
-    def _start(self, rule: int) -> Any:
-        process = PROCESSES.Process(
-            target=maintain_for_ever, args=(self.url, dict(os.environ), self.printed, rule)
-        )
-        process.start()
-        return process
 
 
 @pytest.mark.slow

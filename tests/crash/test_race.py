@@ -8,7 +8,7 @@ from threading import Barrier
 from typing import Self, TypeVar
 
 import pytest
-from torch import nn
+from torch import Tensor
 
 from deltachain.chain.chain import Chain, Committed
 from deltachain.errors import ForkedChainError, PublisherFencedError
@@ -21,6 +21,7 @@ from deltachain.types import StateDigest
 from tests.crash.child import Place
 from tests.support.faults import Fault, FaultyStore
 from tests.support.models import bits_of, plain_model, recompute, same, tensors_of, train_
+from tests.support.values import present
 
 pytestmark = pytest.mark.full
 
@@ -30,85 +31,90 @@ def url(place_of: Callable[[str], Place]) -> str:
     return place_of("hf").url()
 
 
-def change_(model: nn.Module, seed: int) -> None:
-    train_(model, seed, share=0.05)
+class Trainer:
+    """One process that trains a model and publishes it."""
+
+    def __init__(self, store: Store, seed: int = 0, *, trained: int | None = None) -> None:
+        self.model = plain_model(seed)
+        if trained is not None:
+            train_(self.model, trained)
+        self.publisher = Publisher(PublishConfig(url=store.url), store=store).attach(self.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.publisher.close()
+
+    def publish(self, seed: int) -> int:
+        train_(self.model, seed)
+        self.publisher.publish(step=seed)
+        return present(self.publisher.flush()).version
 
 
-def attach_to(url: str, model: nn.Module, *faults: Fault) -> tuple[Publisher, FaultyStore]:
-    store = FaultyStore(open_store(url, writer=True), *faults)
-    return Publisher(PublishConfig(url=url), store=store).attach(model), store
+def writing(url: str, *faults: Fault) -> FaultyStore:
+    return FaultyStore(open_store(url, writer=True), *faults)
 
 
-def publish(publisher: Publisher, model: nn.Module, seed: int) -> None:
-    change_(model, seed)
-    publisher.publish(step=seed)
-    publisher.flush()
-
-
-def test_the_bucket_says_that_it_can_not_decide(url: str) -> None:
-    assert not open_store(url).capabilities.conditional_put
+def following(url: str) -> tuple[Subscriber, dict[str, Tensor]]:
+    held = tensors_of(plain_model())
+    return Subscriber(url, held), held
 
 
 def test_a_second_publisher_that_comes_later_fences_the_first(url: str) -> None:
-    first, second = plain_model(), plain_model(1)
-    one, _ = attach_to(url, first)
-    publish(one, first, 1)
-    two, _ = attach_to(url, second)
+    one = Trainer(writing(url))
+    one.publish(1)
+    two = Trainer(writing(url), 1)
     with pytest.raises(PublisherFencedError, match="version 2 was committed by another publisher"):
-        publish(one, first, 2)
-    publish(two, second, 2)
+        one.publish(2)
+    two.publish(2)
     found = recompute(open_store(url))
-    assert same(found[max(found)].state, bits_of(second))
+    assert same(found[max(found)].state, bits_of(two.model))
 
 
 def test_a_manifest_that_was_written_over_fences_its_writer_and_stops_its_followers(
     url: str,
 ) -> None:
-    early, late = plain_model(), plain_model()
-    held = tensors_of(early)
-    follower = Subscriber(url, held)
+    follower, held = following(url)
+    early: list[Trainer] = []
 
     def the_early_one_goes_first() -> None:
-        one, _ = attach_to(url, early)
+        early.append(Trainer(writing(url)))
         follower.update()
-        publishers.append(one)
 
-    publishers: list[Publisher] = []
-    change_(late, 5)
-    two, _ = attach_to(url, late, Fault(the_early_one_goes_first, "manifests/"))
-    publishers.append(two)
+    late = Trainer(writing(url, Fault(the_early_one_goes_first, "manifests/")), trained=5)
     before = bits_of(held)
     with pytest.raises(PublisherFencedError, match="version 0 was replaced by another publisher"):
-        publish(publishers[0], early, 1)
+        early[0].publish(1)
     with pytest.raises(ForkedChainError, match="version 0 was replaced by another publisher"):
         next(iter(follower.follow()))
-    publish(two, late, 6)
+    late.publish(6)
     with pytest.raises(ForkedChainError, match="version 0"):
         follower.update()
     assert same(bits_of(held), before)
     found = recompute(open_store(url))
     assert list(found) == [0, 1]
-    assert same(found[1].state, bits_of(late))
+    assert same(found[1].state, bits_of(late.model))
 
 
 def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: str) -> None:
-    first, second = plain_model(), plain_model(1)
-    one, store = attach_to(url, first)
-    publish(one, first, 1)
-    held = tensors_of(first)
-    follower = Subscriber(url, held)
+    store, later = writing(url), list[Trainer]()
+    one = Trainer(store)
+    one.publish(1)
+    follower, held = following(url)
     follower.update()
 
     def another_takes_over_and_goes_on() -> None:
-        two, _ = attach_to(url, second)
-        publish(two, second, 2)
+        later.append(Trainer(writing(url), 1))
+        later[0].publish(2)
 
     store.add(Fault(another_takes_over_and_goes_on, "manifests/"))
     with pytest.raises(PublisherFencedError, match="already exists: another publisher"):
-        publish(one, first, 3)
+        one.publish(3)
     follower.update()
-    assert same(bits_of(held), bits_of(second))  # the newest history does not pass through it
-    stepping = Subscriber(url, tensors_of(first))
+    # The newest history does not pass through it.
+    assert same(bits_of(held), bits_of(later[0].model))
+    stepping, _ = following(url)
     stepping.update(2)
     with pytest.raises(ForkedChainError, match="version 2"):
         stepping.update(3)
@@ -116,23 +122,21 @@ def test_a_publisher_that_slept_through_a_takeover_is_fenced_as_it_wakes(url: st
 
 @pytest.mark.parametrize("number", range(5))
 def test_of_two_that_race_for_everything_one_at_most_is_left(url: str, number: int) -> None:
-    models = plain_model(1), plain_model(2)
-
-    def run(model: nn.Module) -> bool:
+    def run(seed: int) -> Trainer | None:
         with suppress(PublisherFencedError, ForkedChainError):
-            publisher, _ = attach_to(url, model)
-            for seed in range(4):
-                publish(publisher, model, 10 * number + seed)
-            return True
-        return False
+            trainer = Trainer(writing(url), seed)
+            for step in range(4):
+                trainer.publish(10 * number + step)
+            return trainer
+        return None
 
     with ThreadPoolExecutor(2) as pool:
-        left = [model for model, alone in zip(models, pool.map(run, models), strict=True) if alone]
+        left = [trainer for trainer in pool.map(run, (1, 2)) if trainer is not None]
     assert len(left) <= 1
     for winner in left:
-        held = tensors_of(winner)
-        Subscriber(url, held).update()
-        assert same(bits_of(held), bits_of(winner))
+        follower, held = following(url)
+        follower.update()
+        assert same(bits_of(held), bits_of(winner.model))
 
 
 ROUNDS = {"memory": 200, "file": 200, "s3": 20}
@@ -141,13 +145,14 @@ TABLE = Table(tensors=(("a", "BF16", (4,)),))
 T = TypeVar("T")
 
 
+def new_store(kind: str, number: int, place_of: Callable[[str], Place]) -> Store:
+    return MemoryStore() if kind == "memory" else open_store(place_of(kind).url(str(number)))
+
+
 @pytest.fixture(params=ROUNDS)
 def fresh(request: pytest.FixtureRequest, place_of: Callable[[str], Place]) -> Iterator[Store]:
-    kind, rounds = request.param, range(ROUNDS[request.param])
-    if kind == "memory":
-        return (MemoryStore() for _ in rounds)
-    place = place_of(kind)
-    return (open_store(place.url(str(number))) for number in rounds)
+    kind = request.param
+    return (new_store(kind, number, place_of) for number in range(ROUNDS[kind]))
 
 
 def race(one: Callable[[], T], two: Callable[[], T]) -> T:
@@ -207,41 +212,17 @@ def test_of_two_racing_writers_exactly_one_commits(fresh: Iterator[Store]) -> No
         assert [c.manifest.epoch for c in chain.history(0, 3)] == [0, 0, 0, 1]
 
 
-class Trainer:
-    def __init__(self, store: Store) -> None:
-        self.model = plain_model()
-        self.publisher = Publisher(PublishConfig(url=store.url), store=store).attach(self.model)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.publisher.close()
-
-    def publish(self, seed: int) -> int:
-        train_(self.model, seed)
-        self.publisher.publish(step=seed)
-        receipt = self.publisher.flush()
-        assert receipt is not None
-        return receipt.version
-
-
 def attach(store: Store) -> Callable[[], Trainer]:
     return partial(Trainer, store)
 
 
-@pytest.mark.parametrize("number", range(200))
-def test_of_two_racing_publishers_exactly_one_owns_the_chain(number: int) -> None:
-    race_for_a_chain(MemoryStore(), number)
-
-
-@pytest.mark.parametrize("place", ["s3"], indirect=True)
-def test_of_two_publishers_racing_on_s3_exactly_one_owns_the_chain(place: Place) -> None:
-    for number in range(10):
-        race_for_a_chain(open_store(place.url(str(number))), number)
-
-
-def race_for_a_chain(store: Store, number: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "number"), [*(("memory", n) for n in range(200)), *(("s3", n) for n in range(10))]
+)
+def test_of_two_racing_publishers_exactly_one_owns_the_chain(
+    kind: str, number: int, place_of: Callable[[str], Place]
+) -> None:
+    store = new_store(kind, number, place_of)
     one, two = at_once(store)
     with race(attach(one), attach(two)) as owner:
         owner.publish(number)
@@ -249,10 +230,8 @@ def race_for_a_chain(store: Store, number: int) -> None:
         assert list(found) == [0, 1]
         one, two = at_once(store)
         with race(attach(one), attach(two)) as successor:
-            assert (successor.publisher.version, successor.publisher.epoch) == (
-                3,
-                1,
-            )  # took over, then went back
+            publisher = successor.publisher
+            assert (publisher.version, publisher.epoch) == (3, 1)  # took over, then went back
             with pytest.raises(PublisherFencedError):
                 owner.publish(7)
     found = recompute(store)

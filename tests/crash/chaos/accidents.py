@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
 from threading import Event
-from typing import Final
+from typing import Any, Final
 
 from deltachain.chain.chain import Chain
 from deltachain.dashboard.watcher import AlertKind
@@ -43,38 +43,32 @@ class Accident:
     parties: frozenset[str]
     detail: str = ""
     seconds: float = 0.0
-    begin: Callable[[], None]
-    end: Callable[[], None] = lambda: None
+    begin: Callable[[], object]
+    end: Callable[[], object] = lambda: None
     alerts: tuple[AlertKind, ...] = ()
     engine: str = ""
     versions: int = 0
 
 
+Make = Callable[[Scene, Random], Accident]
+
+
+def to_engine(kind: str, one: Party, *, detail: str = "", **more: Any) -> Accident:
+    parties = frozenset({one.kind})
+    return Accident(kind=kind, parties=parties, detail=detail or one.kind, engine=one.url, **more)
+
+
 def kill_engine(scene: Scene, dice: Random) -> Accident:
     one = _engine(scene, dice)
-    return Accident(
-        kind="kill engine",
-        parties=frozenset({one.kind}),
-        detail=one.kind,
-        begin=one.service.kill,
-        alerts=(AlertKind.SILENT,),
-        engine=one.url,
-    )
+    return to_engine("kill engine", one, begin=one.service.kill, alerts=(AlertKind.SILENT,))
 
 
-def kill_trainer(scene: Scene, _: Random) -> Accident:
-    begin = scene.trainer.kill
-    return Accident(kind="kill publisher", parties=frozenset({"trainer"}), begin=begin)
+def kill(what: str, party: str) -> Make:
+    def make(scene: Scene, _: Random) -> Accident:
+        begin = getattr(scene, party).kill
+        return Accident(kind=f"kill {what}", parties=frozenset({party}), begin=begin)
 
-
-def kill_maintainer(scene: Scene, _: Random) -> Accident:
-    begin = scene.maintainer.kill
-    return Accident(kind="kill maintainer", parties=frozenset({"maintainer"}), begin=begin)
-
-
-def kill_dashboard(scene: Scene, _: Random) -> Accident:
-    begin = scene.dashboard.kill
-    return Accident(kind="kill dashboard", parties=frozenset({"dashboard"}), begin=begin)
+    return make
 
 
 def kill_store(scene: Scene, dice: Random) -> Accident:
@@ -93,15 +87,13 @@ def kill_store(scene: Scene, dice: Random) -> Accident:
 def cut_off(scene: Scene, dice: Random) -> Accident:
     one, seconds = _engine(scene, dice), dice.uniform(5, 60)
     noticed = seconds > MAX_SILENCE_S + NOTICED_S
-    return Accident(
-        kind="cut off engine",
-        parties=frozenset({one.kind}),
-        detail=one.kind,
+    return to_engine(
+        "cut off engine",
+        one,
         seconds=seconds,
         begin=one.proxy.refuse,
         end=one.proxy.reset,
         alerts=(AlertKind.CUT_OFF,) if noticed else (),
-        engine=one.url,
     )
 
 
@@ -120,7 +112,7 @@ def bad_network(scene: Scene, dice: Random) -> Accident:
     proxy = scene.trainer_proxy if who == "trainer" else scene.engines[who].proxy
     how = dice.choice(["delay", "throttle", "cut", "reset", "drop"])
     nbytes, times, late_s = dice.randrange(20_000), dice.randint(1, 20), dice.uniform(0.05, 0.6)
-    begin: Callable[[], None] = {
+    begin: Callable[[], object] = {
         "delay": lambda: proxy.delay(late_s),
         "throttle": lambda: proxy.throttle(200_000),
         "cut": lambda: proxy.cut_after(nbytes, times=times),
@@ -160,15 +152,13 @@ def full_disk(scene: Scene, dice: Random) -> Accident:
         if not filler.begin():
             raise VoidError("the disk cannot be reached")
 
-    return Accident(
-        kind="full disk",
-        parties=frozenset({one.kind}),
-        detail=one.kind,
+    return to_engine(
+        "full disk",
+        one,
         seconds=dice.uniform(10, 40),
         begin=begin,
         end=filler.end,
         alerts=(AlertKind.BEHIND, AlertKind.NOT_READY),
-        engine=one.url,
         versions=ALERT_LAG + 8,
     )
 
@@ -198,15 +188,13 @@ def second_trainer(scene: Scene, dice: Random) -> Accident:
 
 def pause(scene: Scene, dice: Random) -> Accident:
     one, seconds = _engine(scene, dice), dice.uniform(2, 20)
-    return Accident(
-        kind="pause",
-        parties=frozenset({one.kind}),
-        detail=one.kind,
+    return to_engine(
+        "pause",
+        one,
         seconds=seconds,
-        begin=lambda: void(one.client.pause()),
-        end=lambda: void(one.client.resume()),
+        begin=one.client.pause,
+        end=one.client.resume,
         alerts=(AlertKind.NOT_READY,) if seconds > NOTICED_S else (),
-        engine=one.url,
     )
 
 
@@ -219,15 +207,14 @@ def roll_back(scene: Scene, dice: Random) -> Accident:
             raise VoidError("there is no such version")
         one.client.rollback(held - by)
 
-    return Accident(
-        kind="roll back",
-        parties=frozenset({one.kind}),
+    return to_engine(
+        "roll back",
+        one,
         detail=f"{one.kind} by {by}",
         seconds=seconds,
         begin=begin,
-        end=lambda: void(one.client.release()),
+        end=one.client.release,
         alerts=(AlertKind.BEHIND,) if seconds > NOTICED_S and by > ALERT_LAG else (),
-        engine=one.url,
     )
 
 
@@ -247,11 +234,11 @@ def revert(scene: Scene, dice: Random) -> Accident:
     return Accident(kind="revert", parties=frozenset({"trainer"}), detail=f"by {by}", begin=begin)
 
 
-DRAWN: Final[tuple[tuple[Callable[[Scene, Random], Accident], int], ...]] = (
+DRAWN: Final[tuple[tuple[Make, int], ...]] = (
     (kill_engine, 3),
-    (kill_trainer, 3),
-    (kill_maintainer, 2),
-    (kill_dashboard, 1),
+    (kill("publisher", "trainer"), 3),
+    (kill("maintainer", "maintainer"), 2),
+    (kill("dashboard", "dashboard"), 1),
     (kill_store, 2),
     (cut_off, 4),
     (cut_off_trainer, 2),
@@ -272,7 +259,7 @@ class Deck:
 
     def __init__(self, scene: Scene, dice: Random) -> None:
         self._scene, self._dice = scene, dice
-        self._left: list[Callable[[Scene, Random], Accident]] = []
+        self._left: list[Make] = []
 
     def draw(self) -> list[Accident]:
         first = self._next()
@@ -312,9 +299,6 @@ def happen(one: Accident, stop: Event) -> str:
 def epoch_of(chain: Chain) -> int:
     head = chain.head()
     return -1 if head is None else head.manifest.epoch
-
-
-def void(_: object) -> None: ...
 
 
 def _engine(scene: Scene, dice: Random) -> Party:
