@@ -306,6 +306,15 @@ def test_a_new_key_replaces_an_old_one_while_both_are_trusted() -> None:
     assert old.holds(np.zeros_like(bits_of(0)))
 
 
+def test_a_publisher_goes_on_from_no_unsigned_version() -> None:
+    store = chain()
+    forged_versions(store, Author(NOBODY, evil=1).grow(HEAD + 2).store)
+    author = Author()
+    author.store = store
+    with pytest.raises(errors.SignatureError):
+        author.with_trust(OWNER).chain.head()
+
+
 def test_a_publisher_lists_no_record_that_another_left_in_its_place() -> None:
     author = Author().grow(1)
     key = keys.edge_key(0, "anchor", None)
