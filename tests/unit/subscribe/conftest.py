@@ -1,18 +1,12 @@
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
-from deltachain.errors import DeltaChainError
-from deltachain.publish import PublishConfig, Publisher
-from deltachain.store import MemoryStore, Store
-from deltachain.subscribe import SubscribeConfig, Subscriber
-from tests.support.faults import FaultyStore
-from tests.support.models import Replica, TinyModel, replica_of, tensors_of, train_
-from tests.unit.subscribe.accidents import Told
+from deltachain.store import MemoryStore
+from deltachain.subscribe import Subscriber
+from tests.support.models import Replica, replica_of
+from tests.unit.subscribe.accidents import Run, Told
 from tests.unit.subscribe.clock import Clock
 
 
@@ -22,87 +16,25 @@ def store() -> MemoryStore:
 
 
 @pytest.fixture
-def model() -> TinyModel:
-    return TinyModel()
-
-
-@pytest.fixture
-def publisher(store: MemoryStore, model: TinyModel) -> Iterator[Publisher]:
-    """Attached to the model; version 0 is committed. Anchors are added by nobody."""
-    config = PublishConfig(url=store.url, anchor_factor=1e6)
-    publisher = Publisher(config, store=store).attach(model)
-    yield publisher
-    with suppress(DeltaChainError):
-        publisher.close()
-
-
-@pytest.fixture
-def publish(publisher: Publisher, model: TinyModel) -> Callable[..., None]:
-    """Train and publish: one version for each seed."""
-
-    def run(*seeds: int, share: float = 0.02) -> None:
-        for seed in seeds:
-            train_(model, seed, share=share)
-            publisher.publish(step=seed)
-            publisher.flush()
-
-    return run
+def run(store: MemoryStore, tmp_path: Path) -> Iterator[Run]:
+    made = Run(store, tmp_path / "mirror")
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["dict", "module", "folder"])
-def replica(request: pytest.FixtureRequest, model: TinyModel, tmp_path: Path) -> Replica:
+def replica(request: pytest.FixtureRequest, run: Run) -> Replica:
     """One of each kind of target, holding nothing."""
-    return replica_of(model, request.param, tmp_path / "mirror")
+    return replica_of(run.model, request.param, run.mirror)
 
 
 @pytest.fixture
-def subscribe(store: MemoryStore) -> Callable[..., Subscriber]:
-    def build(target: Any, on: Store | None = None, **settings: Any) -> Subscriber:
-        settings.setdefault("poll_s", 0.001)
-        config = SubscribeConfig(url=store.url, **settings)
-        return Subscriber(config, getattr(target, "target", target), store=on or store)
-
-    return build
-
-
-@pytest.fixture
-def add_anchor(publisher: Publisher) -> Callable[[], None]:
-    """Put an anchor behind the newest version."""
-
-    def run() -> None:
-        session = publisher._session
-        assert session is not None
-        assert session.add_anchor(session.begin_anchor(), topic="").kind == "anchor"
-
-    return run
-
-
-@pytest.fixture
-def mirror(tmp_path: Path) -> Path:
-    return tmp_path / "mirror"
-
-
-@pytest.fixture
-def subscriber(
-    mirror: Path, subscribe: Callable[..., Subscriber], publish: Callable[..., None]
-) -> Subscriber:
-    """Holds version 1 of 2."""
-    publish(1)
-    subscriber = subscribe(mirror)
-    subscriber.update()
-    publish(2)
+def subscriber(run: Run) -> Subscriber:
+    """A folder that holds version 1 of 2."""
+    run.publish(1)
+    subscriber = run.join(run.mirror)
+    run.publish(2)
     return subscriber
-
-
-@pytest.fixture
-def zeros(model: TinyModel) -> dict[str, Tensor]:
-    """A target in memory that holds nothing."""
-    return tensors_of(model)
-
-
-@pytest.fixture
-def faulty(store: MemoryStore) -> FaultyStore:
-    return FaultyStore(store)
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ from safetensors.torch import load_file, save_file
 
 from deltachain.errors import DeltaChainError, PoisonedError, TensorMismatchError
 from deltachain.filebits import FileBits
-from deltachain.publish import Publisher
 from deltachain.subscribe import Subscriber
 from deltachain.subscribe.targets.folder import LOCK_FILE, FolderTarget
 from deltachain.types import TensorSpec
@@ -31,6 +30,7 @@ from tests.support.files import write_weights
 from tests.support.models import TinyModel
 from tests.support.values import eventually
 from tests.unit.cli.support import ok
+from tests.unit.subscribe.accidents import Run
 
 
 def follow_until_ready(subscriber: Subscriber, version: int) -> None:
@@ -44,30 +44,29 @@ def follow_until_ready(subscriber: Subscriber, version: int) -> None:
 
     for _ in subscriber.follow(stop=stop, looked=looked):
         pass
+    assert subscriber.version == version
+    assert subscriber.scrub()
 
 
 @pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize("size", [0, 100])
-def test_a_cut_weights_file_is_written_anew(
-    subscriber: Subscriber, subscribe: "Subscribe", mirror: Path, size: int, *, restarted: bool
+def test_a_cut_weights_file_is_found_by_a_scrub_and_written_anew(
+    run: Run, subscriber: Subscriber, size: int, *, restarted: bool
 ) -> None:
-    os.truncate(mirror / "model.safetensors", size)
+    os.truncate(run.mirror / "model.safetensors", size)
     assert not subscriber.scrub(if_altered=True)
     assert subscriber.poisoned
     if restarted:
         subscriber.close()
-        subscriber = subscribe(mirror)
+        subscriber = run.subscribe(run.mirror)
     follow_until_ready(subscriber, 2)
-    assert subscriber.version == 2
-    assert subscriber.scrub()
 
 
-def test_a_removed_folder_is_made_and_locked_again(subscriber: Subscriber, mirror: Path) -> None:
-    shutil.rmtree(mirror)
+def test_a_removed_folder_is_made_and_locked_again(run: Run, subscriber: Subscriber) -> None:
+    shutil.rmtree(run.mirror)
     follow_until_ready(subscriber, 2)
-    assert subscriber.version == 2
-    assert subscriber.scrub()
-    code = f"import fcntl; fcntl.lockf(open({str(mirror / LOCK_FILE)!r}, 'w'), {LOCK_EX | LOCK_NB})"
+    lock = str(run.mirror / LOCK_FILE)
+    code = f"import fcntl; fcntl.lockf(open({lock!r}, 'w'), {LOCK_EX | LOCK_NB})"
     other = subprocess.run([sys.executable, "-c", code], check=False, stderr=subprocess.PIPE)
     assert b"BlockingIOError" in other.stderr
 
@@ -159,199 +158,150 @@ def test_a_disk_without_room_is_refused_by_what_is_missing_and_nothing_is_left(
     assert again["code"] == 0, again
 
 
-Subscribe = Callable[..., Subscriber]
+@pytest.fixture
+def held(run: Run) -> Subscriber:
+    """A folder that holds version 0."""
+    run.publish()
+    return run.join(run.mirror, poll_s=0.01)
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "folder"
+def weights(run: Run) -> Path:
+    """The file in that folder."""
+    return run.mirror / "model.safetensors"
 
 
-def weights(folder: Path) -> Path:
-    return folder / "model.safetensors"
-
-
-def holds(folder: Path, model: TinyModel) -> bool:
-    found, expected = load_file(weights(folder)), model.state_dict()
-    del expected["head.weight"]  # tied: stored as embed.weight
-    return all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def in_place(folder: Path) -> None:
+def in_place(weights: Path) -> None:
     """Change one byte of a tensor that later deltas do not touch."""
     time.sleep(0.05)  # more than the steps in which file systems count time
-    with weights(folder).open("r+b") as file:
+    with weights.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         last = file.read(1)
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last[0] ^ 1]))
 
 
-def replaced(folder: Path) -> None:
+def replaced(weights: Path) -> None:
     """Put another file of the same tensors, in another order, in its place."""
-    tensors = {name: torch.zeros_like(one) for name, one in load_file(weights(folder)).items()}
+    tensors = {name: torch.zeros_like(one) for name, one in load_file(weights).items()}
     tensors["zzz"] = torch.zeros(1000)  # which the chain does not have
-    save_file(dict(reversed(tensors.items())), folder / "new")
-    (folder / "new").replace(weights(folder))
+    save_file(dict(reversed(tensors.items())), weights.with_name("new"))
+    weights.with_name("new").replace(weights)
 
 
-def deleted(folder: Path) -> None:
-    weights(folder).unlink()
+def deleted(weights: Path) -> None:
+    weights.unlink()
 
 
-CHANGES = pytest.mark.parametrize("change", [in_place, replaced, deleted])
+def cut(weights: Path) -> None:
+    os.truncate(weights, 1000)
 
 
-@CHANGES
+Change = Callable[[Path], None]
+CHANGES = [in_place, replaced, deleted]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_file_is_healed_though_no_version_is_new(
-    publisher: Publisher,
-    model: TinyModel,
-    folder: Path,
-    subscribe: Subscribe,
-    change: Callable[[Path], None],
-    caplog: pytest.LogCaptureFixture,
+    run: Run, weights: Path, held: Subscriber, change: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subscriber, stop = subscribe(folder, poll_s=0.01), Event()
-    subscriber.update()
-    thread = Thread(target=lambda: list(subscriber.follow(stop=stop)))
+    stop = Event()
+    thread = Thread(target=lambda: list(held.follow(stop=stop)))
     thread.start()
     try:
-        change(folder)
-        eventually(lambda: weights(folder).exists() and not subscriber.target.is_altered())
-        eventually(lambda: holds(folder, model))
+        change(weights)
+        eventually(lambda: weights.exists() and not held.target.is_altered())
+        eventually(lambda: run.matches(run.mirror))
     finally:
         stop.set()
         thread.join()
-    assert subscriber.version == publisher.version
+    assert held.version == 0
     assert "the target was modified" in caplog.text
 
 
-@CHANGES
+@pytest.mark.parametrize("change", [*CHANGES, cut])
 def test_a_changed_file_is_healed_by_the_next_update(
-    publish: Callable[..., None],
-    model: TinyModel,
-    folder: Path,
-    subscribe: Subscribe,
-    change: Callable[[Path], None],
+    run: Run, weights: Path, held: Subscriber, change: Change, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
-    change(folder)
-    subscriber.update()
-    assert holds(folder, model)
-    change(folder)
-    publish(1)
-    subscriber.update()
-    assert holds(folder, model)
+    for seeds in ((), (1,)):  # without a new version, and with one
+        change(weights)
+        run.publish(*seeds)
+        held.update()
+        assert run.matches(run.mirror)
+    if change is cut:
+        assert "written anew" in caplog.text
+        assert "model.safetensors" in caplog.text
 
 
-@CHANGES
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_file_that_is_changed_while_a_version_is_staged_is_not_written_to(
-    publish: Callable[..., None],
-    model: TinyModel,
-    folder: Path,
-    subscribe: Subscribe,
-    change: Callable[[Path], None],
+    run: Run, weights: Path, held: Subscriber, change: Change
 ) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
-    publish(1)
-    staged = subscriber.stage()
+    run.publish(1)
+    staged = held.stage()
     assert staged is not None
-    change(folder)
-    theirs = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+    change(weights)
+    theirs = {file.name: file.read_bytes() for file in run.mirror.glob("*.safetensors")}
     with pytest.raises(PoisonedError, match="another process changed its weights files"):
-        subscriber.swap(staged)
-    assert {file.name: file.read_bytes() for file in folder.glob("*.safetensors")} == theirs
-    assert subscriber.version is None
-    subscriber.update()
-    assert holds(folder, model)
+        held.swap(staged)
+    assert {file.name: file.read_bytes() for file in run.mirror.glob("*.safetensors")} == theirs
+    assert held.version is None
+    held.update()
+    assert run.matches(run.mirror)
 
 
-@pytest.mark.usefixtures("publisher")
-def test_a_file_of_another_model_is_named_and_left_alone(
-    folder: Path, subscribe: Subscribe
-) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
-    save_file(TinyModel(width=32).frozen.state_dict(), weights(folder))
-    theirs = weights(folder).read_bytes()
+def test_a_file_of_another_model_is_named_and_left_alone(weights: Path, held: Subscriber) -> None:
+    save_file(TinyModel(width=32).frozen.state_dict(), weights)
+    theirs = weights.read_bytes()
     with pytest.raises(TensorMismatchError):
-        subscriber.update()
-    assert weights(folder).read_bytes() == theirs
+        held.update()
+    assert weights.read_bytes() == theirs
 
 
-@pytest.mark.usefixtures("publisher")
-def test_a_file_that_was_cut_is_named_and_written_anew(
-    folder: Path, subscribe: Subscribe, model: TinyModel, caplog: pytest.LogCaptureFixture
-) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
-    os.truncate(weights(folder), 1000)
-    subscriber.update()
-    assert "written anew" in caplog.text
-    assert "model.safetensors" in caplog.text
-    assert holds(folder, model)
-
-
-@pytest.mark.usefixtures("publisher")
 def test_a_backup_by_hard_links_is_no_change(
-    folder: Path, subscribe: Subscribe, caplog: pytest.LogCaptureFixture
+    run: Run, held: Subscriber, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
-    shutil.copytree(folder, folder.parent / "backup", copy_function=os.link)
+    shutil.copytree(run.mirror, run.mirror.parent / "backup", copy_function=os.link)
     with mock.patch.object(FolderTarget, "state", side_effect=AssertionError):
-        subscriber.update()
+        held.update()
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
-@pytest.mark.usefixtures("publisher")
-def test_a_touched_file_is_read_once(folder: Path, subscribe: Subscribe) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
+def test_a_touched_file_is_read_once(weights: Path, held: Subscriber) -> None:
     time.sleep(0.05)  # more than the steps in which file systems count time
-    weights(folder).touch()
-    assert subscriber.target.is_altered()
-    assert subscriber.update() is None
-    assert not subscriber.target.is_altered()
+    weights.touch()
+    assert held.target.is_altered()
+    assert held.update() is None
+    assert not held.target.is_altered()
 
 
 @pytest.mark.parametrize("change", [replaced, deleted])
 def test_a_file_that_is_changed_while_it_is_written_to_is_healed(
-    publish: Callable[..., None],
-    model: TinyModel,
-    folder: Path,
-    subscribe: Subscribe,
-    change: Callable[[Path], None],
+    run: Run, weights: Path, held: Subscriber, change: Change
 ) -> None:
-    subscriber = subscribe(folder)
-    subscriber.update()
-    publish(1)
+    run.publish(1)
     changes = iter([change])
     put = FileBits.put
 
     def changed_before(place: FileBits, *bits: Any) -> None:
         for one in changes:
-            one(folder)
+            one(weights)
         put(place, *bits)
 
     with mock.patch.object(FileBits, "put", changed_before), pytest.raises(PoisonedError):
-        subscriber.update()
-    subscriber.update()
-    assert holds(folder, model)
+        held.update()
+    held.update()
+    assert run.matches(run.mirror)
 
 
-@pytest.mark.usefixtures("publisher")
 def test_a_file_that_is_replaced_while_the_folder_is_opened_is_healed(
-    folder: Path, subscribe: Subscribe, model: TinyModel
+    run: Run, weights: Path, held: Subscriber
 ) -> None:
-    with subscribe(folder) as first:
-        first.update()
-    again = subscribe(folder)
-    with mock.patch.object(FolderTarget, "_recover", side_effect=lambda: replaced(folder)):
+    held.close()
+    again = run.subscribe(run.mirror)
+    with mock.patch.object(FolderTarget, "_recover", side_effect=lambda: replaced(weights)):
         again.open()
     with suppress(PoisonedError):
         again.update()
     again.update()
-    assert holds(folder, model)
+    assert run.matches(run.mirror)

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from deltachain.chain import chain
 from deltachain.errors import (
@@ -18,21 +19,21 @@ from deltachain.errors import (
     FormatError,
     MalformedError,
     ObjectNotFoundError,
-    StoreUnavailableError,
 )
 from deltachain.format.documents import EdgeRecord, seal, unseal
-from deltachain.format.keys import manifest_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.store import MemoryStore
 from deltachain.subscribe import Subscriber
-from tests.support.faults import Action, Fault, FaultyStore
-from tests.support.models import TinyModel, bits_of, plain_model, same, tensors_of, train_
+from tests.support.faults import Action, Fault
+from tests.support.models import bits_of, plain_model, same, tensors_of, train_
 from tests.support.values import present
+from tests.unit.subscribe.accidents import Run, unchanged
 
-Publish = Callable[..., None]
-Subscribe = Callable[..., Subscriber]
-
-BAD: list[Action] = ["corrupt", "truncate", "hide"]
+UNUSABLE: dict[Action, type[DeltaChainError]] = {
+    "corrupt": DigestMismatchError,
+    "truncate": MalformedError,
+    "hide": ObjectNotFoundError,
+}
 
 
 def delta(version: int) -> str:
@@ -40,14 +41,11 @@ def delta(version: int) -> str:
 
 
 @pytest.fixture
-def subscriber(
-    zeros: dict[str, Tensor], subscribe: Subscribe, publish: Publish, faulty: FaultyStore
-) -> Subscriber:
-    """Holds version 1 of 3."""
-    publish(1)
-    subscriber = subscribe(zeros, on=faulty)
-    subscriber.update()
-    publish(2, 3)
+def subscriber(run: Run) -> Subscriber:
+    """Holds version 1 of 3, in memory."""
+    run.publish(1)
+    subscriber = run.join(run.zeros, on=run.faulty)
+    run.publish(2, 3)
     return subscriber
 
 
@@ -56,159 +54,85 @@ def subscriber(
 
 @pytest.mark.parametrize("action", ["corrupt", "truncate"])
 def test_an_object_that_is_corrupt_once_is_fetched_again(
-    subscriber: Subscriber,
-    faulty: FaultyStore,
-    zeros: dict[str, Tensor],
-    model: TinyModel,
-    action: Action,
+    run: Run, subscriber: Subscriber, action: Action
 ) -> None:
-    faulty.add(Fault(action, delta(2)))
+    run.faulty.add(Fault(action, delta(2)))
     receipt = present(subscriber.update())
     assert [key.startswith(delta(2)) for key in receipt.refetched] == [True]
-    assert same(bits_of(zeros), bits_of(model))
+    assert run.matches(run.zeros)
 
 
-@pytest.mark.parametrize("action", BAD)
+@pytest.mark.parametrize("action", UNUSABLE)
 def test_an_object_that_stays_unusable_is_refused_and_nothing_is_written(
-    subscriber: Subscriber, faulty: FaultyStore, zeros: dict[str, Tensor], action: Action
+    run: Run, subscriber: Subscriber, action: Action
 ) -> None:
-    before = bits_of(zeros)
-    faulty.add(Fault(action, delta(2), times=None), Fault(action, "anchors/", times=None))
-    expected: dict[str, type[DeltaChainError]] = {
-        "hide": ObjectNotFoundError,
-        "truncate": MalformedError,
-        "corrupt": DigestMismatchError,
-    }
-    with pytest.raises(expected[action], match=r"(anchors|deltas)/") as caught:
+    run.faulty.add(Fault(action, delta(2), times=None), Fault(action, "anchors/", times=None))
+    refused = pytest.raises(UNUSABLE[action], match=r"(anchors|deltas)/")
+    with unchanged(run.zeros), refused as caught:
         subscriber.update()
     assert caught.value.hint
-    assert same(bits_of(zeros), before)
     assert subscriber.version == 1
 
 
-@pytest.mark.parametrize("action", BAD)
+@pytest.mark.parametrize("action", UNUSABLE)
 def test_an_unusable_object_is_planned_around(
-    subscriber: Subscriber,
-    faulty: FaultyStore,
-    zeros: dict[str, Tensor],
-    model: TinyModel,
-    publish: Publish,
-    *,
-    add_anchor: Callable[[], None],
-    action: Action,
+    run: Run, subscriber: Subscriber, action: Action
 ) -> None:
-    add_anchor()
-    publish(4)
-    faulty.add(Fault(action, delta(2), times=None))
+    run.add_anchor()
+    run.publish(4)
+    run.faulty.add(Fault(action, delta(2), times=None))
     receipt = present(subscriber.update())
     assert "anchor->3" in receipt.plan
-    assert same(bits_of(zeros), bits_of(model))
+    assert run.matches(run.zeros)
 
 
-def test_a_swapped_object_is_refused(
-    subscriber: Subscriber, store: MemoryStore, zeros: dict[str, Tensor]
-) -> None:
-    keys = [next(store.list(delta(version))).key for version in (2, 3)]
-    store.put(keys[0], store.get(keys[1]))
-    before = bits_of(zeros)
-    with pytest.raises(FormatError) as caught:  # by its size or by its digest
+def test_a_swapped_object_is_refused(run: Run, subscriber: Subscriber) -> None:
+    keys = [next(run.store.list(delta(version))).key for version in (2, 3)]
+    run.store.put(keys[0], run.store.get(keys[1]))
+    # By its size or by its digest.
+    with unchanged(run.zeros), pytest.raises(FormatError) as caught:
         subscriber.update()
     assert caught.value.key == keys[0]
-    assert same(bits_of(zeros), before)
 
 
-def test_a_store_that_is_down_is_an_error_and_nothing_is_written(
-    subscriber: Subscriber, faulty: FaultyStore, zeros: dict[str, Tensor], model: TinyModel
-) -> None:
-    before = bits_of(zeros)
-    faulty.down = True
-    with pytest.raises(StoreUnavailableError):
-        subscriber.update()
-    assert same(bits_of(zeros), before)
-    faulty.mend()
-    subscriber.update()
-    assert same(bits_of(zeros), bits_of(model))
+# Records of anchors, and encodings of a later version
 
 
-# Manifests, records and the hint
-
-
-def test_a_manifest_that_can_not_be_read_is_refused(
-    subscriber: Subscriber, faulty: FaultyStore, zeros: dict[str, Tensor]
-) -> None:
-    before = bits_of(zeros)
-    faulty.add(Fault("truncate", manifest_key(3), times=None))
-    with pytest.raises(FormatError):
-        subscriber.update()
-    assert same(bits_of(zeros), before)
-
-
-@pytest.fixture
-def record(store: MemoryStore, publish: Publish, add_anchor: Callable[[], None]) -> str:
-    """Key of the record of an anchor of version 2; the head is 3."""
-    publish(1, 2)
-    add_anchor()
-    publish(3)
-    (info,) = store.list("edges/")
-    return info.key
-
-
-def test_an_anchor_whose_record_is_gone_is_planned_around(
-    record: str,
-    subscribe: Subscribe,
-    store: MemoryStore,
-    zeros: dict[str, Tensor],
-    model: TinyModel,
-) -> None:
+def removed(store: MemoryStore, record: str) -> None:
     store.delete(record)
-    receipt = present(subscribe(zeros).update())
-    assert "anchor->0" in receipt.plan
-    assert same(bits_of(zeros), bits_of(model))
 
 
-def test_an_anchor_whose_record_was_rewritten_is_planned_around(
-    record: str,
-    subscribe: Subscribe,
-    store: MemoryStore,
-    zeros: dict[str, Tensor],
-    model: TinyModel,
-) -> None:
+def rewritten(store: MemoryStore, record: str) -> None:
     document = unseal(store.get(record), EdgeRecord, key=record)
     assert document.edge.parts
-    forged = EdgeRecord(
-        chain=document.chain,
-        version=document.version,
-        manifest=document.manifest,
-        base_state=document.base_state,
-        state="0" * 32,
-        edge=document.edge,
-    )
-    store.put(record, seal(forged))
-    receipt = present(subscribe(zeros).update())
+    store.put(record, seal(msgspec.structs.replace(document, state="0" * 32)))
+
+
+@pytest.mark.parametrize("change", [removed, rewritten])
+def test_an_anchor_whose_record_is_not_its_own_is_planned_around(
+    run: Run, change: Callable[[MemoryStore, str], None]
+) -> None:
+    run.publish(1, 2)
+    run.add_anchor()
+    run.publish(3)
+    (record,) = run.store.list("edges/")
+    change(run.store, record.key)
+    receipt = present(run.subscribe(run.zeros).update())
     assert "anchor->0" in receipt.plan
-    assert same(bits_of(zeros), bits_of(model))
-
-
-# An encoding of a later version
+    assert run.matches(run.zeros)
 
 
 def test_an_unknown_encoding_disables_its_edge_alone(
-    subscriber: Subscriber,
-    add_anchor: Callable[[], None],
-    zeros: dict[str, Tensor],
-    model: TinyModel,
-    monkeypatch: pytest.MonkeyPatch,
+    run: Run, subscriber: Subscriber, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chain, "ENCODINGS", frozenset({"dense"}))  # a reader before steps
-    before = bits_of(zeros)
-    with pytest.raises(BrokenChainError) as caught:
+    with unchanged(run.zeros), pytest.raises(BrokenChainError) as caught:
         subscriber.update()
     assert "anchor" in caught.value.hint
-    assert same(bits_of(zeros), before)
-    add_anchor()
+    run.add_anchor()
     receipt = present(subscriber.update())
     assert receipt.plan.startswith("1 to 3: anchor->3 ")
-    assert same(bits_of(zeros), bits_of(model))
+    assert run.matches(run.zeros)
 
 
 # A base checkpoint that the follower has
@@ -236,24 +160,21 @@ def based(store: MemoryStore, base: Path) -> Iterator[nn.Module]:
 
 
 def test_a_newcomer_starts_from_the_base_wherever_it_lies(
-    based: nn.Module, base: Path, tmp_path: Path, subscribe: Subscribe
+    run: Run, based: nn.Module, base: Path, tmp_path: Path
 ) -> None:
     moved = base.rename(tmp_path / "moved")
     tensors = tensors_of(based)
-    receipt = present(subscribe(tensors, base=moved).update())
+    receipt = present(run.subscribe(tensors, base=moved).update())
     assert receipt.plan.startswith("nothing to 2: base->0 ")
     assert same(bits_of(tensors), bits_of(based))
 
 
-def test_a_base_that_is_not_there_is_refused_with_what_to_do(
-    based: nn.Module, base: Path, subscribe: Subscribe
-) -> None:
+def gone(base: Path) -> None:
     shutil.rmtree(base)
-    tensors = tensors_of(based)
-    with pytest.raises(ConfigError, match="does not exist") as caught:
-        subscribe(tensors, base=base).update()
-    assert "give the folder of the base checkpoint" in caught.value.hint
-    assert not any(bits.any() for bits in bits_of(tensors).values())
+
+
+def without_weights(base: Path) -> None:
+    (base / "model.safetensors").rename(base / "other.safetensors")
 
 
 def altered(base: Path) -> None:
@@ -263,31 +184,28 @@ def altered(base: Path) -> None:
     file.write_bytes(data)
 
 
-def missing(base: Path) -> None:
-    (base / "model.safetensors").rename(base / "other.safetensors")
-
-
 def truncated(base: Path) -> None:
     file = base / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
 
 
-@pytest.mark.parametrize("damage", [altered, missing, truncated])
+@pytest.mark.parametrize("damage", [gone, without_weights, altered, truncated])
 def test_a_base_that_is_not_the_one_referred_to_is_refused(
-    based: nn.Module, base: Path, subscribe: Subscribe, damage: Callable[[Path], None]
+    run: Run, based: nn.Module, base: Path, damage: Callable[[Path], None]
 ) -> None:
     damage(base)
     tensors = tensors_of(based)
-    with pytest.raises(FormatError, match=r"model\.safetensors"):
-        subscribe(tensors, base=base).update()
-    assert not any(bits.any() for bits in bits_of(tensors).values())
+    message = "does not exist" if damage is gone else r"model\.safetensors"
+    refused = pytest.raises(ConfigError if damage is gone else FormatError, match=message)
+    with unchanged(tensors), refused as caught:
+        run.join(tensors, base=base)
+    if damage is gone:
+        assert "give the folder of the base checkpoint" in caught.value.hint
 
 
-def test_a_base_that_is_gone_is_planned_around(
-    based: nn.Module, base: Path, store: MemoryStore, subscribe: Subscribe
-) -> None:
-    shutil.rmtree(base)
-    with Publisher(PublishConfig(url=store.url), store=store) as publisher:
+def test_a_base_that_is_gone_is_planned_around(run: Run, based: nn.Module, base: Path) -> None:
+    gone(base)
+    with Publisher(PublishConfig(url=run.store.url), store=run.store) as publisher:
         publisher.attach(based)  # nothing can be rebuilt, so nothing is known to differ
         train_(based, 3)
         publisher.publish()
@@ -295,21 +213,6 @@ def test_a_base_that_is_gone_is_planned_around(
         publisher.flush()
         session.add_anchor(session.begin_anchor(), topic="")
     tensors = tensors_of(based)
-    receipt = present(subscribe(tensors, base=base).update())
+    receipt = present(run.subscribe(tensors, base=base).update())
     assert "anchor->" in receipt.plan
     assert same(bits_of(tensors), bits_of(based))
-
-
-# A chain that nobody can read
-
-
-@pytest.mark.usefixtures("publisher")
-@pytest.mark.parametrize("key", ["chain.json", "table.json"])
-def test_a_chain_whose_identity_is_damaged_is_refused(
-    subscribe: Subscribe, zeros: dict[str, Tensor], faulty: FaultyStore, key: str
-) -> None:
-    faulty.add(Fault("truncate", key, times=None))
-    with pytest.raises(FormatError):
-        subscribe(zeros, on=faulty).update()
-    faulty.mend()
-    assert chain.Chain.open(faulty).identity is not None
