@@ -3,6 +3,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -95,45 +96,95 @@ class Served:
         pass
 
 
-@pytest.fixture
-def store() -> MemoryStore:
+def versions_of(model: Any, weight: torch.Tensor, *values: float) -> MemoryStore:
+    """A chain that begins with a model as it is; then a version for each value of a weight."""
     made = MemoryStore()
-    model = torch.nn.Linear(3, 2, bias=False)
-    torch.nn.init.zeros_(model.weight)
     with Publisher(PublishConfig(url=made.url), store=made).attach(model) as publisher:
-        for step in (1, 2):
-            torch.nn.init.constant_(model.weight, step)
+        for step, value in enumerate(values, 1):
+            torch.nn.init.constant_(weight, value)
             publisher.publish(step=step).result(60)
     return made
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    model = torch.nn.Linear(3, 2, bias=False)
+    return versions_of(model, model.weight, 1.0, 2.0)
 
 
 def config(store: MemoryStore) -> SubscribeConfig:
     return SubscribeConfig(url=store.url, poll_s=0.01)
 
 
-def test_the_server_reads_what_is_proven(store: MemoryStore, tmp_path: Path) -> None:
+AgentOf = Callable[[Any], Agent]
+
+
+@pytest.fixture
+def agent_of(store: MemoryStore, tmp_path: Path) -> Iterator[AgentOf]:
+    """Makes the agent of a server."""
+    with ExitStack() as stack:
+
+        def build(server: Any) -> Agent:
+            agent = Agent(config(store), tmp_path / "head", server, store=store)
+            return stack.enter_context(agent)
+
+        yield build
+
+
+def test_the_server_reads_what_is_proven(agent_of: AgentOf) -> None:
     server = Served()
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        agent.update(1)
-        agent.update()
-        assert agent.update() is None
+    agent = agent_of(server)
+    agent.update(1)
+    agent.update()
+    assert agent.update() is None
     assert server.brought == [(1, 1.0), (2, 2.0)]
 
 
-def test_a_server_that_is_down_is_waited_for(store: MemoryStore, tmp_path: Path) -> None:
+def test_a_server_that_is_down_is_waited_for(agent_of: AgentOf) -> None:
     server, stop = Served(down=3), Event()
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        for receipt in agent.follow(stop):
-            assert receipt.version == 2
-            stop.set()
-            agent.subscriber.notify()
-        assert (server.brought, server.down) == ([], 2)
+    agent = agent_of(server)
+    for receipt in agent.follow(stop):
+        assert receipt.version == 2
+        stop.set()
+        agent.subscriber.notify()
+    assert (server.brought, server.down) == ([], 2)
+    for _ in range(2):
         with pytest.raises(ControlPlaneError):
             agent.update()
-        with pytest.raises(ControlPlaneError):
-            agent.update()
-        assert agent.update() is None
+    assert agent.update() is None
     assert server.brought == [(2, 2.0)]
+
+
+def test_an_agent_is_not_ready_before_its_server_has_loaded(agent_of: AgentOf) -> None:
+    said = []
+
+    class Slow(Served):
+        def load(self, folder: Path, version: int) -> None:
+            said.append(agent.why_unready())
+            super().load(folder, version)
+
+    agent = agent_of(Slow(down=1))
+    with pytest.raises(ControlPlaneError):
+        agent.update()
+    assert "has not loaded version 2" in agent.why_unready()
+    agent.update()
+    assert agent.why_unready() == ""
+    assert ["has not loaded version 2" in one for one in said] == [True, True]
+
+
+def test_a_folder_that_was_written_anew_is_loaded_anew(agent_of: AgentOf, tmp_path: Path) -> None:
+    server = Served()
+    agent = agent_of(server)
+    agent.update()
+    weights = tmp_path / "head" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
+    agent.subscriber.scrub()
+    agent.update()  # from nothing, to the same version
+    agent.update()
+    assert server.brought == [(2, 2.0), (2, 2.0)]
+
+
+# Servers that load adapters
 
 
 @pytest.mark.parametrize(("name", "keep"), [("a/b", 2), ("", 2), ("a", 0)])
@@ -167,24 +218,12 @@ class Vllm:
         return httpx.Response(200)
 
 
-class Adapters(torch.nn.Module):
-    """Something with the names of an adapter."""
-
-    def __init__(self, value: float) -> None:
-        super().__init__()
-        self.base_model = torch.nn.Module()
-        self.base_model.model = torch.nn.Linear(3, 2, bias=False)
-        torch.nn.init.constant_(self.base_model.model.weight, value)
-
-
-def versions_of(value: float) -> MemoryStore:
-    made = MemoryStore()
-    model: Any = Adapters(value)
-    with Publisher(PublishConfig(url=made.url), store=made).attach(model) as publisher:
-        for step in range(4):
-            torch.nn.init.constant_(model.base_model.model.weight, value + step)
-            publisher.publish(step=step + 1).result(60)
-    return made
+def adapters_of(value: float) -> MemoryStore:
+    """Four versions of something with the names of an adapter, after its first weights."""
+    layer = torch.nn.Linear(3, 2, bias=False)
+    torch.nn.init.constant_(layer.weight, value)
+    model = torch.nn.ModuleDict({"base_model": torch.nn.ModuleDict({"model": layer})})
+    return versions_of(model, layer.weight, *(value + step for step in range(4)))
 
 
 def serves(vllm: Vllm, name: str) -> float:
@@ -209,7 +248,7 @@ def lead(store: MemoryStore, folder: Path, head: Path, vllm: Vllm) -> Agent:
 
 def test_the_newest_adapters_stay_and_their_folders_a_while_longer(tmp_path: Path) -> None:
     vllm, folder = Vllm(), tmp_path / "adapters"
-    with lead(versions_of(1.0), folder, tmp_path / "head", vllm) as agent:
+    with lead(adapters_of(1.0), folder, tmp_path / "head", vllm) as agent:
         for version in range(4):
             agent.update(version)
         assert sorted(vllm.adapters) == ["policy-v2", "policy-v3"]
@@ -223,10 +262,10 @@ def test_the_newest_adapters_stay_and_their_folders_a_while_longer(tmp_path: Pat
 
 def test_the_adapter_of_another_run_is_not_taken_for_this_ones(tmp_path: Path) -> None:
     vllm, folder = Vllm(), tmp_path / "adapters"
-    with lead(versions_of(1.0), folder, tmp_path / "one", vllm) as agent:
+    with lead(adapters_of(1.0), folder, tmp_path / "one", vllm) as agent:
         agent.update(4)
     assert serves(vllm, "policy-v4") == 4.0
-    with lead(versions_of(100.0), folder, tmp_path / "two", vllm) as agent:
+    with lead(adapters_of(100.0), folder, tmp_path / "two", vllm) as agent:
         agent.update(4)
     assert serves(vllm, "policy-v4") == 103.0
 
@@ -239,18 +278,29 @@ def test_weights_that_are_no_adapter_are_refused(store: MemoryStore, tmp_path: P
         agent.update()
 
 
+# Servers that load whole checkpoints
+
+
 class Whole:
     """A server of either engine, which says what it was asked and loads whole checkpoints."""
 
     def __init__(self, *, is_sglang: bool) -> None:
-        self.is_sglang, self.is_down, self.refuses = is_sglang, False, False
-        self.is_paused = False
+        self.is_sglang, self.is_paused = is_sglang, False
+        self.trouble = ""
         self.named = "default"
         self.asked: list[str] = []
+        self.limits: list[float] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
-        if self.is_down:
+        if self.trouble == "down":
             raise httpx.ConnectError("refused", request=request)
+        if self.trouble == "a proxy that answers for it":
+            return httpx.Response(503, text="starting")
+        return self._answer(request)
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "GET" and "timeout" in request.extensions:
+            self.limits.append(request.extensions["timeout"]["read"])
         path = request.url.path.removeprefix("/")
         if path == "model_info" and not self.is_sglang:
             return httpx.Response(404, text="Not Found")
@@ -262,7 +312,7 @@ class Whole:
         body = json.loads(request.content or b"{}")
         if "path" in str(body):
             assert self.asked[0].startswith("pause")
-            if self.refuses:
+            if self.trouble == "a failed load":
                 return httpx.Response(200, json={"success": False, "message": "no such file"})
             self.named = body.get("weight_version", self.named)
             return httpx.Response(200, json={"success": True})
@@ -276,97 +326,51 @@ class Whole:
         await Response(answer.content, answer.status_code)(scope, receive, send)
 
 
+def reloading(engine: Whole) -> ReloadServer:
+    server = ReloadServer("http://engine:4040")
+    server._client._client = mocked(engine)
+    return server
+
+
+@pytest.mark.parametrize(
+    ("trouble", "is_sglang", "said"),
+    [
+        ("down", False, "did not answer"),
+        ("down", True, "did not answer"),
+        ("a proxy that answers for it", False, "answered 503"),
+        ("a failed load", True, "no such file"),
+    ],
+)
+def test_a_server_is_told_again_until_it_has_loaded_and_stays_paused_meanwhile(
+    agent_of: AgentOf, trouble: str, said: str, *, is_sglang: bool
+) -> None:
+    engine = Whole(is_sglang=is_sglang)
+    agent = agent_of(reloading(engine))
+    resumed = "continue_generation" if is_sglang else "resume"
+    engine.trouble = trouble
+    with pytest.raises(ControlPlaneError, match=said):
+        agent.update()
+    assert resumed not in engine.asked
+    engine.trouble = ""
+    agent.update()
+    assert (engine.named, engine.asked[-1]) == ("2", resumed)
+    assert set(engine.limits) == {10.0}  # seconds until it counts as hanging; a load has more
+
+
 @pytest.mark.parametrize("is_sglang", [False, True])
-def test_a_server_is_told_whole_versions_whenever_it_comes_up(
-    store: MemoryStore, tmp_path: Path, *, is_sglang: bool
+def test_a_server_that_has_the_version_is_left_alone_until_something_happens_to_it(
+    agent_of: AgentOf, *, is_sglang: bool
 ) -> None:
-    engine, server = Whole(is_sglang=is_sglang), ReloadServer("http://engine:4040")
-    server._client._client = mocked(engine)
-    engine.is_down = True
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        with pytest.raises(ControlPlaneError, match="did not answer"):
-            agent.update()
-        engine.is_down = False
-        agent.update()
-        assert engine.named == "2"
-        assert engine.asked[-1] == ("continue_generation" if is_sglang else "resume")
-        engine.asked.clear()
-        agent.update()
-        assert engine.asked == []
-        engine.named = "default"  # it was started again
-        agent.update()
-        assert engine.named == "2"
-
-
-def test_a_server_behind_a_proxy_that_answers_for_it_is_asked_again(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    engine, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
-
-    def proxy(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(503, text="starting") if is_starting else engine(request)
-
-    is_starting = True
-    server._client._client = mocked(proxy)
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        with pytest.raises(ControlPlaneError, match="answered 503"):
-            agent.update()
-        is_starting = False
-        agent.update()
-    assert (engine.named, engine.asked[-1]) == ("2", "resume")
-
-
-def test_a_server_that_could_not_load_stays_paused_and_is_told_again(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    engine, server = Whole(is_sglang=True), ReloadServer("http://engine:4040")
-    server._client._client = mocked(engine)
-    engine.refuses = True
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        with pytest.raises(ControlPlaneError, match="no such file"):
-            agent.update()
-        assert "continue_generation" not in engine.asked
-        engine.refuses = False
-        agent.update()
-    assert (engine.named, engine.asked[-1]) == ("2", "continue_generation")
-
-
-def test_an_agent_is_not_ready_before_its_server_has_loaded(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    said = []
-
-    class Slow(Served):
-        def load(self, folder: Path, version: int) -> None:
-            said.append(agent.why_unready())
-            super().load(folder, version)
-
-    with Agent(config(store), tmp_path / "head", Slow(down=1), store=store) as agent:
-        with pytest.raises(ControlPlaneError):
-            agent.update()
-        assert "has not loaded version 2" in agent.why_unready()
-        agent.update()
-        assert agent.why_unready() == ""
-    assert ["has not loaded version 2" in one for one in said] == [True, True]
-
-
-def test_a_folder_that_was_written_anew_is_loaded_anew(store: MemoryStore, tmp_path: Path) -> None:
-    server = Served()
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        agent.update()
-        weights = tmp_path / "head" / "model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0\0")
-        agent.subscriber.scrub()
-        agent.update()  # from nothing, to the same version
-        agent.update()
-    assert server.brought == [(2, 2.0), (2, 2.0)]
-
-
-def test_an_agent_says_that_others_paused_its_server(store: MemoryStore, tmp_path: Path) -> None:
-    engine, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
-    server._client._client = mocked(engine)
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        agent.update()
+    engine = Whole(is_sglang=is_sglang)
+    agent = agent_of(reloading(engine))
+    agent.update()
+    engine.asked.clear()
+    agent.update()
+    assert engine.asked == []
+    engine.named = "default"  # it was started again
+    agent.update()
+    assert engine.named == "2"
+    if not is_sglang:
         engine.is_paused = True
         with pytest.raises(ControlPlaneError, match="paused by another client"):
             agent.update()
@@ -374,33 +378,14 @@ def test_an_agent_says_that_others_paused_its_server(store: MemoryStore, tmp_pat
         agent.update()
 
 
-def test_a_server_that_hangs_is_told_within_seconds(store: MemoryStore, tmp_path: Path) -> None:
-    limits = []
-
-    def engine(request: httpx.Request) -> httpx.Response:
-        if request.method == "GET":
-            limits.append(request.extensions["timeout"]["read"])
-        return whole(request)
-
-    whole, server = Whole(is_sglang=False), ReloadServer("http://engine:4040")
-    server._client._client = mocked(engine)
-    with Agent(config(store), tmp_path / "head", server, store=store) as agent:
-        agent.update()
-        agent.update()
-    assert set(limits) == {10.0}  # a load has half an hour
-
-
 def test_the_command_brings_a_server_to_the_head_and_ends(tmp_path: Path) -> None:
-    url, head = str(tmp_path / "policy"), tmp_path / "head"
-    model = torch.nn.Linear(3, 2, bias=False)
-    with Publisher(url).attach(model) as publisher:
-        torch.nn.init.constant_(model.weight, 1)
-        publisher.publish(step=1).result(60)
-    vllm = Whole(is_sglang=False)
+    url, vllm = str(tmp_path / "policy"), Whole(is_sglang=False)
+    Publisher(url).attach(torch.nn.Linear(3, 2, bias=False)).close()
     with served(Starlette(routes=[Mount("/", vllm.asgi)])) as engine:
-        done = ok("agent", url, "--engine", engine, "--out", head, "--once", "--json")
-    assert vllm.named == "1"
-    assert json.loads(done.stdout)["version"] == 1
+        words = ("--engine", engine, "--out", tmp_path / "head", "--once", "--json")
+        done = ok("agent", url, *words)
+    assert vllm.named == "0"
+    assert json.loads(done.stdout)["version"] == 0
 
 
 def test_the_command_wants_a_chain(tmp_path: Path) -> None:

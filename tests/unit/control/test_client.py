@@ -4,9 +4,12 @@ import os
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, Thread
+from typing import Any
 
 import httpx
 import msgspec
@@ -16,6 +19,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import StreamingResponse
 from fastapi.testclient import TestClient
 
+from deltachain.control.fleet import Fleet
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.schemas import PREFIXES
 from deltachain.errors import ConfigError, ControlPlaneError
@@ -87,6 +91,13 @@ async def _flood(url: str, seconds: float) -> Counter[tuple[str, int]]:
     return answers
 
 
+@pytest.fixture
+def replica(leader: Leader) -> Iterator[ReplicaClient]:
+    """The client of a replica that asks for no token."""
+    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as client:
+        yield client
+
+
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_every_verb(here: Followed, leader: Leader, prefix: str) -> None:
     app = app_of(leader, token=TOKEN, prefix=prefix)
@@ -95,7 +106,9 @@ def test_every_verb(here: Followed, leader: Leader, prefix: str) -> None:
         assert replica.update(1).version == 1
         assert replica.stage(2).staged == 2
         assert replica.status().version == 1
+        here.faulty.down = True  # what was staged is swapped without the store
         assert replica.update(2).version == 2
+        here.faulty.mend()
         assert here.holds(2)
         assert replica.ready().ready
         assert replica.rollback().version == 1
@@ -108,42 +121,33 @@ def test_every_verb(here: Followed, leader: Leader, prefix: str) -> None:
         assert "deltachain_version 2.0" in replica.metrics()
 
 
-def test_what_was_staged_is_swapped_without_the_store(here: Followed, leader: Leader) -> None:
-    leader.update(1)
-    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
-        replica.stage(2)
-        here.faulty.down = True
-        assert replica.update(2).version == 2
-    assert here.holds(2)
-
-
-def test_what_was_staged_before_a_rollback_is_not_swapped(here: Followed, leader: Leader) -> None:
+def test_what_was_staged_before_a_rollback_is_not_swapped(
+    here: Followed, leader: Leader, replica: ReplicaClient
+) -> None:
     leader.update(0)
     leader.update(1)
-    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
-        replica.stage(2)
-        replica.rollback(0)
-        with pytest.raises(ControlPlaneError, match="a rollback keeps"):
-            replica.update(2)
-        assert here.holds(0)
-        replica.release()
-        assert replica.update(2).version == 2
+    replica.stage(2)
+    replica.rollback(0)
+    with pytest.raises(ControlPlaneError, match="a rollback keeps"):
+        replica.update(2)
+    assert here.holds(0)
+    replica.release()
+    assert replica.update(2).version == 2
     assert here.holds(2)
 
 
 def test_staging_that_finds_foreign_weights_stops_the_engine(
-    here: Followed, leader: Leader
+    here: Followed, leader: Leader, replica: ReplicaClient
 ) -> None:
     leader.update(1)
     for parameter in here.engine.models[0].root.parameters():
         parameter.data.view(-1).view(torch.int16).bitwise_xor_(1)
-    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as replica:
-        with pytest.raises(ControlPlaneError, match="BaseMismatchError"):
-            replica.stage(2)
-        assert here.engine.is_paused()
-        assert not replica.ready().ready
-        assert replica.update(2).version == 2
-        assert not here.engine.is_paused()
+    with pytest.raises(ControlPlaneError, match="BaseMismatchError"):
+        replica.stage(2)
+    assert here.engine.is_paused()
+    assert not replica.ready().ready
+    assert replica.update(2).version == 2
+    assert not here.engine.is_paused()
     assert here.holds(2)
 
 
@@ -158,16 +162,54 @@ def test_what_was_staged_is_let_go_once_following_went_past_it(leader: Leader) -
     assert leader.status().staged is None
 
 
-def test_refusals_say_why_and_what_to_do(leader: Leader) -> None:
+def test_refusals_say_why_and_what_to_do_and_never_a_token(leader: Leader) -> None:
     with served(app_of(leader, token=TOKEN)) as url:
         with ReplicaClient(url, token="wrong") as stranger:  # noqa: S106
             with pytest.raises(ControlPlaneError, match="401") as caught:
                 stranger.update(1)
             assert "DELTACHAIN_TOKEN" in caught.value.hint
-        with ReplicaClient(url, token=TOKEN) as replica:
+        with ReplicaClient(url, token=f" {TOKEN}\n") as replica:  # as files have them
             with pytest.raises(ControlPlaneError, match="ChainError") as caught:
                 replica.update(99)
             assert TOKEN not in str(caught.value)
+        for bad in ("hush\nhush", "hüsch", "hush\x00"):
+            with pytest.raises(ConfigError, match="invalid in an HTTP header") as invalid:
+                ReplicaClient(url, token=bad)
+            assert "hush" not in str(invalid.value)
+
+
+def test_a_refusal_is_told_by_name(leader: Leader, replica: ReplicaClient) -> None:
+    leader.update()
+    with pytest.raises(ControlPlaneError) as caught:
+        replica.update(99)
+    assert caught.value.refusal == "ChainError"
+    status = replica.status()
+    assert (status.trouble, status.ready) == ("", True)  # what was asked for was at fault
+    assert status.manifest == leader.status().manifest
+    with pytest.raises(ControlPlaneError) as caught:
+        replica.update(1, manifest="not a digest")
+    assert caught.value.refusal == ""
+
+
+@pytest.mark.parametrize("url", ["", "a:8000", "ftp://a", "http://", "http://[::1"])
+def test_what_is_no_address_is_said_at_once(url: str) -> None:
+    with pytest.raises(ConfigError, match="is not a server address"):
+        ReplicaClient(url)
+
+
+# Servers of another kind
+
+
+STATUS = f"{PREFIX}/status"
+
+
+@contextmanager
+def answering(answer: Callable[[], Any], **settings: float) -> Iterator[ReplicaClient]:
+    """The client of a server that has nothing but a status."""
+    app = FastAPI()
+    app.add_api_route(STATUS, answer)
+    with served(app) as url, ReplicaClient(url, **settings) as replica:
+        yield replica
 
 
 def test_a_server_without_our_routes_is_named() -> None:
@@ -179,36 +221,10 @@ def test_a_server_without_our_routes_is_named() -> None:
         replica.status()
 
 
-@pytest.mark.parametrize("url", ["", "a:8000", "ftp://a", "http://", "http://[::1"])
-def test_what_is_no_address_is_said_at_once(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not a server address"):
-        ReplicaClient(url)
-
-
-def test_a_token_is_never_repeated(leader: Leader) -> None:
-    with served(app_of(leader, token=TOKEN)) as url:
-        with ReplicaClient(url, token=f" {TOKEN}\n") as replica:  # as files have them
-            assert replica.status().version is None
-        for bad in ("hush\nhush", "hüsch", "hush\x00"):
-            with pytest.raises(ConfigError, match="invalid in an HTTP header") as caught:
-                ReplicaClient(url, token=bad)
-            assert "hush" not in str(caught.value)
-
-
-def test_nobody_there() -> None:
-    with (
-        ReplicaClient("http://127.0.0.1:9") as replica,
-        pytest.raises(ControlPlaneError, match="did not answer"),
-    ):
-        replica.status()
-
-
 def test_a_newer_server_may_say_more(leader: Leader) -> None:
     status = leader.status()
     said = msgspec.to_builtins(status) | {"added_later": {"a": 1}}
-    app = FastAPI()
-    app.add_api_route("/v1/deltachain/status", lambda: said)
-    with served(app) as url, ReplicaClient(url) as replica:
+    with answering(lambda: said) as replica:
         assert replica.status() == status
 
 
@@ -224,22 +240,17 @@ def test_a_newer_server_may_say_more(leader: Leader) -> None:
     ],
 )
 def test_an_answer_of_something_else_is_not_believed(content: bytes) -> None:
-    app = FastAPI()
-    app.add_api_route("/v1/deltachain/status", lambda: Response(content))
     with (
-        served(app) as url,
-        ReplicaClient(url) as replica,
+        answering(lambda: Response(content)) as replica,
         pytest.raises(ControlPlaneError, match=r"unexpected response body|response above"),
     ):
         replica.status()
 
 
 def test_an_answer_is_not_unpacked() -> None:
-    app = FastAPI()
     packed = gzip.compress(bytes(64 << 20))
     headers = {"content-encoding": "gzip"}
-    app.add_api_route("/v1/deltachain/status", lambda: Response(packed, headers=headers))
-    with served(app) as url, ReplicaClient(url) as replica:
+    with answering(lambda: Response(packed, headers=headers)) as replica:
         tracemalloc.start()
         with pytest.raises(ControlPlaneError, match="unexpected response body"):
             replica.status()
@@ -250,21 +261,127 @@ def test_an_answer_is_not_unpacked() -> None:
 
 def test_an_answer_that_never_ends_is_given_up() -> None:
     """Each byte comes in time, so that no timeout of a single read would end it."""
-    app, ended = FastAPI(), Event()
+    ended = Event()
 
-    @app.get("/v1/deltachain/status")
-    async def drip() -> StreamingResponse:
-        async def drops() -> AsyncIterator[bytes]:
-            try:
-                while True:
-                    yield b" "
-                    await asyncio.sleep(0.01)
-            finally:
-                ended.set()
+    async def drops() -> AsyncIterator[bytes]:
+        try:
+            while True:
+                yield b" "
+                await asyncio.sleep(0.01)
+        finally:
+            ended.set()
 
-        return StreamingResponse(drops())
-
-    with served(app) as url, ReplicaClient(url, timeout_s=0.3) as replica:
+    with answering(lambda: StreamingResponse(drops()), timeout_s=0.3) as replica:
         with pytest.raises(ControlPlaneError, match=r"did not end its answer in 0\.3 s"):
             replica.status()
         assert ended.wait(60)  # the connection is closed, too
+
+
+# A token is replaced on a running fleet of three, and no call fails
+
+
+@dataclass(frozen=True)
+class Running:
+    """Three replicas, each with a file of tokens of its own, and the file of their clients."""
+
+    urls: tuple[str, ...]
+    files: tuple[Path, ...]
+    mine: Path
+
+
+@pytest.fixture
+def running(leader: Leader, tmp_path: Path) -> Iterator[Running]:
+    leader.update(1)
+    files = tuple(tmp_path / f"token-{number}" for number in range(3))
+    mine = tmp_path / "mine"
+    for file in (*files, mine):
+        file.write_text("old\n")
+    with ExitStack() as stack:
+        urls = [stack.enter_context(served(app_of(leader, token=file))) for file in files]
+        yield Running(tuple(urls), files, mine)
+
+
+class Caller:
+    """Asks one replica without a pause, in a thread of its own."""
+
+    def __init__(self, url: str, token: Path) -> None:
+        self.calls, self.failures = 0, list[str]()
+        self._answered, self._stop = Event(), Event()
+        self._thread = Thread(target=self._run, args=(url, token))
+        self._thread.start()
+
+    def settle(self) -> None:
+        """Wait for the end of a call that began after now."""
+        for _ in range(2):
+            self._answered.clear()
+            assert self._answered.wait(30)
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(30)
+
+    def _run(self, url: str, token: Path) -> None:
+        with ReplicaClient(url, token=token) as client:
+            while not self._stop.is_set():
+                try:
+                    client.status()
+                except ControlPlaneError as exc:
+                    self.failures.append(str(exc))
+                self.calls += 1
+                self._answered.set()
+
+
+def put(file: Path, content: str) -> None:
+    """Replace a file as a whole: nobody reads half of it, or nothing."""
+    written = file.with_name(f"{file.name}.new")
+    written.write_text(content)
+    written.replace(file)
+
+
+def rotate(callers: list[Caller], files: list[Path], content: str) -> None:
+    """Change one file after another while the callers go on."""
+    for file in files:
+        put(file, content)
+        for caller in callers:
+            caller.settle()
+
+
+def test_a_token_is_rotated_without_a_failed_call(running: Running) -> None:
+    callers = [Caller(url, running.mine) for url in running.urls]
+    try:
+        # Clients have the new token before the servers, the less kind order.
+        rotate(callers, [running.mine, *running.files], "new\nold\n")
+        rotate(callers, [*running.files, running.mine], "new\n")
+    finally:
+        for caller in callers:
+            caller.stop()
+    assert [caller.failures for caller in callers] == [[], [], []]
+    assert all(caller.calls >= 16 for caller in callers)
+    for url in running.urls:
+        with (
+            ReplicaClient(url, token="old") as client,  # noqa: S106
+            pytest.raises(ControlPlaneError, match="wrong or missing token"),
+        ):
+            client.status()
+
+
+def test_a_fleet_announces_across_a_rotation(running: Running) -> None:
+    with Fleet(running.urls, token=running.mine) as fleet:
+        assert fleet.announce(1, deadline=30).enough
+        for file in (running.mine, *running.files):
+            put(file, "new\nold\n")
+            assert fleet.announce(1, deadline=30).enough
+        for file in (*running.files, running.mine):
+            put(file, "new\n")
+        assert fleet.announce(2, deadline=30).enough
+
+
+def test_a_refused_request_was_not_acted_on_before_the_next_token(
+    here: Followed, running: Running
+) -> None:
+    put(running.mine, "unknown\nold\n")
+    events = list(here.engine.events)
+    with ReplicaClient(running.urls[0], token=running.mine) as client:
+        assert client.pause().paused
+        assert here.engine.events[len(events) :].count("pause") == 1
+        assert not client.resume().paused

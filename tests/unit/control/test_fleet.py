@@ -8,10 +8,9 @@ import pytest
 
 from deltachain.chain.chain import Chain
 from deltachain.control.comparison import ReplicaRow, compare, newest_seen
-from deltachain.control.fleet import Fleet
-from deltachain.control.replica_client import ReplicaClient
+from deltachain.control.fleet import Fleet, Wait
 from deltachain.control.roster import ReplicaAnswer
-from deltachain.errors import ChainError, ConfigError, ControlPlaneError, StoreWentBackError
+from deltachain.errors import ConfigError, ControlPlaneError
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.replica.leader import Leader
 from deltachain.status import Health, HealthLimits, Status
@@ -64,58 +63,79 @@ def test_the_health_of_one_among_others(
     assert why in " ".join(row.why)
 
 
-def test_the_lag_is_behind_the_newest_that_anybody_saw() -> None:
-    """A replica that is cut off says lag 0: it sees no newer version."""
-    row = judged(status(3, head=3, lag_versions=0))
-    assert (row.lag, row.health) == (4, "behind")
-
-
 @pytest.mark.parametrize(("lag", "health"), [(None, "behind"), (4, "behind"), (3, "stale")])
 def test_a_limit_makes_who_is_behind_stale(lag: int | None, health: Health) -> None:
     row = judged(status(3, head=7), lag=lag)
     assert (row.health, row.is_alarming) == (health, health == "stale")
 
 
+A, B = "http://a", "http://b"
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        pytest.param(
+            {A: status(3, head=3, lag_versions=0), **OTHERS},
+            [("behind", 4), *[("ready", 0)] * 3],
+            id="who is cut off says lag 0: it sees no newer version",
+        ),
+        pytest.param(
+            {A: status(8), **OTHERS},
+            [*[("behind", 1)] * 3, ("ready", 0)],
+            id="one that holds a new version is believed",
+        ),
+        pytest.param(
+            {A: status(7, head=9), B: status(7)},
+            [("behind", 2)] * 2,
+            id="of two each is believed",
+        ),
+        pytest.param(
+            {A: status(chain="c" * 32), B: status(chain="d" * 32)},
+            [("in doubt", 0)] * 2,
+            id="two that follow two chains are both in doubt",
+        ),
+        pytest.param(
+            {A: status(900, chain="d" * 32), B: status(900, chain="d" * 32), **OTHERS},
+            [("in doubt", 0)] * 2 + [("ready", 0)] * 3,
+            id="versions of two chains have nothing to do with each other",
+        ),
+    ],
+)
+def test_lag_is_behind_the_newest_that_anybody_saw(
+    answers: dict[str, ReplicaAnswer], expected: list[tuple[Health, int]]
+) -> None:
+    rows = compare(answers, HealthLimits())
+    assert [(row.health, row.lag) for row in rows] == expected
+
+
 def test_one_that_says_too_much_makes_no_other_stale() -> None:
-    rows = compare({"http://a": status(head=10**6), **OTHERS}, HealthLimits(lag=0))
+    rows = compare({A: status(head=10**6), **OTHERS}, HealthLimits(lag=0))
     assert [(row.health, row.lag) for row in rows] == [("in doubt", 0), *[("ready", 0)] * 3]
 
 
-def test_one_that_holds_a_new_version_is_believed() -> None:
-    rows = compare({"http://a": status(8), **OTHERS}, HealthLimits())
-    assert [(row.health, row.lag) for row in rows] == [*[("behind", 1)] * 3, ("ready", 0)]
-
-
-def test_two_that_follow_two_chains_are_both_in_doubt() -> None:
-    there = {"http://a": status(chain="c" * 32), "http://b": status(chain="d" * 32)}
-    rows = compare(there, HealthLimits())
-    assert [row.health for row in rows] == ["in doubt", "in doubt"]
-
-
-def test_of_two_each_is_believed() -> None:
-    rows = compare({"http://a": status(7, head=9), "http://b": status(7)}, HealthLimits())
-    assert [row.lag for row in rows] == [2, 2]
-
-
 def test_the_worst_come_first_then_the_largest_lag() -> None:
-    rows = compare(
-        {
-            **OTHERS,
-            "http://b": status(5),
-            "http://c": status(3),
-            "http://d": ControlPlaneError("gone"),
-            "http://e": status(7, silence_s=99.0),
-        },
-        HealthLimits(),
-    )
+    there: dict[str, ReplicaAnswer] = {
+        **OTHERS,
+        "http://b": status(5),
+        "http://c": status(3),
+        "http://d": ControlPlaneError("gone"),
+        "http://e": status(7, silence_s=99.0),
+    }
+    rows = compare(there, HealthLimits())
     assert [row.engine[-1] for row in rows] == ["d", "e", "c", "b", "x", "y", "z"]
 
 
-def test_chains_are_told_apart() -> None:
-    """Versions of two chains have nothing to do with each other."""
-    other = status(900, chain="d" * 32)
-    rows = compare({"http://a": other, "http://b": other, **OTHERS}, HealthLimits())
-    assert {row.lag for row in rows} == {0}
+def test_replicas_with_two_histories_say_so() -> None:
+    answers: dict[str, ReplicaAnswer] = {
+        A: status(3, manifest="a"),
+        B: status(3, manifest="b", doubt="the store went back"),
+        "http://c": status(4, manifest="c"),
+        "http://x": ControlPlaneError("away"),
+    }
+    doubts = {row.engine: row.doubt for row in compare(answers, HealthLimits())}
+    expected = ["others hold another version 3", "the store went back", "", ""]
+    assert [doubts[url] for url in answers] == expected
 
 
 def test_nobody_saw_anything() -> None:
@@ -195,9 +215,11 @@ def test_who_holds_a_later_version_of_this_history_holds_the_announced_one(
     here: Followed, leader: Leader, fleet: Fleet
 ) -> None:
     leader.update(2)
-    announced = fleet.announce(1, manifest=digest(here, 1), deadline=20.0)
-    assert announced.enough
-    assert list(announced.held.values()) == [2]
+    for manifest in (digest(here, 1), ""):
+        announced = fleet.announce(1, manifest=manifest, deadline=20.0)
+        assert announced.enough
+        assert list(announced.held.values()) == [2]
+    assert here.holds(2)
 
 
 @pytest.mark.full
@@ -219,20 +241,6 @@ def test_a_replica_whose_store_is_away_holds_what_it_proves_to_hold(
     assert not fleet.announce(2, manifest=OTHER, deadline=0.5).enough
     assert not fleet.announce(2, deadline=0.5).enough  # nobody can say which 2 that is
     here.faulty.mend()
-
-
-def test_a_refusal_is_told_by_name(leader: Leader) -> None:
-    leader.update()
-    with served(app_of(leader, is_open=True)) as url, ReplicaClient(url) as client:
-        with pytest.raises(ControlPlaneError) as caught:
-            client.update(99)
-        assert caught.value.refusal == "ChainError"
-        status = client.status()
-        assert (status.trouble, status.ready) == ("", True)  # what was asked for was at fault
-        assert status.manifest == leader.status().manifest
-        with pytest.raises(ControlPlaneError) as caught:
-            client.update(1, manifest="not a digest")
-        assert caught.value.refusal == ""
 
 
 @pytest.mark.parametrize("what", ["store", "identity", "all"])
@@ -270,58 +278,40 @@ def test_a_store_that_lost_what_is_held_ends_readiness(
         assert list(looks) == []
 
 
-def test_a_lag_is_never_below_nothing(here: Followed, leader: Leader) -> None:
-    leader.update()
-    lose(here, 0, again=None)
-    with pytest.raises(StoreWentBackError):
-        leader.update()
-    status = leader.status()
-    assert (status.version, status.lag_versions) == (2, None)
-    assert issubclass(StoreWentBackError, ChainError)
-
-
-def test_replicas_with_two_histories_say_so() -> None:
-    answers: dict[str, ReplicaAnswer] = {
-        "http://a": status(3, manifest="a"),
-        "http://b": status(3, manifest="b", doubt="the store went back"),
-        "http://c": status(4, manifest="c"),
-        "http://x": ControlPlaneError("away"),
-    }
-    doubts = {row.engine: row.doubt for row in compare(answers, HealthLimits())}
-    assert [doubts[url] for url in answers] == [
-        "others hold another version 3",
-        "the store went back",
-        "",
-        "",
-    ]
-
-
 GONE = "http://127.0.0.1:9"
 
 
-@pytest.fixture
-def heres(tmp_path: Path) -> Iterator[list[tuple[Followed, Leader]]]:
-    """Three engines, each of a trainer of its own."""
-    with ExitStack() as stack:
-        made = []
+class Three:
+    """Three engines, each of a trainer of its own, behind real servers."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.heres: list[Followed] = []
+        self.leaders: list[Leader] = []
+        self.urls: list[str] = []
         for number in range(3):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            here = stack.enter_context(contextmanager(followed)(folder))
-            made.append((here, stack.enter_context(contextmanager(leader_of)(here))))
-        yield made
+            place = folder / str(number)
+            place.mkdir()
+            self.heres.append(stack.enter_context(contextmanager(followed)(place)))
+            leader = stack.enter_context(contextmanager(leader_of)(self.heres[-1]))
+            self.leaders.append(leader)
+            self.urls.append(stack.enter_context(served(app_of(leader, is_open=True))))
 
 
-def test_all_hold_it_before_the_trainer_goes_on(heres: list[tuple[Followed, Leader]]) -> None:
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Three]:
     with ExitStack() as stack:
-        urls = [stack.enter_context(served(app_of(leader, is_open=True))) for _, leader in heres]
-        with Fleet(urls) as fleet:
-            for version in (1, 2):
-                announced = fleet.announce(version)
-                assert announced.enough
-                assert (announced.stragglers, announced.held) == ((), dict.fromkeys(urls, version))
-                assert all(here.holds(version) for here, _ in heres)
-            assert fleet.announce(2).waited_s < 1  # known already
+        yield Three(tmp_path, stack)
+
+
+def test_all_hold_it_before_the_trainer_goes_on(three: Three) -> None:
+    with Fleet(three.urls) as fleet:
+        for version in (1, 2):
+            announced = fleet.announce(version)
+            assert announced.enough
+            assert announced.stragglers == ()
+            assert announced.held == dict.fromkeys(three.urls, version)
+            assert all(here.holds(version) for here in three.heres)
+        assert fleet.announce(2).waited_s < 1  # known already
 
 
 @pytest.mark.full
@@ -330,13 +320,11 @@ def test_all_hold_it_before_the_trainer_goes_on(heres: list[tuple[Followed, Lead
     [("all", False, 3.0), ("quorum", True, 30.0), ("any", True, 30.0)],
 )
 def test_the_trainer_is_not_held_past_the_deadline(
-    heres: list[tuple[Followed, Leader]], wait: str, enough: bool, deadline: float
+    three: Three, wait: Wait, enough: bool, deadline: float
 ) -> None:
-    with ExitStack() as stack:
-        urls = [stack.enter_context(served(app_of(one, is_open=True))) for _, one in heres[:2]]
-        fleet = stack.enter_context(Fleet([*urls, GONE]))
+    with Fleet([*three.urls[:2], GONE]) as fleet:
         start = time.monotonic()
-        announced = fleet.announce(1, wait=wait, deadline=deadline)  # type: ignore[arg-type]
+        announced = fleet.announce(1, wait=wait, deadline=deadline)
         assert announced.enough is enough
         assert time.monotonic() - start < deadline + 20.0
         assert GONE in announced.stragglers
@@ -345,26 +333,33 @@ def test_the_trainer_is_not_held_past_the_deadline(
             assert GONE in str(announced)
 
 
-def test_a_replica_that_fell_back_is_asked_again(heres: list[tuple[Followed, Leader]]) -> None:
-    (_, before), (here, after), _ = heres
-    with served(app_of(before, is_open=True)) as url, Fleet([url]) as fleet:
+@pytest.mark.full
+def test_one_that_hangs_holds_up_no_other(three: Three) -> None:
+    slow, well = three.urls[:2]
+    with Fleet([slow, well]) as fleet:
+        with three.leaders[0].subscriber.alone():  # nothing is swapped there meanwhile
+            announced = fleet.announce(1, deadline=2.0)
+            assert (announced.stragglers, announced.held[well]) == ((slow,), 1)
+        assert fleet.announce(1, deadline=30).enough
+
+
+def test_a_replica_that_fell_back_is_asked_again(three: Three) -> None:
+    before, after, _ = three.leaders
+    with Fleet(three.urls[:1]) as fleet:
         assert fleet.announce(2).enough
         before.update, before.status = after.update, after.status  # type: ignore[method-assign]
-        assert not here.holds(2)
+        assert not three.heres[1].holds(2)
         assert fleet.announce(2).enough
-        assert here.holds(2)
+        assert three.heres[1].holds(2)
 
 
-def test_nobody_waits_for_none(heres: list[tuple[Followed, Leader]]) -> None:
-    here, leader = heres[0]
-    with served(app_of(leader, is_open=True)) as url, Fleet([url]) as fleet:
-        assert fleet.announce(2, wait="none").enough
-        assert fleet.announce(2).stragglers == ()
-        assert here.holds(2)
+def test_nobody_waits_for_none(here: Followed, fleet: Fleet) -> None:
+    assert fleet.announce(2, wait="none").enough
+    assert fleet.announce(2).stragglers == ()
+    assert here.holds(2)
 
 
-def test_a_replica_that_was_away_is_told_the_newest(heres: list[tuple[Followed, Leader]]) -> None:
-    here, leader = heres[0]
+def test_a_replica_that_was_away_is_told_the_newest(here: Followed, leader: Leader) -> None:
     app = app_of(leader, is_open=True)
     with served(app) as url:
         port = int(url.rpartition(":")[2])
@@ -376,37 +371,13 @@ def test_a_replica_that_was_away_is_told_the_newest(heres: list[tuple[Followed, 
         assert here.holds(2)
 
 
-def test_a_replica_that_is_ahead_is_no_straggler(heres: list[tuple[Followed, Leader]]) -> None:
-    here, leader = heres[0]
-    leader.update(2)
-    with served(app_of(leader, is_open=True)) as url, Fleet([url]) as fleet:
-        announced = fleet.announce(1, deadline=20)
-        assert (announced.enough, announced.held[url]) == (True, 2)
-    assert here.holds(2)
-
-
-def test_a_replica_that_a_rollback_keeps_is_named(heres: list[tuple[Followed, Leader]]) -> None:
-    _, leader = heres[0]
+def test_a_replica_that_a_rollback_keeps_is_named(leader: Leader, fleet: Fleet) -> None:
     leader.update(0)
     leader.update(1)
     leader.rollback(0)
-    with served(app_of(leader, is_open=True)) as url, Fleet([url]) as fleet:
-        announced = fleet.announce(2, deadline=1.0)
-        assert announced.stragglers == (url,)
-        assert "rollback" in announced.trouble[url]
-
-
-@pytest.mark.full
-def test_one_that_hangs_holds_up_no_other(heres: list[tuple[Followed, Leader]]) -> None:
-    with ExitStack() as stack:
-        urls = [stack.enter_context(served(app_of(one, is_open=True))) for _, one in heres[:2]]
-        slow = heres[0][1]
-        lock = slow.subscriber.alone()
-        fleet = stack.enter_context(Fleet(urls))
-        with lock:  # nothing is swapped there meanwhile
-            announced = fleet.announce(1, deadline=2.0)
-            assert (announced.stragglers, announced.held[urls[1]]) == ((urls[0],), 1)
-        assert fleet.announce(1, deadline=30).enough
+    announced = fleet.announce(2, deadline=1.0)
+    assert announced.stragglers == tuple(announced.trouble)
+    assert ["rollback" in trouble for trouble in announced.trouble.values()] == [True]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

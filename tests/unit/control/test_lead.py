@@ -4,6 +4,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
@@ -15,9 +16,11 @@ from deltachain.control.roster import Roster
 from deltachain.control.server import Control, LedEngine, lead, leave_at_end
 from deltachain.errors import ConfigError, ControlPlaneError, EngineDamagedError, EngineVersionError
 from deltachain.presence.record import parse_record
+from deltachain.replica.leader import Leader
 from deltachain.replica.settings import ReplicaSettings
 from deltachain.status import Status
 from tests.support.engine import Sharding
+from tests.support.values import eventually, present
 from tests.unit.control.replicas import followed, status
 from tests.unit.replica.replicas import Followed
 
@@ -89,71 +92,72 @@ def test_a_name_that_fails_is_an_answer_beside_the_others() -> None:
     assert isinstance(answers["http://a"], Status)
 
 
-def test_a_name_is_looked_up_in_every_round() -> None:
-    with Roster(["dns://localhost:9"]) as roster:
-        for _ in range(2):
-            answers = dict(roster.ask(lambda _: status()))
-            assert "http://127.0.0.1:9" in answers
+# What a server has once its start is over
 
 
-@pytest.mark.parametrize("address", ["ftp://a", "http://", "a:8000"])
-def test_an_invalid_address_is_an_error_before_anybody_is_asked(address: str) -> None:
-    with pytest.raises(ConfigError, match="not a server address"):
-        Roster(["http://a", address])
+@dataclass
+class Starts:
+    """Servers of an engine, which follow its chain in its store."""
+
+    followed: Followed
+    monkeypatch: pytest.MonkeyPatch
+
+    def server(self, **environment: object) -> Control:
+        store = self.followed.faulty
+        variables = {"SPOOL": self.followed.folder / "spool", "URL": self.followed.store.url}
+        for name, value in (variables | environment).items():
+            self.monkeypatch.setenv(f"DELTACHAIN_{name}", str(value))
+        if "URL" not in environment:
+            opened = "deltachain.subscribe.subscriber.open_store"
+            self.monkeypatch.setattr(opened, lambda *_, **__: store)
+
+        def find(_: ReplicaSettings) -> LedEngine:
+            return self.followed.engine, self.followed.folder / "model"
+
+        return asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
+
+    def refused(self, **environment: object) -> object:
+        """The exit code of a server that ends at its start."""
+        with pytest.raises(SystemExit) as ended:
+            self.server(**environment)
+        return ended.value.code
 
 
 @pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "spool"))
-    yield from followed(tmp_path)
-
-
-def started(here: Followed, monkeypatch: pytest.MonkeyPatch, **environment: str) -> Control:
-    """What a server has once its start is over."""
-    for name, value in environment.items():
-        monkeypatch.setenv(f"DELTACHAIN_{name}", value)
-
-    def find(_: ReplicaSettings) -> LedEngine:
-        return here.engine, here.folder / "model"
-
-    return asyncio.run(lead(find, os.environ, is_open=True, is_guarded=False))
+def starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
+    for here in followed(tmp_path):
+        yield Starts(here, monkeypatch)
 
 
 @pytest.fixture
-def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Followed]:
+def stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     """An engine that gives no way to one of its tensors."""
-    monkeypatch.setenv("DELTACHAIN_SPOOL", str(tmp_path / "stuck" / "spool"))
     made = Followed(Sharding(tp=2, odd=("stuck",)), tmp_path / "stuck")
-    yield made
+    yield Starts(made, monkeypatch)
     made.close()
 
 
-def store_of(followed: Followed, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "deltachain.subscribe.subscriber.open_store", lambda *_, **__: followed.faulty
-    )
+def led(control: Control) -> Leader:
+    return present(control.leader)
 
 
-def test_a_tensor_without_a_way_ends_the_server(
-    stuck: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_tensor_without_a_way_ends_the_server_and_is_told_by_its_presence(
+    stuck: Starts, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store_of(stuck, monkeypatch)
-    with caplog.at_level(logging.ERROR), pytest.raises(SystemExit) as ended:
-        started(stuck, monkeypatch, URL=stuck.store.url)
-    assert ended.value.code == 6
+    board = tmp_path / "replicas"
+    with caplog.at_level(logging.ERROR):
+        assert stuck.refused(PRESENCE_URL=board) == 6
     assert "so this server exits" in caplog.text
     assert "stuck" in caplog.text
     assert "DELTACHAIN_STRICT=0" in caplog.text
+    (file,) = board.iterdir()
+    assert "stuck" in (parse_record(file.read_bytes(), "x").ended or "")
 
 
-def test_it_serves_what_it_loaded_where_it_was_told_to(
-    stuck: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store_of(stuck, monkeypatch)
-    control = started(stuck, monkeypatch, URL=stuck.store.url, STRICT="0", FOLLOW="1")
-    assert control.leader is not None
-    status = control.leader.status()
-    control.leader.stop()
+def test_it_serves_what_it_loaded_where_it_was_told_to(stuck: Starts) -> None:
+    leader = led(stuck.server(STRICT=0, FOLLOW=1))
+    status = leader.status()
+    leader.stop()
     assert (status.ready, status.version, status.following) == (False, None, False)
     assert status.trouble
 
@@ -172,30 +176,24 @@ def damaged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("damaged")
 def test_a_damaged_engine_ends_whatever_it_was_told(
-    stuck: Followed, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    stuck: Starts, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store_of(stuck, monkeypatch)
-    with pytest.raises(SystemExit) as ended:
-        started(stuck, monkeypatch, URL=stuck.store.url, STRICT="0")
-    assert ended.value.code == 6
+    assert stuck.refused(STRICT=0) == 6
     assert "rank 1: a layer computes something else" in caplog.text
     assert "DELTACHAIN_STRICT" not in caplog.text
 
 
 @pytest.mark.usefixtures("damaged")
-def test_an_engine_that_is_damaged_later_generates_nothing(
-    here: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store_of(here, monkeypatch)
+def test_an_engine_that_is_damaged_later_generates_nothing(starts: Starts) -> None:
+    here = starts.followed
     here.faulty.down = True
-    control = started(here, monkeypatch, URL=here.store.url, STRICT="0")
+    leader = led(starts.server(STRICT=0))
     here.faulty.down = False
-    assert control.leader is not None
     assert not here.engine.is_paused()
     with pytest.raises(EngineDamagedError):
-        control.leader.update()
+        leader.update()
     assert here.engine.is_paused()
-    control.leader.stop()
+    leader.stop()
 
 
 @pytest.mark.parametrize("refusal", [ConfigError, EngineVersionError])
@@ -214,49 +212,37 @@ def test_an_engine_that_cannot_be_led_ends(
     assert (control.leader, control.refusal) == (None, str(refusal("this engine is another")))
 
 
-def test_a_setting_that_means_nothing_ends_it(
-    here: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(SystemExit):
-        started(here, monkeypatch, URL=here.store.url, FOLLOWS="1")
+def test_a_setting_that_means_nothing_ends_it(starts: Starts) -> None:
+    assert starts.refused(FOLLOWS=1)
 
 
-def test_a_store_that_is_away_is_waited_for(
-    here: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store_of(here, monkeypatch)
-    here.faulty.down = True
-    control = started(here, monkeypatch, URL=here.store.url)
-    assert control.leader is not None
-    assert not control.leader.status().ready
-    here.faulty.down = False
-    control.leader.update()
-    assert control.leader.status().ready
-    control.leader.stop()
+def test_a_presence_inside_the_chain_ends_the_server(starts: Starts) -> None:
+    assert starts.refused(PRESENCE_URL=f"{starts.followed.store.url}/replicas") == 2
 
 
-def test_a_chain_that_is_not_there_yet_is_waited_for(
-    here: Followed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    control = started(here, monkeypatch, URL=(tmp_path / "chain").as_uri())
-    assert control.leader is not None
-    assert not control.leader.status().ready
-    control.leader.stop()
+def test_a_store_that_is_away_is_waited_for(starts: Starts) -> None:
+    starts.followed.faulty.down = True
+    leader = led(starts.server())
+    assert not leader.status().ready
+    starts.followed.faulty.down = False
+    leader.update()
+    assert leader.status().ready
+    leader.stop()
 
 
-def test_a_server_shows_its_presence_and_takes_it_away(
-    here: Followed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    store_of(here, monkeypatch)
+def test_a_chain_that_is_not_there_yet_is_waited_for(starts: Starts, tmp_path: Path) -> None:
+    leader = led(starts.server(URL=(tmp_path / "chain").as_uri()))
+    assert not leader.status().ready
+    leader.stop()
+
+
+def test_a_server_shows_its_presence_and_takes_it_away(starts: Starts, tmp_path: Path) -> None:
     board = tmp_path / "replicas"
-    control = started(here, monkeypatch, URL=here.store.url, PRESENCE_URL=str(board))
-    assert control.leader is not None
-    assert control.presence is not None
+    control = starts.server(PRESENCE_URL=board)
     assert {"presence_failures", "version"} <= {figure.name for figure in control.figures()}
     app = FastAPI()
     app.state.deltachain = control
-    while not (board / control_key(control)).exists():
-        pass
+    eventually((board / present(control.presence).key).exists)
     leave_at_end(app)
 
     async def live() -> None:
@@ -264,30 +250,5 @@ def test_a_server_shows_its_presence_and_takes_it_away(
             pass
 
     asyncio.run(live())
-    control.leader.stop()
+    led(control).stop()
     assert [*board.iterdir()] == []
-
-
-def control_key(control: Control) -> str:
-    assert control.presence is not None
-    return control.presence.key
-
-
-def test_a_presence_inside_the_chain_ends_the_server(
-    here: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"{here.store.url}/replicas"
-    with pytest.raises(SystemExit) as ended:
-        started(here, monkeypatch, URL=here.store.url, PRESENCE_URL=url)
-    assert ended.value.code == 2
-
-
-def test_a_refused_server_leaves_the_reason(
-    stuck: Followed, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    store_of(stuck, monkeypatch)
-    board = tmp_path / "replicas"
-    with pytest.raises(SystemExit):
-        started(stuck, monkeypatch, URL=stuck.store.url, PRESENCE_URL=str(board))
-    (file,) = board.iterdir()
-    assert "stuck" in (parse_record(file.read_bytes(), "x").ended or "")

@@ -2,6 +2,8 @@
 
 import queue
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -92,52 +94,18 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(base: Path, folder: Path, transfer: DeltaChainWeightTransfer, *, attach: bool) -> Any:
-    run_on_cpu()
-    worker = Samples(transfer)
-    trainer: Any = AsyncGRPOTrainer(
-        model=str(base),
-        args=AsyncGRPOConfig(
-            output_dir=str(folder),
-            max_steps=STEPS,
-            learning_rate=1e-4,
-            per_device_train_batch_size=1,
-            gradient_accumulation_steps=1,
-            token_budget=40,
-            gradient_checkpointing=False,
-            dtype="float32",
-            use_cpu=True,
-            bf16=False,
-            logging_steps=1,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            dataloader_pin_memory=False,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [""]}),
-        reward_funcs=lambda completions, **_: [0.0] * len(completions),
-        processing_class=AutoTokenizer.from_pretrained(base),
-        rollout_worker=worker,
-        weight_transfer=transfer,
-    )
-    if attach:
-        transfer.attach(trainer)
-    trainer.train()
-    return trainer
+@dataclass(frozen=True)
+class Trained:
+    """A trainer that came to its end, with the seconds that each sync held it up."""
 
+    trainer: Any
+    transfer: DeltaChainWeightTransfer
+    held_s: list[float]
 
-def timed(transfer: DeltaChainWeightTransfer) -> list[float]:
-    """Gets the seconds that each sync holds training; the first begins the chain."""
-    held: list[float] = []
-    send = transfer.send_weights
-
-    def timing(iterator: Any) -> None:
-        start = time.monotonic()
-        send(iterator)
-        held.append(time.monotonic() - start)
-
-    transfer.send_weights = timing  # type: ignore[method-assign]
-    return held
+    @property
+    def slowest_s(self) -> float:
+        """Of all but the first, which begins the chain."""
+        return max(self.held_s[1:])
 
 
 @pytest.fixture
@@ -148,13 +116,78 @@ def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
     return made
 
 
+@pytest.fixture
+def train(base: Path, tmp_path: Path) -> Callable[..., Trained]:
+    """Trains with these engines and settings of the transfer."""
+
+    def run(*engines: Told, attach: bool = True, **settings: Any) -> Trained:
+        run_on_cpu()
+        transfer = DeltaChainWeightTransfer(
+            "memory://policy", engines=list(engines), dtype="BF16", **settings
+        )
+        held_s = timed(transfer)
+        trainer: Any = AsyncGRPOTrainer(
+            model=str(base),
+            args=AsyncGRPOConfig(
+                output_dir=str(tmp_path),
+                max_steps=STEPS,
+                learning_rate=1e-4,
+                per_device_train_batch_size=1,
+                gradient_accumulation_steps=1,
+                token_budget=40,
+                gradient_checkpointing=False,
+                dtype="float32",
+                use_cpu=True,
+                bf16=False,
+                logging_steps=1,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            processing_class=AutoTokenizer.from_pretrained(base),
+            rollout_worker=Samples(transfer),
+            weight_transfer=transfer,
+        )
+        if attach:
+            transfer.attach(trainer)
+        trainer.train()
+        return Trained(trainer, transfer, held_s)
+
+    return run
+
+
+def timed(transfer: DeltaChainWeightTransfer) -> list[float]:
+    held_s: list[float] = []
+    send = transfer.send_weights
+
+    def timing(iterator: Any) -> None:
+        start = time.monotonic()
+        send(iterator)
+        held_s.append(time.monotonic() - start)
+
+    transfer.send_weights = timing  # type: ignore[method-assign]
+    return held_s
+
+
+def holds_the_last_step(engine: Told, store: FaultyStore) -> bool:
+    versions = recompute(store)
+    newest = max(versions)
+    step = versions[newest].committed.manifest.step
+    return (engine.versions[-1], step) == (newest, STEPS)
+
+
+Train = Callable[..., Trained]
+
+
 @pytest.mark.parametrize("attach", [True, False], ids=["own", "given"])
 def test_every_sync_is_a_version_that_all_engines_hold(
-    base: Path, tmp_path: Path, store: FaultyStore, attach: bool
+    train: Train, store: FaultyStore, attach: bool
 ) -> None:
     engines = [Told("a"), Told("b", late_s=0.2)]
-    transfer = DeltaChainWeightTransfer("memory://policy", engines=engines, dtype="BF16")
-    trainer = train(base, tmp_path, transfer, attach=attach)
+    trainer = train(*engines, attach=attach).trainer
     assert trainer.rollout_worker.synced == [(n + 1, n) for n in range(STEPS + 1)]
     assert all(engine.versions == list(range(STEPS + 1)) for engine in engines)
     last = recompute(store)[STEPS].state
@@ -168,111 +201,75 @@ def test_every_sync_is_a_version_that_all_engines_hold(
 
 @pytest.mark.full
 def test_training_goes_on_without_an_engine_that_hangs(
-    base: Path, tmp_path: Path, store: FaultyStore, caplog: pytest.LogCaptureFixture
+    train: Train, store: FaultyStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     engines = [Told("a"), Told("b", late_s=6)]
-    transfer = DeltaChainWeightTransfer(
-        "memory://policy", engines=engines, deadline=0.5, dtype="BF16"
-    )
-    held = timed(transfer)
-    train(base, tmp_path, transfer, attach=True)
-    assert max(held[1:]) < 5.0
+    done = train(*engines, deadline=0.5)
+    assert done.slowest_s < 5.0
     assert list(dict.fromkeys(engines[0].versions)) == list(range(STEPS + 1))  # all once more
     assert "http://b" in caplog.text
-    assert transfer.announced is not None
-    assert transfer.announced.stragglers == ("http://b",)
+    assert done.transfer.announced is not None
+    assert done.transfer.announced.stragglers == ("http://b",)
     assert recompute(store).keys() == set(range(STEPS + 1))
 
 
 def test_a_store_that_fails_once_costs_a_version_and_no_more(
-    base: Path, tmp_path: Path, store: FaultyStore
+    train: Train, store: FaultyStore
 ) -> None:
     store.add(Fault("fail", "deltas/", nth=1, times=1))
     engine = Told("a")
-    transfer = DeltaChainWeightTransfer(
-        "memory://policy", engines=[engine], on_error="warn", dtype="BF16"
-    )
-    trainer = train(base, tmp_path, transfer, attach=True)
+    trainer = train(engine, on_error="warn").trainer
     assert engine.versions == [0, 1, 2]
     assert trainer.rollout_worker.synced == [(1, 0), (2, 0), (3, 1), (4, 2)]
 
 
 def test_a_store_that_can_not_say_what_became_of_a_version_holds_nobody_up(
-    base: Path, tmp_path: Path, store: FaultyStore
+    train: Train, store: FaultyStore
 ) -> None:
     unread = Fault("fail-read", manifest_key(1), times=2)
     store.add(Fault(lambda: store.add(unread), manifest_key(1)))  # from its put on
     store.add(Fault("lose-reply", manifest_key(1)))
     engine = Told("a")
-    transfer = DeltaChainWeightTransfer(
-        "memory://policy", engines=[engine], on_error="warn", dtype="BF16"
-    )
-    held = timed(transfer)
-    train(base, tmp_path, transfer, attach=True)
-    assert max(held[1:]) < 30
-    versions = recompute(store)
-    assert engine.versions[-1] == max(versions) > 0
-    assert versions[max(versions)].committed.manifest.step == STEPS
+    assert train(engine, on_error="warn").slowest_s < 30
+    assert holds_the_last_step(engine, store)
+    assert engine.versions[-1] > 0
 
 
 def test_a_store_that_fails_ends_training_where_that_is_wanted(
-    base: Path, tmp_path: Path, store: FaultyStore
+    train: Train, store: FaultyStore
 ) -> None:
     store.add(Fault("fail", "deltas/", times=None))
-    transfer = DeltaChainWeightTransfer("memory://policy", dtype="BF16")
     with pytest.raises(StoreUnavailableError):
-        train(base, tmp_path, transfer, attach=True)
+        train()
 
 
 @pytest.mark.full
-def test_nobody_is_waited_for(base: Path, tmp_path: Path, store: FaultyStore) -> None:
+def test_nobody_is_waited_for(train: Train, store: FaultyStore) -> None:
     engine = Told("a", late_s=0.5)
-    transfer = DeltaChainWeightTransfer(
-        "memory://policy", engines=[engine], wait="none", when_busy="wait", dtype="BF16"
-    )
-    train(base, tmp_path, transfer, attach=True)
+    done = train(engine, wait="none", when_busy="wait")
     assert recompute(store).keys() == set(range(STEPS + 1))
     assert engine.versions[-1] == STEPS  # at the end at the latest
-    assert len(transfer.receipts) == STEPS
+    assert len(done.transfer.receipts) == STEPS
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("wait", ["all", "none"])
 @pytest.mark.parametrize("kind", ["fail", "lose-reply"])
 def test_a_last_sync_that_failed_is_made_up_for_at_the_end(
-    base: Path, tmp_path: Path, store: FaultyStore, *, wait: Wait, kind: Action
+    train: Train, store: FaultyStore, *, wait: Wait, kind: Action
 ) -> None:
     store.add(Fault(kind, "deltas/", nth=STEPS, times=1))
     engine = Told("a")
-    transfer = DeltaChainWeightTransfer(
-        "memory://policy",
-        engines=[engine],
-        wait=wait,
-        on_error="warn",
-        when_busy="wait",
-        dtype="BF16",
-    )
-    train(base, tmp_path, transfer, attach=True)
-    versions = recompute(store)
-    assert versions[max(versions)].committed.manifest.step == STEPS
-    assert engine.versions[-1] == max(versions)
+    train(engine, wait=wait, on_error="warn", when_busy="wait")
+    assert holds_the_last_step(engine, store)
 
 
 @pytest.mark.full
-def test_a_slow_upload_holds_nobody_past_the_deadline(
-    base: Path, tmp_path: Path, store: FaultyStore
-) -> None:
+def test_a_slow_upload_holds_nobody_past_the_deadline(train: Train, store: FaultyStore) -> None:
     store.add(Fault("slow", "deltas/", times=1, seconds=6.0))
     engine = Told("a")
-    transfer = DeltaChainWeightTransfer(
-        "memory://policy", engines=[engine], deadline=0.5, dtype="BF16"
-    )
-    held = timed(transfer)
-    train(base, tmp_path, transfer, attach=True)
-    assert max(held[1:]) < 4.0
-    versions = recompute(store)
-    assert versions[max(versions)].committed.manifest.step == STEPS
-    assert engine.versions[-1] == max(versions)
+    assert train(engine, deadline=0.5).slowest_s < 4.0
+    assert holds_the_last_step(engine, store)
 
 
 def test_a_trainer_that_streams_in_another_way_is_refused() -> None:
