@@ -2,8 +2,11 @@
 
 import io
 import json
-from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from deltachain.checkpoint import Checkpoint
 from deltachain.cli.app import app
 from deltachain.types import BITS_DTYPES, WIRE_DTYPES, Bits, TensorSpec
 from tests.support.files import write_weights
+from tests.support.values import present
 
 COMMAND = get_command(app)  # once: putting it together takes longer than running it
 
@@ -35,6 +39,11 @@ class Done:
     code: int
     stdout: str
     stderr: str
+
+    @property
+    def told(self) -> str:
+        """What is on stderr, however it is wrapped."""
+        return " ".join(self.stderr.split())
 
     @property
     def document(self) -> dict[str, Any]:
@@ -63,6 +72,52 @@ def ok(*args: object) -> Done:
     return done
 
 
+def refused(*args: object, code: int, said: str | tuple[str, ...] = "") -> Done:
+    """Run a command that ends with this code, and tells why on stderr."""
+    done = invoke(*args)
+    assert done.code == code, (done.stdout, done.stderr)
+    for part in (said,) if isinstance(said, str) else said:
+        assert " ".join(part.split()) in done.told
+    return done
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command in a process of its own."""
+
+    process: subprocess.Popen[str]
+
+    def line(self) -> str:
+        return present(self.process.stdout).readline()
+
+    def error_line(self) -> str:
+        return present(self.process.stderr).readline()
+
+    def end(self, number: int) -> Done:
+        """Send a signal and wait for the end; what was printed since the last line read."""
+        self.process.send_signal(number)
+        stdout, stderr = self.process.communicate(timeout=60)
+        return Done(self.process.returncode, stdout, stderr)
+
+
+@contextmanager
+def running(*words: object, **environment: object) -> Iterator[Running]:
+    """Start a command; kill it in the end."""
+    variables = {name: str(value) for name, value in environment.items()}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deltachain", *map(str, words)],
+        env={**os.environ, "PYTHONUNBUFFERED": "1", **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Running(process)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def random_state(seed: int = 0) -> State:
     rng = np.random.default_rng(seed)
     return {
@@ -89,6 +144,11 @@ def write_checkpoint(folder: Path, state: Mapping[str, Bits]) -> Path:
     (folder / "config.json").write_text('{"model_type": "tiny"}')
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(f.relative_to(folder)): f.read_bytes() for f in folder.rglob("*") if f.is_file()}
 
 
 def read_checkpoint(path: Path) -> State:
