@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import numpy as np
@@ -84,12 +85,9 @@ def test_the_oldest_connection_gives_its_place() -> None:
                 assert one.recv(1) == b""
 
 
-def test_short_columns_are_shown_whole() -> None:
+def test_long_columns_keep_their_ends_and_every_peak_and_short_ones_everything() -> None:
     assert thinned([np.arange(5.0)], 5) == [0, 1, 2, 3, 4]
     assert thinned([np.array([])], 5) == []
-
-
-def test_long_columns_keep_their_ends_and_every_peak() -> None:
     generator = np.random.default_rng(0)
     one, other = generator.random(10_000), generator.random(10_000)
     one[4321], other[77], other[9_000] = 50.0, 60.0, -1.0
@@ -138,10 +136,15 @@ def chain() -> Chain:
     return chain_of(30)
 
 
+def watching(chain: Chain, **sources: Any) -> Watcher:
+    """A watcher that looks without a pause."""
+    return Watcher(ChainIndex(chain.store), poll_s=0.01, asked_s=0.01, **sources)
+
+
 @pytest.fixture
 def watcher(chain: Chain) -> Iterator[Watcher]:
     clients = [ReplicaClient("http://127.0.0.1:1", timeout_s=1)]
-    with Watcher(ChainIndex(chain.store), clients, poll_s=0.01, asked_s=0.01) as made:
+    with watching(chain, clients=clients) as made:
         eventually(lambda: made.view.edges and made.track.moments(9))
         yield made
 
@@ -173,25 +176,21 @@ def test_a_token_file_is_read_again(watcher: Watcher, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "headers"),
+    ("host", "headers", "code"),
     [
-        ("http://rebound.example", {}),
-        (HERE, {"origin": "https://evil.example"}),
-        (HERE, {"origin": "null"}),
-        (HERE, {"sec-fetch-site": "cross-site"}),
-        (HERE, {"sec-fetch-site": "same-site"}),
+        ("http://rebound.example", {}, 403),
+        (HERE, {"origin": "https://evil.example"}, 403),
+        (HERE, {"origin": "null"}, 403),
+        (HERE, {"sec-fetch-site": "cross-site"}, 403),
+        (HERE, {"sec-fetch-site": "same-site"}, 403),
+        (HERE, {"origin": HERE, "sec-fetch-site": "same-origin"}, 200),
     ],
 )
-def test_without_a_token_pages_of_other_sites_read_nothing(
-    watcher: Watcher, host: str, headers: dict[str, str]
+def test_without_a_token_its_own_page_on_this_machine_reads_and_no_other(
+    watcher: Watcher, host: str, headers: dict[str, str], code: int
 ) -> None:
     page = browser(watcher, host=host)
-    assert page.get("/api/overview", headers=headers).status_code == 403
-
-
-def test_its_own_page_reads_without_a_token_on_this_machine(watcher: Watcher) -> None:
-    own = {"origin": HERE, "sec-fetch-site": "same-origin"}
-    assert browser(watcher).get("/api/overview", headers=own).status_code == 200
+    assert page.get("/api/overview", headers=headers).status_code == code
 
 
 @pytest.mark.parametrize("path", ["/", "/main.js", "/api/overview", "/api/versions/99", "/no/such"])
@@ -294,7 +293,7 @@ def test_replicas_of_a_board_are_shown_beside_those_that_are_asked(
     put("html", 29, 0, ready=False, reason="<script>alert(1)</script>\x1b[2J")
     (tmp_path / "hostile.json").write_bytes(b"[" * 9999)
     board = PresenceBoard(str(tmp_path))
-    with Watcher(ChainIndex(chain.store), boards=[board], poll_s=0.01, asked_s=0.01) as watcher:
+    with watching(chain, boards=[board]) as watcher:
         eventually(lambda: watcher.view.edges and len(watcher.engines) == 5)
         eventually(lambda: any("dead" in name for name in watcher.track.moments(9)[-1].held))
         found = browser(watcher).get("/api/overview").json()
@@ -317,7 +316,7 @@ def test_replicas_of_a_board_are_shown_beside_those_that_are_asked(
 
 def test_a_board_that_cannot_be_read_is_an_alert(chain: Chain, tmp_path: Path) -> None:
     board = PresenceBoard(str(tmp_path / "nobody"))
-    with Watcher(ChainIndex(chain.store), boards=[board], poll_s=0.01, asked_s=0.01) as watcher:
+    with watching(chain, boards=[board]) as watcher:
         eventually(lambda: watcher.overview().alerts)
         (alert,) = watcher.overview().alerts
     assert (alert.engine, alert.kind) == (board.url, "silent")
@@ -330,7 +329,7 @@ def test_replicas_of_a_board_stay_while_it_cannot_be_read(chain: Chain, tmp_path
     board = PresenceBoard(str(tmp_path))
     store = FaultyStore(board._store)
     board._store = store
-    with Watcher(ChainIndex(chain.store), boards=[board], poll_s=0.01, asked_s=0.01) as watcher:
+    with watching(chain, boards=[board]) as watcher:
         eventually(lambda: watcher.engines == (f"{board.url}/here",))
         store.down = True
         eventually(lambda: board.url in watcher.engines)
@@ -352,7 +351,7 @@ def test_a_name_is_looked_up_again_and_again(chain: Chain, monkeypatch: pytest.M
     monkeypatch.setattr("deltachain.control.roster.resolve", resolve)
     name = "dns://policy.default.svc:8000"
     rosters = [Roster([name])]
-    with Watcher(ChainIndex(chain.store), names=rosters, poll_s=0.01, asked_s=0.01) as watcher:
+    with watching(chain, names=rosters) as watcher:
         eventually(lambda: watcher.engines == ("http://127.0.0.1:1",))
         addresses[:] = ["http://127.0.0.1:2"]
         eventually(lambda: watcher.engines == ("http://127.0.0.1:2",))

@@ -10,9 +10,13 @@ from deltachain.dashboard.chain_index import ChainIndex
 from deltachain.dashboard.documents import PHASES, chart_document, page_document, version_document
 from deltachain.dashboard.watcher import (
     REPLICA_PHASES,
+    AlertKind,
     PhaseTrack,
+    ReplicaReport,
+    alerts,
     answered,
     middle,
+    newest_known,
     replica_phases,
 )
 from deltachain.errors import StoreUnavailableError
@@ -20,13 +24,14 @@ from deltachain.format.documents import PrunedRange, PruneRecord, Tag, phases_ma
 from deltachain.format.keys import manifest_key
 from deltachain.presence.writer import follower_status
 from deltachain.publish import PublishConfig, Publisher
+from deltachain.redact import LONGEST
+from deltachain.status import HealthLimits
 from deltachain.store import MemoryStore
-from deltachain.subscribe import ApplyReceipt, SubscribeConfig, Subscriber
-from deltachain.types import StateDigest
+from deltachain.subscribe import SubscribeConfig, Subscriber
 from tests.support.faults import FaultyStore
 from tests.support.models import TinyModel, tensors_of
 from tests.support.values import present
-from tests.unit.dashboard.reports import chain_of, report, view_of
+from tests.unit.dashboard.reports import ENGINE, NOW, chain_of, report, status, view_of
 from tests.unit.manifest_chains import WideStore, create, extend, manifest_after
 
 PUBLISHED = {"diff": 0.25, "encode": 1.5, "upload": 1.0}
@@ -41,28 +46,6 @@ def chain() -> Chain:
     made.commit(manifest_after(first, ext=phases_mark(PUBLISHED)))
     made.write_head(1, ())
     return made
-
-
-def test_all_phases_of_a_receipt_are_shown_in_their_order() -> None:
-    receipt = ApplyReceipt(
-        version=1,
-        previous=0,
-        step=None,
-        state=StateDigest(),
-        plan="",
-        nnz=1,
-        nbytes=1,
-        requests=1,
-        refetched=(),
-        lag_versions=0,
-        staleness_s=1.0,
-        fetch_s=1.0,
-        stage_s=1.0,
-        swap_s=1.0,
-        pause_s=1.0,
-        publish_phases=PUBLISHED,
-    )
-    assert tuple(receipt.phases) == PHASES
 
 
 @pytest.mark.parametrize("value", ["1", None, True, -1.0, inf, 1e300, [1.0], {}])
@@ -104,6 +87,9 @@ def test_a_chart_has_a_column_of_each_known_phase(chain: Chain) -> None:
 
 def test_medians_follow_what_is_added() -> None:
     track = PhaseTrack()
+    for manifest, times in (("", APPLIED), ("m", {})):  # without one of the two nothing is kept
+        track.add("http://a", manifest, times)
+    assert (track.middles(), track.revision) == ({}, 0)
     for number, seconds in enumerate([3.0, 1.0, 2.0]):
         track.add(f"http://{number}", "m", {"look": seconds})
     assert track.middles() == {"m": {"look": 2.0}}
@@ -114,13 +100,6 @@ def test_medians_follow_what_is_added() -> None:
     assert track.middles() == {"m": {"look": 1.5}}
     assert track.revision > revision
     assert middle({}) == {}
-
-
-def test_without_a_manifest_or_times_nothing_is_kept() -> None:
-    track = PhaseTrack()
-    track.add("http://a", "", APPLIED)
-    track.add("http://a", "m", {})
-    assert (track.middles(), track.revision) == ({}, 0)
 
 
 def test_the_oldest_versions_are_forgotten_first() -> None:
@@ -134,13 +113,15 @@ def test_the_oldest_versions_are_forgotten_first() -> None:
 
 def test_a_follower_that_is_known_by_its_presence_has_phase_times() -> None:
     store, model = MemoryStore(), TinyModel()
-    tensors = tensors_of(model)
-    Publisher(PublishConfig(url=store.url), store=store).attach(model).close()
-    with Subscriber(SubscribeConfig(url=store.url), tensors, store=store) as subscriber:
+    with Publisher(PublishConfig(url=store.url), store=store).attach(model) as publisher:
+        publisher.publish()
+    config = SubscribeConfig(url=store.url)
+    with Subscriber(config, tensors_of(model), store=store) as subscriber:
         before = follower_status(subscriber, {}, engine="follow", trouble=None)
         assert answered("a", before, 0.0).status.phases == {}
-        subscriber.update()
+        receipt = present(subscriber.update())
         after = follower_status(subscriber, {}, engine="follow", trouble=None)
+    assert tuple(receipt.phases) == PHASES
     assert {"fetch", "stage", "swap"} <= answered("a", after, 0.0).status.phases.keys()
 
 
@@ -258,3 +239,81 @@ def test_an_error_in_the_middle_keeps_what_was_read(monkeypatch: pytest.MonkeyPa
     assert 512 <= len(view.rows) <= 580
     monkeypatch.undo()
     assert len(index.refresh(2.0).rows) == 600
+
+
+# Alerts
+
+LIMITS = HealthLimits(lag=2, silence_s=30.0)
+
+
+@pytest.fixture(scope="module")
+def six() -> Chain:
+    return chain_of(6)
+
+
+def kinds(six: Chain, *reports: ReplicaReport) -> list[str]:
+    return [alert.kind.value for alert in alerts(view_of(six), reports, LIMITS, NOW)]
+
+
+def test_a_replica_in_order_is_no_alert(six: Chain) -> None:
+    assert kinds(six, report(six, 5), report(six, 3)) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "changes", "expected"),
+    [
+        (2, {}, ["behind"]),
+        (5, {"ready": False, "reason": "paused"}, ["not ready"]),
+        (5, {"silence_s": 31.0}, ["cut off"]),
+        (5, {"silence_s": 31.0, "following": False}, []),  # versions are announced to it
+        (5, {"silence_s": 31.0, "pinned": True}, []),
+        (2, {"silence_s": 31.0, "ready": False}, ["cut off", "not ready", "behind"]),
+        (5, {"chain": "two"}, ["another chain"]),
+        (5, {"manifest": "0" * 64}, ["another chain"]),
+        (9, {}, ["another chain"]),
+        (5, {"head": 9}, ["another chain"]),
+        (None, {"ready": False, "chain": None, "head": None}, ["not ready"]),
+    ],
+)
+def test_each_thing_that_is_wrong_is_named(
+    six: Chain, version: int | None, changes: dict[str, Any], expected: list[str]
+) -> None:
+    found = alerts(view_of(six), [report(six, version, **changes)], LIMITS, NOW)
+    assert [alert.kind.value for alert in found] == expected
+    assert all(alert.engine == ENGINE and alert.message for alert in found)
+
+
+def test_a_replica_that_does_not_answer_is_silent(six: Chain) -> None:
+    assert kinds(six, ReplicaReport(engine=ENGINE)) == []  # not asked yet
+    assert kinds(six, ReplicaReport(engine=ENGINE, trouble="refused")) == ["silent"]
+    assert kinds(six, replace(report(six, 5), trouble="refused")) == ["silent"]
+    hanging = replace(report(six, 5), answered_at=NOW - 31)
+    assert kinds(six, hanging) == ["silent"]
+
+
+def test_a_version_committed_after_the_last_look_is_no_lie(six: Chain) -> None:
+    ahead = answered(ENGINE, status(six, 5, head=9), NOW + 1)
+    assert kinds(six, ahead) == ["behind"]  # for the newest version is that which anybody saw
+    assert newest_known(view_of(six), [ahead]) == 9
+
+
+def test_a_lie_does_not_make_others_late(six: Chain) -> None:
+    liar = replace(report(six, 5, head=10**9), engine="http://liar")
+    assert newest_known(view_of(six), [liar, report(six, 5)]) == 5
+    assert kinds(six, liar, report(six, 5)) == ["another chain"]
+
+
+def test_lost_manifests_and_stores_are_alerts_of_the_chain() -> None:
+    chain = chain_of(6)
+    chain.store.delete(manifest_key(3))
+    view = view_of(chain)
+    found = alerts(replace(view, trouble="no answer"), [], LIMITS, NOW)
+    assert [alert.kind for alert in found] == [AlertKind.STORE, AlertKind.HISTORY]
+    assert "versions 3" in found[1].message
+
+
+def test_answers_are_cut_and_out_of_range_numbers_unknown(six: Chain) -> None:
+    wild = report(six, 5, reason="\x1b[31m" + "x" * 10_000, head=10**30, silence_s=float("inf"))
+    assert len(wild.status.reason) == LONGEST + 1
+    assert "\x1b" not in wild.status.reason
+    assert (wild.status.head, wild.status.silence_s) == (None, None)

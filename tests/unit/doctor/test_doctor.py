@@ -1,7 +1,9 @@
+"""A chain to examine, in an environment of its own."""
+
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,31 @@ from deltachain.store.base import ObjectInfo
 from deltachain.store.file import FileStore
 from deltachain.types import Buffer
 from tests.support.seaweed import Seaweed
+from tests.unit.cli.support import ok as run
+from tests.unit.cli.support import random_state, write_checkpoint
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing of this machine's, and everything put back."""
+    foreign = ("DELTACHAIN_", "AWS_", "HF_", "SSL_", "VLLM_", "SGLANG_", "HTTP", "ALL_PROXY")
+    for name in list(os.environ):
+        if name.upper().startswith(foreign):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))  # and no ~/.aws
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
+@pytest.fixture(scope="session")
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("chain")
+    run("push", write_checkpoint(root / "weights", random_state()), root / "chain", "--step", 400)
+    return root / "chain"
 
 
 @pytest.mark.parametrize("ahead_s", [-7200.0, -SKEW_S - 1, SKEW_S + 1, 7200.0])
@@ -69,6 +96,11 @@ def faults(url: object, role: Role = FOLLOWER) -> list[Finding]:
     return [found for found in examined(url, role) if found.grade is Grade.FAULT]
 
 
+def set_all(monkeypatch: pytest.MonkeyPatch, variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+
 def install(folder: Path, name: str, version: str) -> None:
     """Metadata of a package, as pip leaves it."""
     info = folder / f"{name}-{version}.dist-info"
@@ -76,7 +108,14 @@ def install(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
-def test_a_healthy_machine_has_no_fault(chain: Path) -> None:
+def test_a_healthy_follower_has_no_fault_and_writes_nothing(
+    chain: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("a follower wrote")
+
+    for name in ("put", "put_if_absent", "delete"):
+        monkeypatch.setattr(FileStore, name, never)
     assert faults(chain) == []
     said = " ".join(found.said for found in examined(chain))
     assert "version 0 of step 400 is the newest" in said
@@ -89,15 +128,6 @@ def test_a_healthy_publisher_leaves_nothing_behind(chain: Path) -> None:
     assert sorted(path for path in chain.rglob("*") if path.is_file()) == before
     checks = {found.check for found in examined(chain, PUBLISHER) if found.grade is Grade.OK}
     assert {"writes", "clock", "store", "chain", "start"} <= checks
-
-
-def test_a_follower_writes_nothing(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*_: object) -> None:
-        raise AssertionError("a follower wrote")
-
-    for name in ("put", "put_if_absent", "delete"):
-        monkeypatch.setattr(FileStore, name, never)
-    assert faults(chain) == []
 
 
 Plant = Callable[[Mapping[str, Path]], Mapping[str, str]]
@@ -150,8 +180,7 @@ ENVIRONMENTS: list[tuple[str, Plant, str]] = [
 def test_a_mistake_of_the_environment_is_named_once_with_a_hint(
     chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Plant, named: str
 ) -> None:
-    for name, value in plant({"root": tmp_path}).items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, plant({"root": tmp_path}))
     (found,) = faults(chain)
     assert named in found.said
     assert found.hint
@@ -164,8 +193,7 @@ def test_several_mistakes_are_all_named(chain: Path, monkeypatch: pytest.MonkeyP
         "DELTACHAIN_MAX_LAG": "-1",
         "DELTACHAIN_BASE": "/absent",
     }
-    for name, value in wrong.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, wrong)
     said = [found.said for found in faults(chain)]
     assert len(said) == len(wrong)
     assert all(any(name in one for one in said) for name in wrong)
@@ -201,8 +229,7 @@ def test_a_wrong_package_is_named(  # noqa: PLR0917
 ) -> None:
     install(tmp_path / "site", name, version)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    for variable, value in {"DELTACHAIN_URL": str(chain), **environment}.items():
-        monkeypatch.setenv(variable, value)
+    set_all(monkeypatch, {"DELTACHAIN_URL": str(chain), **environment})
     (found,) = faults("")
     assert named in found.said
     assert found.hint
@@ -239,13 +266,28 @@ def test_a_damaged_chain_is_named(chain: Path, tmp_path: Path) -> None:
     assert found.check == "chain"
 
 
+S3 = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+
+
 @pytest.mark.parametrize(
-    ("url", "named"),
-    [("s4://bucket/run", "s4"), ("s3://b/run", "bucket"), ("hf://me/run", "hf://")],
+    ("url", "endpoint", "said", "hint"),
+    [
+        ("s4://bucket/run", "", "s4", ""),
+        ("s3://b/run", "", "bucket", ""),
+        ("hf://me/run", "", "hf://", ""),
+        ("s3://bucket/run", "127.0.0.1:9", "endpoint", "AWS_ENDPOINT_URL"),
+        ("s3://bucket/run", "http://127.0.0.1:9", "http://127.0.0.1:9", ""),
+    ],
 )
-def test_a_url_that_names_no_store(url: str, named: str) -> None:
+def test_a_url_that_names_no_store_that_answers(
+    monkeypatch: pytest.MonkeyPatch, url: str, endpoint: str, said: str, hint: str
+) -> None:
+    monkeypatch.setattr("deltachain.doctor.examine.DEADLINE_S", 0.5)
+    if endpoint:
+        set_all(monkeypatch, S3 | {"AWS_ENDPOINT_URL": endpoint})
     (found,) = faults(url)
-    assert named in found.said
+    assert said in found.said
+    assert hint in found.hint
 
 
 class Lying(FileStore):
@@ -295,19 +337,10 @@ def test_an_honest_store_races_to_one_winner(tmp_path: Path) -> None:
 def test_a_bundle_of_cas_for_s3_that_is_not_there_is_named(
     seaweed: Seaweed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {**seaweed.env(), "AWS_CA_BUNDLE": "/absent"}.items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, {**seaweed.env(), "AWS_CA_BUNDLE": "/absent"})
     (found,) = faults(seaweed.url("doctor"))
     assert "/absent" in found.said
     assert "AWS_CA_BUNDLE" in found.hint
-
-
-def test_an_endpoint_that_is_no_address_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:9")
-    monkeypatch.setenv("AWS_REGION", "us-east-1")
-    (found,) = faults("s3://bucket/run")
-    assert "endpoint" in found.said
-    assert "AWS_ENDPOINT_URL" in found.hint
 
 
 def test_a_silence_shorter_than_polls_is_named(
@@ -333,23 +366,13 @@ def test_credentials_of_s3_are_checked(seaweed: Seaweed, monkeypatch: pytest.Mon
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     (found,) = faults(seaweed.url("doctor"))
     assert "403" in found.said
-    for name, value in seaweed.env().items():
-        monkeypatch.setenv(name, value)
+    set_all(monkeypatch, seaweed.env())
     assert faults(seaweed.url("doctor"), PUBLISHER) == []
     store = open_store(seaweed.url("doctor"))
     assert list(store.list("")) == []
     store.close()
     (found,) = faults("s3://absent-bucket/run", PUBLISHER)
     assert "absent-bucket" in found.said
-
-
-def test_a_store_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltachain.doctor.examine.DEADLINE_S", 0.5)
-    for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "c"}.items():
-        monkeypatch.setenv(f"AWS_{name}", value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    (found,) = faults("s3://bucket/run")
-    assert "http://127.0.0.1:9" in found.said
 
 
 def test_a_place_for_presences_is_tried(
@@ -364,18 +387,16 @@ def test_a_place_for_presences_is_tried(
 
 def test_a_presence_inside_the_chain_is_named(chain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", f"{chain}/replicas")
-    (found,) = [found for found in examined(chain) if found.check == "presence"]
-    assert found.grade is Grade.FAULT
-    assert "is inside the chain" in found.said
+    (found,) = faults(chain)
+    assert (found.check, "is inside the chain" in found.said) == ("presence", True)
     monkeypatch.setenv("DELTACHAIN_URL", str(chain))
     assert {found.check for found in faults("")} == {"start", "presence"}
 
 
 def test_a_place_for_presences_that_is_not_writable_is_named(
-    chain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "file").write_text("no folder")
-    monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", str(tmp_path / "file"))
+    monkeypatch.setenv("DELTACHAIN_PRESENCE_URL", __file__)
     (found,) = faults(chain)
     assert found.check == "presence"
     assert found.hint

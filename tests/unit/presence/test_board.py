@@ -1,11 +1,15 @@
 import json
+import logging
+import math
 import os
 import shutil
 import time
-from contextlib import closing
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
-from threading import Semaphore
+from threading import Event, Semaphore
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -13,8 +17,16 @@ import pytest
 from deltachain.control.comparison import ReplicaRow, compare
 from deltachain.control.replica_client import ReplicaClient
 from deltachain.control.roster import Roster
-from deltachain.errors import ControlPlaneError, DeltaChainError, MalformedError
-from deltachain.presence import record as module
+from deltachain.errors import (
+    ConfigError,
+    ControlPlaneError,
+    DeltaChainError,
+    ForkedChainError,
+    MalformedError,
+    StorePermissionError,
+)
+from deltachain.presence import record as record_module
+from deltachain.presence import writer as writer_module
 from deltachain.presence.record import (
     LARGEST,
     TEXT,
@@ -24,13 +36,36 @@ from deltachain.presence.record import (
     encode_record,
     parse_record,
 )
-from deltachain.presence.writer import PresenceWriter, follower_status
+from deltachain.presence.writer import PresenceWriter, follower_status, interval_s, record_key
 from deltachain.publish import PublishConfig, Publisher
 from deltachain.status import HealthLimits, Status
-from deltachain.store import MemoryStore, open_store
+from deltachain.store import MemoryStore, Store, open_store
+from deltachain.store.hf.store import open_hf
 from deltachain.subscribe import SubscribeConfig, Subscriber
+from tests.support.faults import Fault, FaultyStore
+from tests.support.hub.server import HubServer
 from tests.support.models import TinyModel
+from tests.support.seaweed import Seaweed
+from tests.support.values import eventually
 from tests.unit.control.replicas import status
+
+
+@pytest.fixture(params=["folder", "s3", "hub"])
+def board_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """URL of an empty store of each kind."""
+    if request.param == "folder":
+        return str(tmp_path / "replicas")
+    monkeypatch: pytest.MonkeyPatch = request.getfixturevalue("monkeypatch")
+    if request.param == "s3":
+        seaweed: Seaweed = request.getfixturevalue("seaweed")
+        for name, value in seaweed.env().items():
+            monkeypatch.setenv(name, value)
+        make: Callable[[], str] = request.getfixturevalue("s3_url")
+        return make()
+    hub: HubServer = request.getfixturevalue("hub")
+    for name, value in hub.env().items():
+        monkeypatch.setenv(name, value)
+    return f"hf://buckets/{request.getfixturevalue('bucket')}/replicas"
 
 
 def document(**fields: Any) -> dict[str, Any]:
@@ -55,21 +90,22 @@ def test_fields_of_a_newer_writer_are_left_alone() -> None:
     assert parsed(found).status.version == 7
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"null",
-        b"[]",
-        b"{}",
-        b'"text"',
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"a":' * 40_000 + b"1" + b"}" * 40_000,
-        b"[" + b"[]," * 80_000 + b"[]]",
-        b'{"presence":1,"time":0,"status":' + b"[" * 50_000,
-    ],
-)
+NO_RECORDS = [
+    b"",
+    b"null",
+    b"[]",
+    b"{}",
+    b'"text"',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"a":' * 40_000 + b"1" + b"}" * 40_000,
+    b"[" + b"[]," * 80_000 + b"[]]",
+    b'{"presence":1,"time":0,"status":' + b"[" * 50_000,
+]
+ABSENT = object()
+
+
+@pytest.mark.parametrize("data", NO_RECORDS)
 def test_what_is_no_record_is_malformed(data: bytes) -> None:
     with pytest.raises(MalformedError, match="no presence record"):
         parse_record(data, "r.json")
@@ -90,8 +126,10 @@ def test_what_is_no_record_is_malformed(data: bytes) -> None:
         ("status.head", 10**30),
         ("status.silence_s", -1.0),
         ("status.silence_s", 1e308),
+        ("status.silence_s", math.nan),
         ("status.ready", "yes"),
         ("status.url", None),
+        ("status.url", ABSENT),
         ("status.phases", {"look": "x"}),
     ],
     ids=str,
@@ -101,21 +139,10 @@ def test_a_wrong_type_or_number_is_malformed(field: str, value: object) -> None:
     *path, name = field.split(".")
     place = found[path[0]] if path else found
     place[name] = value
+    if value is ABSENT:
+        del place[name]
     with pytest.raises(MalformedError, match="no presence record"):
         parsed(found)
-
-
-def test_a_field_that_is_missing_is_malformed() -> None:
-    found = document()
-    del found["status"]["url"]
-    with pytest.raises(MalformedError, match="url"):
-        parsed(found)
-
-
-def test_a_number_that_is_none_is_malformed() -> None:
-    text = json.dumps(document()).replace('"silence_s": 0.5', '"silence_s": NaN')
-    with pytest.raises(MalformedError):
-        parse_record(text.encode(), "r.json")
 
 
 def test_long_texts_are_cut_and_details_are_not_kept() -> None:
@@ -272,27 +299,19 @@ def test_a_board_without_anybody_says_so(url: str) -> None:
     assert "DELTACHAIN_PRESENCE_URL" in row.hint
 
 
-HOSTILE = {
-    "empty": b"",
-    "nested": b"[" * 200_000,
-    "deep": b'{"presence":1,"time":1,"status":{"url":' * 3000,
-    "types": record().replace(b'"version":7', b'"version":[7]'),
-    "binary": os.urandom(1000),
-    "other": b'{"format":1,"chain":"x"}',
-    "large": b" " * (LARGEST + 1),
-}
-
-
 def test_hostile_records_are_rows_with_a_reason(url: str) -> None:
-    for name, data in HOSTILE.items():
-        put(url, name, data)
+    wrong = record().replace(b'"version":7', b'"version":[7]')
+    large = b" " * (LARGEST + 1)
+    hostile = dict(enumerate([*NO_RECORDS, os.urandom(1000), wrong, large]))
+    for number, data in hostile.items():
+        put(url, str(number), data)
     put(url, "good", record())
     rows = rows_of(url)
-    assert rows.keys() == {*HOSTILE, "good"}
-    assert rows["good"].health == "ready"
-    for name in HOSTILE:
-        assert rows[name].health == "failed"
-        assert "no presence record" in rows[name].why[0]
+    assert rows.pop("good").health == "ready"
+    assert rows.keys() == set(map(str, hostile))
+    for row in rows.values():
+        assert row.health == "failed"
+        assert "no presence record" in row.why[0]
 
 
 def test_a_record_of_a_gigabyte_is_not_read(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,15 +320,6 @@ def test_a_record_of_a_gigabyte_is_not_read(url: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr("deltachain.store.FileStore.get", lambda *_, **__: pytest.fail("read"))
     (row,) = rows_of(url).values()
     assert "1073741824 bytes" in row.why[0]
-
-
-def test_another_chains_replica_is_in_doubt(url: str) -> None:
-    for name in ("a", "b"):
-        put(url, name, record())
-    put(url, "stranger", record(chain="d" * 32))
-    rows = rows_of(url)
-    assert rows["stranger"].health == "in doubt"
-    assert "another chain" in rows["stranger"].why[0]
 
 
 def test_other_objects_are_left_alone(url: str) -> None:
@@ -321,7 +331,7 @@ def test_other_objects_are_left_alone(url: str) -> None:
 
 
 def test_more_records_than_are_read_are_said(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST", 2)
+    monkeypatch.setattr(record_module, "MOST", 2)
     for name in ("a", "b", "c"):
         put(url, name, record())
     rows = rows_of(url)
@@ -340,7 +350,7 @@ class Counted(MemoryStore):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counted:
     made = Counted()
-    monkeypatch.setattr(module, "open_store", lambda _: made)
+    monkeypatch.setattr(record_module, "open_store", lambda _: made)
     return made
 
 
@@ -390,3 +400,199 @@ def test_a_record_removed_meanwhile_is_no_row(
     counted.delete("a.json")
     monkeypatch.setattr(counted, "list", lambda: iter(listed))
     assert len(PresenceBoard("memory://x").look()) == 1
+
+
+# Who writes
+
+
+class Source:
+    """A status that knows how often it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = Semaphore(0)
+
+    def __call__(self) -> Status:
+        self.asked.release()
+        return status()
+
+    def wait(self, count: int) -> None:
+        for _ in range(count):
+            assert self.asked.acquire(timeout=60)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> FaultyStore:
+    """The store that a writer opens, whatever its URL is."""
+    made = FaultyStore(MemoryStore())
+    monkeypatch.setattr(writer_module, "open_store", lambda _: made)
+    return made
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+def writer(
+    source: Callable[[], Status], url: str = "memory://board", **options: float
+) -> PresenceWriter:
+    return PresenceWriter(
+        url, source, engine="vllm/1", place="a:1", apart_from=["s3://b/x"], **options
+    )
+
+
+def records(store: Store) -> list[PresenceRecord]:
+    return [parse_record(store.get(info.key), info.key) for info in store.list()]
+
+
+def test_it_is_written_again_and_again_and_removed_at_the_end(
+    store: FaultyStore, source: Source
+) -> None:
+    with writer(source, every_s=0.01) as made:
+        source.wait(4)
+        assert [info.key for info in store.list()] == [made.key]
+        (found,) = records(store)
+        assert (found.status, found.ended) == (status(), None)
+    assert records(store) == []
+    made.close()  # again
+
+
+def test_two_replicas_of_one_host_name_and_place_have_a_record_each(
+    store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = [Source(), Source()]
+    with writer(sources[0], every_s=0.01) as one, writer(sources[1], every_s=0.01) as other:
+        eventually(lambda: one.key != other.key)
+        for source in sources:
+            source.wait(10)
+        assert len({info.key for info in store.list()} | {one.key, other.key}) == 2
+        (logged,) = caplog.messages
+        assert logged.startswith("another replica writes the presence ")
+    assert records(store) == []
+
+
+def test_one_that_starts_again_keeps_its_record(store: FaultyStore) -> None:
+    source = Source()
+    first = writer(source, every_s=0.01)
+    source.wait(3)
+    first.fail("another start follows")
+    with writer(source, every_s=0.01) as again:
+        source.wait(10)
+        assert [info.key for info in store.list()] == [first.key] == [again.key]
+
+
+def test_one_that_may_not_read_its_record_renews_it(store: FaultyStore, source: Source) -> None:
+    refused = StorePermissionError("no right to read")
+    with mock.patch.object(store, "get", side_effect=refused), writer(source, every_s=0.01) as made:
+        source.wait(4)
+        assert not made._failures
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt(), ForkedChainError("two histories")])
+@pytest.mark.parametrize("may_delete", [True, False])
+def test_only_an_error_leaves_its_reason_and_where_nothing_may_be_deleted_the_end(
+    store: FaultyStore, source: Source, error: BaseException | None, *, may_delete: bool
+) -> None:
+    refused = StorePermissionError("no right to delete", key="", url="memory://board")
+    with ExitStack() as stack:
+        if not may_delete:
+            stack.enter_context(mock.patch.object(store, "delete", side_effect=refused))
+        stack.enter_context(suppress(KeyboardInterrupt, ForkedChainError))
+        stack.enter_context(writer(source))
+        source.wait(1)
+        if error:
+            raise error
+    ended = [found.ended for found in records(store)]
+    if isinstance(error, ForkedChainError):
+        assert ended == ["two histories"]
+    else:
+        assert ended == ([] if may_delete else [""])
+
+
+def test_failures_are_told_once_and_counted(
+    store: FaultyStore, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.add(Fault("fail", "", times=3))
+    with caplog.at_level(logging.WARNING), writer(source, every_s=0.01) as made:
+        source.wait(6)
+        figures = {figure.name: figure.value for figure in made.figures()}
+    assert figures["presence_failures"] == 3
+    assert figures["presence_timestamp_seconds"] > 1e9
+    assert caplog.text.count("presence of this replica is not written") == 1
+
+
+@pytest.mark.usefixtures("store")
+def test_a_status_that_fails_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    asked = Semaphore(0)
+
+    def broken() -> Status:
+        asked.release()
+        raise RuntimeError("nobody foresaw this")
+
+    with writer(broken, every_s=0.01) as made:
+        assert all(asked.acquire(timeout=60) for _ in range(3))
+        assert next(f.value for f in made.figures() if f.name == "presence_failures") >= 2
+    assert "nobody foresaw this" in caplog.text
+
+
+def test_a_store_that_hangs_does_not_hold_up_the_end(
+    store: FaultyStore, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "CLOSE_S", 0.05)
+    released = Event()
+
+    def hang(*_: object) -> str:
+        released.wait()
+        return ""
+
+    monkeypatch.setattr(store, "put", hang)
+    made = writer(source)
+    source.wait(1)
+    made.close()
+    released.set()
+
+
+@pytest.mark.usefixtures("store")
+def test_without_a_thread_the_replica_serves_on(
+    source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(writer_module, "started", lambda _: False)
+    with writer(source) as made:
+        assert {figure.name: figure.value for figure in made.figures()} == {"presence_failures": 1}
+    assert "no thread" in caplog.text
+
+
+@pytest.mark.parametrize("url", ["s3://b/x", "s3://b/x/replicas", "s3://b"])
+def test_it_is_never_written_into_a_chain(source: Source, url: str) -> None:
+    with pytest.raises(ConfigError, match="the chain s3://b/x"):
+        writer(source, url)
+    assert not source.asked.acquire(blocking=False)
+
+
+def test_the_rate_is_a_share_of_the_stores_budget() -> None:
+    assert interval_s(MemoryStore().capabilities) == 10
+    with closing(open_hf("hf://buckets/me/b", {"token": "hf_none"})) as polled:
+        assert interval_s(polled.capabilities) == 30  # 10 of 100 requests in 5 minutes
+
+
+def test_a_record_has_the_same_key_after_a_restart_and_another_than_its_neighbours() -> None:
+    key = record_key("vllm/0.32.0", "0.0.0.0:8000")
+    assert key == record_key("vllm/0.33.0", "0.0.0.0:8000")
+    others = {record_key("vllm/1", "0.0.0.0:8001"), record_key("sglang/1", "0.0.0.0:8000")}
+    assert key not in others
+    assert len(others) == 2
+
+
+@pytest.mark.parametrize("host", ["", "a/b", "..", "x" * 300, "\x1b[31mred", "späte"], ids=repr)
+def test_any_host_name_makes_a_valid_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: host)
+    MemoryStore().put(record_key("follow", "/out"), b"")
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_warning(
+    tmp_path: Path, source: Source, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with writer(source, str(tmp_path / "file"), every_s=0.01):
+        source.wait(3)
+    assert caplog.text.count("is not written") == 1
